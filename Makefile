@@ -1,0 +1,55 @@
+# `make` alone lists the targets. ARGS are passed on: make test ARGS="tests/unit -k ledger", make demo ARGS="--steps 8"
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# The first of these that runs and is new enough.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && { echo $$name; break; }; done)
+
+# Several engines share the cores: with a thread a core each they would fight over them.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check fmt bench up down clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
+
+install: $(INSTALLED) ## make .venv with everything in it; does nothing when it is up to date
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make install: there is no Python 3.11 or newer on PATH: install one, or name it:" \
+		"make install PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## train a small model here while spot workers come and go
+	$(BIN)/rlboost demo $(ARGS)
+
+test: $(INSTALLED) ## run every test that needs no accelerator: unit, contract, integration, e2e
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+check: $(INSTALLED) ## lint, formatting and types; changes nothing
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+fmt: $(INSTALLED) ## format the code, and mend what the linter can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(INSTALLED) ## run every benchmark
+	@set -e; for file in benchmarks/[a-z]*.py; do \
+		name=$$(basename $$file .py); echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+up: $(INSTALLED) ## start a whole system on this machine, in the background
+	$(BIN)/rlboost up --detach $(ARGS)
+
+down: $(INSTALLED) ## stop it
+	$(BIN)/rlboost down $(ARGS)
+
+clean: ## remove .venv and what tools have cached; jobs and weights in .rlboost stay
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
