@@ -1,0 +1,73 @@
+"""Structured ids: a sample's id is five numbers packed into 64 bits, so that a token frame can carry it as a column.
+
+The id is derived, never drawn: the trainer that asks for step 7 twice (because it was killed in between) asks for the
+same samples twice, and the manager sees that it has them already.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import NamedTuple, Self
+
+_MEMBER_BITS = 8
+_GROUP_BITS = 16
+_STEP_BITS = 23
+_EVAL_BITS = 1
+_JOB_BITS = 16
+
+MAX_GROUP_SIZE = 1 << _MEMBER_BITS
+MAX_GROUPS_PER_STEP = 1 << _GROUP_BITS
+MAX_STEPS = 1 << _STEP_BITS
+MAX_JOBS = 1 << _JOB_BITS
+
+
+class SampleId(NamedTuple):
+    """Which sample: job number, training or evaluation, step, group within the step, member of the group."""
+
+    job: int
+    is_eval: bool
+    step: int
+    group: int
+    member: int
+
+    def pack(self) -> int:
+        """Return the id as an unsigned 64-bit integer; sorting by it sorts by (job, kind, step, group, member)."""
+        limits = (MAX_JOBS, 2, MAX_STEPS, MAX_GROUPS_PER_STEP, MAX_GROUP_SIZE)
+        for name, value, limit in zip(self._fields, self, limits, strict=True):
+            if not 0 <= value < limit:
+                raise ValueError(f"sample id: {name} = {value} is outside 0..{limit - 1}")
+        packed = self.job
+        packed = packed << _EVAL_BITS | self.is_eval
+        packed = packed << _STEP_BITS | self.step
+        packed = packed << _GROUP_BITS | self.group
+        return packed << _MEMBER_BITS | self.member
+
+    @classmethod
+    def unpack(cls, packed: int) -> Self:
+        """Invert `pack`."""
+        member = packed & (MAX_GROUP_SIZE - 1)
+        packed >>= _MEMBER_BITS
+        group = packed & (MAX_GROUPS_PER_STEP - 1)
+        packed >>= _GROUP_BITS
+        step = packed & (MAX_STEPS - 1)
+        packed >>= _STEP_BITS
+        return cls(packed >> _EVAL_BITS, bool(packed & 1), step, group, member)
+
+    def __str__(self) -> str:
+        """Return a form for people: `job/step/group/member`, `e` before an evaluation's step."""
+        return f"{self.job}/{'e' if self.is_eval else ''}{self.step}/{self.group}/{self.member}"
+
+
+def group_of(sample: int) -> int:
+    """Return the group's id: the packed id of its sample 0."""
+    return sample & ~(MAX_GROUP_SIZE - 1)
+
+
+def job_of(sample: int) -> int:
+    """Return the job number in a packed sample or group id."""
+    return sample >> (_EVAL_BITS + _STEP_BITS + _GROUP_BITS + _MEMBER_BITS)
+
+
+def new_token(n_bytes: int = 4) -> str:
+    """Return a fresh random hexadecimal suffix, for ids of worker incarnations, jobs and commands."""
+    return secrets.token_hex(n_bytes)

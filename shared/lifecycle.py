@@ -1,0 +1,149 @@
+"""How every service lives: named loops under one owner, stopped by a signal, with an exit code that tells the truth.
+
+A loop that ends before the stop is a failure, and a failure is a non-zero exit. Stop means: `stop` is set, each loop
+takes nothing new, finishes what it holds and returns; after the grace what is left is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import structlog
+
+from shared import logs
+from shared.errors import ConfigError, Fatal, RLBoostError
+from shared.settings import ServiceSettings, read
+
+log = structlog.get_logger(__name__)
+
+S = TypeVar("S", bound=ServiceSettings)
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+"""A setting is wrong: starting again without a change would fail again."""
+
+
+class LoopEnded(Fatal):
+    """A loop returned although nobody asked it to stop."""
+
+
+class _Stop(asyncio.Event):
+    """The stop event of a process; knows whether loops look at it yet."""
+
+    supervised = False
+
+
+Loop = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+"""A loop takes the stop event and returns only after it is set."""
+
+
+async def supervise(loops: Mapping[str, Loop], stop: asyncio.Event, *, grace_s: float = 10.0) -> None:
+    """Run the loops until `stop` is set, then let them finish within `grace_s`; a failure cancels the others at once.
+
+    Args:
+        loops: name -> loop; the names show in logs and tracebacks.
+        stop: set by a signal, or by a loop that has decided that the service's work is done.
+        grace_s: seconds from the stop until what still runs is cancelled.
+
+    Raises:
+        LoopEnded: a loop returned before the stop.
+        ExceptionGroup: what the failed loops raised.
+
+    """
+
+    async def guarded(name: str, loop: Loop) -> None:
+        try:
+            await loop(stop)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.exception("loop_failed", loop=name, error=str(error) or repr(error))
+            raise
+        if not stop.is_set():
+            raise LoopEnded(f"the loop {name!r} ended although nobody asked it to stop")
+
+    async def cancel_after_grace() -> None:
+        await stop.wait()
+        await asyncio.sleep(grace_s)
+        for name, task in tasks.items():
+            if not task.done():
+                log.warning("loop_cancelled_after_grace", loop=name, grace_s=grace_s)
+                task.cancel()
+
+    if isinstance(stop, _Stop):
+        stop.supervised = True
+    async with asyncio.TaskGroup() as group:
+        tasks = {name: group.create_task(guarded(name, loop), name=name) for name, loop in loops.items()}
+        reaper = asyncio.create_task(cancel_after_grace(), name="grace")
+        try:
+            await asyncio.wait(tasks.values())
+        finally:
+            reaper.cancel()
+
+
+def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event], Awaitable[None]]) -> int:
+    """Read the settings and run `main(settings, stop)`, SIGTERM and SIGINT setting `stop`; return the exit code.
+
+    Expected errors (`RLBoostError`) become one line; unexpected ones keep their traceback.
+    """
+    try:
+        config = read(settings)
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+    logs.configure(name, level=config.log_level, form=config.log_format)
+
+    async def body() -> None:
+        stop = _Stop()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        running = asyncio.ensure_future(main(config, stop))
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not stop.supervised and not running.done():
+            # Still starting: there are no loops yet that would see the stop.
+            running.cancel()
+        try:
+            await running
+        except asyncio.CancelledError:
+            if not running.cancelled():
+                raise
+
+    code = EXIT_OK
+    try:
+        asyncio.run(body())
+    except* ConfigError as group:
+        code = _complain(name, group, EXIT_CONFIG)
+    except* RLBoostError as group:
+        code = code or _complain(name, group, EXIT_FAILED)
+    return code
+
+
+def _complain(name: str, group: BaseExceptionGroup[RLBoostError], code: int) -> int:
+    for error in _leaves(group):
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _leaves(group: BaseExceptionGroup[RLBoostError]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+async def until_stop(stop: asyncio.Event, timeout_s: float) -> bool:
+    """Sleep, but wake at once at the stop; tell whether it came."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stop.wait()
+    except TimeoutError:
+        return False
+    return True

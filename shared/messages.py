@@ -1,0 +1,449 @@
+"""Every message on the wire, in one module: frozen, tagged, msgpack.
+
+Rules, each held by `tests/unit/test_messages.py` and the golden bytes in `tests/golden`:
+
+- a message is a map `{"t": tag, field: value, ...}`; the tag names the class;
+- a field may be added with a default; none is renamed, retyped or removed;
+- a reader ignores fields it does not know, so an older service reads a newer one;
+- columns with one entry a token or a sample are bytes (`shared.columns`), never lists.
+
+Times are Unix seconds, durations seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Strict, ValidationError
+
+from shared.errors import Undecodable
+
+Role = Literal["reserved", "preemptible"]
+WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
+FinishReason = Literal["stop", "length"]
+JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
+
+Span = Annotated[tuple[str, int, int], Strict(False)]
+"""(worker, weight version, number of tokens): who made a stretch. msgpack brings tuples back as lists."""
+
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+"""Codes of `TokenFrame.finish`: the row goes on; it ended with a stop token; it ended at `max_tokens`."""
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    tag: ClassVar[str] = ""
+
+
+_REGISTRY: dict[str, type[Message]] = {}
+
+M = TypeVar("M", bound=type[Message])
+
+
+def message(cls: M) -> M:
+    """Register a message class under its tag (its own name, unless it sets one)."""
+    cls.tag = cls.tag or cls.__name__
+    if cls.tag in _REGISTRY:
+        raise ValueError(f"two messages with the tag {cls.tag!r}")
+    _REGISTRY[cls.tag] = cls
+    return cls
+
+
+def registered() -> dict[str, type[Message]]:
+    """Return a copy of the tag -> class table, for tests and documentation."""
+    return dict(_REGISTRY)
+
+
+def encode(msg: Message) -> bytes:
+    """Return the message's bytes."""
+    body = {"t": msg.tag, **msg.model_dump()}
+    packed: bytes = msgpack.packb(body, use_bin_type=True)
+    return packed
+
+
+def decode(data: bytes) -> Message:
+    """Return the message in `data`.
+
+    Raises:
+        Undecodable: the bytes are not msgpack, the tag is unknown, or a field is missing or of the wrong type.
+
+    """
+    try:
+        body = msgpack.unpackb(data, raw=False)
+        cls = _REGISTRY[body.pop("t")]
+        return cls.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Undecodable(f"{error.title}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+        raise Undecodable(f"not a message: {error!r}") from error
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@message
+class JobCommand(Message):
+    """REST or CLI -> manager and trainer: something to do with a job. Idempotent on `command_id`."""
+
+    command_id: str
+    action: Literal["create", "pause", "resume", "cancel"]
+    job_id: str
+    job_no: int
+    spec_json: str = ""
+    """The resolved job file (`shared.jobspec.JobSpec`) as JSON; only with `create`."""
+
+
+@message
+class JobReport(Message):
+    """Trainer -> manager: the job's state changed."""
+
+    job_id: str
+    state: JobState
+    step: int
+    error: str = ""
+
+
+@message
+class StepReport(Message):
+    """Trainer -> manager: one training step is complete and its weights are committed. Idempotent on (job, step)."""
+
+    job_id: str
+    step: int
+    """The step that was done, from 0; the job stands at `step + 1` now."""
+    metrics: dict[str, float]
+    checkpointed_step: int = 0
+    """Samples of steps before this one will never be asked for again."""
+
+
+@message
+class Event(Message):
+    """Anyone -> people: something happened. Best effort; nothing decides on it."""
+
+    kind: str
+    at: float
+    source: str
+    fields: dict[str, Any] = {}
+
+
+# --- groups to generate -----------------------------------------------------------------------------------------------
+
+
+class Sampling(Message):
+    """How to draw tokens. `logprobs` that come back are of exactly this distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    stop_token_ids: Annotated[tuple[int, ...], Strict(False)] = ()
+
+
+@message
+class GroupRequested(Message):
+    """Trainer -> manager: generate `n` completions of one prompt. Idempotent on `group`."""
+
+    job_id: str
+    group: int
+    """Packed id of the group's sample 0 (`shared.ids.SampleId`); sample i is `group + i`."""
+    n: int
+    prompt: bytes
+    """int32 column of prompt token ids."""
+    sampling: Sampling
+    version: int
+    """The weight version that must generate it."""
+    seed: int
+
+
+# --- the token log ----------------------------------------------------------------------------------------------------
+# One stream, in one order, is the whole truth about samples in flight: the manager's ledger is a fold over it.
+
+
+@message
+class Admitted(Message):
+    """Manager -> log: a group was taken from `rollouts.requested`."""
+
+    request: GroupRequested
+
+
+@message
+class Placed(Message):
+    """Manager -> log: these samples now belong to `worker`. Raises each sample's attempt, which fences its last owner.
+
+    Written in the same transaction as the worker's `Assign`.
+    """
+
+    worker: str
+    samples: bytes
+    """uint64 column."""
+    attempts: bytes
+    """uint32 column: the attempt that this placement begins, from 1."""
+    offsets: bytes
+    """uint32 column: how many tokens the ledger held, which the worker got with the assignment."""
+
+
+@message
+class TokenFrame(Message):
+    """Worker -> log: tokens made since the worker's last flush, for all its samples at once.
+
+    A row is one sample; `counts[i]` tokens of `tokens` and `logprobs` belong to it. A row counts only if its attempt is
+    the sample's current one and its offset meets the ledger's length. All tokens of a row are of one weight version.
+    """
+
+    worker: str
+    seq: int
+    """Counts this worker's frames from 0; a frame sent twice has the same number."""
+    samples: bytes
+    """uint64 column."""
+    attempts: bytes
+    """uint32 column."""
+    offsets: bytes
+    """uint32 column: index of the row's first token within the completion."""
+    counts: bytes
+    """uint32 column."""
+    versions: bytes
+    """uint32 column: the weight version that made the row's tokens."""
+    finish: bytes
+    """uint8 column of FINISH_* codes."""
+    tokens: bytes
+    """int32 column."""
+    logprobs: bytes
+    """float32 column: log-probability of each token under the distribution it was drawn from."""
+
+
+@message
+class SampleFailed(Message):
+    """Worker -> log: this sample itself cannot be generated (say, the prompt is too long). Fenced like a frame row."""
+
+    worker: str
+    sample: int
+    attempt: int
+    reason: str
+
+
+@message
+class Closed(Message):
+    """Manager -> log: these samples were delivered to the trainer, or dropped; nothing more of them counts.
+
+    Written in the same transaction as the delivery.
+    """
+
+    samples: bytes
+    """uint64 column."""
+
+
+@message
+class Restated(Message):
+    """Manager -> log: one live sample, whole, so that everything older of it may be trimmed (log compaction)."""
+
+    request: GroupRequested
+    """The group's request with `n` as in the original."""
+    sample: int
+    attempt: int
+    worker: str
+    """Its current owner; empty while it waits."""
+    tokens: bytes
+    logprobs: bytes
+    spans: list[Span]
+    """(worker, weight version, number of tokens), in order."""
+    failures: int = 0
+
+
+# --- manager -> worker ------------------------------------------------------------------------------------------------
+
+
+class Assignment(Message):
+    """One sample to generate, from its prompt or from where somebody else stopped."""
+
+    sample: int
+    attempt: int
+    prompt: bytes
+    """int32 column."""
+    tokens: bytes
+    """int32 column: completion tokens made so far; the worker's first new token has this offset."""
+    sampling: Sampling
+    seed: int
+
+
+@message
+class Assign(Message):
+    """Manager -> worker: generate these, with this weight version."""
+
+    job_id: str
+    version: int
+    samples: list[Assignment]
+
+
+@message
+class Revoke(Message):
+    """Manager -> worker: stop these samples and forget them; later frames of them will not count."""
+
+    samples: bytes
+    """uint64 column."""
+    attempts: bytes
+    """uint32 column."""
+
+
+@message
+class UseVersion(Message):
+    """Manager -> worker: pull this version of this job's weights, verify, load, serve. Ordered before its `Assign`s."""
+
+    job_id: str
+    version: int
+
+
+@message
+class Suspend(Message):
+    """Manager -> reserved worker: the trainer needs the device. Stop, flush, keep nothing running, beat `suspended`."""
+
+    step: int
+
+
+@message
+class Resume(Message):
+    """Manager -> reserved worker: generate again."""
+
+    step: int
+
+
+@message
+class Drain(Message):
+    """Manager -> worker: take nothing new, flush, hand off what is left, leave, exit 0."""
+
+    reason: str = ""
+
+
+@message
+class Dismissed(Message):
+    """Manager -> worker: you were declared lost and your samples are elsewhere. Drop everything and join anew."""
+
+    reason: str
+
+
+# --- worker -> manager ------------------------------------------------------------------------------------------------
+
+
+@message
+class WorkerJoined(Message):
+    """Worker -> manager: a new incarnation exists and reads `worker.{id}.commands` from its start."""
+
+    worker: str
+    role: Role
+    kind: str
+    """What sort of machine or engine; profiles are kept per kind."""
+    slots: int
+    """How many samples the engine runs at once."""
+    host: str
+    pid: int
+    price_per_hour: float
+    at: float
+
+
+@message
+class WorkerBeat(Message):
+    """Worker -> manager: alive, and this is the load. Sent every beat interval and at each change of state."""
+
+    worker: str
+    state: WorkerState
+    job_id: str
+    version: int
+    """The version that the engine serves; -1 before the first."""
+    running: int
+    pending: int
+    tokens_per_s: float
+    at: float
+
+
+@message
+class WorkerNotice(Message):
+    """Worker -> manager: the machine will be taken away in `lead_s`; the worker is handing off."""
+
+    worker: str
+    lead_s: float
+    reason: str
+    at: float
+
+
+@message
+class WorkerLeft(Message):
+    """Worker -> manager: flushed everything and gone. Its samples may be placed elsewhere at once."""
+
+    worker: str
+    reason: str
+    at: float
+
+
+# --- manager -> trainer -----------------------------------------------------------------------------------------------
+
+
+@message
+class SampleFinished(Message):
+    """Manager -> trainer: one complete sample. Exactly once on `sample`."""
+
+    sample: int
+    tokens: bytes
+    """int32 column: the completion, with its stop token when there is one."""
+    logprobs: bytes
+    """float32 column."""
+    finish: FinishReason
+    spans: list[Span]
+    """(worker, weight version, number of tokens), in order; the numbers add up to the length."""
+    attempts: int
+    group_done: bool
+    """True on the last sample of its group to be delivered."""
+
+
+@message
+class SampleDropped(Message):
+    """Manager -> trainer: this sample will not come, and why. Exactly once on `sample`, instead of `SampleFinished`."""
+
+    sample: int
+    reason: str
+    group_done: bool
+
+
+@message
+class SeedingEnded(Message):
+    """Manager -> trainer: the reserved engines are suspended; the device is yours for this step."""
+
+    step: int
+    window_s: float
+    reason: Literal["window", "finished", "no_reserved"]
+
+
+@message
+class SeedingReopened(Message):
+    """Manager -> trainer: nobody else is left to generate; the reserved engines go on, start no new micro-batch."""
+
+    step: int
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@message
+class WeightsCommitted(Message):
+    """Weight store -> all: this version is complete and verified."""
+
+    job_id: str
+    version: int
+    manifest_digest: str
+    n_bytes: int
+    at: float
+
+
+# --- what could not be used -------------------------------------------------------------------------------------------
+
+
+@message
+class DeadLetter(Message):
+    """Anyone -> people: a message that did not decode, or failed too often, with the reason."""
+
+    stream: str
+    entry_id: str
+    consumer: str
+    reason: str
+    body: bytes
+    at: float

@@ -1,0 +1,77 @@
+"""The name of every stream, consumer group and key in Redis. Nothing else in the project spells one."""
+
+from __future__ import annotations
+
+PREFIX = "rlboost:"
+
+# Streams.
+JOB_COMMANDS = PREFIX + "jobs.commands"
+JOB_REPORTS = PREFIX + "jobs.reports"
+TOKEN_LOG = PREFIX + "rollouts.tokens"
+WORKER_BEATS = PREFIX + "workers.beats"
+WEIGHTS_COMMITTED = PREFIX + "weights.committed"
+DEAD_LETTERS = PREFIX + "dead.letters"
+
+# Consumer groups.
+TRAINER_GROUP = "trainer"
+
+# Keys.
+JOBS = PREFIX + "jobs"
+"""Hash: job id -> the job's record (JSON)."""
+JOB_COUNTER = PREFIX + "jobs.counter"
+IDEMPOTENCY_KEYS = PREFIX + "jobs.idempotency"
+"""Hash: Idempotency-Key -> job id."""
+MANAGER_CURSORS = PREFIX + "manager.cursors"
+"""Hash: stream -> how far the manager has got; written in the same transaction as what it did about the entries."""
+FLEET = PREFIX + "fleet"
+"""Hash: worker id -> its last known record (JSON), so that a restarted manager knows whom to expect."""
+
+
+def rollouts_requested(job_id: str) -> str:
+    """Stream, trainer -> manager: groups to generate for one job."""
+    return f"{PREFIX}job:{job_id}:rollouts.requested"
+
+
+def rollouts_finished(job_id: str) -> str:
+    """Stream, manager -> trainer: finished samples of one job; kept until a checkpoint covers them."""
+    return f"{PREFIX}job:{job_id}:rollouts.finished"
+
+
+def job_events(job_id: str) -> str:
+    """Stream, all -> people: what happened in one job; capped."""
+    return f"{PREFIX}job:{job_id}:events"
+
+
+def job_logs(job_id: str) -> str:
+    """Stream, all -> people: log lines of all processes that concern one job; capped."""
+    return f"{PREFIX}job:{job_id}:logs"
+
+
+def job_samples(job_id: str) -> str:
+    """Stream, trainer -> people: scored samples; capped."""
+    return f"{PREFIX}job:{job_id}:samples"
+
+
+def job_metrics(job_id: str) -> str:
+    """Hash: step -> metrics of the step (JSON)."""
+    return f"{PREFIX}job:{job_id}:metrics"
+
+
+def job_audit(job_id: str) -> str:
+    """Hash: the audit's counters, with the log position that they cover."""
+    return f"{PREFIX}job:{job_id}:audit"
+
+
+def trainer_lease(job_id: str) -> str:
+    """Lease: the trainer that runs the job, and what it waits for (JSON)."""
+    return f"{PREFIX}job:{job_id}:trainer"
+
+
+def worker_commands(worker: str) -> str:
+    """Stream, manager -> one worker incarnation."""
+    return f"{PREFIX}worker:{worker}:commands"
+
+
+def worker_lease(worker: str) -> str:
+    """Lease: the worker is alive."""
+    return f"{PREFIX}worker:{worker}:lease"

@@ -1,0 +1,99 @@
+"""Settings of a service: frozen, read once, from flags (`--redis-url`) and environment, unknown names refused.
+
+Each service has one prefix (`RLBOOST_MANAGER_`); the few that all need are also read without it (`RLBOOST_TOKEN`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from shared.errors import ConfigError
+from shared.validation import describe
+
+_COMMON = ("redis_url", "token", "log_level", "log_format")
+
+
+class ServiceSettings(BaseSettings):
+    """What every service needs."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    prefix: ClassVar[str] = "RLBOOST_"
+
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the broker is")
+    token: SecretStr = Field(SecretStr(""), description="bearer token of the HTTP interfaces; empty = no one gets in")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read only variables of this project: an alias must not make a bare `TOKEN` count."""
+        del env_settings, dotenv_settings, file_secret_settings
+        return init_settings, _OwnEnvironment(settings_cls)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Give the common fields their short environment names."""
+        super().__pydantic_init_subclass__(**kwargs)
+        for name in _COMMON:
+            upper = name.upper()
+            cls.model_fields[name].validation_alias = AliasChoices(name, f"{cls.prefix}{upper}", f"RLBOOST_{upper}")
+        cls.model_rebuild(force=True)
+
+
+class _OwnEnvironment(EnvSettingsSource):
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name: value for name, value in super()._load_env_vars().items() if name.startswith("rlboost_")}
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def read(cls: type[S], args: list[str] | None = None) -> S:
+    """Return the service's settings from command-line flags, then the environment.
+
+    Args:
+        cls: the service's settings class, whose `prefix` is the environment's.
+        args: the flags; the process's own when None.
+
+    Raises:
+        ConfigError: a value is wrong, or a variable with the service's prefix names no setting.
+
+    """
+    known = {f"{cls.prefix}{name}".upper() for name in cls.model_fields}
+    for variable in os.environ:
+        if cls.prefix != "RLBOOST_" and variable.startswith(cls.prefix) and variable not in known:
+            near = difflib.get_close_matches(variable, known, 1)
+            raise ConfigError(
+                f"environment variable {variable} names no setting" + (f"; did you mean {near[0]}?" if near else "")
+            )
+    try:
+        source: CliSettingsSource[S] = CliSettingsSource(
+            cls,
+            cli_parse_args=sys.argv[1:] if args is None else args,
+            cli_kebab_case=True,
+            cli_implicit_flags=True,
+            cli_prog_name=f"python -m {cls.__module__.removesuffix('.settings')}",
+        )
+        return cls(_cli_settings_source=source)
+    except ValidationError as error:
+        raise ConfigError("settings: " + "; ".join(describe(error))) from error

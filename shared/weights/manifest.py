@@ -1,0 +1,196 @@
+"""What a version of a model's weights consists of: whose shards, in which chunks, with which digests.
+
+A *part* is what one trainer rank publishes: the bytes of its shards (row major, little endian) laid end to end in one
+stream, which is cut into chunks. A *manifest* is all parts of one version. Neither can be built unless it is whole: a
+part's shards fill its chunks exactly, and a manifest's shards cover every tensor exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, NamedTuple, Self
+
+import numpy as np
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StringConstraints, ValidationError, model_validator
+
+from shared.errors import Undecodable
+
+CHUNK_BYTES = 4 << 20
+"""Size of a chunk; only the last one of a part is smaller."""
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by dtype; the names are torch's."""
+
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""BLAKE3 in hexadecimal."""
+JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+"""Safe as one component of a path."""
+Shape = tuple[NonNegativeInt, ...]
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """Return the BLAKE3 digest of contiguous bytes, on all cores. Releases the GIL."""
+    return blake3(data, max_threads=blake3.AUTO).hexdigest()
+
+
+class ChunkRef(NamedTuple):
+    """One chunk, by content."""
+
+    digest: Digest
+    n_bytes: Annotated[int, Field(ge=1, le=CHUNK_BYTES)]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    def encode(self) -> bytes:
+        """Return canonical JSON: equal documents have equal bytes."""
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Invert `encode`.
+
+        Raises:
+            Undecodable: the bytes are not such a document, or it is not whole.
+
+        """
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise Undecodable(f"{cls.__name__}: {place}: {first['msg']}") from error
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the canonical JSON."""
+        return digest_of(self.encode())
+
+
+class TensorEntry(BaseModel):
+    """One rank's shard of one tensor: the box at `offset` of extent `local_shape` within `global_shape`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    dtype: str
+    global_shape: Shape
+    offset: Shape
+    local_shape: Shape
+    start: NonNegativeInt
+    """Position of the shard's first byte in its part's stream."""
+    n_bytes: NonNegativeInt
+    digest: Digest
+    """Of the shard's bytes."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {self.name}: unknown dtype {self.dtype!r}; known: {', '.join(ITEM_BYTES)}")
+        if not len(self.global_shape) == len(self.offset) == len(self.local_shape):
+            raise ValueError(f"tensor {self.name}: global_shape, offset and local_shape differ in length")
+        box = zip(self.offset, self.local_shape, self.global_shape, strict=True)
+        if any(low + extent > size for low, extent, size in box):
+            raise ValueError(f"tensor {self.name}: the shard at {self.offset} reaches beyond {self.global_shape}")
+        expected = math.prod(self.local_shape) * ITEM_BYTES[self.dtype]
+        if self.n_bytes != expected:
+            raise ValueError(f"tensor {self.name}: {self.n_bytes} bytes, but its shape and dtype take {expected}")
+        return self
+
+
+class Part(_Document):
+    """What one rank publishes."""
+
+    rank: NonNegativeInt
+    chunks: tuple[ChunkRef, ...]
+    tensors: tuple[TensorEntry, ...]
+
+    @model_validator(mode="after")
+    def _tensors_fill_chunks(self) -> Self:
+        end = 0
+        for entry in self.tensors:
+            if entry.start != end:
+                raise ValueError(f"tensor {entry.name} starts at {entry.start}, but the one before it ends at {end}")
+            end += entry.n_bytes
+        if end != self.n_bytes:
+            raise ValueError(f"the tensors are {end} bytes, the chunks {self.n_bytes}")
+        return self
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the length of the stream."""
+        return sum(chunk.n_bytes for chunk in self.chunks)
+
+
+class Manifest(_Document):
+    """One version, whole: part i is rank i's."""
+
+    job_id: JobId
+    version: NonNegativeInt
+    config_json: str
+    """The model's Hugging Face `config.json`, so that a worker needs no model directory."""
+    parts: tuple[Part, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        ranks = [part.rank for part in self.parts]
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"the parts are those of ranks {ranks}, expected 0..{len(ranks) - 1}")
+        check_coverage(entry for part in self.parts for entry in part.tensors)
+        return self
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the size of the weights."""
+        return sum(part.n_bytes for part in self.parts)
+
+    def chunks(self) -> Iterator[ChunkRef]:
+        """Yield every different chunk once, in order of first use."""
+        yield from dict.fromkeys(chunk for part in self.parts for chunk in part.chunks)
+
+
+def check_coverage(shards: Iterable[TensorEntry]) -> None:
+    """Check that the shards cover every tensor that they name exactly once.
+
+    Raises:
+        ValueError: naming the tensor whose shards disagree, overlap or leave a gap.
+
+    """
+    by_name: dict[str, list[TensorEntry]] = {}
+    for entry in shards:
+        by_name.setdefault(entry.name, []).append(entry)
+    for name, group in by_name.items():
+        if len({(entry.dtype, entry.global_shape) for entry in group}) > 1:
+            raise ValueError(f"tensor {name}: its shards disagree on dtype or global shape")
+        if _overlap(group):
+            raise ValueError(f"tensor {name}: its shards overlap")
+        covered, size = sum(math.prod(entry.local_shape) for entry in group), math.prod(group[0].global_shape)
+        if covered != size:
+            raise ValueError(f"tensor {name}: its shards cover {covered} of {size} elements")
+
+
+def _overlap(group: Sequence[TensorEntry]) -> bool:
+    boxes = [entry for entry in group if entry.n_bytes]
+    if len(boxes) < 2:
+        return False
+    low = np.array([entry.offset for entry in boxes], dtype=np.int64)
+    high = low + np.array([entry.local_shape for entry in boxes], dtype=np.int64)
+    reaches = (low[:, None] < high[None, :]).all(axis=-1)
+    meets = reaches & reaches.T
+    return int(meets.sum()) > len(boxes)

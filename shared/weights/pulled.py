@@ -1,0 +1,116 @@
+"""A version in the cache, read tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from io import FileIO
+from itertools import accumulate
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import Corrupt, NotFound
+from shared.weights.manifest import ITEM_BYTES, Manifest, Part, TensorEntry, digest_of
+
+_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class PulledVersion:
+    """One verified version in a puller's cache."""
+
+    def __init__(self, manifest: Manifest, chunks: Path) -> None:
+        """Read `manifest`'s chunks, by digest, from the directory `chunks`."""
+        self.manifest = manifest
+        self._chunks = chunks
+
+    def tensors(self) -> Iterator[tuple[TensorEntry, memoryview]]:
+        """Yield every tensor whole: its entry (`offset` zeros, `local_shape` = `global_shape`) and its own bytes.
+
+        A tensor that ranks published in shards is put together, and its entry has the digest of the whole. What is
+        held at a time is one tensor. Reads files: call it outside the event loop.
+
+        Raises:
+            NotFound: two later versions were pulled meanwhile, and this one's chunks are gone.
+
+        """
+        shards: dict[str, list[tuple[Part, TensorEntry]]] = {}
+        for part in self.manifest.parts:
+            for entry in part.tensors:
+                shards.setdefault(entry.name, []).append((part, entry))
+        with _Reader(self._chunks, self.manifest) as reader:
+            for held in shards.values():
+                yield _whole(held, reader)
+
+
+def _whole(shards: list[tuple[Part, TensorEntry]], reader: _Reader) -> tuple[TensorEntry, memoryview]:
+    part, entry = shards[0]
+    tensor = np.empty(entry.global_shape, dtype=_UINT[ITEM_BYTES[entry.dtype]])
+    if len(shards) == 1:
+        reader.read_into(part, entry, tensor)
+        return entry, _bytes(tensor)
+    for part, shard in shards:
+        box = tensor[tuple(slice(low, low + n) for low, n in zip(shard.offset, shard.local_shape, strict=True))]
+        if box.flags.c_contiguous:
+            reader.read_into(part, shard, box)
+        else:
+            piece = np.empty(shard.local_shape, dtype=tensor.dtype)
+            reader.read_into(part, shard, piece)
+            box[...] = piece
+    data = _bytes(tensor)
+    whole = {
+        "offset": (0,) * tensor.ndim,
+        "local_shape": entry.global_shape,
+        "start": 0,
+        "n_bytes": len(data),
+        "digest": digest_of(data),
+    }
+    return entry.model_copy(update=whole), data
+
+
+def _bytes(array: npt.NDArray[np.unsignedinteger]) -> memoryview:
+    """Return a view of a C-contiguous array's bytes."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+class _Reader:
+    """Reads shards out of chunk files, keeping the last file open: neighbours are mostly in the same chunk."""
+
+    def __init__(self, chunks: Path, manifest: Manifest) -> None:
+        self._chunks = chunks
+        self._starts = [[0, *accumulate(chunk.n_bytes for chunk in part.chunks)] for part in manifest.parts]
+        self._digest = ""
+        self._file: FileIO | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read_into(self, part: Part, entry: TensorEntry, array: npt.NDArray[np.unsignedinteger]) -> None:
+        """Fill a C-contiguous array with a shard's bytes."""
+        rest, at = _bytes(array), entry.start
+        starts = self._starts[part.rank]
+        while rest:
+            index = bisect_right(starts, at) - 1
+            digest = part.chunks[index].digest
+            n_bytes = os.preadv(self._open(digest), [rest[: starts[index + 1] - at]], at - starts[index])
+            if not n_bytes:
+                raise Corrupt(f"{self._chunks / digest} has become shorter: remove the cache directory")
+            rest, at = rest[n_bytes:], at + n_bytes
+
+    def _open(self, digest: str) -> int:
+        if self._file is None or digest != self._digest:
+            if self._file is not None:
+                self._file.close()
+            try:
+                self._file = FileIO(self._chunks / digest)
+            except FileNotFoundError as error:
+                raise NotFound(f"{self._chunks / digest} is no longer in the cache: pull the version again") from error
+            self._digest = digest
+        return self._file.fileno()

@@ -1,0 +1,40 @@
+"""A local system with real Redis and a small program in the place of every service.
+
+`python -m tests.support.dummy_cluster STATE_DIR` runs one until it is killed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rlboost.local import foreground
+from rlboost.local.cluster import LocalCluster
+from rlboost.local.processes import HttpReady, LocalOptions, ProcessRole, ProcessSpec, Site, SpecOf, spec_of
+from tests.support import dummy_service
+
+
+def dummies(*, limit_s: float = 20.0, **moods: str) -> SpecOf:
+    """Return what puts the dummy in every service's place; `moods` are by role, several with spaces between."""
+
+    def of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
+        real = spec_of(site, name, role)
+        if role == "redis":
+            return real
+        argv = (
+            sys.executable,
+            "-I",
+            "-u",
+            dummy_service.__file__,
+            str(site.port_of(name)),
+            *moods.get(role, "").split(),
+        )
+        return replace(real, argv=argv, ready=HttpReady(f"{site.url_of(name)}/readyz"), ready_limit_s=limit_s)
+
+    return of
+
+
+if __name__ == "__main__":
+    options = LocalOptions(state_dir=Path(sys.argv[1]), reserved=0, workers=2)
+    foreground.serve(LocalCluster(options, spec_of=dummies()), [], lambda config: print(config.url, flush=True))

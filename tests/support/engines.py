@@ -1,0 +1,90 @@
+"""Driving an engine from a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.rollout_worker.ports import Emission, Engine, Key, Request
+from shared.messages import FINISH_NONE, Sampling
+from tests.support.eventually import eventually
+
+
+def request(
+    sample: int,
+    *,
+    max_tokens: int = 12,
+    prompt: Iterable[int] = (3, 1, 4),
+    tokens: Iterable[int] = (),
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    stop: Iterable[int] = (),
+    seed: int | None = None,
+    attempt: int = 1,
+) -> Request:
+    """Return a request; its seed is its sample number unless given."""
+    sampling = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_token_ids=tuple(stop))
+    seed = sample if seed is None else seed
+    return Request(sample, attempt, list(prompt), list(tokens), sampling, seed)
+
+
+@dataclass
+class Collected:
+    """What an engine made of one request; offsets were checked to be without gaps."""
+
+    offset: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """The version of each token."""
+    finish: int = FINISH_NONE
+    error: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.finish or self.error)
+
+
+class Collector:
+    """Drains an engine and puts each request's emissions together, checking the contract of `drain` as it does."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.of: dict[Key, Collected] = {}
+
+    def drain(self) -> list[Emission]:
+        emissions = self.engine.drain()
+        assert len({(e.sample, e.attempt, e.version) for e in emissions}) == len(emissions)
+        for emission in emissions:
+            made = self.of.setdefault((emission.sample, emission.attempt), Collected(emission.offset))
+            assert not made.ended, "nothing comes after the end"
+            assert emission.offset == made.offset + len(made.tokens), "no gap, no overlap"
+            assert len(emission.tokens) == len(emission.logprobs)
+            made.tokens += emission.tokens
+            made.logprobs += emission.logprobs
+            made.versions += [emission.version] * len(emission.tokens)
+            made.finish, made.error = emission.finish, emission.error
+        return emissions
+
+    def made(self, sample: int, attempt: int = 1) -> int:
+        """Drain, and return how many tokens the request has."""
+        self.drain()
+        return len(self.of[sample, attempt].tokens) if (sample, attempt) in self.of else 0
+
+    async def all_ended(self, requests: Iterable[Request]) -> list[Collected]:
+        """Wait until each of these has ended; return them in order."""
+        keys = [request.key for request in requests]
+
+        def ended() -> bool:
+            self.drain()
+            return all(key in self.of and self.of[key].ended for key in keys)
+
+        await eventually(ended, within_s=60.0, every_s=0.005)
+        return [self.of[key] for key in keys]
+
+
+async def run(engine: Engine, requests: list[Request]) -> list[Collected]:
+    """Submit requests, wait for their ends and return them in order."""
+    collector = Collector(engine)
+    engine.submit(requests)
+    return await collector.all_ended(requests)

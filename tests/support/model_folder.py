@@ -1,0 +1,34 @@
+"""Hugging Face directories of small random models with a tokenizer whose words are `t3 t4 ... t95`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.tiny_models import CONFIGS, VOCABULARY
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+
+
+def write_model(directory: Path, family: str = "qwen3-tied", seed: int = 0) -> Path:
+    """Write config and weights, and return the directory."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model.save_pretrained(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path, words: int = VOCABULARY, *, eos: bool = True) -> Path:
+    """Write a tokenizer of so many words, and return the directory."""
+    texts = [PAD, BOS, EOS, *(f"t{i}" for i in range(3, words))]
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    special = {"bos_token": BOS, "pad_token": PAD, **({"eos_token": EOS} if eos else {})}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
+    return directory

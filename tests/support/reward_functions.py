@@ -1,0 +1,73 @@
+"""Reward functions as users write them, good and bad. The prompt's first word says what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def lengths(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward between 0 and 1 that depends on the completion alone."""
+    return [len(ids) % 5 / 4 for ids in completion_ids]
+
+
+def mixed(  # noqa: C901, PLR0912 - one flat table
+    prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
+) -> list[Any]:
+    """Do what the prompt says, once or always."""
+    match prompts[0].split()[0]:
+        case "hang":
+            time.sleep(3600)
+        case "hang-with-child":
+            Path(columns["file"][0]).write_text(str(subprocess.Popen(["sleep", "3600"]).pid))
+            time.sleep(3600)
+        case "raise":
+            raise ValueError("I do not like this one")
+        case "exit":
+            os._exit(3)
+        case "quit":
+            sys.exit("enough")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "short":
+            return [1.0]
+        case "nan":
+            return [float("nan") for _ in completions]
+        case "none":
+            return [None, *[1.0 for _ in completions[1:]]]
+        case "text":
+            return ["good" for _ in completions]
+        case "nothing":
+            return None  # type: ignore[return-value]
+        case "print":
+            print("to standard output", flush=True)
+            os.write(1, b"\x00\x00\x00\x01 and under Python's back\n")
+        case "input":
+            sys.stdin.read()
+    return [float(len(text)) for text in completions]
+
+
+async def later(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [0.5 for _ in completions]
+
+
+def columns_seen(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any) -> Any:
+    assert columns == {"answer": ["42", "42"], "tags": [["a"], ["a"]]}
+    assert "RLBOOST_TOKEN" not in os.environ
+    return [1, True]
+
+
+def of_countdown_shape(completions: list[str], completion_ids: list[list[int]], prompts: list[Any], **_: Any) -> Any:
+    """Chat messages in, chat messages out."""
+    assert prompts[0][0]["role"] == "user"
+    return [float(len(messages[0]["content"])) for messages in completions]
+
+
+NOT_A_FUNCTION = 3

@@ -1,0 +1,97 @@
+"""A service of ours as a real process on a free port, to be killed and restarted by tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.redis_server import free_port
+
+_START_LIMIT_S = 30.0
+TOKEN = "a token for tests"
+
+
+class ServiceProcess:
+    """`python -m services.NAME` on one port for its whole life; its log is `directory/NAME.log`."""
+
+    def __init__(self, name: str, prefix: str, directory: Path, redis_url: str, env: Mapping[str, str]) -> None:
+        """Nothing runs before `start`.
+
+        Args:
+            name: the service's package.
+            prefix: its settings' prefix.
+            directory: where its log goes.
+            redis_url: its broker.
+            env: more settings.
+
+        """
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._module = f"services.{name}"
+        self._log = directory / f"{name}.log"
+        common = {"RLBOOST_REDIS_URL": redis_url, "RLBOOST_TOKEN": TOKEN, f"{prefix}PORT": str(self.port)}
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", **common, **env}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Return the running process's id."""
+        assert self._process is not None, "the service does not run"
+        return self._process.pid
+
+    def launch(self) -> None:
+        """Start the process without waiting for it."""
+        assert self._process is None, "the service runs already"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen([sys.executable, "-m", self._module], env=self.env, stderr=log)
+
+    def start(self) -> None:
+        """Start, and return when it is ready."""
+        self.launch()
+        assert self._process is not None
+        limit = time.monotonic() + _START_LIMIT_S
+        while not self._ready():
+            if self._process.poll() is not None or time.monotonic() > limit:
+                raise RuntimeError(f"{self._module} is not ready:\n{self.log()}")
+            time.sleep(0.02)
+
+    def stop(self) -> int:
+        """End in order with SIGTERM; return the exit code."""
+        assert self._process is not None, "the service does not run"
+        self._process.terminate()
+        return self._ended()
+
+    def kill(self) -> None:
+        """End with SIGKILL, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._ended()
+
+    def wait(self) -> int:
+        """Wait until it ends by itself; return the exit code."""
+        assert self._process is not None, "the service does not run"
+        return self._ended()
+
+    def log(self) -> str:
+        """Return all that it has logged."""
+        return self._log.read_text()
+
+    def _ended(self) -> int:
+        assert self._process is not None
+        try:
+            return self._process.wait(_START_LIMIT_S)
+        finally:
+            self._process = None
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=2.0):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False

@@ -1,0 +1,192 @@
+"""A worker without an engine, for driving a manager: its tokens are a hash of who made them and what came before.
+
+So a completion can be checked token by token: each must have been made by the worker that its span names, as the
+continuation of exactly the tokens before it. A splice of two continuations shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from shared.bus import START, Append, Bus
+from shared.columns import F32, I32, U8, U32, U64, ints, pack
+from shared.messages import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    Assign,
+    Assignment,
+    Dismissed,
+    Drain,
+    Message,
+    Resume,
+    Revoke,
+    Role,
+    Suspend,
+    TokenFrame,
+    UseVersion,
+    WorkerBeat,
+    WorkerJoined,
+    WorkerLeft,
+)
+from shared.names import TOKEN_LOG, WORKER_BEATS, worker_commands, worker_lease
+
+
+def next_token(worker: str, version: int, tokens: list[int]) -> int:
+    text = f"{worker}/{version}/{tokens}".encode()
+    return int.from_bytes(hashlib.blake2s(text, digest_size=3).digest(), "little")
+
+
+def check_completion(tokens: list[int], spans: list[tuple[str, int, int]]) -> None:
+    """Assert that the spans add up and that each token continues what stands before it."""
+    assert sum(n for _, _, n in spans) == len(tokens)
+    at = 0
+    for worker, version, n in spans:
+        for i in range(at, at + n):
+            assert tokens[i] == next_token(worker, version, tokens[:i]), f"token {i} does not continue its prefix"
+        at += n
+
+
+@dataclass
+class Held:
+    attempt: int
+    tokens: list[int]
+    max_tokens: int
+    flushed: int
+    done: bool = False
+
+
+@dataclass
+class SimWorker:
+    """One incarnation. Every method is one thing that a real worker does."""
+
+    bus: Bus
+    id: str
+    role: Role = "preemptible"
+    slots: int = 4
+    lease_s: float = 2.0
+    cursor: str = START
+    state: str = "joining"
+    job_id: str = ""
+    version: int = -1
+    held: dict[int, Held] = field(default_factory=dict)
+    seq: int = 0
+    dismissed: bool = False
+
+    async def join(self) -> None:
+        joined = WorkerJoined(
+            worker=self.id,
+            role=self.role,
+            kind="sim",
+            slots=self.slots,
+            host="here",
+            pid=1,
+            price_per_hour=0.0,
+            at=0.0,
+        )
+        await self.bus.append(WORKER_BEATS, joined)
+        await self.beat()
+
+    async def beat(self) -> None:
+        await self.bus.renew(worker_lease(self.id), "1", self.lease_s)
+        beat = WorkerBeat(
+            worker=self.id,
+            state=self.state,
+            job_id=self.job_id,
+            version=self.version,
+            running=len(self.held),
+            pending=0,
+            tokens_per_s=0.0,
+            at=0.0,
+        )
+        await self.bus.append(WORKER_BEATS, beat)
+
+    async def obey(self) -> None:
+        """Carry out the commands that are there."""
+        for entry in await self.bus.read({worker_commands(self.id): self.cursor}):
+            self.cursor = entry.id
+            before = self.state
+            await self._obey(entry.message)
+            if before != self.state:
+                await self.beat()
+
+    async def _obey(self, command: Message) -> None:  # noqa: C901 - one flat table
+        match command:
+            case UseVersion(job_id=job_id, version=version):
+                self.job_id, self.version = job_id, version
+                self.state = "ready" if self.state == "joining" else self.state
+                await self.beat()
+            case Assign(samples=samples, version=version):
+                if self.state == "ready":
+                    assert version == self.version, "assigned for a version that it does not serve"
+                    for assignment in samples:
+                        self._hold(assignment)
+            case Revoke(samples=samples, attempts=attempts):
+                for sample, attempt in zip(ints(samples, U64), ints(attempts, U32), strict=True):
+                    if sample in self.held and self.held[sample].attempt <= attempt:
+                        del self.held[sample]
+            case Suspend():
+                await self.flush()
+                self.held.clear()
+                self.state = "suspended"
+            case Resume():
+                self.state = "ready" if self.version >= 0 else "joining"
+            case Drain():
+                await self.leave()
+            case Dismissed():
+                self.held.clear()
+                self.dismissed = True
+            case _:
+                raise AssertionError(command)
+
+    def _hold(self, assignment: Assignment) -> None:
+        known = self.held.get(assignment.sample)
+        if known is None or known.attempt < assignment.attempt:
+            tokens = ints(assignment.tokens, I32)
+            maximum = assignment.sampling.max_tokens
+            self.held[assignment.sample] = Held(assignment.attempt, tokens, maximum, len(tokens))
+
+    def generate(self, n: int = 1) -> None:
+        """Make up to `n` tokens for each sample that it runs."""
+        for held in list(self.held.values())[: self.slots]:
+            for _ in range(n):
+                if len(held.tokens) < held.max_tokens:
+                    held.tokens.append(next_token(self.id, self.version, held.tokens))
+            held.done = len(held.tokens) >= held.max_tokens
+
+    def frame(self) -> TokenFrame | None:
+        """Return what was made since the last frame."""
+        rows = [(i, h) for i, h in self.held.items() if len(h.tokens) > h.flushed or h.done]
+        if not rows:
+            return None
+        made = [h.tokens[h.flushed :] for _, h in rows]
+        frame = TokenFrame(
+            worker=self.id,
+            seq=self.seq,
+            samples=pack([i for i, _ in rows], U64),
+            attempts=pack([h.attempt for _, h in rows], U32),
+            offsets=pack([h.flushed for _, h in rows], U32),
+            counts=pack([len(tokens) for tokens in made], U32),
+            versions=pack([self.version] * len(rows), U32),
+            finish=pack([FINISH_LENGTH if h.done else FINISH_NONE for _, h in rows], U8),
+            tokens=pack([token for tokens in made for token in tokens], I32),
+            logprobs=pack([-1.0 for tokens in made for _ in tokens], F32),
+        )
+        self.seq += 1
+        for sample, held in rows:
+            held.flushed = len(held.tokens)
+            if held.done:
+                del self.held[sample]
+        return frame
+
+    async def flush(self, copies: int = 1) -> None:
+        """Send the frame, more than once when the reply of the first was lost."""
+        if frame := self.frame():
+            await self.bus.transact([Append(TOKEN_LOG, frame)] * copies)
+
+    async def leave(self) -> None:
+        """Flush and go."""
+        await self.flush()
+        await self.bus.append(WORKER_BEATS, WorkerLeft(worker=self.id, reason="drained", at=0.0))
+        self.held.clear()
+        self.dismissed = True

@@ -1,0 +1,171 @@
+"""A made-up run of twelve steps: worker-2 is killed, worker-1 gets notice, worker-4 and worker-5 join."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlboost.report.record import (
+    Change,
+    JobEvent,
+    Journey,
+    Machine,
+    Observation,
+    PlannedChange,
+    ProcessEvent,
+    Record,
+    SeenWorker,
+    Settings,
+)
+
+BEGAN_AT = 1_800_000_000.0
+READY_AT = BEGAN_AT + 10
+JOB_AT = BEGAN_AT + 11
+STEPS = 12
+STEP_S = 5.0
+END_AT = JOB_AT + (STEPS + 1) * STEP_S
+KILLED_AT, MISSED_AT = JOB_AT + 12, JOB_AT + 14
+NOTICED_AT, LEFT_AT = JOB_AT + 32, JOB_AT + 33
+JOINED_AT = {"worker-4": JOB_AT + 17, "worker-5": JOB_AT + 38}
+
+AUDIT = {
+    "requested": 3276,
+    "delivered": 3276,
+    "dropped": {},
+    "in_flight": 0,
+    "duplicates": 0,
+    "tokens_generated": 200_300,
+    "tokens_delivered": 200_000,
+    "tokens_made_again": {"late": 300},
+    "tokens_saved": 5_000,
+    "preemptions": {"with_notice": 1, "without_notice": 1},
+    "migrations": 130,
+}
+
+
+def row(step: int) -> dict[str, float]:
+    """One step's metrics; the last one only evaluates."""
+    times = {"time/seeding_s": 1.0, "time/wait_s": 1.5, "time/train_s": 1.8, "time/publish_s": 0.2, "time/step_s": 4.8}
+    metrics: dict[str, float] = {"step": step, "samples/duplicates": 0.0, **times}
+    if step < STEPS:
+        metrics |= {"reward/mean": 0.2 + 0.04 * step, "completions/mean_length": 30.0 + 3 * step}
+    if step % 4 == 0:
+        metrics |= {"eval/reward_mean": 0.17 + 0.05 * step, "eval/mean_length": 31.0 + 3 * step}
+    return metrics
+
+
+def told(at: float, kind: str, **fields: Any) -> JobEvent:
+    return JobEvent(at=at, kind=kind, source="manager", fields=fields)
+
+
+def state(at: float, name: str, now: str, before: str) -> JobEvent:
+    role = "reserved" if name.startswith("reserved") else "preemptible"
+    return told(at, "worker_state", worker=f"{name}-aaaa", role=role, state=now, before=before)
+
+
+def job_events() -> list[JobEvent]:
+    events = [told(JOB_AT + 0.1, "job_state", state="running", before="pending", error="")]
+    for name in ("reserved-1", "worker-1", "worker-2", "worker-3"):
+        events += [state(JOB_AT + 0.5, name, "pulling", "joining"), state(JOB_AT + 1, name, "ready", "pulling")]
+    for step in range(STEPS):
+        at = JOB_AT + 2 + step * STEP_S
+        events += [
+            state(at, "reserved-1", "suspended", "ready"),
+            told(at, "samples_taken", worker="reserved-1-aaaa", samples=40, tokens=400, cause="suspended"),
+            told(at, "samples_moved", worker="worker-3-aaaa", samples=40, tokens=400),
+            state(at + 3.5, "reserved-1", "ready", "suspended"),
+        ]
+    events += [
+        told(MISSED_AT, "samples_taken", worker="worker-2-aaaa", samples=50, tokens=2500, cause="lost"),
+        told(MISSED_AT, "worker_lost", worker="worker-2-aaaa", reason="its lease ran out"),
+        told(MISSED_AT, "samples_moved", worker="worker-1-aaaa", samples=30, tokens=1500),
+        told(MISSED_AT + 0.3, "samples_moved", worker="worker-3-aaaa", samples=15, tokens=750),
+        told(MISSED_AT + 0.6, "samples_moved", worker="worker-3-aaaa", samples=5, tokens=250),
+        told(NOTICED_AT, "worker_notice", worker="worker-1-aaaa", reason="sigterm", lead_s=30.0),
+        told(LEFT_AT, "samples_taken", worker="worker-1-aaaa", samples=20, tokens=900, cause="left"),
+        told(LEFT_AT, "worker_left", worker="worker-1-aaaa", reason="sigterm"),
+        told(LEFT_AT, "samples_moved", worker="worker-3-aaaa", samples=20, tokens=900),
+        told(END_AT, "job_state", state="completed", before="running", error=""),
+    ]
+    for name, at in JOINED_AT.items():
+        events += [
+            told(at + 3, "worker_joined", worker=f"{name}-aaaa", role="preemptible", worker_kind="torch-cpu"),
+            state(at + 4, name, "pulling", "joining"),
+            state(at + 6, name, "ready", "pulling"),
+        ]
+    return sorted(events, key=lambda event: event.at)
+
+
+def seen(name: str, joined_at: float, speed: float = 1000.0, **changes: Any) -> SeenWorker:
+    role = "reserved" if name.startswith("reserved") else "preemptible"
+    known: dict[str, Any] = {"state": "ready", "version": 3, "running": 40, "tokens_per_s": speed}
+    return SeenWorker(id=f"{name}-aaaa", role=role, joined_at=joined_at, **(known | changes))
+
+
+def observations() -> list[Observation]:
+    found = []
+    for second in range(int(END_AT - JOB_AT) + 1):
+        at = JOB_AT + second
+        workers = [seen("reserved-1", READY_AT, 400), seen("worker-3", READY_AT)]
+        workers += [seen("worker-1", READY_AT)] if at < LEFT_AT else []
+        workers += [seen("worker-2", READY_AT)] if at < MISSED_AT else []
+        workers += [seen(name, joined_at) for name, joined_at in JOINED_AT.items() if at > joined_at + 3]
+        waits = ("samples of step 3", "100 of 256 samples are there") if second % 3 else ("", "")
+        step = min(STEPS, int(second / STEP_S))
+        found.append(
+            Observation(
+                at=at,
+                step=step,
+                job_state="running",
+                waiting_for=waits[0],
+                waiting_because=waits[1],
+                workers=workers,
+            )
+        )
+    return found
+
+
+def record(**changes: Any) -> Record:
+    """The whole record, with fields replaced."""
+    actions: list[tuple[float, int, Any, str]] = [
+        (KILLED_AT, 2, "kill", "worker-2"),
+        (JOINED_AT["worker-4"], 3, "join", "worker-4"),
+        (NOTICED_AT, 6, "notice", "worker-1"),
+        (JOINED_AT["worker-5"], 7, "join", "worker-5"),
+    ]
+    kinds = {"kill": "killed", "notice": "noticed", "join": "joined"}
+    fields: dict[str, Any] = {
+        "settings": Settings(steps=STEPS, workers=3, reserved=1, chaos=True, seed=0, goal=0.7),
+        "machine": Machine(cores=2, load=0.1, platform="Linux x86_64", python="3.11.2"),
+        "planned": [PlannedChange(at_step=step, action=action) for _, step, action, _ in actions],
+        "began_at": BEGAN_AT,
+        "ready_at": READY_AT,
+        "job_began_at": JOB_AT,
+        "job_ended_at": END_AT,
+        "job": {"id": "countdown-abc", "name": "countdown", "state": "completed", "error": None},
+        "steps": [row(step) for step in range(STEPS + 1)],
+        "changes": [Change(at=at, step=step, action=action, worker=name) for at, step, action, name in actions],
+        "process_events": [ProcessEvent(at=at, kind=kinds[a], name=name, detail="") for at, _, a, name in actions],
+        "job_events": job_events(),
+        "observations": observations(),
+        "journeys": [
+            Journey(
+                sample="1/2/7/3",
+                step=2,
+                prompt="<bos>3,8,4>44",
+                completion="<think>3+8=11*4=44 ✓</think>3+8=11*4=44<eos>",
+                reward=1.0,
+                spans=[("worker-2-aaaa", 2, 11), ("worker-1-aaaa", 2, 9)],
+            )
+        ],
+        "audit": AUDIT,
+        "cpu_s": {"trainer": 60.0, "reserved engine": 20.0, "spot engines": 80.0, "manager": 10.0, "this view": 2.0},
+        "cpu_to_start_s": 20.0,
+    }
+    return Record(**(fields | changes))
+
+
+def unfinished() -> Record:
+    """A run that ended before there was anything to see."""
+    nothing: dict[str, Any] = {"steps": [], "changes": [], "process_events": [], "job_events": [], "observations": []}
+    nothing |= {"journeys": [], "audit": {}, "cpu_s": {}, "job": {}}
+    return record(**nothing, ready_at=None, job_began_at=None, job_ended_at=None)

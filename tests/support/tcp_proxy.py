@@ -1,0 +1,78 @@
+"""A TCP proxy that counts what passes and breaks connections where a test wants it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+_BLOCK_BYTES = 64 * 1024
+
+
+class TcpProxy:
+    """Passes connections on to `127.0.0.1:target_port`. Use with `async with`."""
+
+    def __init__(self, target_port: int) -> None:
+        """Nothing listens before the context is entered."""
+        self._target_port = target_port
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self.bytes_down = 0
+        """Bytes that have gone to clients, headers included."""
+        self.break_after: int | None = None
+        """Once so many bytes have gone down, every connection breaks, once."""
+        self.on_break: Callable[[], None] = lambda: None
+
+    @property
+    def url(self) -> str:
+        """Return where it listens."""
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except OSError:
+            writer.transport.abort()
+            self._connections.discard(task)
+            return
+        up = asyncio.create_task(self._pass(reader, up_writer, down=False), name="proxy-up")
+        down = asyncio.create_task(self._pass(up_reader, writer, down=True), name="proxy-down")
+        try:
+            await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
+            down.cancel()
+            await asyncio.gather(up, down, return_exceptions=True)
+            writer.transport.abort()
+            up_writer.transport.abort()
+            self._connections.discard(task)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, down: bool) -> None:
+        while block := await reader.read(_BLOCK_BYTES):
+            writer.write(block)
+            await writer.drain()
+            if down:
+                self.bytes_down += len(block)
+                if self.break_after is not None and self.bytes_down >= self.break_after:
+                    self.break_after = None
+                    self.on_break()
+                    return

@@ -1,0 +1,68 @@
+"""Small randomly initialised Hugging Face models, and what an independent forward pass of one says. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
+VOCABULARY = 96
+MAX_LEN = 160
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_LEN,
+}
+_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+CONFIGS: dict[str, Any] = {
+    "qwen3-tied": Qwen3Config(**_SIZES, **_TOKENS, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
+    "llama-untied": LlamaConfig(**_SIZES, **_TOKENS, num_key_value_heads=1, tie_word_embeddings=False),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LEN, **_TOKENS, tie_word_embeddings=True
+    ),
+}
+
+
+def make(config: Any, seed: int = 0) -> Any:
+    """Return a float32 model whose distributions are neither flat nor peaked."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+    return model.requires_grad_(requires_grad=False)
+
+
+def save_config(config: Any, directory: Path) -> Path:
+    """Write `config.json` only, and return the directory."""
+    config.save_pretrained(directory)
+    return directory
+
+
+def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return what a checkpoint holds: each tensor once, tied ones under their first name."""
+    seen: set[int] = set()
+    kept = []
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            kept.append((name, tensor))
+    return kept
+
+
+def logprobs(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Return each completion token's log-probability by one plain forward pass without any cache."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    logits = model(input_ids=ids, use_cache=False).logits[0].double() / temperature
+    rows = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
+    found: list[float] = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    return found

@@ -1,0 +1,216 @@
+"""What a rollout worker sees of a manager, played by a test: the join route, commands, and the log read back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
+
+from shared.bus import START, Bus, Entry
+from shared.columns import I32, U8, U32, U64, floats, ints, pack
+from shared.messages import (
+    Assign,
+    Assignment,
+    Message,
+    Revoke,
+    Sampling,
+    TokenFrame,
+    UseVersion,
+    WorkerBeat,
+    WorkerJoined,
+)
+from shared.names import TOKEN_LOG, WORKER_BEATS, worker_commands
+from tests.support.eventually import eventually
+
+JOB = "job"
+Key = tuple[int, int]
+"""(sample, attempt)."""
+M = TypeVar("M", bound=Message)
+
+
+class JoinServer:
+    """Answers `GET /v1/join` to whoever has the token."""
+
+    def __init__(self, token: str, redis_url: str, weight_store_url: str) -> None:
+        body = json.dumps({"redis_url": redis_url, "weight_store_url": weight_store_url}).encode()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                known = self.path == "/v1/join" and self.headers["Authorization"] == f"Bearer {token}"
+                self.send_response(200 if known else 401)
+                self.end_headers()
+                self.wfile.write(body if known else b"{}")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@dataclass
+class Made:
+    """What the log holds of one attempt of one sample."""
+
+    first_offset: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first_offset + len(self.tokens)
+
+
+def fold(log: Sequence[Entry]) -> dict[Key, Made]:
+    """Put the frames together; an overlap must repeat what is there, and a gap fails the test."""
+    made: dict[Key, Made] = {}
+    for frame in (entry.message for entry in log):
+        if not isinstance(frame, TokenFrame):
+            continue
+        tokens, logprobs, start = ints(frame.tokens), floats(frame.logprobs), 0
+        for sample, attempt, offset, count, version, finish in zip(
+            ints(frame.samples, U64),
+            ints(frame.attempts, U32),
+            ints(frame.offsets, U32),
+            ints(frame.counts, U32),
+            ints(frame.versions, U32),
+            ints(frame.finish, U8),
+            strict=True,
+        ):
+            row = made.setdefault((sample, attempt), Made(offset))
+            assert offset <= row.end, f"sample {sample}: a gap between {row.end} and {offset}"
+            known = min(row.end - offset, count)
+            new, at = tokens[start : start + count], offset - row.first_offset
+            assert row.tokens[at : at + known] == new[:known], f"sample {sample}: a repeat differs"
+            row.tokens += new[known:]
+            row.logprobs += logprobs[start + known : start + count]
+            row.versions += [version] * (count - known)
+            row.finish = finish or row.finish
+            start += count
+    return made
+
+
+class WorkerManager:
+    """Sends what the test says, and reads what workers say."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+
+    async def send(self, worker: str, *messages: Message) -> None:
+        for message in messages:
+            await self.bus.append(worker_commands(worker), message)
+
+    async def log(self) -> list[Entry]:
+        return await self.entries(TOKEN_LOG)
+
+    async def made(self) -> dict[Key, Made]:
+        return fold(await self.log())
+
+    async def heard(self, kind: type[M], worker: str = "") -> list[M]:
+        messages = [entry.message for entry in await self.entries(WORKER_BEATS)]
+        return [m for m in messages if isinstance(m, kind) and worker in {"", getattr(m, "worker", "")}]
+
+    async def entries(self, stream: str) -> list[Entry]:
+        found: list[Entry] = []
+        while batch := await self.bus.read({stream: found[-1].id if found else START}, count=2048):
+            found += batch
+        return found
+
+    async def joined(self, nth: int = 1, within_s: float = 20.0) -> str:
+        """Wait for the nth incarnation that joins; return its id."""
+
+        async def ids() -> list[str]:
+            found = list(dict.fromkeys(m.worker for m in await self.heard(WorkerJoined)))
+            return found if len(found) >= nth else []
+
+        return (await eventually(ids, within_s=within_s))[nth - 1]
+
+    async def last_beat(self, worker: str) -> WorkerBeat:
+        beats = await self.heard(WorkerBeat, worker)
+        assert beats, f"no beat of {worker}"
+        return beats[-1]
+
+    async def until(self, worker: str, state: str, version: int | None = None, within_s: float = 40.0) -> WorkerBeat:
+        """Wait until the newest beat is of this state and version."""
+
+        async def beat() -> WorkerBeat:
+            last = await self.last_beat(worker)
+            assert last.state == state, f"{worker} is {last.state}"
+            assert version is None or last.version == version, f"{worker} serves {last.version}"
+            return last
+
+        return await eventually(beat, within_s=within_s)
+
+    async def ready_worker(self, version: int = 0, nth: int = 1) -> str:
+        """Wait for the nth incarnation and make it serve this version."""
+        worker = await self.joined(nth)
+        await self.send(worker, UseVersion(job_id=JOB, version=version))
+        await self.until(worker, "ready", version)
+        return worker
+
+    async def until_made(self, *keys: Key, tokens: int, within_s: float = 30.0) -> dict[Key, Made]:
+        """Wait until the log has so many tokens of each of these."""
+
+        async def made() -> dict[Key, Made]:
+            rows = await self.made()
+            for key in keys:
+                assert key in rows, f"nothing of {key}"
+                assert len(rows[key].tokens) >= tokens, f"{len(rows[key].tokens)} tokens of {key}"
+            return rows
+
+        return await eventually(made, within_s=within_s)
+
+    async def until_finished(self, *keys: Key, within_s: float = 30.0) -> dict[Key, Made]:
+        """Wait until the log has the end of each of these."""
+
+        async def made() -> dict[Key, Made]:
+            rows = await self.made()
+            for key in keys:
+                assert key in rows, f"nothing of {key}"
+                assert rows[key].finish, f"{key} goes on after {rows[key].end} tokens"
+            return rows
+
+        return await eventually(made, within_s=within_s)
+
+
+def assign(
+    *samples: int,
+    attempt: int = 1,
+    version: int = 0,
+    max_tokens: int = 16,
+    tokens: Sequence[int] = (),
+    prompt: Sequence[int] = (1, 2, 3),
+) -> Assign:
+    """Return a command to generate these samples, each with its own number as its seed."""
+    return Assign(
+        job_id=JOB,
+        version=version,
+        samples=[
+            Assignment(
+                sample=sample,
+                attempt=attempt,
+                prompt=pack(list(prompt), I32),
+                tokens=pack(list(tokens), I32),
+                sampling=Sampling(max_tokens=max_tokens),
+                seed=sample,
+            )
+            for sample in samples
+        ],
+    )
+
+
+def revoke(*keys: Key) -> Revoke:
+    """Return a command to stop these."""
+    return Revoke(samples=pack([sample for sample, _ in keys], U64), attempts=pack([a for _, a in keys], U32))
