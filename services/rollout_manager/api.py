@@ -1,0 +1,254 @@
+"""The REST API: thin routes over the manager's world and the bus."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic import ValidationError
+
+from services.rollout_manager.app import Manager
+from services.rollout_manager.domain.jobs import Job, to_json
+from services.rollout_manager.settings import Settings
+from services.rollout_manager.waits import waiting_of
+from shared import names
+from shared.bus import START, Append, Bus, Entry, HashSet, position
+from shared.errors import ConfigError
+from shared.http import Problem, bearer, create_app
+from shared.ids import MAX_JOBS, new_token
+from shared.jobspec import JobSpec
+from shared.jobspec import to_json as spec_to_json
+from shared.messages import Drain, Event, JobCommand
+from shared.validation import describe
+
+COMMANDS_KEPT = 10_000
+STREAM_BLOCK_S = 1.0
+
+_TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at", "since")
+
+
+def build(manager: Manager, bus: Bus, settings: Settings) -> FastAPI:
+    """Return the manager's HTTP app."""
+    token = settings.token.get_secret_value()
+    ready = lambda: None if manager.recovered else "the world is not recovered: waiting for Redis"  # noqa: E731
+    app = create_app("RLBoost", token=token, ready=ready)
+    router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token))])
+    _add_jobs(router, manager, bus)
+    _add_history(router, manager, bus)
+    _add_fleet(router, manager, bus, settings)
+    app.include_router(router)
+    return app
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
+    @router.post("/jobs", status_code=201, tags=["jobs"])
+    async def create_job(
+        raw: Annotated[dict[str, Any], Body()], idempotency_key: Annotated[str | None, Header()] = None
+    ) -> JSONResponse:
+        spec = _validated(raw)
+        job_id = f"{spec.name}-{new_token(3)}"
+        if idempotency_key and not await bus.hash_set_new(names.IDEMPOTENCY_KEYS, idempotency_key, job_id):
+            job_id = await bus.hash_get(names.IDEMPOTENCY_KEYS, idempotency_key) or job_id
+        job = manager.world.jobs.get(job_id) or await _create(manager, bus, job_id, spec)
+        return JSONResponse({"id": job.id, "state": job.state}, 201)
+
+    @router.get("/jobs", tags=["jobs"])
+    async def list_jobs() -> list[dict[str, Any]]:
+        jobs = sorted(manager.world.jobs.values(), key=lambda job: job.no)
+        return [await _public(manager, bus, job) for job in jobs]
+
+    @router.get("/jobs/{job_id}", tags=["jobs"])
+    async def show_job(job_id: str) -> dict[str, Any]:
+        return await _public(manager, bus, _job(manager, job_id))
+
+    def add_action(action: Literal["pause", "resume", "cancel"]) -> None:
+        @router.post(f"/jobs/{{job_id}}/{action}", status_code=202, tags=["jobs"], name=f"{action}_job")
+        async def act(job_id: str) -> dict[str, Any]:
+            job = _job(manager, job_id)
+            if not job.allows(action):
+                raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it can not {action} any more")
+            command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
+            await bus.append(names.JOB_COMMANDS, command, COMMANDS_KEPT)
+            return {"id": job.id, "state": job.state}
+
+    add_action("pause")
+    add_action("resume")
+    add_action("cancel")
+
+
+def _validated(raw: dict[str, Any]) -> JobSpec:
+    try:
+        return JobSpec.model_validate(raw)
+    except ValidationError as error:
+        lines = describe(error)
+        fields = [dict(zip(("field", "error"), line.split(": ", 1), strict=True)) for line in lines]
+        raise Problem(422, "Invalid job", "; ".join(lines), errors=fields) from error
+
+
+async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job:
+    no = await bus.increment(names.JOB_COUNTER)
+    if no >= MAX_JOBS:
+        raise ConfigError(f"this system has had {no} jobs, which is all it can number: start one with a fresh Redis")
+    job = Job(job_id, no, spec, created_at=time.time())
+    command = JobCommand(
+        command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
+    )
+    await bus.transact(
+        [HashSet(names.JOBS, {job_id: to_json(job)}), Append(names.JOB_COMMANDS, command, COMMANDS_KEPT)]
+    )
+    manager.world.add_job(job)
+    return job
+
+
+def _job(manager: Manager, job_id: str) -> Job:
+    job = manager.world.jobs.get(job_id)
+    if job is None:
+        raise Problem(404, "No such job", f"there is no job {job_id!r}: list them with GET /v1/jobs")
+    return job
+
+
+async def _public(manager: Manager, bus: Bus, job: Job) -> dict[str, Any]:
+    (lease,) = await bus.holders([names.trainer_lease(job.id)])
+    waiting = waiting_of(manager.world, job, lease, time.time())
+    return _times({**job.public(), "waiting": _times(waiting) if waiting else None})
+
+
+def _times(fields: dict[str, Any]) -> dict[str, Any]:
+    shown = dict(fields)
+    for name in _TIMES:
+        if isinstance(shown.get(name), float | int):
+            shown[name] = datetime.fromtimestamp(shown[name], UTC).isoformat()
+    return shown
+
+
+# --- what happened ----------------------------------------------------------------------------------------------------
+
+
+def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
+    @router.get("/jobs/{job_id}/audit", tags=["history"])
+    async def audit(job_id: str) -> dict[str, Any]:
+        job = _job(manager, job_id)
+        in_flight = sum(n for (owner, _), n in manager.world.live.items() if owner == job.id)
+        stored = await bus.hash_get(names.job_audit(job.id), "counters")
+        counters: dict[str, Any] = json.loads(stored) if stored else manager.world.audits[job.id].model_dump()
+        return {**counters, "in_flight": in_flight}
+
+    @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
+    async def metrics(job_id: str, format: str = "json") -> list[dict[str, Any]] | PlainTextResponse:  # noqa: A002 - fixed by the API
+        job = _job(manager, job_id)
+        stored = await bus.hash_all(names.job_metrics(job.id))
+        rows = [{"step": int(step), **json.loads(text)} for step, text in stored.items()]
+        rows.sort(key=lambda row: int(row["step"]))
+        if format == "jsonl":
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            return PlainTextResponse(lines, media_type="application/jsonl")
+        return rows
+
+    @router.get("/jobs/{job_id}/events", tags=["history"])
+    async def follow_events(
+        job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None
+    ) -> StreamingResponse:
+        _job(manager, job_id)
+        cursor = _checked_id(last_event_id or START)
+        # The job is looked up each time: after a recovery the world is another one.
+        events = _tail(bus, request, job_id, cursor, lambda: _job(manager, job_id).ended)
+        return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
+
+    @router.get("/jobs/{job_id}/samples", tags=["history"])
+    async def samples(job_id: str, step: int | None = None) -> list[dict[str, Any]]:
+        job = _job(manager, job_id)
+        entries = await bus.read({names.job_samples(job.id): START}, count=10_000)
+        rows = [entry.message.fields for entry in entries if isinstance(entry.message, Event)]
+        return [row for row in rows if step is None or row.get("step") == step]
+
+    @router.get("/jobs/{job_id}/logs", tags=["history"])
+    async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
+        _job(manager, job_id)
+        events = _tail(bus, request, job_id, START, lambda: not follow or _job(manager, job_id).ended)
+        return StreamingResponse(_log_lines(events), media_type="text/plain; charset=utf-8")
+
+
+def _checked_id(event_id: str) -> str:
+    try:
+        position(event_id)
+    except ValueError as error:
+        raise Problem(400, "Bad Last-Event-ID", f"{event_id!r} is not the id of an event: leave it out") from error
+    return event_id
+
+
+async def _tail(
+    bus: Bus, request: Request, job_id: str, cursor: str, over: Callable[[], bool]
+) -> AsyncIterator[Entry | None]:
+    """Yield a job's events behind the cursor, None for a quiet moment, until all are read and it is over."""
+    while not await request.is_disconnected():
+        last = over()
+        entries = await bus.read({names.job_events(job_id): cursor}, block_s=0 if last else STREAM_BLOCK_S)
+        for entry in entries:
+            cursor = entry.id
+            yield entry
+        if not entries and last:
+            return
+        if not entries:
+            yield None
+
+
+async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
+    async for entry in tail:
+        if entry is None:
+            yield ": still here\n\n"
+        elif isinstance(entry.message, Event):
+            yield f"id: {entry.id}\nevent: {entry.message.kind}\ndata: {entry.message.model_dump_json()}\n\n"
+
+
+async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
+    async for entry in tail:
+        if entry is not None and isinstance(event := entry.message, Event):
+            at = datetime.fromtimestamp(event.at, UTC).isoformat(timespec="milliseconds")
+            fields = " ".join(f"{name}={value}" for name, value in event.fields.items())
+            yield f"{at} {event.source} {event.kind} {fields}".rstrip() + "\n"
+
+
+# --- the fleet --------------------------------------------------------------------------------------------------------
+
+
+def _add_fleet(router: APIRouter, manager: Manager, bus: Bus, settings: Settings) -> None:
+    @router.get("/join", tags=["fleet"])
+    async def join() -> dict[str, str]:
+        """Tell a worker that has this URL and the token where everything else is."""
+        return {
+            "redis_url": settings.advertised_redis_url or settings.redis_url,
+            "weight_store_url": settings.weight_store_url,
+        }
+
+    @router.get("/workers", tags=["fleet"])
+    async def workers() -> list[dict[str, Any]]:
+        fleet = manager.world.fleet
+        return [_times(worker.public()) for worker in (*fleet.workers.values(), *fleet.gone.values())]
+
+    @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"])
+    async def drain(worker_id: str) -> dict[str, str]:
+        if worker_id not in manager.world.fleet.workers:
+            raise Problem(404, "No such worker", f"no worker {worker_id!r} is here: list them with GET /v1/workers")
+        await bus.append(names.worker_commands(worker_id), Drain(reason="asked over REST"))
+        return {"id": worker_id, "state": "draining"}
+
+    @router.get("/fleet", tags=["fleet"])
+    async def fleet() -> dict[str, Any]:
+        workers = list(manager.world.fleet.workers.values())
+        preemptible = [worker for worker in workers if not worker.reserved]
+        return {
+            "present": len(preemptible),
+            "reserved": len(workers) - len(preemptible),
+            "by_state": {state: sum(w.state == state for w in workers) for state in sorted({w.state for w in workers})},
+            "tokens_per_s": sum(worker.tokens_per_s for worker in workers),
+            "wanted": None,
+            "worth_of_one_more": None,
+        }

@@ -1,0 +1,94 @@
+"""Actions of the domain as operations of one transaction on the bus."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+
+from services.rollout_manager.domain.actions import (
+    Action,
+    Bury,
+    Deliver,
+    ForgetWorker,
+    Record,
+    SaveJob,
+    SaveMetrics,
+    SaveWorker,
+    Send,
+    Tell,
+)
+from services.rollout_manager.domain.audit import Audit
+from services.rollout_manager.domain.jobs import to_json
+from shared import names
+from shared.bus import Append, Expire, HashDelete, HashSet, Op
+from shared.messages import DeadLetter, Dismissed, encode
+
+EVENTS_KEPT = 20_000
+DEAD_LETTERS_KEPT = 10_000
+COMMANDS_KEPT = 4096
+"""Of one worker: far more than it can fall behind by without being lost."""
+DISMISSED_KEPT_S = 120.0
+"""A worker that was cut off this long finds in its commands that it was dismissed."""
+ENDED_JOB_KEPT_S = 7 * 24 * 3600.0
+
+
+def operations(actions: Iterable[Action]) -> list[Op]:
+    """Return what carries out the actions, in their order."""
+    ops: list[Op] = []
+    for action in actions:
+        match action:
+            case Record(message):
+                ops.append(Append(names.TOKEN_LOG, message))
+            case Send(worker, message):
+                ops.append(Append(names.worker_commands(worker), message, COMMANDS_KEPT))
+            case Deliver(job_id, message):
+                ops.append(Append(names.rollouts_finished(job_id), message))
+            case Tell(job_id, event):
+                ops.append(Append(names.job_events(job_id), event, EVENTS_KEPT))
+            case _:
+                ops += _state_operations(action)
+    return ops
+
+
+def _state_operations(action: Action) -> list[Op]:
+    match action:
+        case SaveJob(job):
+            save = HashSet(names.JOBS, {job.id: to_json(job)})
+            streams = (names.rollouts_requested, names.rollouts_finished, names.job_events, names.job_samples)
+            return [save, *(Expire(stream(job.id), ENDED_JOB_KEPT_S) for stream in streams if job.ended)]
+        case SaveMetrics(job_id, step, metrics):
+            return [HashSet(names.job_metrics(job_id), {str(step): json.dumps(metrics)})]
+        case SaveWorker(joined):
+            return [HashSet(names.FLEET, {joined.worker: joined.model_dump_json()})]
+        case ForgetWorker(worker):
+            commands = names.worker_commands(worker)
+            dismissed = Dismissed(reason="declared lost: no beat and no lease; your samples are elsewhere")
+            return [
+                HashDelete(names.FLEET, (worker,)),
+                Append(commands, dismissed),
+                Expire(commands, DISMISSED_KEPT_S),
+            ]
+        case Bury(stream, entry_id, message, reason):
+            letter = DeadLetter(
+                stream=stream,
+                entry_id=entry_id,
+                consumer="manager",
+                reason=reason,
+                body=encode(message),
+                at=time.time(),
+            )
+            return [Append(names.DEAD_LETTERS, letter, DEAD_LETTERS_KEPT)]
+        case _:
+            raise AssertionError(action)
+
+
+def bookkeeping(cursors: Mapping[str, str], audits: Mapping[str, Audit]) -> list[Op]:
+    """Return what stores how far the streams were read, and the audit as of there.
+
+    In the same transaction as the actions that followed from what was read, this makes every message count exactly
+    once: a manager that starts again goes on behind the last entry whose effects are stored.
+    """
+    ops: list[Op] = [HashSet(names.MANAGER_CURSORS, cursors)] if cursors else []
+    ops += [HashSet(names.job_audit(job), {"counters": audit.model_dump_json()}) for job, audit in audits.items()]
+    return ops

@@ -1,0 +1,82 @@
+"""What the domain wants done, as values. Only `app` carries them out, all of one turn in one transaction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.rollout_manager.domain.jobs import Job
+from shared.messages import Event, Message, WorkerJoined
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Append to the token log."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Append to one worker's commands."""
+
+    worker: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Append to a job's `rollouts.finished`."""
+
+    job_id: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Append to a job's events."""
+
+    job_id: str
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Store the job's record."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class SaveMetrics:
+    """Store the metrics of one step."""
+
+    job_id: str
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWorker:
+    """Remember that this worker exists."""
+
+    joined: WorkerJoined
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWorker:
+    """The worker is gone for good: drop its record, and its commands after a while."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bury:
+    """Append to the dead letters."""
+
+    stream: str
+    entry_id: str
+    message: Message
+    reason: str
+
+
+Action = Record | Send | Deliver | Tell | SaveJob | SaveMetrics | SaveWorker | ForgetWorker | Bury

@@ -1,0 +1,88 @@
+"""A job's record and its states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from shared.jobspec import JobSpec
+from shared.messages import JobState
+
+ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
+
+_ALLOWED: dict[str, frozenset[JobState]] = {
+    "pause": frozenset({"pending", "running", "paused"}),
+    "resume": frozenset({"pending", "running", "paused"}),
+    "cancel": frozenset({"pending", "running", "paused", "cancelled"}),
+}
+"""From which states a command makes sense; repeating one is no error."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What is known of one job. Times are Unix seconds."""
+
+    id: str
+    no: int
+    spec: JobSpec
+    created_at: float
+    state: JobState = "pending"
+    step: int = 0
+    """Steps done."""
+    started_at: float | None = None
+    finished_at: float | None = None
+    error: str = ""
+    latest: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last step."""
+    checkpointed_step: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether the job will never run again."""
+        return self.state in ENDED
+
+    def allows(self, action: str) -> bool:
+        """Tell whether `pause`, `resume` or `cancel` makes sense now."""
+        return self.state in _ALLOWED[action]
+
+    def enter(self, state: JobState, at: float, error: str = "") -> bool:
+        """Change the state; tell whether it changed. An ended job stays as it ended."""
+        if self.ended or state == self.state:
+            return False
+        self.state = state
+        if state == "running" and self.started_at is None:
+            self.started_at = at
+        if state in ENDED:
+            self.finished_at = at
+            self.error = error
+        return True
+
+    def public(self) -> dict[str, Any]:
+        """Return the fields of the REST API, times as Unix seconds."""
+        return {
+            "id": self.id,
+            "name": self.spec.name,
+            "state": self.state,
+            "step": self.step,
+            "steps": self.spec.steps,
+            "created_at": self.created_at,
+            "started_at": self.started_at,
+            "finished_at": self.finished_at,
+            "latest": self.latest,
+            "error": self.error or None,
+        }
+
+
+_ADAPTER = TypeAdapter(Job)
+
+
+def to_json(job: Job) -> str:
+    """Return the record as JSON."""
+    return _ADAPTER.dump_json(job).decode()
+
+
+def from_json(text: str) -> Job:
+    """Return the record in a JSON text."""
+    return _ADAPTER.validate_json(text)

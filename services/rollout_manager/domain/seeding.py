@@ -1,0 +1,77 @@
+"""The seeding window (paper, section 4.1): how long the reserved engines generate at the start of each step.
+
+A step's phases: `open` (everybody generates), `closing` (the reserved engines were told to suspend), `ended` (they are
+suspended; the device is the trainer's). With no preemptible worker the window is endless: it closes when everything is
+generated, which is a plain co-located trainer. When the last preemptible worker goes away after the end, the window
+opens again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reason = Literal["window", "finished", "no_reserved"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a decision looks at."""
+
+    now: float
+    live: int
+    """Samples of the step still in flight."""
+    reserved_awake: int
+    """Reserved workers that are there and not suspended."""
+    reserved: int
+    preemptible_ready: int
+    """Preemptible workers that can generate for the step now."""
+    preemptible: int
+    """Preemptible workers that are there, ready or about to be."""
+
+
+@dataclass(slots=True)
+class Window:
+    """The window of one step. Times are on the manager's clock."""
+
+    step: int
+    length_s: float
+    phase: Literal["open", "closing", "ended"] = "open"
+    began_at: float | None = None
+    """When the step's first sample was placed."""
+    reason: Reason = "window"
+
+    def placed(self, now: float) -> None:
+        """Note that a sample was placed: the window begins with the first."""
+        if self.began_at is None:
+            self.began_at = now
+
+    def length_so_far(self, now: float) -> float:
+        """Return the seconds since the window began."""
+        return 0.0 if self.began_at is None else now - self.began_at
+
+    def advance(self, view: View) -> Literal["close", "end", "reopen"] | None:
+        """Decide what happens now, if anything, and enter the phase."""
+        match self.phase:
+            case "open":
+                reason = self._why_close(view)
+                if reason is not None:
+                    self.phase, self.reason = "closing", reason
+                    return "close"
+            case "closing":
+                if view.reserved_awake == 0:
+                    self.phase = "ended"
+                    return "end"
+            case "ended":
+                if view.live and view.preemptible == 0 and view.reserved:
+                    self.phase, self.began_at = "open", view.now
+                    return "reopen"
+        return None
+
+    def _why_close(self, view: View) -> Reason | None:
+        if view.live == 0:
+            return "finished"
+        if view.reserved == 0 and view.preemptible:
+            return "no_reserved"
+        over = self.began_at is not None and view.now - self.began_at >= self.length_s
+        return "window" if over and view.preemptible_ready else None

@@ -1,0 +1,99 @@
+"""From Redis to a world: what a manager does when it starts, and when it no longer knows whether a write took place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import structlog
+
+from services.rollout_manager.domain.audit import Audit
+from services.rollout_manager.domain.intake import fold, recall_delivered
+from services.rollout_manager.domain.jobs import from_json
+from services.rollout_manager.domain.world import Now, World
+from shared import names
+from shared.bus import START, Bus, Entry, position
+from shared.errors import Bury
+from shared.messages import WeightsCommitted, WorkerJoined
+
+log = structlog.get_logger(__name__)
+
+SHARED_STREAMS = (
+    names.JOB_COMMANDS,
+    names.JOB_REPORTS,
+    names.WEIGHTS_COMMITTED,
+    names.TOKEN_LOG,
+    names.WORKER_BEATS,
+)
+"""Streams that are always read, in the order in which entries of one batch are applied."""
+
+
+@dataclass(slots=True)
+class Recovered:
+    """A world and the position in each stream up to which it knows everything."""
+
+    world: World
+    cursors: dict[str, str] = field(default_factory=dict)
+
+
+async def recover(bus: Bus, lease_s: float, now: Now) -> Recovered:
+    """Rebuild the world.
+
+    The token log is folded from its oldest entry: silently up to the stored cursor, and counted behind it. Nothing is
+    decided before its end is reached, since a later record may show that a decision was taken already.
+    """
+    world = World(lease_s)
+    stored = await bus.hash_all(names.MANAGER_CURSORS)
+    for text in (await bus.hash_all(names.JOBS)).values():
+        world.add_job(from_json(text))
+    for text in (await bus.hash_all(names.FLEET)).values():
+        world.fleet.join(WorkerJoined.model_validate_json(text), now.mono)
+    for job in world.active_jobs():
+        if counters := await bus.hash_get(names.job_audit(job.id), "counters"):
+            world.audits[job.id] = Audit.model_validate_json(counters)
+        for entry in await read_all(bus, names.rollouts_finished(job.id)):
+            recall_delivered(world, job.id, entry.message)
+    for entry in await read_all(bus, names.WEIGHTS_COMMITTED):
+        if isinstance(entry.message, WeightsCommitted):
+            newest = max(entry.message.version, world.committed.get(entry.message.job_id, -1))
+            world.committed[entry.message.job_id] = newest
+    cursors = {stream: stored.get(stream, START) for stream in SHARED_STREAMS}
+    known_to = position(cursors[names.TOKEN_LOG])
+    folded = 0
+    for entry in await read_all(bus, names.TOKEN_LOG):
+        _fold(world, entry, counted=position(entry.id) > known_to)
+        cursors[names.TOKEN_LOG] = entry.id
+        folded += 1
+    _settle(world, now)
+    for job in world.active_jobs():
+        stream = names.rollouts_requested(job.id)
+        cursors[stream] = stored.get(stream, START)
+    log.info("world_recovered", log_entries=folded, samples=len(world.ledger.samples), jobs=len(world.jobs))
+    return Recovered(world, cursors)
+
+
+async def read_all(bus: Bus, stream: str) -> list[Entry]:
+    """Return every entry that the stream holds."""
+    found: list[Entry] = []
+    while batch := await bus.read({stream: found[-1].id if found else START}, count=2048):
+        found += batch
+    return found
+
+
+def _fold(world: World, entry: Entry, *, counted: bool) -> None:
+    try:
+        fold(world, entry.message, entry.id, counted=counted)
+    except Bury as error:
+        log.warning("log_entry_unusable", entry=entry.id, reason=str(error))
+
+
+def _settle(world: World, now: Now) -> None:
+    """Give each worker its samples, let those wait whose owner is gone, and begin windows anew that were open."""
+    for sample in list(world.ledger.samples.values()):
+        if owner := world.fleet.workers.get(sample.worker):
+            owner.samples.add(sample.id)
+        elif sample.worker:
+            world.orphan(sample)
+    for window in world.windows.values():
+        if window.phase == "open" and world.ledger.samples:
+            window.placed(now.mono)
+    world.fleet.give_everyone_time(now.mono)

@@ -1,0 +1,24 @@
+"""Settings of the rollout manager."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.settings import ServiceSettings
+
+
+class Settings(ServiceSettings):
+    """Environment prefix `RLBOOST_MANAGER_`."""
+
+    model_config = SettingsConfigDict(env_prefix="RLBOOST_MANAGER_")
+    prefix: ClassVar[str] = "RLBOOST_MANAGER_"
+
+    host: str = Field("127.0.0.1", description="address of the REST API")
+    port: int = Field(8700, ge=0, le=65535, description="port of the REST API; 0 takes a free one")
+    weight_store_url: str = Field("http://127.0.0.1:8701", description="where joining workers find the weight store")
+    advertised_redis_url: str = Field("", description="where joining workers find Redis; the manager's own when empty")
+    lease_s: float = Field(2.0, gt=0, description="a worker not heard for so long, and without a lease, is lost")
+    redis_limit_s: float = Field(300.0, gt=0, description="give up when Redis does not answer for so long")

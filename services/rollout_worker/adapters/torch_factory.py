@@ -1,0 +1,31 @@
+"""Makes torch engines, importing torch and transformers when it is first told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from services.rollout_worker.ports import Engine
+
+
+class TorchFactory:
+    """`ports.EngineFactory` of `TorchEngine`s with these parameters."""
+
+    def __init__(self, *, slots: int, device: str, dtype: Literal["float32", "bfloat16"]) -> None:
+        self._slots = slots
+        self._device = device
+        self._dtype = dtype
+
+    def prepare(self) -> None:
+        """See `EngineFactory`."""
+        import services.rollout_worker.adapters.torch_engine  # noqa: F401, PLC0415 - it imports torch
+
+    def build(self, config_json: str) -> Engine:
+        """See `EngineFactory`."""
+        from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: PLC0415 - it imports torch
+
+        with TemporaryDirectory(prefix="rlboost-model-") as directory:
+            Path(directory, "config.json").write_text(config_json, encoding="utf-8")
+            return TorchEngine(Path(directory), slots=self._slots, device=self._device, dtype=self._dtype)

@@ -1,0 +1,288 @@
+"""The loops of one rollout worker.
+
+commands: consumes the incarnation's commands in order and waits for the next; a pull of weights goes on beside it.
+flush: moves what the engine has made to the token log; waits one flush interval.
+beats: produces `WorkerJoined`, beats and the lease; waits one beat interval or for a change of state, and never for the
+    engine or for weights.
+hand-off: waits for the stop, from a signal or from the manager; then everything made goes to the log, and the last word
+    is `WorkerLeft` (invariant 7).
+
+All end at the stop; beats last, with the hand-off. A dead engine shows at the next flush and ends the process
+(invariant 8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from services.rollout_worker.domain.actions import (
+    Abort,
+    Action,
+    Complain,
+    Continue,
+    Halt,
+    Leave,
+    Pull,
+    Rejoin,
+    StopPulling,
+    Submit,
+)
+from services.rollout_worker.domain.session import Weights
+from services.rollout_worker.generator import Generator
+from services.rollout_worker.link import REDIS_LIMIT_S, RETRY_S, Link
+from services.rollout_worker.ports import Request, WeightSource
+from shared import names
+from shared.bus import Bus, Entry
+from shared.columns import ints
+from shared.errors import BusUnavailable, Fatal, NotFound
+from shared.lifecycle import Loop, supervise, until_stop
+from shared.messages import Assignment
+from shared.waiting import Waits
+
+log = structlog.get_logger(__name__)
+
+_BLOCK_S = 1.0
+_LAST_WORD_S = 2.0
+"""How long a worker that fails tries to say why."""
+_CLOSE_S = 1.0
+"""How long the engine may take to stop, once nothing more is needed of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a worker does what, in seconds; see `Settings`."""
+
+    flush_interval_s: float
+    beat_interval_s: float
+    grace_s: float
+
+    @property
+    def hand_off_s(self) -> float:
+        """Return how long flushing and saying good-bye may take: most of the grace; the process has to end in it."""
+        return 0.8 * self.grace_s
+
+
+class Worker:
+    """One worker process: an engine, and the link under which the manager knows it."""
+
+    def __init__(
+        self, bus: Bus, link: Link, generator: Generator, weights: WeightSource, pace: Pace, waits: Waits
+    ) -> None:
+        self._bus = bus
+        self._link = link
+        self._generator = generator
+        self._weights = weights
+        self._pace = pace
+        self._waits = waits
+        self._changed = asyncio.Event()
+        self._announced = asyncio.Event()
+        self._commands_over = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._deciding = asyncio.Lock()
+        self._pulling: asyncio.Task[None] | None = None
+        self._told_to_leave = ""
+
+    async def run(self, stop: asyncio.Event, more: Mapping[str, Loop]) -> None:
+        """Work until the stop, with `more` loops beside; then hand off."""
+        loops: dict[str, Loop] = {
+            "commands": self._obey,
+            "flush": self._flush,
+            "beats": self._beat,
+            "hand-off": self._hand_off,
+            **more,
+        }
+        try:
+            await supervise(loops, stop, grace_s=self._pace.grace_s)
+        except ExceptionGroup as group:
+            await self._say_why(group)
+            raise
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    async def _obey(self, stop: asyncio.Event) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                obeying = group.create_task(self._read_commands(stop, group), name="read-commands")
+                await stop.wait()
+                obeying.cancel()
+                if self._pulling is not None:
+                    self._pulling.cancel()
+        finally:
+            self._commands_over.set()
+
+    async def _read_commands(self, stop: asyncio.Event, group: asyncio.TaskGroup) -> None:
+        await self._announced.wait()
+        self._generator.prepare()
+        while True:
+            me = self._link.me
+            try:
+                entries = await self._bus.read({names.worker_commands(me.worker): me.cursor}, block_s=_BLOCK_S)
+            except BusUnavailable as error:
+                log.warning("redis_away", error=str(error), during="reading commands")
+                await asyncio.sleep(RETRY_S)
+                continue
+            for entry in entries:
+                async with self._deciding:
+                    if me is not self._link.me:
+                        break
+                    me.cursor = entry.id
+                    log.debug("command", command=entry.message.tag)
+                    await self._carry_out(me.session.handle(entry.message), stop, group, entry)
+
+    async def _carry_out(
+        self, actions: Sequence[Action], stop: asyncio.Event, group: asyncio.TaskGroup, entry: Entry | None = None
+    ) -> None:
+        for action in actions:
+            match action:
+                case Pull(job_id, version):
+                    await self._stop_pulling()
+                    pull = self._pull((job_id, version), stop, group)
+                    self._pulling = group.create_task(pull, name=f"pull-{job_id}-{version}")
+                case StopPulling():
+                    await self._stop_pulling()
+                case Leave(reason):
+                    self._told_to_leave = reason
+                    stop.set()
+                case Rejoin(reason):
+                    await self._rejoin(reason)
+                case Complain(reason):
+                    if entry is not None:
+                        await self._link.insist("report a protocol error", lambda: self._link.bury(entry, reason))
+                case _:
+                    await self._tell_engine(action)
+        if self._link.has_news:
+            self._changed.set()
+
+    async def _tell_engine(self, action: Action) -> None:
+        match action:
+            case Submit(samples):
+                self._generator.submit([_request(sample) for sample in samples])
+            case Abort(keys):
+                self._generator.abort(keys)
+            case Halt(keys):
+                await self._generator.hold("suspended")
+                await self._link.insist("flush before the suspension", self._link.flush)
+                self._generator.abort(keys)
+                self._link.me.session.halted()
+            case Continue():
+                await self._generator.release("suspended")
+
+    async def _rejoin(self, reason: str) -> None:
+        await self._stop_pulling()
+        self._generator.abort(list(self._link.me.session.held.items()))
+        await self._link.rejoin(reason)
+        await self._generator.release("suspended")
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def _stop_pulling(self) -> None:
+        pulling, self._pulling = self._pulling, None
+        if pulling is None or pulling is asyncio.current_task():
+            return
+        pulling.cancel()
+        await asyncio.wait({pulling})
+        if self._link.me.session.serving is not None:
+            await self._generator.release("loading")  # it had not begun to replace the weights
+
+    async def _pull(self, weights: Weights, stop: asyncio.Event, group: asyncio.TaskGroup) -> None:
+        session, began = self._link.me.session, time.monotonic()
+        try:
+            await self._generator.settled()
+            staged = await self._weights.pull(*weights)
+        except NotFound as error:
+            reason = str(error)
+            await self._link.insist("report missing weights", lambda: self._link.report_unavailable(weights, reason))
+            async with self._deciding:
+                await self._carry_out(session.unavailable(weights, reason), stop, group)
+            return
+        pulled = time.monotonic()
+        await self._generator.load(staged, weights[1], session.unloaded)
+        log.info(
+            "weights_loaded",
+            job=weights[0],
+            version=weights[1],
+            pull_s=round(pulled - began, 3),
+            load_s=round(time.monotonic() - pulled, 3),
+        )
+        async with self._deciding:
+            actions = session.loaded(weights)
+            await self._generator.release("loading")
+            await self._carry_out(actions, stop, group)
+
+    # --- regularly ----------------------------------------------------------------------------------------------------
+
+    async def _flush(self, stop: asyncio.Event) -> None:
+        while not await until_stop(stop, self._pace.flush_interval_s):
+            try:
+                await self._link.flush()
+                await self._generator.release("unsent")
+            except BusUnavailable as error:
+                unsent = self._link.me.outbox
+                log.warning("redis_away", error=str(error), during="flush", unsent_bytes=unsent.unsent_bytes)
+                if unsent.full:
+                    await self._generator.hold("unsent")
+                await until_stop(stop, RETRY_S)
+
+    async def _beat(self, _: asyncio.Event) -> None:
+        answered = time.monotonic()
+        while not self._gone.is_set():
+            self._changed.clear()
+            try:
+                await self._link.beat()
+                answered = time.monotonic()
+                self._announced.set()
+            except BusUnavailable as error:
+                if time.monotonic() - answered > REDIS_LIMIT_S:
+                    raise Fatal(
+                        f"{error}; gave up after {REDIS_LIMIT_S:.0f} s: start Redis, then the worker"
+                    ) from error
+            await until_stop(self._changed, self._pace.beat_interval_s)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def _hand_off(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        link, reason = self._link, self._told_to_leave or "sigterm"
+        async with self._waits.on("the hand-off", because=reason, limit_s=self._pace.hand_off_s):
+            if not self._told_to_leave:
+                await link.insist("give notice", lambda: link.give_notice(reason, self._pace.grace_s))
+            await self._commands_over.wait()
+            link.me.session.drain()
+            self._changed.set()
+            await self._generator.hold("leaving")
+            await link.insist("flush the last tokens", link.flush)
+            await link.insist("leave", lambda: link.leave(reason))
+        self._gone.set()
+        self._changed.set()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._generator.close()
+        except TimeoutError:
+            log.warning("engine_not_closed", after_s=_CLOSE_S)
+
+    async def _say_why(self, group: ExceptionGroup) -> None:
+        """Tell the manager, if that is quickly done, so that the samples need not wait for the lease to run out."""
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                await self._link.leave(f"failed: {error}")
+        except (BusUnavailable, TimeoutError) as silent:
+            log.warning("left_without_a_word", error=str(silent))
+
+
+def _request(assignment: Assignment) -> Request:
+    return Request(
+        sample=assignment.sample,
+        attempt=assignment.attempt,
+        prompt=ints(assignment.prompt),
+        tokens=ints(assignment.tokens),
+        sampling=assignment.sampling,
+        seed=assignment.seed,
+    )

@@ -1,0 +1,177 @@
+"""The engine of this process: none before the first weights, another one after a change of model.
+
+It decodes only while nobody holds it still. Each who wants it still says so under a name of his own (it is suspended,
+its weights are not verified yet, the log does not take its tokens, the process ends), and it goes on when all have let
+go: so nothing that ends early can start it while something else still needs it to stand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import structlog
+
+from services.rollout_worker.ports import (
+    Emission,
+    Engine,
+    EngineFactory,
+    EngineStats,
+    Key,
+    Request,
+    StagedWeights,
+)
+from shared.errors import Fatal
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+Hold = Literal["suspended", "loading", "unsent", "leaving"]
+_LOADS = 2
+"""Loads that were tried when weights that still differ end the process."""
+_NONE = EngineStats(running=0, pending=0, tokens_made_total=0, version=-1)
+
+
+class Generator:
+    """Owns the engine; methods that need one do nothing while there is none."""
+
+    def __init__(self, engines: EngineFactory) -> None:
+        self._engines = engines
+        self._prepared: asyncio.Future[None] | None = None
+        self._config_json = ""
+        self._coming: asyncio.Future[Engine] | None = None
+        self._engine: Engine | None = None
+        self._loading: asyncio.Future[None] | None = None
+        self._holds: set[Hold] = set()
+        self._stands_still = False
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def exists(self) -> bool:
+        """Tell whether there is an engine: before that, imports may stop the whole process for seconds."""
+        return self._engine is not None
+
+    def prepare(self) -> None:
+        """Begin what takes long and needs no model."""
+        self._prepared = in_thread("engine-prepare", self._engines.prepare)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See `Engine.submit`."""
+        if self._engine is not None:
+            self._engine.submit(requests)
+
+    def abort(self, keys: Sequence[Key]) -> None:
+        """See `Engine.abort`."""
+        if self._engine is not None:
+            self._engine.abort(keys)
+
+    def drain(self) -> list[Emission]:
+        """See `Engine.drain`."""
+        return self._engine.drain() if self._engine is not None else []
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        return self._engine.stats() if self._engine is not None else _NONE
+
+    # --- standing still -----------------------------------------------------------------------------------------------
+
+    async def hold(self, name: Hold) -> None:
+        """Let the engine stand still from the next step boundary on; returns when it does."""
+        async with self._one_at_a_time:
+            self._holds.add(name)
+            if self._engine is not None and not self._stands_still:
+                await self._engine.suspend()
+                self._stands_still = True
+
+    async def release(self, name: Hold) -> None:
+        """Let the engine go on, unless somebody else holds it."""
+        if name not in self._holds:
+            return
+        async with self._one_at_a_time:
+            self._holds.discard(name)
+            if self._engine is not None and not self._holds:
+                self._stands_still = False
+                await self._engine.resume()
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def settled(self) -> None:
+        """Wait until a load that was given up has ended: the engine's thread cannot be stopped in the middle."""
+        if self._loading is not None:
+            await asyncio.wait({self._loading})
+
+    async def load(self, weights: StagedWeights, version: int, before: Callable[[], None]) -> None:
+        """Load weights and compare what was loaded with what was published (invariant 5).
+
+        Returns holding the engine as "loading": the caller lets go when it has noted that the weights are good. When
+        this does not return, they are not, and the hold stays.
+
+        Args:
+            weights: to load.
+            version: the number that their tokens are to carry.
+            before: called when the engine stands still and just before the weights it has are replaced.
+
+        Raises:
+            Fatal: the engine does not hold what was published, twice.
+            ConfigError: the engine cannot take these weights.
+
+        """
+        if self._coming is None or self._config_json != weights.config_json:
+            before()
+            await self._replace_engine(weights.config_json)
+        engine = await self._current()
+        await self.hold("loading")
+        before()
+        for tries in range(1, _LOADS + 1):
+            self._loading = asyncio.ensure_future(engine.load_weights(version, weights.tensors()))
+            await asyncio.shield(self._loading)
+            wrong = await in_thread("weights-verify", lambda: weights.differing(engine.loaded_tensors()))
+            if not wrong:
+                return
+            log.error("loaded_weights_differ", version=version, tries=tries, tensors=len(wrong), first=wrong[0])
+        raise Fatal(
+            f"version {version}: {len(wrong)} tensors in the engine, such as {wrong[0]}, are not what was published, "
+            f"after {_LOADS} loads; they are not served. Look for an engine that changes weights as it loads them, or "
+            f"for bad memory"
+        )
+
+    async def _replace_engine(self, config_json: str) -> None:
+        if self._coming is not None:
+            old = await asyncio.shield(self._coming)
+            self._engine = self._coming = None
+            await old.close()
+            del old  # its memory is needed for the next
+        if self._prepared is not None:
+            await asyncio.shield(self._prepared)
+        self._config_json = config_json
+        self._stands_still = False
+        self._coming = in_thread("engine-build", lambda: self._engines.build(config_json))
+
+    async def _current(self) -> Engine:
+        assert self._coming is not None, "an engine was asked for before it was ordered"
+        self._engine = await asyncio.shield(self._coming)
+        return self._engine
+
+    async def close(self) -> None:
+        """Stop the engine for good."""
+        if self._engine is not None:
+            await self._engine.close()
+
+
+def in_thread(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run blocking work in a thread of its own, which unlike those of a pool nobody waits for when the process ends."""
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(work())
+            except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
+                result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return asyncio.wrap_future(result)

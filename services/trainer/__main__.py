@@ -1,0 +1,61 @@
+"""`python -m services.trainer`: settings -> adapters -> app -> supervise."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+
+import structlog
+
+from services.trainer import api
+from services.trainer.app import Trainer
+from services.trainer.device import DeviceThread
+from services.trainer.ports import Workshop
+from services.trainer.settings import Settings
+from shared import http
+from shared.jobspec import JobSpec
+from shared.lifecycle import run_service, supervise
+from shared.redis_bus import connect
+from shared.waiting import Waits
+
+log = structlog.get_logger(__name__)
+
+
+async def main(config: Settings, stop: asyncio.Event) -> None:
+    """Run the trainer until the stop."""
+    sock = http.bind(config.host, config.port)
+    bus = await connect(config.redis_url, "trainer")
+    waits, device = Waits(), DeviceThread()
+
+    def build(spec: JobSpec, job_id: str) -> Workshop:
+        from services.trainer import workshop  # noqa: PLC0415 - torch takes seconds to import
+
+        return workshop.build(config, waits, spec, job_id)
+
+    trainer = Trainer(
+        bus,
+        build,
+        device,
+        waits,
+        outage_limit_s=config.outage_limit_s,
+        samples_limit_s=config.samples_limit_s,
+    )
+    # The first job finds it imported.
+    device.post(lambda: importlib.import_module("services.trainer.workshop"))
+    log.info("listening", host=config.host, port=sock.getsockname()[1])
+    loops = {
+        "commands": trainer.commands,
+        "jobs": trainer.jobs,
+        "lease": trainer.lease,
+        "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock),
+    }
+    try:
+        await supervise(loops, stop)
+    finally:
+        device.close()
+        await bus.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_service("trainer", Settings, main))

@@ -1,0 +1,96 @@
+"""What people find of one job on disk: `job.json`, `metrics.jsonl`, `model/`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from shared.errors import Fatal
+from shared.weights.publisher import Shard
+
+_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+"""Endings of files of the base model that hold its weights."""
+
+
+class JobFolder:
+    """`RunFolder` in a local folder."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        """Use `folder`, which is made where it is missing; `model` is the base model's directory."""
+        self._folder = folder
+        self._model = model
+        self._metrics = folder / "metrics.jsonl"
+
+    def begin(self, spec_json: str, step: int) -> None:
+        """See `RunFolder.begin`."""
+        with self._disk_errors():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _replace(self._folder / "job.json", json.dumps(json.loads(spec_json), indent=2) + "\n")
+            if self._metrics.exists():
+                _replace(self._metrics, "".join(_rows_before(self._metrics, step)))
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        """See `RunFolder.log_step`."""
+        with self._disk_errors(), self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def export(self, shards: Iterable[Shard]) -> Path:
+        """See `RunFolder.export`."""
+        final, aside = self._folder / "model", self._folder / "unfinished-model"
+        with self._disk_errors():
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            for file in self._model.iterdir():
+                if file.is_file() and not file.name.endswith(_NOT_COPIED):
+                    shutil.copyfile(file, aside / file.name)
+            tensors = {shard.name: _tensor(shard) for shard in shards}
+            save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+            _declare_dtype(aside / "config.json", tensors.values())
+            shutil.rmtree(final, ignore_errors=True)
+            aside.rename(final)
+        return final
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise Fatal(f"the run's folder {self._folder} cannot be written: {error}; make room or mend it") from error
+
+
+def _declare_dtype(config_file: Path, tensors: Iterable[torch.Tensor]) -> None:
+    """Make `from_pretrained` load what was trained: the base model may have had another dtype."""
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = next(str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point())
+    _replace(config_file, json.dumps(config, indent=2) + "\n")
+
+
+def _tensor(shard: Shard) -> torch.Tensor:
+    # safetensors writes whole tensors, so a copy of the model is held while it is written.
+    return torch.frombuffer(bytearray(shard.data), dtype=getattr(torch, shard.dtype)).reshape(shard.local_shape)
+
+
+def _rows_before(file: Path, step: int) -> list[str]:
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the last line of a process that was killed while it wrote
+        if row["step"] < step:
+            kept.append(line + "\n")
+    return kept
+
+
+def _replace(file: Path, text: str) -> None:
+    aside = file.with_suffix(".new")
+    aside.write_text(text, encoding="utf-8")
+    aside.rename(file)

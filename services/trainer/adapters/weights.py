@@ -1,0 +1,89 @@
+"""The trainer's side of the weight store: a thin layer over `shared.weights`."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from shared.errors import NotFound
+from shared.waiting import Waits
+from shared.weights.client import StoreClient, persistently
+from shared.weights.manifest import Manifest, digest_of
+from shared.weights.publisher import Publisher, Shard
+from shared.weights.puller import Puller
+
+
+class StorePublisher:
+    """`WeightPublisher` for one job whose trainer is one process (rank 0)."""
+
+    def __init__(self, client: StoreClient, job_id: str, config_json: str, cache: Path, waits: Waits, limit_s: float):
+        """Use an open client.
+
+        Args:
+            client: of the weight store; closed by `close`.
+            job_id: whose weights.
+            config_json: the model's Hugging Face `config.json`.
+            cache: a directory for what `fetch` brings; removed by `close`.
+            waits: where waits for the store are listed.
+            limit_s: how long the store may be away.
+
+        """
+        self._client = client
+        self._job_id = job_id
+        self._config_json = config_json
+        self._cache = cache
+        self._waits = waits
+        self._limit_s = limit_s
+        self._publisher = Publisher(client, waits, limit_s=limit_s)
+        self._puller: Puller | None = None
+
+    async def head(self) -> int:
+        """See `WeightPublisher.head`."""
+        head = await self._publisher.head(self._job_id)
+        return -1 if head is None else head.version
+
+    async def publish(self, version: int, shards: Iterable[Shard], *, expect: int) -> None:
+        """See `WeightPublisher.publish`."""
+        part = await self._publisher.publish(self._job_id, version, 0, shards)
+        await self._publisher.commit(
+            self._job_id, version, expect=expect, part_digests=[part.digest], config_json=self._config_json
+        )
+
+    async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
+        """See `WeightPublisher.equals`."""
+        waiting = self._waits.on("the weight store", because=f"manifest of version {version}", limit_s=self._limit_s)
+        try:
+            async with waiting:
+                manifest = await persistently(lambda: self._client.manifest(self._job_id, version))
+        except NotFound:
+            return None
+        return await asyncio.to_thread(_holds, manifest, shards)
+
+    async def fetch(self, version: int) -> Iterator[Shard]:
+        """See `WeightPublisher.fetch`."""
+        if self._puller is None:
+            self._puller = Puller(self._client, self._cache, self._waits, limit_s=self._limit_s)
+        pulled = await self._puller.pull(self._job_id, version)
+        return (
+            Shard(entry.name, entry.dtype, entry.global_shape, entry.offset, entry.local_shape, data)
+            for entry, data in pulled.tensors()
+        )
+
+    async def close(self) -> None:
+        """See `WeightPublisher.close`."""
+        await self._client.close()
+        if self._puller is not None:
+            self._puller.close()
+            await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
+
+
+def _holds(manifest: Manifest, shards: Iterable[Shard]) -> bool:
+    committed = {
+        (entry.name, entry.offset, entry.local_shape, entry.dtype): entry.digest
+        for part in manifest.parts
+        for entry in part.tensors
+    }
+    ours = {(s.name, s.offset, s.local_shape, s.dtype): digest_of(s.data) for s in shards}
+    return ours == committed

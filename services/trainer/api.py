@@ -1,0 +1,14 @@
+"""The trainer's HTTP interface: health routes only."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from services.trainer.app import Trainer
+from shared.http import create_app
+from shared.waiting import Waits
+
+
+def create(trainer: Trainer, token: str, waits: Waits) -> FastAPI:
+    """Return the app."""
+    return create_app("RLBoost trainer", token=token, ready=trainer.missing, waits=waits)

@@ -1,0 +1,87 @@
+"""Where everything that computes runs, and when it may."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from shared.errors import Fatal, Timeout
+from shared.waiting import Waits
+
+T = TypeVar("T")
+
+
+class DeviceThread:
+    """One thread: the event loop stays free, and a cancelled job never waits for a kernel."""
+
+    def __init__(self) -> None:
+        """Start no thread yet."""
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+
+    async def __call__(self, call: Callable[[], T]) -> T:
+        """Return what the call returns. Calls run one after the other, in the order in which they were made.
+
+        When the caller is cancelled, a call that has begun still ends by itself.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Make a call without waiting for it."""
+        self._executor.submit(call)
+
+    def close(self) -> None:
+        """Take no more calls; drop those that have not begun."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class DeviceTurn:
+    """The trainer's turn on a device that it shares with the reserved engines, during one step."""
+
+    def __init__(self, thread: DeviceThread, waits: Waits, step: int, limit_s: float) -> None:
+        """Wait for the turn; the engines may keep the device for `limit_s`."""
+        self._thread = thread
+        self._waits = waits
+        self._step = step
+        self._limit_s = limit_s
+        self._ours = asyncio.Event()
+        self._began = self._since = time.monotonic()
+        self.waited_s: float | None = None
+        """From the step's begin to the first turn."""
+        self.held_s = 0.0
+        """How long the device was ours, in turns that have ended."""
+        self.busy_s = 0.0
+        """How long it computed."""
+
+    def give(self, *, ours: bool) -> None:
+        """Say whose turn it is."""
+        now = time.monotonic()
+        if ours and not self._ours.is_set():
+            self._since = now
+            if self.waited_s is None:
+                self.waited_s = now - self._began
+            self._ours.set()
+        elif not ours and self._ours.is_set():
+            self.held_s += now - self._since
+            self._ours.clear()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a call on the device once it is our turn; one that has begun is not interrupted by the turn's end.
+
+        Raises:
+            Fatal: the reserved engines kept the device for too long.
+
+        """
+        if not self._ours.is_set():
+            because = f"the reserved engines generate for step {self._step} on it"
+            try:
+                async with self._waits.on("the device", because=because, limit_s=self._limit_s):
+                    await self._ours.wait()
+            except Timeout as error:
+                raise Fatal(f"{error}: is the rollout manager running, and is there a worker that hangs?") from error
+        began = time.monotonic()
+        result = await self._thread(call)
+        self.busy_s += time.monotonic() - began
+        return result

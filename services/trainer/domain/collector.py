@@ -1,0 +1,128 @@
+"""From finished samples to whole groups: the fold over `rollouts.finished` for one step.
+
+Invariants: every sample counts once (1); every token is of the step's weight version (4); a group comes whole or not at
+all, and then with the reason (6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.columns import F32, I32, length
+from shared.errors import Fatal
+from shared.ids import SampleId, group_of
+from shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGroup:
+    """Every sample of a group, in the order of their ids."""
+
+    group: int
+    samples: tuple[SampleFinished, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A group that will not be used."""
+
+    group: int
+    reason: str
+
+
+class StepCollector:
+    """Collects one step's groups."""
+
+    def __init__(self, job_no: int, step: int, sizes: Mapping[int, int]) -> None:
+        """Expect `sizes[group id]` samples of each group, all made by weight version `step`."""
+        self._job_no = job_no
+        self._step = step
+        self._open = dict(sizes)
+        self._sizes = dict(sizes)
+        self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
+        self._seen: set[int] = set()
+        self.device_is_ours = False
+        """True between the end of the step's seeding and its reopening."""
+        self.duplicates = 0
+        """Samples that came again, and samples of earlier steps."""
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether every group came whole or was dropped."""
+        return not self._open
+
+    @property
+    def n_samples(self) -> int:
+        """Return how many samples belong to the step."""
+        return sum(self._sizes.values())
+
+    @property
+    def n_arrived(self) -> int:
+        """Return how many samples of the step have arrived or were dropped."""
+        return len(self._seen)
+
+    def fold(self, message: Message) -> WholeGroup | DroppedGroup | None:
+        """Take in one message and return the group that it decides, if any.
+
+        Raises:
+            Fatal: the stream breaks a promise: a sample nobody asked for, a column of the wrong length, or a token of
+                another weight version.
+
+        """
+        match message:
+            case SampleFinished():
+                return self._finished(message) if self._is_new(message.sample) else None
+            case SampleDropped():
+                return self._dropped(message) if self._is_new(message.sample) else None
+            case SeedingEnded(step=self._step):
+                self.device_is_ours = True
+            case SeedingReopened(step=self._step):
+                self.device_is_ours = False
+            case _:
+                pass
+        return None
+
+    def _is_new(self, sample: int) -> bool:
+        sample_id = SampleId.unpack(sample)
+        if sample_id.job == self._job_no and sample_id.step < self._step:
+            self.duplicates += 1
+            return False
+        if sample_id.member >= self._sizes.get(group_of(sample), 0):
+            raise Fatal(f"sample {sample_id} came, but step {self._step} of job {self._job_no} did not ask for it")
+        if sample in self._seen:
+            self.duplicates += 1
+            return False
+        self._seen.add(sample)
+        return True
+
+    def _finished(self, sample: SampleFinished) -> WholeGroup | None:
+        self._check(sample)
+        group = group_of(sample.sample)
+        if group not in self._open:
+            return None
+        arrived = self._arrived[group]
+        arrived[sample.sample] = sample
+        if len(arrived) < self._sizes[group]:
+            return None
+        del self._open[group], self._arrived[group]
+        return WholeGroup(group, tuple(arrived[i] for i in sorted(arrived)))
+
+    def _dropped(self, sample: SampleDropped) -> DroppedGroup | None:
+        group = group_of(sample.sample)
+        if group not in self._open:
+            return None
+        del self._open[group], self._arrived[group]
+        return DroppedGroup(group, sample.reason)
+
+    def _check(self, sample: SampleFinished) -> None:
+        name = SampleId.unpack(sample.sample)
+        n_tokens = length(sample.tokens, I32)
+        spanned = sum(n for _, _, n in sample.spans)
+        if spanned != n_tokens or length(sample.logprobs, F32) != n_tokens:
+            raise Fatal(
+                f"sample {name} has {n_tokens} tokens, {length(sample.logprobs, F32)} logprobs and spans over {spanned}"
+            )
+        versions = {version for _, version, _ in sample.spans}
+        if versions - {self._step}:
+            raise Fatal(f"sample {name} has tokens of weight versions {sorted(versions)}; only {self._step} is allowed")

@@ -1,0 +1,118 @@
+"""The metrics of one step, under the names that the field uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.trainer.domain.advantages import standard_deviation
+from shared.columns import I32, floats, length
+from shared.messages import SampleFinished
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A whole group with a reward for each sample."""
+
+    samples: tuple[SampleFinished, ...]
+    rewards: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Durations:
+    """Where a step's time went, in seconds."""
+
+    seeding_s: float = 0.0
+    """From the step's begin until its device was the trainer's."""
+    wait_s: float = 0.0
+    """With the device in hand, without anything to train on."""
+    train_s: float = 0.0
+    """On the device."""
+    publish_s: float = 0.0
+    step_s: float = 0.0
+    """All of it."""
+
+
+@dataclass(slots=True)
+class StepTally:
+    """What happened in one step, gathered as it happens."""
+
+    scored: list[ScoredGroup] = field(default_factory=list)
+    evaluated: list[ScoredGroup] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Reason -> groups, training and evaluation."""
+    duplicates: int = 0
+    loss_sums: dict[str, float] = field(default_factory=dict)
+    """Sums over the tokens trained on, as the loss function gives them; `tokens` counts them."""
+    grad_norms: list[float] = field(default_factory=list)
+    learning_rate: float = 0.0
+    durations: Durations = field(default_factory=Durations)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the step's row of the run log; what did not take place is left out."""
+        row = _rollout(self.scored) | _training(self) | _evaluation(self.evaluated)
+        row |= {"samples/duplicates": self.duplicates, "groups/dropped": self.dropped.total()}
+        row |= {f"groups/dropped/{reason}": n for reason, n in sorted(self.dropped.items())}
+        times = self.durations
+        tokens = sum(length(s.tokens, I32) for group in (*self.scored, *self.evaluated) for s in group.samples)
+        row |= {
+            "time/step_s": times.step_s,
+            "time/seeding_s": times.seeding_s,
+            "time/wait_s": times.wait_s,
+            "time/train_s": times.train_s,
+            "time/publish_s": times.publish_s,
+            "perf/tokens_per_s": tokens / times.step_s if times.step_s else 0.0,
+        }
+        return {name: float(value) for name, value in row.items()}
+
+
+def _rollout(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    if not groups:
+        return {}
+    rewards = [reward for group in groups for reward in group.rewards]
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [length(sample.tokens, I32) for sample in samples]
+    n_tokens = sum(lengths)
+    # The mean of -log p over tokens drawn from p estimates the policy's entropy without another pass.
+    surprise = -sum(sum(floats(sample.logprobs)) for sample in samples)
+    return {
+        "reward/mean": _mean(rewards),
+        # As in TRL: the mean of the groups' standard deviations.
+        "reward/std": _mean([standard_deviation(group.rewards) for group in groups]),
+        "frac_reward_zero_std": _mean([min(group.rewards) == max(group.rewards) for group in groups]),
+        "completions/mean_length": _mean(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": _mean([sample.finish == "length" for sample in samples]),
+        "tokens/completion": n_tokens,
+        "entropy": surprise / n_tokens if n_tokens else 0.0,
+    }
+
+
+def _training(tally: StepTally) -> dict[str, float]:
+    sums, n_tokens = tally.loss_sums, tally.loss_sums.get("tokens", 0.0)
+    if not n_tokens:
+        return {}
+    return {
+        "loss": sums["loss"] / n_tokens,
+        "clip_ratio/low": sums["clipped_low"] / n_tokens,
+        "clip_ratio/high": sums["clipped_high"] / n_tokens,
+        "off_policy/abs_log_ratio": sums["abs_log_ratio"] / n_tokens,
+        "off_policy/kl": sums["kl"] / n_tokens,
+        "tokens/trained": n_tokens,
+        "grad_norm": _mean(tally.grad_norms) if tally.grad_norms else 0.0,
+        "lr": tally.learning_rate,
+    }
+
+
+def _evaluation(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    if not groups:
+        return {}
+    return {
+        "eval/reward_mean": _mean([reward for group in groups for reward in group.rewards]),
+        "eval/mean_length": _mean([length(sample.tokens, I32) for group in groups for sample in group.samples]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,103 @@
+"""Which prompts a step asks for: a pure function of the job, the step and the sizes of the data.
+
+A trainer that was killed and starts again derives the same groups, ids and seeds, so nothing of this needs storing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+
+from shared.errors import ConfigError
+from shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
+from shared.jobspec import EvalSpec, JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """One group to generate."""
+
+    id: int
+    """Packed id of its sample 0."""
+    is_eval: bool
+    row: int
+    """Index of its prompt in the training or the evaluation data."""
+    n: int
+    """How many completions."""
+    seed: int
+
+
+def check(spec: JobSpec, n_eval: int) -> None:
+    """Refuse a job that cannot be planned.
+
+    Args:
+        spec: the job.
+        n_eval: number of evaluation prompts.
+
+    Raises:
+        ConfigError: naming the field.
+
+    """
+    if spec.sampling.temperature == 0:
+        raise ConfigError("sampling.temperature: 0 makes all completions of a group alike; give a value above 0")
+    if spec.eval is None:
+        return
+    most = max(spread(spec.eval, n_eval), default=0)
+    if most > MAX_GROUP_SIZE:
+        raise ConfigError(
+            f"eval.samples: {spec.eval.samples} over {n_eval} evaluation prompts is {most} a prompt, more than "
+            f"{MAX_GROUP_SIZE}: lower it, or give more prompts in data.eval"
+        )
+    if min(spec.eval.samples, n_eval) >= MAX_GROUPS_PER_STEP:
+        raise ConfigError(f"eval.samples: more than {MAX_GROUPS_PER_STEP - 1} evaluation prompts at once: lower it")
+
+
+def plan_step(spec: JobSpec, job_no: int, step: int, n_train: int, n_eval: int) -> list[PlannedGroup]:
+    """Return the groups of one step: training groups, then evaluation groups where they are due.
+
+    The step numbered `spec.steps` trains nothing and evaluates what came out.
+    """
+    groups = []
+    if step < spec.steps:
+        rows = training_rows(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
+        groups = [_planned(spec, job_no, step, g, row, spec.algorithm.group_size) for g, row in enumerate(rows)]
+    if spec.eval is not None and (step % spec.eval.every == 0 or step == spec.steps):
+        counts = enumerate(spread(spec.eval, n_eval))
+        groups += [_planned(spec, job_no, step, row, row, n, is_eval=True) for row, n in counts if n]
+    return groups
+
+
+def last_step(spec: JobSpec) -> int:
+    """Return the number of the last step: one that only evaluates, where the job evaluates."""
+    return spec.steps if spec.eval is not None else spec.steps - 1
+
+
+def training_rows(seed: int, step: int, per_step: int, n_rows: int) -> list[int]:
+    """Return the indices of a step's prompts: epoch after epoch, each in an order of its own."""
+    first = step * per_step
+    return [epoch_order(seed, p // n_rows, n_rows)[p % n_rows] for p in range(first, first + per_step)]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, n_rows: int) -> tuple[int, ...]:
+    """Return the order of the rows in one epoch: sorted by a hash, so the same in every process and release."""
+    return tuple(sorted(range(n_rows), key=lambda row: _hash(f"{seed}/{epoch}/{row}")))
+
+
+def spread(evaluation: EvalSpec, n_prompts: int) -> list[int]:
+    """Return how many completions each evaluation prompt gets: as evenly as possible, the first ones one more."""
+    each, more = divmod(evaluation.samples, n_prompts)
+    return [each + (i < more) for i in range(n_prompts)]
+
+
+def _planned(
+    spec: JobSpec, job_no: int, step: int, group: int, row: int, n: int, *, is_eval: bool = False
+) -> PlannedGroup:
+    packed = SampleId(job_no, is_eval, step, group, 0).pack()
+    # 48 bits: whoever derives a sample's seed from its group's has room to add.
+    return PlannedGroup(packed, is_eval, row, n, int.from_bytes(_hash(f"{spec.trainer.seed}/{packed}")[:6], "big"))
+
+
+def _hash(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=8).digest()

@@ -1,0 +1,291 @@
+"""What only the trainer needs from the world. Importing this module imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from shared.columns import I32, length
+from shared.jobspec import JobSpec
+from shared.weights.publisher import Shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample to train on."""
+
+    prompt: bytes
+    """int32 column of token ids."""
+    completion: bytes
+    """int32 column of token ids; the loss is on these."""
+    logprobs: bytes
+    """float32 column: log-probability of each completion token when it was drawn."""
+    advantage: float
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and completion together."""
+        return length(self.prompt, I32) + length(self.completion, I32)
+
+
+class RankInfo(NamedTuple):
+    """A process's place among those that train one model together."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    is_output_rank: bool = True
+    """True where `logprobs` and the metrics of `accumulate` come out (the last pipeline stage)."""
+
+
+LossFn = Callable[["Tensor", "Tensor", "Tensor"], tuple["Tensor", dict[str, float]]]
+"""(logprobs, rollout logprobs, advantages), one entry a completion token -> (summed loss, summed metrics)."""
+
+
+class PolicyEngine(Protocol):
+    """The model being trained, with its optimizer. All calls block and come from one thread.
+
+    Forward and backward are never exposed apart: with pipeline parallelism the engine's schedule owns backward.
+    """
+
+    rank: RankInfo
+
+    def load_hf(self, source: Path) -> None:
+        """Load a Hugging Face model directory; the optimizer starts anew.
+
+        Raises:
+            ConfigError: the directory holds no causal language model that can be trained.
+
+        """
+
+    def logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+        """Return float32 columns of the completion tokens' log-probabilities, row after row, at the job's temperature.
+
+        Gradients are neither used nor changed.
+        """
+
+    def accumulate(self, batches: Sequence[Sequence[Row]], loss: LossFn) -> dict[str, float]:
+        """Run forward and backward over micro-batches, adding unnormalised gradients; return the metrics' sums."""
+
+    def step(self, learning_rate: float) -> float:
+        """Divide the accumulated gradients by the accumulated completion tokens, clip, update, zero.
+
+        With nothing accumulated the weights stay as they are.
+
+        Returns:
+            The gradient's norm before clipping, 0.0 with nothing accumulated.
+
+        Raises:
+            Fatal: the gradients are not finite; the weights are unchanged.
+
+        """
+
+    def export_shards(self) -> Iterator[Shard]:
+        """Yield this process's parts of all tensors; tied tensors once, under the name that Hugging Face saves.
+
+        A shard's bytes are valid until the engine's next other call. It may be iterated in another thread.
+        """
+
+    def load_shards(self, shards: Iterable[Shard]) -> None:
+        """Overwrite the weights; the optimizer's state stays.
+
+        Raises:
+            Fatal: a tensor is unknown or missing, or its shape or dtype is another.
+
+        """
+
+    def save(self, directory: Path) -> None:
+        """Write the weights and the optimizer's state into an existing directory.
+
+        Raises:
+            OSError: they cannot be written.
+
+        """
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            Corrupt: it does not fit this model.
+
+        """
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+# --- data and rewards -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One line of the data."""
+
+    given: str | list[dict[str, Any]]
+    """As it stands in the file: text, or chat messages."""
+    tokens: bytes
+    """int32 column of token ids, as the model gets it."""
+    columns: dict[str, Any]
+    """The line's other keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The job's prompts, and the tokenizer's part in what is done with completions."""
+
+    train: Sequence[Prompt]
+    evaluation: Sequence[Prompt]
+    stop_token_ids: tuple[int, ...]
+    decode: Callable[[Sequence[int], bool], str]
+    """(token ids, whether special tokens are left out) -> text."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBatch:
+    """What a reward function is asked: TRL's arguments, one entry a completion."""
+
+    prompts: list[str | list[dict[str, Any]]]
+    completions: list[str | list[dict[str, Any]]]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What became of one call of the reward function."""
+
+    rewards: tuple[float, ...] | None
+    """One finite number a completion; None when the group could not be scored."""
+    reason: str = ""
+    """Why not: `timeout`, `raised`, `crashed`, `wrong_length`, `not_a_number`, `missing`, `unsendable`."""
+    detail: str = ""
+
+
+class RewardFunction(Protocol):
+    """The user's reward function. Whatever it does, `score` returns."""
+
+    async def start(self) -> None:
+        """Make ready.
+
+        Raises:
+            ConfigError: the function cannot be imported.
+
+        """
+
+    async def score(self, batch: RewardBatch) -> Scores:
+        """Score the completions of one group."""
+
+    async def close(self) -> None:
+        """Stop what runs."""
+
+
+# --- what outlives the process ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """Where a job stands, beside its weights: enough to go on as if nothing had happened."""
+
+    step: int
+    """The next step to train; the checkpoint's weights are of this version."""
+    finished_cursor: str
+    """Position in `rollouts.finished` behind the last sample of the steps before."""
+    train_rows: int
+    """Number of training prompts: with the job's seed and the step it says which prompts come next."""
+
+
+class CheckpointStore(Protocol):
+    """Checkpoints of one job. A checkpoint is there whole or not at all. All calls block."""
+
+    def save(self, state: TrainState, write: Callable[[Path], None]) -> None:
+        """Keep a checkpoint; `write` puts the engine's files into the directory it is given. Older ones are removed.
+
+        Raises:
+            Fatal: it cannot be written; those before it stay.
+
+        """
+
+    def newest(self) -> tuple[TrainState, Path] | None:
+        """Return the newest checkpoint that verifies, None for none. Broken ones are passed over with a warning."""
+
+    def fallback(self) -> TrainState | None:
+        """Return the oldest checkpoint kept, once there are as many as are kept: what lies before it is not needed."""
+
+
+class WeightPublisher(Protocol):
+    """One job's weights in the weight store.
+
+    Every method goes on when the store is away for a while, and raises `Timeout` when it is for too long.
+    """
+
+    async def head(self) -> int:
+        """Return the newest committed version, -1 before the first."""
+
+    async def publish(self, version: int, shards: Iterable[Shard], *, expect: int) -> None:
+        """Commit the shards as `version`, if the head is `expect`.
+
+        Raises:
+            Conflict: another version is the head.
+
+        """
+
+    async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
+        """Tell whether a committed version holds exactly these tensors; None when it is no longer kept."""
+
+    async def fetch(self, version: int) -> Iterator[Shard]:
+        """Bring a committed version here and return its tensors, which are read as they are iterated.
+
+        Raises:
+            NotFound: it is no longer kept.
+            Corrupt: it does not verify.
+
+        """
+
+    async def close(self) -> None:
+        """Release connections."""
+
+
+class RunFolder(Protocol):
+    """What people find of a job on disk. All calls block."""
+
+    def begin(self, spec_json: str, step: int) -> None:
+        """Write the resolved job file; forget metrics of `step` and later, which will be trained again."""
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Add a row to the run log."""
+
+    def export(self, shards: Iterable[Shard]) -> Path:
+        """Write the final model as a Hugging Face directory and return it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """Everything outside that one job works with."""
+
+    engine: PolicyEngine
+    model: Path
+    """The Hugging Face directory of the base model."""
+    loss: LossFn
+    data: Data
+    rewards: RewardFunction
+    checkpoints: CheckpointStore
+    weights: WeightPublisher
+    folder: RunFolder
+
+
+class WorkshopFactory(Protocol):
+    """Builds a job's workshop."""
+
+    def __call__(self, spec: JobSpec, job_id: str) -> Workshop:
+        """Build it, blocking; nothing that the network or another process is needed for.
+
+        Raises:
+            ConfigError: a file that the job names is missing or wrong.
+
+        """

@@ -1,0 +1,26 @@
+"""Settings of the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.settings import ServiceSettings
+
+
+class Settings(ServiceSettings):
+    """Environment prefix `RLBOOST_TRAINER_`."""
+
+    model_config = SettingsConfigDict(env_prefix="RLBOOST_TRAINER_")
+    prefix: ClassVar[str] = "RLBOOST_TRAINER_"
+
+    host: str = Field("127.0.0.1", description="address of the health routes")
+    port: int = Field(0, ge=0, le=65535, description="port of the health routes; 0 takes a free one")
+    weight_store_url: str = Field("http://127.0.0.1:8701", description="where weights are published")
+    dir: Path = Field(Path(".rlboost/runs"), description="one folder a job: checkpoints, metrics, the final model")
+    device: str = Field("cpu", description="torch device of the trained model")
+    outage_limit_s: float = Field(600.0, gt=0, description="give up when Redis or the weight store is away for so long")
+    samples_limit_s: float = Field(3600.0, gt=0, description="a job fails when no sample comes for so long")

@@ -1,0 +1,251 @@
+"""The weight store's directory.
+
+    chunks/ab/abcdef...           a chunk, named by its digest; its time of change is when it was last used
+    models/JOB/model.json         the model: what is visible
+    models/JOB/manifests/7.json   manifest of version 7
+    models/JOB/parts/7-0.json     rank 0's part of version 7, waiting for the commit
+    tmp/                          files being written; emptied at start
+    lock                          held by the process that uses the directory
+
+Every file is written under `tmp`, forced to disk, and renamed: whenever the process is killed, it is there whole or
+not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from blake3 import blake3
+from pydantic import TypeAdapter
+
+from services.weight_store.domain.versions import Model
+from services.weight_store.ports import BadChunk, StagedPart, StoreFull
+from shared.errors import Fatal, NotFound
+from shared.ids import new_token
+from shared.weights.exclusive import hold
+from shared.weights.manifest import ChunkRef
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_MODEL = TypeAdapter(Model)
+
+
+class Directory:
+    """A directory that this process alone uses, with atomic writes."""
+
+    def __init__(self, root: Path) -> None:
+        """Take the directory, made where it is missing, and remove what a killed process left half-written.
+
+        Raises:
+            ConfigError: it cannot be used, or another process uses it.
+
+        """
+        self.root = root
+        self.chunks, self.models, self._tmp = root / "chunks", root / "models", root / "tmp"
+        self._lock = hold(root)
+        with self.errors():
+            for path in (self.models, self._tmp, *(self.chunks / f"{number:02x}" for number in range(256))):
+                path.mkdir(parents=True, exist_ok=True)
+            for leftover in self._tmp.iterdir():
+                leftover.unlink()
+
+    def close(self) -> None:
+        """Give the directory back."""
+        self._lock.close()
+
+    @contextmanager
+    def written(self, blocks: Sequence[bytes], now: float | None) -> Iterator[Path]:
+        """Give a temporary file with this content, and time of change, forced to disk, to be renamed in the body.
+
+        Raises:
+            StoreFull: there is no room; nothing remains.
+
+        """
+        temporary = self._tmp / new_token(8)
+        try:
+            with self.errors():
+                with temporary.open("wb") as file:
+                    file.writelines(blocks)
+                    file.flush()
+                    if now is not None:
+                        _set_time(file.fileno(), now)
+                    os.fsync(file.fileno())
+                yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Translate what the file system says."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise StoreFull(
+                    f"no room in the weight store's directory {self.root} ({error.strerror}): free space, "
+                    "or keep fewer versions"
+                ) from error
+            raise Fatal(f"the weight store's directory {self.root}: {error}") from error
+
+
+class DiskChunks:
+    """`ports.Chunks` on files."""
+
+    def __init__(self, directory: Directory) -> None:
+        """Use an open directory."""
+        self._directory = directory
+        self._changing = threading.Lock()
+        """Held while a chunk appears, is marked or vanishes, so that none vanishes that was just said to be there."""
+
+    def path(self, digest: str) -> Path:
+        """Return where a chunk is, if it is there."""
+        return self._directory.chunks / digest[:2] / digest
+
+    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+        """See `Chunks.put`. Bytes with another digest never reach the disk."""
+        await asyncio.to_thread(self._put, digest, blocks, now)
+
+    def _put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+        hasher = blake3()
+        for block in blocks:
+            hasher.update(block)
+        if hasher.hexdigest() != digest:
+            raise BadChunk(f"the bytes have the digest {hasher.hexdigest()}, not {digest}: send them again")
+        with self._directory.written(blocks, now) as temporary, self._changing:
+            temporary.replace(self.path(digest))
+
+    async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
+        """See `Chunks.missing`."""
+        return await asyncio.to_thread(self._missing, chunks, now)
+
+    def _missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
+        lacking = []
+        for chunk in chunks:
+            path = self.path(chunk.digest)
+            with self._directory.errors(), self._changing:
+                if path.exists() and path.stat().st_size == chunk.n_bytes:
+                    _set_time(path, now)
+                else:
+                    lacking.append(chunk.digest)
+        return lacking
+
+    async def last_used(self) -> dict[str, float]:
+        """See `Chunks.last_used`."""
+        return await asyncio.to_thread(self._last_used)
+
+    def _last_used(self) -> dict[str, float]:
+        with self._directory.errors():
+            return {path.name: _time(path) for path in self._directory.chunks.glob("*/*")}
+
+    async def remove(self, unused_since: Mapping[str, float]) -> None:
+        """See `Chunks.remove`."""
+        await asyncio.to_thread(self._remove, unused_since)
+
+    def _remove(self, unused_since: Mapping[str, float]) -> None:
+        for digest, used_at in unused_since.items():
+            path = self.path(digest)
+            with self._directory.errors(), self._changing:
+                if path.exists() and _time(path) <= used_at:
+                    path.unlink()
+
+
+class DiskDocuments:
+    """`ports.Documents` on files."""
+
+    def __init__(self, directory: Directory) -> None:
+        """Use an open directory."""
+        self._directory = directory
+
+    async def jobs(self) -> list[str]:
+        """See `Documents.jobs`."""
+        return await asyncio.to_thread(lambda: sorted(path.name for path in self._directory.models.iterdir()))
+
+    async def model(self, job_id: str) -> Model:
+        """See `Documents.model`."""
+        try:
+            return _MODEL.validate_json(await self._read(self._job(job_id) / "model.json"))
+        except NotFound:
+            return Model(job_id)
+
+    async def save_model(self, model: Model) -> None:
+        """See `Documents.save_model`."""
+        await self._write(self._job(model.job_id) / "model.json", _MODEL.dump_json(model))
+
+    async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
+        """See `Documents.put_manifest`."""
+        await self._write(self._manifest(job_id, version), data)
+
+    async def manifest(self, job_id: str, version: int) -> bytes:
+        """See `Documents.manifest`."""
+        return await self._read(self._manifest(job_id, version))
+
+    async def remove_manifest(self, job_id: str, version: int) -> None:
+        """See `Documents.remove_manifest`."""
+        await asyncio.to_thread(self._manifest(job_id, version).unlink, missing_ok=True)
+
+    async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
+        """See `Documents.put_part`."""
+        await self._write(self._part(job_id, part.version, part.rank), data, part.staged_at)
+
+    async def part(self, job_id: str, version: int, rank: int) -> bytes:
+        """See `Documents.part`."""
+        return await self._read(self._part(job_id, version, rank))
+
+    async def parts(self, job_id: str) -> list[StagedPart]:
+        """See `Documents.parts`."""
+
+        def scan() -> list[StagedPart]:
+            found = []
+            for path in self._directory.models.joinpath(job_id, "parts").glob("*.json"):
+                version, _, rank = path.stem.partition("-")
+                found.append(StagedPart(int(version), int(rank), _time(path)))
+            return sorted(found, key=lambda part: (part.version, part.rank))
+
+        return await asyncio.to_thread(scan)
+
+    async def remove_part(self, job_id: str, part: StagedPart) -> None:
+        """See `Documents.remove_part`."""
+        await asyncio.to_thread(self._part(job_id, part.version, part.rank).unlink, missing_ok=True)
+
+    def _job(self, job_id: str) -> Path:
+        return self._directory.models / job_id
+
+    def _manifest(self, job_id: str, version: int) -> Path:
+        return self._job(job_id) / "manifests" / f"{version}.json"
+
+    def _part(self, job_id: str, version: int, rank: int) -> Path:
+        return self._job(job_id) / "parts" / f"{version}-{rank}.json"
+
+    async def _read(self, path: Path) -> bytes:
+        try:
+            return await asyncio.to_thread(path.read_bytes)
+        except FileNotFoundError as error:
+            raise NotFound(f"the weight store has no {path.relative_to(self._directory.models)}") from error
+
+    async def _write(self, path: Path, data: bytes, now: float | None = None) -> None:
+        await asyncio.to_thread(self._replace, path, data, now)
+
+    def _replace(self, path: Path, data: bytes, now: float | None) -> None:
+        with self._directory.written([data], now) as temporary:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.replace(path)
+            entry = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(entry)
+            finally:
+                os.close(entry)
+
+
+def _set_time(path: Path | int, now: float) -> None:
+    """Set a file's time of change, in whole microseconds, which `_time` gives back exactly."""
+    nanoseconds = round(now * 1e6) * 1000
+    os.utime(path, ns=(nanoseconds, nanoseconds))
+
+
+def _time(path: Path) -> float:
+    return path.stat().st_mtime_ns // 1000 / 1e6

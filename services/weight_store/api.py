@@ -1,0 +1,160 @@
+"""The weight store over HTTP. Sizes are bytes; digests are BLAKE3 in hexadecimal, and the `ETag` of what they name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import Path as PathParameter
+from fastapi.responses import FileResponse, JSONResponse
+from prometheus_client import Counter
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from services.weight_store.app import WeightStore
+from services.weight_store.domain.versions import Model, Version
+from services.weight_store.metrics import Metrics
+from services.weight_store.ports import StoreFull
+from shared.errors import NotFound
+from shared.http import PROBLEM, Problem, bearer, create_app
+from shared.waiting import Waits
+from shared.weights.manifest import CHUNK_BYTES, Digest, JobId
+from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+
+_READ_BYTES = 1 << 20
+
+Number = Annotated[int, PathParameter(ge=0)]
+
+
+def create(
+    store: WeightStore, *, chunk_file: Callable[[str], Path], token: str, waits: Waits, metrics: Metrics
+) -> FastAPI:
+    """Return the service's app; chunks are served straight from the files that `chunk_file` names."""
+    app = create_app("RLBoost weight store", token=token, ready=lambda: None, waits=waits)
+    guarded = [Depends(bearer(token))]
+    app.include_router(_chunk_routes(store, chunk_file, metrics), dependencies=guarded)
+    app.include_router(_model_routes(store), dependencies=guarded)
+
+    @app.exception_handler(StoreFull)
+    async def _(_: Request, error: StoreFull) -> JSONResponse:
+        body = {"type": "about:blank", "title": "Insufficient storage", "status": 507, "detail": str(error)}
+        return JSONResponse(body, 507, media_type=PROBLEM)
+
+    return app
+
+
+def _chunk_routes(store: WeightStore, chunk_file: Callable[[str], Path], metrics: Metrics) -> APIRouter:
+    router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
+
+    @router.put("/{digest}", status_code=204)
+    async def put(digest: Digest, request: Request) -> None:
+        blocks = await _body(request)
+        await store.put_chunk(digest, blocks)
+        metrics.bytes_in.inc(sum(map(len, blocks)))
+
+    @router.head("/{digest}")
+    @router.get("/{digest}", response_class=FileResponse)
+    async def get(digest: Digest) -> Response:
+        path = chunk_file(digest)
+        try:
+            status = await asyncio.to_thread(os.stat, path)
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no chunk {digest}") from error
+        return _ChunkResponse(path, status, digest, metrics.bytes_out)
+
+    @router.post("/missing")
+    async def missing(body: ChunkList) -> MissingChunks:
+        return MissingChunks(missing=tuple(await store.missing(body.chunks)))
+
+    return router
+
+
+def _model_routes(store: WeightStore) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", tags=["models"])
+
+    @router.get("")
+    async def models() -> ModelList:
+        return ModelList(models=tuple(map(_model_info, store.models())))
+
+    @router.get("/{job_id}")
+    async def model(job_id: JobId) -> ModelInfo:
+        return _model_info(store.model(job_id))
+
+    @router.get("/{job_id}/head")
+    async def head(job_id: JobId) -> VersionInfo:
+        model = store.model(job_id)
+        return _version_info(model, model.versions[-1])
+
+    @router.get("/{job_id}/versions/{version}")
+    async def manifest(job_id: JobId, version: Number) -> Response:
+        data, digest = await store.manifest(job_id, version)
+        return Response(data, media_type="application/json", headers={"ETag": f'"{digest}"'})
+
+    @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204)
+    async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
+        await store.put_part(job_id, version, rank, await request.body())
+
+    @router.post("/{job_id}/versions/{version}/commit")
+    async def commit(job_id: JobId, version: Number, body: CommitRequest) -> VersionInfo:
+        committed = await store.commit(job_id, version, body)
+        return _version_info(store.model(job_id), committed)
+
+    @router.post("/{job_id}/versions/{version}/pin", status_code=204)
+    async def pin(job_id: JobId, version: Number) -> None:
+        await store.pin(job_id, version)
+
+    @router.delete("/{job_id}/versions/{version}/pin", status_code=204)
+    async def unpin(job_id: JobId, version: Number) -> None:
+        await store.unpin(job_id, version)
+
+    return router
+
+
+async def _body(request: Request) -> list[bytes]:
+    blocks, n_bytes = [], 0
+    try:
+        async for block in request.stream():
+            blocks.append(block)
+            n_bytes += len(block)
+            if n_bytes > CHUNK_BYTES:
+                raise Problem(413, "Too large", f"a chunk has at most {CHUNK_BYTES} bytes")
+    except ClientDisconnect as error:
+        raise Problem(400, "Incomplete", "the connection broke before the chunk was whole: send it again") from error
+    return blocks
+
+
+def _model_info(model: Model) -> ModelInfo:
+    return ModelInfo(job_id=model.job_id, versions=tuple(_version_info(model, version) for version in model.versions))
+
+
+def _version_info(model: Model, version: Version) -> VersionInfo:
+    return VersionInfo(
+        version=version.version,
+        digest=version.digest,
+        n_bytes=version.n_bytes,
+        committed_at=version.committed_at,
+        pinned=version.version in model.pins,
+    )
+
+
+class _ChunkResponse(FileResponse):
+    """A chunk's file, or the range of it that was asked for; counts the bytes that leave."""
+
+    chunk_size = _READ_BYTES
+
+    def __init__(self, path: Path, status: os.stat_result, digest: str, sent: Counter) -> None:
+        super().__init__(
+            path, stat_result=status, media_type="application/octet-stream", headers={"ETag": f'"{digest}"'}
+        )
+        self._sent = sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            await send(message)
+            self._sent.inc(len(message.get("body", b"")))
+
+        await super().__call__(scope, receive, counted)

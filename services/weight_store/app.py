@@ -1,0 +1,294 @@
+"""The weight store at work: parts come in, a commit makes them a version, the bus hears of it, old chunks go.
+
+Two loops, both without end until the stop:
+
+- `announce` consumes commits in order and produces `WeightsCommitted`; it waits for Redis. A commit stands whether or
+  not it was announced; every head is announced again at start, which covers a crash in between.
+- `collect` consumes nothing and removes, once a minute, what no version and no upload in progress needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import structlog
+from pydantic import ValidationError
+
+from services.weight_store.domain.garbage import garbage
+from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
+from services.weight_store.metrics import Metrics
+from services.weight_store.ports import Chunks, Documents, StagedPart
+from shared.bus import Bus
+from shared.errors import BusUnavailable, Conflict, NotFound, Undecodable
+from shared.lifecycle import until_stop
+from shared.messages import WeightsCommitted
+from shared.names import WEIGHTS_COMMITTED
+from shared.waiting import Waits
+from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
+from shared.weights.wire import CommitRequest
+
+log = structlog.get_logger(__name__)
+
+UPLOAD_GRACE_S = 3600.0
+"""How long an upload may take from a chunk to the commit."""
+_COLLECT_INTERVAL_S = 60.0
+_ANNOUNCE_LIMIT_S = 3600.0
+_ANNOUNCE_RETRY_S = 0.5
+_ANNOUNCEMENTS_KEPT = 1000
+
+
+class WeightStore:
+    """All models of one store."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        documents: Documents,
+        bus: Bus,
+        waits: Waits,
+        metrics: Metrics,
+        *,
+        keep_versions: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Nothing is read before `load`; `clock` gives Unix seconds."""
+        self._chunks = chunks
+        self._documents = documents
+        self._bus = bus
+        self._waits = waits
+        self._metrics = metrics
+        self._keep = keep_versions
+        self._clock = clock
+        self._models: dict[str, Model] = {}
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By job: held while its documents change."""
+        self._announcements: asyncio.Queue[WeightsCommitted | None] = asyncio.Queue()
+
+    async def load(self) -> None:
+        """Read every model, and announce every head."""
+        for job_id in await self._documents.jobs():
+            model = await self._documents.model(job_id)
+            self._models[job_id] = model
+            if model.versions:
+                self._announcements.put_nowait(_announcement(job_id, model.versions[-1]))
+
+    def models(self) -> list[Model]:
+        """Return every model with a version, by job id."""
+        return [model for _, model in sorted(self._models.items()) if model.versions]
+
+    def model(self, job_id: str) -> Model:
+        """Return one model.
+
+        Raises:
+            NotFound: nothing was committed for this job.
+
+        """
+        model = self._models.get(job_id)
+        if model is None or not model.versions:
+            raise NotFound(f"job {job_id} has no committed version")
+        return model
+
+    async def manifest(self, job_id: str, version: int) -> tuple[bytes, str]:
+        """Return a visible version's manifest and its digest, raising `NotFound`."""
+        found = self.model(job_id).find(version)
+        if found is None:
+            raise NotFound(f"version {version} of job {job_id} is not kept")
+        return await self._documents.manifest(job_id, version), found.digest
+
+    async def put_chunk(self, digest: str, blocks: Sequence[bytes]) -> None:
+        """Take a chunk, in blocks.
+
+        Raises:
+            BadChunk: the bytes do not have the digest.
+            StoreFull: there is no room.
+
+        """
+        await self._chunks.put(digest, blocks, self._now())
+
+    async def missing(self, chunks: Sequence[ChunkRef]) -> list[str]:
+        """Return the digests that are not there; the others stay for the grace at least."""
+        return await self._chunks.missing(chunks, self._now())
+
+    async def put_part(self, job_id: str, version: int, rank: int, data: bytes) -> None:
+        """Take what one rank published; it waits for the commit.
+
+        Raises:
+            Undecodable: it is no part of that rank.
+            StoreFull: there is no room.
+
+        """
+        part = await asyncio.to_thread(Part.decode, data)
+        if part.rank != rank:
+            raise Undecodable(f"this is the part of rank {part.rank}, not {rank}")
+        async with self._changing[job_id]:
+            await self._documents.put_part(job_id, StagedPart(version, rank, self._now()), data)
+
+    async def commit(self, job_id: str, version: int, request: CommitRequest) -> Version:
+        """Make a version the head. Asked again for a version that is there with the same content, it returns that.
+
+        Raises:
+            Conflict: the head is another than expected, the version exists with another content, a part or a chunk is
+                not there, or the shards do not make up whole tensors.
+            StoreFull: there is no room for the manifest.
+
+        """
+        async with self._changing[job_id]:
+            model = self._models.get(job_id, Model(job_id))
+            if found := model.find(version):
+                await self._check_same(job_id, found, request)
+                return found
+            check_commit(model, version, request.expect)
+            manifest = await self._assemble(job_id, version, request)
+            now = self._now()
+            refs = list(manifest.chunks())
+            if lacking := await self._chunks.missing(refs, now):
+                raise Conflict(
+                    f"version {version} of job {job_id} lacks {len(lacking)} of {len(refs)} chunks: publish it again"
+                )
+            data = await asyncio.to_thread(manifest.encode)
+            await self._documents.put_manifest(job_id, version, data)
+            new = Version(version, digest_of(data), manifest.n_bytes, now)
+            await self._save(commit(model, new, keep=self._keep))
+        self._metrics.commits.inc()
+        self._announcements.put_nowait(_announcement(job_id, new))
+        log.info("version_committed", job=job_id, version=version, n_bytes=new.n_bytes, digest=new.digest)
+        return new
+
+    async def pin(self, job_id: str, version: int) -> None:
+        """Keep a version until it is unpinned, raising `NotFound` when it is not there."""
+        async with self._changing[job_id]:
+            await self._save(pin(self.model(job_id), version))
+
+    async def unpin(self, job_id: str, version: int) -> None:
+        """Let a version go when it is old; nothing happens when it is not pinned."""
+        async with self._changing[job_id]:
+            await self._save(unpin(self.model(job_id), version, keep=self._keep))
+
+    async def announce(self, stop: asyncio.Event) -> None:
+        """Tell the bus of every commit, in order."""
+
+        async def end() -> None:
+            await stop.wait()
+            self._announcements.put_nowait(None)
+
+        ending = asyncio.create_task(end(), name="announce-end")
+        try:
+            while (message := await self._announcements.get()) is not None:
+                await self._announce(message, stop)
+        finally:
+            ending.cancel()
+
+    async def _announce(self, message: WeightsCommitted, stop: asyncio.Event) -> None:
+        why = f"announce version {message.version} of job {message.job_id}"
+        async with self._waits.on("Redis", because=why, limit_s=_ANNOUNCE_LIMIT_S):
+            while True:
+                try:
+                    await self._bus.append(WEIGHTS_COMMITTED, message, _ANNOUNCEMENTS_KEPT)
+                except BusUnavailable as error:
+                    log.warning("announcement_delayed", job=message.job_id, version=message.version, error=str(error))
+                    if await until_stop(stop, _ANNOUNCE_RETRY_S):
+                        return
+                else:
+                    return
+
+    async def collect(self, stop: asyncio.Event) -> None:
+        """Remove garbage, once a minute."""
+        while not await until_stop(stop, _COLLECT_INTERVAL_S):
+            await self.collect_once()
+
+    async def collect_once(self) -> None:
+        """Remove retired versions, abandoned parts, and the chunks that nothing needs any more."""
+        now = self._now()
+        # Read before the references are: a chunk that gets its first reference after that has been used after that.
+        last_used = await self._chunks.last_used()
+        referenced: set[str] = set()
+        retired: dict[str, float] = {}
+        seen: list[Model] = []
+        for job_id in await self._documents.jobs():
+            async with self._changing[job_id]:
+                model = self._models.get(job_id, Model(job_id))
+                referenced |= await self._waiting_chunks(model, now)
+                for version in model.versions:
+                    referenced |= await self._chunks_of(job_id, version)
+                for version in model.retired:
+                    retired |= dict.fromkeys(await self._chunks_of(job_id, version), version.committed_at)
+                seen.append(model)
+        victims = garbage(last_used, referenced, retired, now=now, grace_s=UPLOAD_GRACE_S)
+        await self._chunks.remove(victims)
+        self._metrics.chunks_removed.inc(len(victims))
+        for model in seen:
+            await self._forget(model)
+
+    async def _waiting_chunks(self, model: Model, now: float) -> set[str]:
+        chunks: set[str] = set()
+        for part in await self._documents.parts(model.job_id):
+            if part.version <= model.head or part.staged_at < now - UPLOAD_GRACE_S:
+                await self._documents.remove_part(model.job_id, part)
+            else:
+                data = await self._documents.part(model.job_id, part.version, part.rank)
+                chunks |= {chunk.digest for chunk in (await asyncio.to_thread(Part.decode, data)).chunks}
+        return chunks
+
+    async def _chunks_of(self, job_id: str, version: Version) -> set[str]:
+        try:
+            data = await self._documents.manifest(job_id, version.version)
+        except NotFound:
+            # Retired, and removed just before the process was killed.
+            return set()
+        return {chunk.digest for chunk in (await asyncio.to_thread(Manifest.decode, data)).chunks()}
+
+    async def _forget(self, seen: Model) -> None:
+        if not seen.retired:
+            return
+        for version in seen.retired:
+            await self._documents.remove_manifest(seen.job_id, version.version)
+            log.info("version_removed", job=seen.job_id, version=version.version)
+        async with self._changing[seen.job_id]:
+            await self._save(forget_retired(self._models[seen.job_id], seen.retired))
+
+    async def _assemble(self, job_id: str, version: int, request: CommitRequest) -> Manifest:
+        parts = []
+        for rank, digest in enumerate(request.parts):
+            try:
+                data = await self._documents.part(job_id, version, rank)
+            except NotFound as error:
+                raise Conflict(
+                    f"version {version} of job {job_id}: rank {rank} of {len(request.parts)} has not published"
+                ) from error
+            if digest_of(data) != digest:
+                raise Conflict(
+                    f"version {version} of job {job_id}: what rank {rank} published is not what the commit names"
+                )
+            parts.append(await asyncio.to_thread(Part.decode, data))
+        try:
+            return Manifest(job_id=job_id, version=version, config_json=request.config_json, parts=tuple(parts))
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+            raise Conflict(f"version {version} of job {job_id} is not whole: {reason}") from error
+
+    async def _check_same(self, job_id: str, found: Version, request: CommitRequest) -> None:
+        data = await self._documents.manifest(job_id, found.version)
+        manifest = await asyncio.to_thread(Manifest.decode, data)
+        same_parts = tuple(part.digest for part in manifest.parts) == request.parts
+        if not same_parts or manifest.config_json != request.config_json:
+            raise Conflict(f"version {found.version} of job {job_id} is committed already, with another content")
+
+    async def _save(self, model: Model) -> None:
+        await self._documents.save_model(model)
+        self._models[model.job_id] = model
+
+    def _now(self) -> float:
+        # What the chunk store keeps: a time that comes back from it compares exactly.
+        return round(self._clock(), 6)
+
+
+def _announcement(job_id: str, version: Version) -> WeightsCommitted:
+    return WeightsCommitted(
+        job_id=job_id,
+        version=version.version,
+        manifest_digest=version.digest,
+        n_bytes=version.n_bytes,
+        at=version.committed_at,
+    )

@@ -1,0 +1,106 @@
+"""Fakes of `ports`, held to the same contract as the disk by `tests/contract/test_chunk_disk_contract.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from blake3 import blake3
+
+from services.weight_store.domain.versions import Model
+from services.weight_store.ports import BadChunk, StagedPart, StoreFull
+from shared.errors import NotFound
+from shared.weights.manifest import ChunkRef
+
+
+class MemoryChunks:
+    """`ports.Chunks` in one process."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.held: dict[str, tuple[bytes, float]] = {}
+        """Digest -> content, last used at."""
+        self.full = False
+        """While true, there is no room."""
+
+    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+        """See `Chunks.put`."""
+        data = b"".join(blocks)
+        if blake3(data).hexdigest() != digest:
+            raise BadChunk(f"the bytes do not have the digest {digest}")
+        if self.full:
+            raise StoreFull("no room in the fake")
+        self.held[digest] = data, now
+
+    async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
+        """See `Chunks.missing`."""
+        lacking = [chunk.digest for chunk in chunks if len(self.held.get(chunk.digest, (b"", 0))[0]) != chunk.n_bytes]
+        for chunk in chunks:
+            if chunk.digest not in lacking:
+                self.held[chunk.digest] = self.held[chunk.digest][0], now
+        return lacking
+
+    async def last_used(self) -> dict[str, float]:
+        """See `Chunks.last_used`."""
+        return {digest: used_at for digest, (_, used_at) in self.held.items()}
+
+    async def remove(self, unused_since: Mapping[str, float]) -> None:
+        """See `Chunks.remove`."""
+        for digest, used_at in unused_since.items():
+            if digest in self.held and self.held[digest][1] <= used_at:
+                del self.held[digest]
+
+
+class MemoryDocuments:
+    """`ports.Documents` in one process."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._models: dict[str, Model] = {}
+        self._manifests: dict[tuple[str, int], bytes] = {}
+        self._parts: dict[tuple[str, int, int], tuple[StagedPart, bytes]] = {}
+
+    async def jobs(self) -> list[str]:
+        """See `Documents.jobs`."""
+        return sorted({*self._models, *(key[0] for key in self._manifests), *(key[0] for key in self._parts)})
+
+    async def model(self, job_id: str) -> Model:
+        """See `Documents.model`."""
+        return self._models.get(job_id, Model(job_id))
+
+    async def save_model(self, model: Model) -> None:
+        """See `Documents.save_model`."""
+        self._models[model.job_id] = model
+
+    async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
+        """See `Documents.put_manifest`."""
+        self._manifests[job_id, version] = data
+
+    async def manifest(self, job_id: str, version: int) -> bytes:
+        """See `Documents.manifest`."""
+        try:
+            return self._manifests[job_id, version]
+        except KeyError as error:
+            raise NotFound(f"no manifest of version {version} of job {job_id}") from error
+
+    async def remove_manifest(self, job_id: str, version: int) -> None:
+        """See `Documents.remove_manifest`."""
+        self._manifests.pop((job_id, version), None)
+
+    async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
+        """See `Documents.put_part`."""
+        self._parts[job_id, part.version, part.rank] = part, data
+
+    async def part(self, job_id: str, version: int, rank: int) -> bytes:
+        """See `Documents.part`."""
+        try:
+            return self._parts[job_id, version, rank][1]
+        except KeyError as error:
+            raise NotFound(f"no part of rank {rank} of version {version} of job {job_id}") from error
+
+    async def parts(self, job_id: str) -> list[StagedPart]:
+        """See `Documents.parts`."""
+        return [part for (owner, _, _), (part, _) in sorted(self._parts.items()) if owner == job_id]
+
+    async def remove_part(self, job_id: str, part: StagedPart) -> None:
+        """See `Documents.remove_part`."""
+        self._parts.pop((job_id, part.version, part.rank), None)

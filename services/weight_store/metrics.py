@@ -1,0 +1,18 @@
+"""What `/metrics` shows besides the process's own figures."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class Metrics:
+    """Counters of one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register the counters."""
+        self.bytes_in = Counter("rlboost_weight_store_bytes_in", "bytes of chunks received", registry=registry)
+        self.bytes_out = Counter("rlboost_weight_store_bytes_out", "bytes of chunks sent", registry=registry)
+        self.commits = Counter("rlboost_weight_store_commits", "versions committed", registry=registry)
+        self.chunks_removed = Counter(
+            "rlboost_weight_store_chunks_removed", "chunks removed as garbage", registry=registry
+        )

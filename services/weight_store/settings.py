@@ -1,0 +1,23 @@
+"""Settings of the weight store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.settings import ServiceSettings
+
+
+class Settings(ServiceSettings):
+    """Environment prefix `RLBOOST_WEIGHT_STORE_`."""
+
+    model_config = SettingsConfigDict(env_prefix="RLBOOST_WEIGHT_STORE_")
+    prefix: ClassVar[str] = "RLBOOST_WEIGHT_STORE_"
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8701, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    dir: Path = Field(Path(".rlboost/weights"), description="directory of the chunks and manifests")
+    keep_versions: int = Field(4, ge=1, description="newest versions kept of each job, besides pinned ones")
