@@ -1,0 +1,5 @@
+"""`python -m rlboost`."""
+
+from rlboost.cli import main
+
+main()

@@ -1,0 +1,23 @@
+"""The `rlboost` command: one module of `rlboost.commands` a group of verbs.
+
+Those modules import what does the work only when a command runs, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+from rlboost.commands import config, demo, jobs, ps, report, up, worker
+from rlboost.commands.common import new_app
+
+app = new_app("Reinforcement learning of language models on spot GPUs: nothing is lost when they go.", top=True)
+up.register(app)
+demo.register(app)
+report.register(app)
+jobs.register(app)
+ps.register(app)
+app.add_typer(worker.app, name="worker")
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    app()

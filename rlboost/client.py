@@ -1,0 +1,293 @@
+"""The Python client of the REST API, synchronous.
+
+    client = Client("http://127.0.0.1:8700", token)
+    job = client.jobs.create(job_file_as_dict)
+    for row in client.jobs.metrics(job["id"]): ...
+
+Every call may be repeated without harm, so one that meets a manager that is away, say because it is being restarted,
+is tried again for `patience_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from shared.errors import RLBoostError
+from shared.ids import new_token
+
+Json = dict[str, Any]
+Rows = list[Json]
+
+_AGAIN_S = 0.25
+_CONNECT_S = 5.0
+_SILENCE_S = 30.0
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class ClientError(RLBoostError):
+    """The API answered with a problem document (RFC 9457), or did not answer at all.
+
+    Attributes:
+        title: the kind of problem.
+        detail: what is wrong and what to do.
+        status: the HTTP status; None when there was no answer.
+
+    """
+
+    def __init__(self, title: str, detail: str, status: int | None = None) -> None:
+        """Keep the parts."""
+        super().__init__(f"{title}: {detail}")
+        self.title, self.detail, self.status = title, detail, status
+
+
+@dataclass(frozen=True)
+class ServerEvent:
+    """One server-sent event: `id` resumes after it, `data` is decoded."""
+
+    id: str
+    kind: str
+    data: Json
+
+
+class Client:
+    """One system's API.
+
+    Args:
+        url: of the manager, without `/v1`.
+        token: the system's bearer token.
+        patience_s: how long to try again when the manager does not answer or says that it is not available.
+        transport: what carries requests; tests pass one that answers without a network.
+
+    """
+
+    def __init__(
+        self, url: str, token: str, *, patience_s: float = 10.0, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        """Connect at the first call."""
+        self.url = url.rstrip("/")
+        self._patience_s = patience_s
+        # A proxy named in the environment cannot reach this machine's own loopback.
+        through_proxy = httpx.URL(self.url).host not in _LOOPBACK
+        self._http = httpx.Client(
+            base_url=f"{self.url}/v1",
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
+            trust_env=through_proxy,
+            transport=transport,
+        )
+        self.jobs = Jobs(self)
+        self.workers = Workers(self)
+
+    def fleet(self) -> Json:
+        """Return how many workers there are, and are wanted."""
+        fleet: Json = self.request("GET", "/fleet").json()
+        return fleet
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+    def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        """Return the answer to one request under `/v1`; arguments are those of `httpx.Client.request`.
+
+        Raises:
+            ClientError: the answer is an error, or there was none for `patience_s`.
+
+        """
+        return self._patiently(lambda: _checked(self._http.request(method, path, **arguments)))
+
+    @contextmanager
+    def stream(self, path: str, *, silence_s: float | None, **arguments: Any) -> Iterator[httpx.Response]:
+        """Open an answer that is read as it comes; arguments are those of `httpx.Client.build_request`.
+
+        Args:
+            path: under `/v1`.
+            silence_s: how long the server may send nothing; None when it may for as long as nothing happens.
+            arguments: the request's.
+
+        Raises:
+            ClientError: as for `request`; a stream that breaks off raises `httpx.TransportError` where it is read.
+
+        """
+        timeout = httpx.Timeout(silence_s, connect=_CONNECT_S)
+        request = self._http.build_request("GET", path, timeout=timeout, **arguments)
+        response = self._patiently(lambda: _checked(self._http.send(request, stream=True)))
+        try:
+            yield response
+        finally:
+            response.close()
+
+    def _patiently(self, call: Callable[[], httpx.Response]) -> httpx.Response:
+        limit = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return call()
+            except httpx.TransportError as error:
+                problem = ClientError("No answer", f"{self.url} does not answer ({error}): is the system running?")
+            except ClientError as error:
+                if error.status != httpx.codes.SERVICE_UNAVAILABLE:
+                    raise
+                problem = error
+            if time.monotonic() >= limit:
+                raise problem
+            time.sleep(_AGAIN_S)
+
+
+class Jobs:
+    """`/v1/jobs`; ids are those that `create` returns. Every method may raise `ClientError`."""
+
+    def __init__(self, client: Client) -> None:
+        """Use the client's connections."""
+        self._client = client
+
+    def create(self, spec: Mapping[str, Any], idempotency_key: str | None = None) -> Json:
+        """Create a job from a job file as a mapping; return `{id, state}`.
+
+        The same key gives the same job, however often it is sent; a fresh one is made when None.
+        """
+        headers = {"Idempotency-Key": idempotency_key or new_token(16)}
+        job: Json = self._client.request("POST", "/jobs", json=dict(spec), headers=headers).json()
+        return job
+
+    def list(self) -> Rows:
+        """Return all jobs, oldest first."""
+        jobs: Rows = self._client.request("GET", "/jobs").json()
+        return jobs
+
+    def show(self, job_id: str) -> Json:
+        """Return one job: its state, step, latest metrics, what it waits for, its error."""
+        job: Json = self._get(job_id)
+        return job
+
+    def cancel(self, job_id: str) -> Json:
+        """Ask a job to stop for good; return `{id, state}`."""
+        return self._act(job_id, "cancel")
+
+    def pause(self, job_id: str) -> Json:
+        """Ask a job to stop until it is resumed; return `{id, state}`."""
+        return self._act(job_id, "pause")
+
+    def resume(self, job_id: str) -> Json:
+        """Ask a paused job to go on; return `{id, state}`."""
+        return self._act(job_id, "resume")
+
+    def metrics(self, job_id: str) -> Rows:
+        """Return one row a step."""
+        rows: Rows = self._get(job_id, "metrics")
+        return rows
+
+    def samples(self, job_id: str, step: int | None = None) -> Rows:
+        """Return scored samples, of one step or of all that are kept."""
+        samples: Rows = self._get(job_id, "samples", params={} if step is None else {"step": step})
+        return samples
+
+    def audit(self, job_id: str) -> Json:
+        """Return what was requested, delivered, dropped, made again and migrated."""
+        audit: Json = self._get(job_id, "audit")
+        return audit
+
+    def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
+        """Yield the lines of the job's log, and with `follow` those to come.
+
+        A followed log that breaks off is not taken up again, because its lines have no ids; `events` is.
+        """
+        silence_s = None if follow else _SILENCE_S
+        parameters = {"follow": int(follow)}
+        with self._client.stream(f"{_path(job_id)}/logs", silence_s=silence_s, params=parameters) as response:
+            try:
+                yield from response.iter_lines()
+            except httpx.TransportError as error:
+                raise ClientError("Log broke off", f"{error}: ask for it again") from error
+
+    def events(self, job_id: str, last_event_id: str | None = None) -> Iterator[ServerEvent]:
+        """Yield what happens in a job, from its beginning or after an event, until the server ends the stream.
+
+        A stream that breaks off is taken up after the last event that was read: none is lost, none comes twice.
+        """
+        while True:
+            headers = {} if last_event_id is None else {"Last-Event-ID": last_event_id}
+            with self._client.stream(f"{_path(job_id)}/events", silence_s=_SILENCE_S, headers=headers) as response:
+                try:
+                    for event in server_events(response.iter_lines()):
+                        last_event_id = event.id or last_event_id
+                        yield event
+                except httpx.TransportError:
+                    time.sleep(_AGAIN_S)
+                    continue
+            return
+
+    def _get(self, job_id: str, part: str = "", **arguments: Any) -> Any:
+        path = f"{_path(job_id)}/{part}" if part else _path(job_id)
+        return self._client.request("GET", path, **arguments).json()
+
+    def _act(self, job_id: str, action: str) -> Json:
+        job: Json = self._client.request("POST", f"{_path(job_id)}/{action}").json()
+        return job
+
+
+class Workers:
+    """`/v1/workers`. Every method may raise `ClientError`."""
+
+    def __init__(self, client: Client) -> None:
+        """Use the client's connections."""
+        self._client = client
+
+    def list(self) -> Rows:
+        """Return the workers that are here, and those that left lately."""
+        workers: Rows = self._client.request("GET", "/workers").json()
+        return workers
+
+    def drain(self, worker_id: str) -> Json:
+        """Ask a worker to hand off what it holds and to leave."""
+        worker: Json = self._client.request("POST", f"/workers/{quote(worker_id, safe='')}/drain").json()
+        return worker
+
+
+def server_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
+    """Yield the events in the lines of a `text/event-stream` (WHATWG HTML, 9.2.6); comments are keep-alives."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        if not line:
+            if "data" in fields:
+                data = json.loads(fields["data"])
+                yield ServerEvent(fields.get("id", ""), fields.get("event", "message"), data)
+            fields = {}
+        elif not line.startswith(":"):
+            name, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            fields[name] = f"{fields[name]}\n{value}" if name == "data" and name in fields else value
+
+
+def _path(job_id: str) -> str:
+    return f"/jobs/{quote(job_id, safe='')}"
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_success:
+        return response
+    try:
+        response.read()
+        problem = response.json()
+        title, detail = str(problem["title"]), str(problem["detail"])
+    except (ValueError, KeyError, TypeError):
+        title, detail = response.reason_phrase, f"{response.url} answered {response.status_code}: is it this system's?"
+    finally:
+        response.close()
+    raise ClientError(title, detail, response.status_code)

@@ -1,0 +1,37 @@
+"""`rlboost config check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlboost.commands.common import EXIT_CONFIG, JsonOption, new_app, print_json
+
+app = new_app("Job files.")
+
+
+@app.callback()
+def _group() -> None:
+    """Keep `check` a command of its own although it is the only one."""
+
+
+@app.command()
+def check(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what is wrong with a job file: its fields, and the model, data and reward that it names."""
+    from rlboost.jobcheck import problems  # noqa: PLC0415 - keeps --help quick
+
+    found = problems(job_file, overrides or [])
+    if as_json:
+        print_json({"ok": not found, "problems": found})
+    for problem in found:
+        typer.echo(f"rlboost: {job_file}: {problem}", err=True)
+    if found:
+        raise typer.Exit(EXIT_CONFIG)
+    if not as_json:
+        typer.echo(f"{job_file}: no problem found")

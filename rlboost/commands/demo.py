@@ -1,0 +1,55 @@
+"""`rlboost demo`: the Countdown job on workers that come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlboost.commands.common import EXIT_FAILED
+from rlboost.commands.up import SERVICE_PACKAGES, require_packages
+
+_EXIT_INTERRUPTED = 130
+_STATE = Path(".rlboost/demo")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(demo)
+
+
+def demo(
+    steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Preemptible workers at the start.")] = 3,
+    state: Annotated[Path, typer.Option(help="Folder for the run; what an earlier demo left in it goes.")] = _STATE,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report; 'report' in the state folder if not given.")
+    ] = None,
+    chaos: Annotated[bool, typer.Option("--chaos/--no-chaos", help="Take workers away and bring others.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Of the job and of the schedule.")] = 0,
+) -> None:
+    """Train a small model on this machine while its spot workers are killed, and report what became of every sample.
+
+    Fails if the job fails, if accuracy does not rise, or if the audit does not balance.
+    """
+    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
+
+    from rlboost.demo.run import DemoOptions, record_file, run  # noqa: PLC0415 - likewise
+    from rlboost.demo.summary import summary  # noqa: PLC0415 - likewise
+    from rlboost.report.checks import checks  # noqa: PLC0415 - likewise
+
+    require_packages(*SERVICE_PACKAGES, "matplotlib")
+    console = Console()
+    record = run(DemoOptions(state, steps, workers, chaos, seed), console)
+    if record is None:
+        typer.echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
+        raise typer.Exit(_EXIT_INTERRUPTED)
+    console.print(summary(record))
+    from rlboost.report.page import write  # noqa: PLC0415 - needs matplotlib, which nothing before does
+
+    page = write(record, out or state / "report")
+    typer.echo(f"\nreport: {page.absolute()}\nrecord: {record_file(state).absolute()}")
+    if not all(check.kept for check in checks(record)):
+        typer.echo(f"rlboost: not every promise was kept; the logs are in {state / 'logs'}", err=True)
+        raise typer.Exit(EXIT_FAILED)

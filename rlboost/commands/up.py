@@ -1,0 +1,149 @@
+"""`rlboost up` and `rlboost down`: a whole system on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, print_json
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlboost.local.chaos import ChaosEvent
+    from rlboost.local.processes import LocalOptions
+    from rlboost.local.state import Config
+    from rlboost.local.supervisor import ClusterEvent
+
+SERVICE_PACKAGES = ("blake3", "fastapi", "safetensors", "torch", "transformers", "uvicorn")
+
+
+class Engine(StrEnum):
+    """What generates."""
+
+    TORCH = "torch"
+    VLLM = "vllm"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(up)
+    app.command()(down)
+
+
+def up(
+    reserved: Annotated[int, typer.Option(min=0, help="Workers that share their device with the trainer.")] = 1,
+    workers: Annotated[int, typer.Option(min=0, help="Preemptible workers.")] = 3,
+    engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.TORCH,
+    state: StateOption = DEFAULT_STATE,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the REST API; 0 takes a free one.")] = 0,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when ready; the system stays.")] = False,
+    as_json: JsonOption = False,
+    chaos: Annotated[
+        Path | None, typer.Option(help="CSV of time_ms,add|remove|notice|kill,node: spot workers come and go by it.")
+    ] = None,
+) -> None:
+    """Start everything on this machine: Redis, weight store, manager, trainer and workers.
+
+    A process that dies is started again. A spot worker that the chaos schedule takes, or that 'rlboost worker drain'
+    sends away, stays away. Settings of the services in the environment (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE)
+    reach them; RLBOOST_TOKEN is the system's token, a random one if it is not set.
+    """
+    from rlboost.local.processes import LocalOptions  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
+
+    StateDir(state).require_free()
+    require_packages(*SERVICE_PACKAGES)
+    options = LocalOptions(state, reserved, workers, engine.value, port)
+    schedule = _schedule(chaos, options) if chaos else []
+    if detach:
+        _up_in_background(options, chaos, as_json=as_json)
+    else:
+        _up_in_foreground(options, schedule, as_json=as_json)
+
+
+def down(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
+    """Stop the system on this machine. Jobs, weights and logs stay in the state folder; 'rlboost up' goes on."""
+    from rlboost.local.detached import stop  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
+
+    stopped = stop(StateDir(state))
+    if as_json:
+        print_json({"stopped": stopped})
+    else:
+        typer.echo(f"stopped the system in {state}" if stopped else f"no system ran in {state}")
+
+
+def require_packages(*packages: str) -> None:
+    """Refuse to begin what would fail later for want of a package.
+
+    Raises:
+        ConfigError: naming those that are missing.
+
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"this needs {', '.join(missing)}: pip install 'rlboost[local]'")
+
+
+def _schedule(file: Path, options: LocalOptions) -> list[ChaosEvent]:
+    from rlboost.local import chaos  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local.processes import spot_names  # noqa: PLC0415 - likewise
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--chaos {file}: {error.strerror}: name a file that can be read") from error
+    return chaos.parse(text, spot_names(options))
+
+
+def _up_in_foreground(options: LocalOptions, schedule: list[ChaosEvent], *, as_json: bool) -> None:
+    from rlboost.local.cluster import LocalCluster  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local.foreground import serve  # noqa: PLC0415 - likewise
+
+    def announce(config: Config) -> None:
+        if as_json:
+            print_json(config.public())
+        else:
+            _tell_ready(config)
+            typer.echo("stop it with Ctrl-C")
+
+    cluster = LocalCluster(options)
+    cluster.on_event(_tell_event)
+    if not serve(cluster, schedule, announce):
+        typer.echo("rlboost: stopped before the system was ready", err=True)
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _up_in_background(options: LocalOptions, chaos: Path | None, *, as_json: bool) -> None:
+    from rlboost.local.detached import start  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
+
+    arguments = [
+        f"--reserved={options.reserved}",
+        f"--workers={options.workers}",
+        f"--engine={options.engine}",
+        f"--state={options.state_dir}",
+        f"--port={options.port}",
+    ]
+    config = start(StateDir(options.state_dir), arguments + ([f"--chaos={chaos}"] if chaos else []))
+    if as_json:
+        print_json(config.public())
+    else:
+        _tell_ready(config)
+        typer.echo("stop it with: rlboost down")
+
+
+def _tell_ready(config: Config) -> None:
+    typer.echo(
+        f"ready: {config.url}\nstate and logs: {config.state_dir}\nrun a job with: rlboost run JOB.yaml --follow"
+    )
+
+
+def _tell_event(event: ClusterEvent) -> None:
+    at = time.strftime("%H:%M:%S", time.localtime(event.at))
+    typer.echo(f"{at} {event.name} {event.kind}" + (f": {event.detail}" if event.detail else ""), err=True)

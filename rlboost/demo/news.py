@@ -1,0 +1,75 @@
+"""What is worth a line to whoever watches, out of everything that happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rlboost.report.record import JobEvent, ProcessEvent, Record, process_of
+
+Tone = Literal["good", "bad", "warn", "plain"]
+
+
+@dataclass(frozen=True)
+class News:
+    """One line; `at` is Unix seconds."""
+
+    at: float
+    tone: Tone
+    text: str
+
+
+class Newsroom:
+    """Reads a record as it grows; each line is told once."""
+
+    def __init__(self, record: Record) -> None:
+        """Start with the record's beginning."""
+        self._record = record
+        self._process_events = self._job_events = 0
+
+    def fresh(self) -> list[News]:
+        """Return the news since the last call, by time."""
+        record = self._record
+        lines = list(_of_processes(record.process_events[self._process_events :]))
+        lines += _of_job(record.job_events[self._job_events :])
+        self._process_events, self._job_events = len(record.process_events), len(record.job_events)
+        return sorted(lines, key=lambda news: news.at)
+
+
+def _of_processes(events: list[ProcessEvent]) -> Iterator[News]:
+    for event in events:
+        match event.kind:
+            case "killed":
+                yield News(event.at, "bad", f"✗ {event.name} is gone without notice (SIGKILL)")
+            case "noticed":
+                yield News(event.at, "warn", f"▼ {event.name} gets notice: its machine will be taken (SIGTERM)")
+            case "joined":
+                yield News(event.at, "good", f"▶ {event.name} joins: a new machine")
+            case "died" | "refused":
+                yield News(event.at, "bad", f"✗ {event.name}: {event.detail}")
+
+
+def _of_job(events: list[JobEvent]) -> Iterator[News]:
+    for event in events:
+        fields = event.fields
+        match event.kind:
+            case "worker_lost":
+                yield News(event.at, "bad", f"  {process_of(fields['worker'])} is missed: {fields['reason']}")
+            case "samples_taken" if fields["cause"] != "suspended":
+                whose = f"{fields['samples']} unfinished samples of {process_of(fields['worker'])}"
+                yield News(
+                    event.at, "plain", f"  {whose} go on elsewhere, with the {fields['tokens']:,} tokens they have"
+                )
+            case "seeding_reopened":
+                yield News(event.at, "warn", "  no spot worker is left: the reserved engine generates again")
+            case "checkpoint_saved":
+                yield News(event.at, "plain", f"  checkpoint after step {fields['step']}")
+            case "job_state":
+                because = f": {fields['error']}" if fields["error"] else ""
+                yield News(event.at, "plain", f"  the job is {fields['state']}{because}")
+            case "group_dropped":
+                why = f"{fields['reason']}: {fields['detail']}"
+                yield News(event.at, "bad", f"  group {fields['group']} dropped: {why}")
+            case "weights_unavailable":
+                yield News(event.at, "bad", f"  weights {fields['version']} cannot be had: {fields['reason']}")

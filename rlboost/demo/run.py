@@ -1,0 +1,233 @@
+"""The demo itself: a system on this machine, the Countdown job, and a spot market that takes workers and brings others.
+
+Consumes: what the REST API shows, the job's events, what happens to the processes.
+Produces: a record; changes of the fleet as the schedule has them; the live view.
+Waits for: the processes' readiness, then twice a second for the next look, then for everything to stop.
+Ends when: the job has ended, or has made no step for too long, or at a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rlboost.client import Client, ClientError, ServerEvent
+from rlboost.demo import workspace
+from rlboost.demo.director import Director, Progress
+from rlboost.demo.job import countdown
+from rlboost.demo.live import view_of
+from rlboost.demo.recorder import Recorder, observation, this_machine
+from rlboost.demo.schedule import plan
+from rlboost.follow import ENDED
+from rlboost.local.cluster import LocalCluster
+from rlboost.local.processes import LocalOptions
+from rlboost.local.supervisor import ClusterEvent
+from rlboost.report.record import Change, Observation, Record, Settings
+from shared.errors import Fatal
+
+LOOK_EVERY_S = 0.5
+STALL_LIMIT_S = 300.0
+"""So long a step may take before the run is given up."""
+_LAST_EVENT_LIMIT_S = 5.0
+_JOURNEYS = 3
+_RESERVED = 1
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What to run. `steps` None: as many as the job file says."""
+
+    state: Path
+    steps: int | None = None
+    workers: int = 3
+    chaos: bool = True
+    seed: int = 0
+
+
+def run(options: DemoOptions, console: Console) -> Record | None:
+    """Run the demo; return its record, which is also written to the state folder, or None when a signal ended it.
+
+    The first signal stops everything in order, a second one at once.
+
+    Raises:
+        ConfigError: the state folder or the example is not as it must be.
+        StartFailed: a process did not become ready.
+        Fatal: the job makes no progress.
+        ClientError: the manager does not answer.
+
+    """
+    demo = Demo(options, console)
+
+    async def body() -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+        await demo.run()
+
+    try:
+        asyncio.run(body())
+    except asyncio.CancelledError:
+        return None
+    return demo.record
+
+
+class Demo:
+    """One run."""
+
+    def __init__(self, options: DemoOptions, console: Console) -> None:
+        """Prepare; nothing is started yet."""
+        self._job, goal = countdown(options.steps, options.seed)
+        steps: int = self._job["steps"]
+        planned = plan(steps, options.workers, options.seed) if options.chaos else []
+        self.record = Record(
+            settings=Settings(
+                steps=steps,
+                workers=options.workers,
+                reserved=_RESERVED,
+                chaos=bool(planned),
+                seed=options.seed,
+                goal=goal,
+            ),
+            machine=this_machine(),
+            planned=planned,
+            began_at=time.time(),
+        )
+        self._options = options
+        self._recorder = Recorder(self.record)
+        self._director = Director(planned, options.seed)
+        self._progress = Progress()
+        self._view = view_of(self.record, console)
+        self._phase = "starting"
+        self._job_id = ""
+        self._told_all = asyncio.Event()
+        self._unseen: list[Change] = []
+        """Preemptions whose samples were not looked at yet."""
+
+    async def run(self) -> None:
+        """Run from an empty state folder to the end."""
+        local = LocalOptions(state_dir=self._options.state, reserved=_RESERVED, workers=self._options.workers)
+        cluster = LocalCluster(local)
+        workspace.clear(cluster.state)
+        cluster.on_event(self._on_process_event)
+        try:
+            with self._view:
+                self._show()
+                async with cluster:
+                    await self._with(cluster)
+                    self._enter("stopping")
+                self._recorder.cpu(cluster.processes(), cluster.cpu_seconds(), time.process_time())
+                self._enter("stopped")
+        finally:
+            self._recorder.save(record_file(self._options.state))
+
+    async def _with(self, cluster: LocalCluster) -> None:
+        self.record.ready_at = time.time()
+        self.record.cpu_to_start_s = sum(cluster.cpu_seconds().values()) + time.process_time()
+        with Client(cluster.url, cluster.token) as client:
+            created = await asyncio.to_thread(client.jobs.create, self._job)
+            self._job_id = created["id"]
+            self.record.job_began_at = time.time()
+            self._enter("running")
+            self._listen(cluster)
+            await self._watch(client, cluster)
+            self.record.job_ended_at = time.time()
+            self.record.audit = await asyncio.to_thread(client.jobs.audit, self._job_id)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_EVENT_LIMIT_S):
+                    await self._told_all.wait()
+
+    async def _watch(self, client: Client, cluster: LocalCluster) -> None:
+        step, moved_at = -1, time.monotonic()
+        while True:
+            job, workers = await asyncio.to_thread(lambda: (client.jobs.show(self._job_id), client.workers.list()))
+            seen = observation(time.time(), job, workers)
+            self._recorder.observe(job, seen)
+            ended = job["state"] in ENDED
+            if job["step"] != step or ended:
+                step, moved_at = job["step"], time.monotonic()
+                self._recorder.steps(await asyncio.to_thread(client.jobs.metrics, self._job_id))
+                await self._look_at_samples(client, step)
+            self._show()
+            if ended:
+                return
+            if time.monotonic() - moved_at > STALL_LIMIT_S:
+                raise Fatal(_stalled(seen, self._options.state))
+            self._act(cluster, seen)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _act(self, cluster: LocalCluster, seen: Observation) -> None:
+        if seen.job_state != "running":
+            return
+        for act in self._director.due(self._progress.at(seen.step, time.monotonic()), seen.workers):
+            name = act.process
+            match act.planned.action:
+                case "kill":
+                    cluster.kill(name)
+                case "notice":
+                    cluster.notice(name)
+                case "join":
+                    name = cluster.join_worker()
+            self._recorder.changed(time.time(), seen.step, act.planned.action, name)
+            if act.planned.action != "join":
+                self._unseen.append(self.record.changes[-1])
+
+    async def _look_at_samples(self, client: Client, step: int) -> None:
+        """Look at what became of the samples of preempted workers, once their step is done; a few times are enough."""
+        for change in [change for change in self._unseen if change.step < step]:
+            self._unseen.remove(change)
+            if len(self.record.journeys) < _JOURNEYS:
+                samples = await asyncio.to_thread(client.jobs.samples, self._job_id, change.step)
+                self._recorder.journey(change.worker, samples)
+
+    # --- what is heard and shown --------------------------------------------------------------------------------------
+
+    def _listen(self, cluster: LocalCluster) -> None:
+        """Read the job's events in a thread of its own, which ends with the job, or else with this process."""
+        loop = asyncio.get_running_loop()
+        job_id = self._job_id
+
+        def read() -> None:
+            # A closed loop (RuntimeError) or a manager that is gone: the run was stopped.
+            with contextlib.suppress(ClientError, RuntimeError), Client(cluster.url, cluster.token) as client:
+                for event in client.jobs.events(job_id):
+                    loop.call_soon_threadsafe(self._recorder.job_event, event)
+                    if _is_last(event):
+                        loop.call_soon_threadsafe(self._told_all.set)
+                        return
+
+        threading.Thread(target=read, name="job events", daemon=True).start()
+
+    def _on_process_event(self, event: ClusterEvent) -> None:
+        self._recorder.process_event(event)
+        self._show()
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._show()
+
+    def _show(self) -> None:
+        self._view.show(self._phase, time.time())
+
+
+def record_file(state: Path) -> Path:
+    """Return where a run's record is."""
+    return state / "record.json"
+
+
+def _is_last(event: ServerEvent) -> bool:
+    fields: dict[str, Any] = event.data["fields"]
+    return event.kind == "job_state" and fields["state"] in ENDED
+
+
+def _stalled(seen: Observation, state: Path) -> str:
+    waits = f"it waits for {seen.waiting_for} because {seen.waiting_because}" if seen.waiting_for else "it trains"
+    return f"no step in {STALL_LIMIT_S:.0f} s; {waits}: see the logs in {state / 'logs'}"

@@ -1,0 +1,45 @@
+"""A job file made ready to be sent: overrides applied, validated, local paths absolute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shared import jobspec
+from shared.errors import ConfigError
+
+
+def resolve(file: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return the whole job, every default filled in.
+
+    Paths of the model and the data are relative to the current folder. The trainer may run in another one, so those
+    that exist are made absolute; others are left, as they may be a Hugging Face id or a path on the trainer's machine.
+
+    Raises:
+        ConfigError: naming each wrong field.
+
+    """
+    raw = jobspec.load(str(file), overrides)
+    try:
+        spec = jobspec.parse(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    job: dict[str, Any] = json.loads(jobspec.to_json(spec))
+    job["model"] = _absolute(job["model"])
+    for key in ("train", "eval"):
+        if job["data"][key] is not None:
+            job["data"][key] = _absolute(job["data"][key])
+    return job
+
+
+def as_yaml(job: dict[str, Any]) -> str:
+    """Return a job as a YAML job file."""
+    return yaml.safe_dump(job, sort_keys=False, default_flow_style=None, width=120)
+
+
+def _absolute(path: str) -> str:
+    found = Path(path).expanduser()
+    return str(found.absolute()) if found.exists() else path

@@ -1,0 +1,113 @@
+"""One running process: started in its own session, bound to our life, its processor time and its end recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlboost.local import die_with_parent
+from rlboost.local.processes import ProcessSpec
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended. `code` is its exit code, or minus the signal that killed it."""
+
+    code: int
+    alive_s: float
+    cpu_s: float
+    """User and system time of it and its descendants."""
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"ended with exit code {self.code}"
+
+
+class Child:
+    """A process from its start to its end. Construct it inside a running event loop.
+
+    It leads a session of its own: a Ctrl-C in the terminal reaches only us, and what it leaves behind can be found.
+    """
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        """Start the process, its output appended to the log."""
+        self.spec = spec
+        self.started_at = time.time()
+        self._loop = asyncio.get_running_loop()
+        self._exited: asyncio.Future[Exit] = self._loop.create_future()
+        guard = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
+        spec.log.touch(mode=0o600)
+        with spec.log.open("ab") as log:
+            self._log_offset = log.tell()
+            self._process = subprocess.Popen(  # noqa: S603 - the specs are ours
+                (*guard, *spec.argv),
+                env={**os.environ, **spec.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        threading.Thread(target=self._reap, args=(time.monotonic(),), name=f"reap {spec.name}", daemon=True).start()
+
+    def _reap(self, began: float) -> None:
+        # wait4, because asyncio's own watcher throws the resource usage away.
+        _, status, usage = os.wait4(self.pid, 0)
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        cpu_s = usage.ru_utime + usage.ru_stime + session_cpu_s(self.pid)
+        with contextlib.suppress(ProcessLookupError):  # its own children must not outlive it
+            os.killpg(self.pid, signal.SIGKILL)
+        end = Exit(self._process.returncode, time.monotonic() - began, cpu_s)
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._exited.set_result, end)
+
+    async def wait(self) -> Exit:
+        """Wait for the end; the owner bounds it."""
+        return await asyncio.shield(self._exited)
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether its end is not known yet."""
+        return not self._exited.done()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if it still runs."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds of it and its descendants; 0 where `/proc` does not tell before the end."""
+        return self._exited.result().cpu_s if self._exited.done() else session_cpu_s(self.pid)
+
+    def output(self, n_lines: int) -> list[str]:
+        """Return the last lines that it wrote."""
+        with self.spec.log.open("rb") as log:
+            log.seek(max(self._log_offset, log.seek(0, os.SEEK_END) - 64 * 1024))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-n_lines:]
+
+
+def session_cpu_s(leader: int) -> float:
+    """Return user and system seconds of all living processes in a session and of the children they waited for."""
+    ticks = 0
+    for stat in _PROC.glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        # proc(5), counted after the name: session is field 6, utime, stime, cutime and cstime are 14 to 17.
+        if int(fields[3]) == leader:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,203 @@
+"""A whole system on this machine: Redis, weight store, manager, trainer and workers, for as long as a `with` block.
+
+async with LocalCluster(LocalOptions(workers=3)) as cluster:
+    cluster.on_event(print)
+    client = Client(cluster.url, cluster.token)
+    cluster.kill("worker-2")         # a machine vanishes
+    name = cluster.join_worker()     # another one comes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import services
+import shared
+from rlboost.local import redis_server
+from rlboost.local.ports import Ports
+from rlboost.local.processes import STARTING_ORDER, LocalOptions, Site, SpecOf, cache_dir, roster, spec_of
+from rlboost.local.state import Config, ProcessRecord, StateDir
+from rlboost.local.supervisor import ClusterEvent, Supervisor
+from shared.errors import ConfigError
+
+_GRACE_S = 12.0
+"""A worker may take 10 s from the stop until it has handed off (invariant 7)."""
+
+
+class LocalCluster:
+    """Entered, everything is ready; left, everything has stopped, in order.
+
+    A process that dies is started again on its own port. A preemptible worker that was taken (`kill`, `notice`) or
+    drained stays away, as its machine would; `join_worker` brings a new one.
+
+    Args:
+        options: what it consists of.
+        spec_of: what each process is; tests put small programs in the services' place.
+
+    Raises:
+        ConfigError: on entering: a system already runs in the folder, a port is in use, Redis is not installed.
+        StartFailed: on entering: a process did not become ready.
+
+    """
+
+    def __init__(self, options: LocalOptions, *, spec_of: SpecOf = spec_of) -> None:
+        """Start nothing yet."""
+        self.options = options
+        self.state = StateDir(options.state_dir)
+        self._spec_of = spec_of
+        self._listeners: list[Callable[[ClusterEvent], None]] = []
+        self._stack = AsyncExitStack()
+        self._ports = Ports()
+        self._spot_workers = options.workers
+        self._site: Site
+        self._supervisor: Supervisor
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Start everything and wait until it is ready."""
+        _check_folder(Path.cwd())
+        try:
+            async with AsyncExitStack() as stack:
+                stack.enter_context(self.state.owned())
+                stack.enter_context(self._ports)
+                self._site = self._survey()
+                tasks = await stack.enter_async_context(asyncio.TaskGroup())
+                self._supervisor = Supervisor(self.state, tasks, self._on_event)
+                stack.push_async_callback(self._supervisor.close)
+                stack.push_async_callback(self._stop)
+                await self._start()
+                self.state.write_config(self.config)
+                self._stack = stack.pop_all()
+        except BaseExceptionGroup as group:
+            raise _first(group) from group
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> bool:
+        """Stop everything, what was started last first."""
+        try:
+            await self._stack.__aexit__(kind, error, at)
+        except BaseExceptionGroup as group:
+            if group.exceptions != (error,):
+                raise
+        return False  # the body's own error reaches the caller as it is, not in a group
+
+    def _survey(self) -> Site:
+        redis_port = self._ports.of("redis", self.options.redis_port)
+        self._ports.of("manager", self.options.port)
+        redis_argv, redis_url = redis_server.configure(self.state, redis_port)
+        return Site(
+            options=self.options,
+            state_dir=self.state.path,
+            cwd=Path.cwd(),
+            inherited=dict(os.environ),
+            token=os.environ.get("RLBOOST_TOKEN") or secrets.token_urlsafe(24),
+            redis_url=redis_url,
+            redis_argv=redis_argv,
+            port_of=self._ports.of,
+        )
+
+    async def _start(self) -> None:
+        for stage in STARTING_ORDER:
+            names = [name for name, role in roster(self.options) if role in stage]
+            for name, role in roster(self.options):
+                if name in names:
+                    self._supervisor.launch(self._spec_of(self._site, name, role))
+            async with asyncio.TaskGroup() as waits:
+                for name in names:
+                    waits.create_task(self._supervisor.until_ready(name), name=f"ready {name}")
+
+    async def _stop(self) -> None:
+        for stage in reversed(STARTING_ORDER):
+            names = [spec.name for spec in self._supervisor.specs() if spec.role in stage]
+            await self._supervisor.stop(names, why="the system stopped", grace_s=_GRACE_S)
+
+    # --- what people see ----------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The REST API."""
+        return self._site.url_of("manager")
+
+    @property
+    def token(self) -> str:
+        """The REST API's bearer token."""
+        return self._site.token
+
+    @property
+    def config(self) -> Config:
+        """Where the system is, as the command line finds it."""
+        return Config(self.url, self.token, self._site.redis_url, str(self.state.path), os.getpid())
+
+    def processes(self) -> list[ProcessRecord]:
+        """Return what runs, and what ran."""
+        return self._supervisor.records()
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the processor seconds used so far by process name, over all its lives, descendants included."""
+        return self._supervisor.cpu_seconds()
+
+    def on_event(self, listener: Callable[[ClusterEvent], None]) -> None:
+        """Call the listener, in the event loop, for whatever happens to a process from now on."""
+        self._listeners.append(listener)
+
+    def _on_event(self, event: ClusterEvent) -> None:
+        if event.kind == "left":  # the machine is gone, with its address and its disk
+            self._ports.release(event.name)
+            shutil.rmtree(cache_dir(self.state.path) / event.name, ignore_errors=True)
+        for listener in self._listeners:
+            listener(event)
+
+    # --- what people do -----------------------------------------------------------------------------------------------
+
+    def join_worker(self) -> str:
+        """Start one more preemptible worker; return its name at once, before it is ready."""
+        self._spot_workers += 1
+        name = f"worker-{self._spot_workers}"
+        self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
+        self._on_event(ClusterEvent("joined", name, time.time()))
+        return name
+
+    async def until_ready(self, name: str) -> None:
+        """Wait until a process is ready; see `Supervisor.until_ready`."""
+        await self._supervisor.until_ready(name)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, without notice. A preemptible worker stays away; any other process is started again."""
+        self._supervisor.kill(name)
+
+    def notice(self, name: str) -> None:
+        """Tell a preemptible worker that its machine goes (SIGTERM); 30 s later it is gone in any case."""
+        self._supervisor.notice(name)
+
+
+def _check_folder(cwd: Path) -> None:
+    """Refuse a folder whose own packages would hide ours: it comes first on every process's path.
+
+    Raises:
+        ConfigError: it has another package `services` or `shared`.
+
+    """
+    for package in (services, shared):
+        ours, theirs = Path(str(package.__file__)), cwd / package.__name__ / "__init__.py"
+        if theirs.exists() and not theirs.samefile(ours):
+            raise ConfigError(
+                f"the package {theirs.parent} would hide rlboost's own {package.__name__!r}: "
+                "rename it, or start from another folder"
+            )
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,86 @@
+"""A local system in the background: start `rlboost up` as a process of its own and wait until it is ready; stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlboost.local.state import Config, StateDir
+from shared.errors import ConfigError, Fatal
+from shared.lifecycle import EXIT_CONFIG
+
+_STOP_LIMIT_S = 60.0
+_KILL_LIMIT_S = 5.0
+_ASK_AGAIN_S = 0.05
+
+
+def start(state: StateDir, arguments: Sequence[str]) -> Config:
+    """Start `rlboost up` with these arguments; return where the system is, once it is ready.
+
+    Raises:
+        ConfigError: it refused its settings.
+        Fatal: it did not become ready.
+
+    """
+    log = state.log_of("supervisor")
+    try:
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log.touch(mode=0o600)
+    except OSError as error:
+        raise ConfigError(f"state folder {state.path}: {error.strerror}; name another with --state") from error
+    before = log.stat().st_size
+    with log.open("ab") as errors:
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            [sys.executable, "-m", "rlboost", "up", "--json", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    try:
+        # Every step of the start has its own limit, so this line or the end of the file comes.
+        line = process.stdout.readline()
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    finally:
+        process.stdout.close()
+    if not line:
+        text = _complaint(log, before)
+        raise ConfigError(text) if process.wait() == EXIT_CONFIG else Fatal(text)
+    return Config(**json.loads(line), pid=process.pid)
+
+
+def _complaint(log: Path, before: int) -> str:
+    with log.open("rb") as written:
+        written.seek(before)
+        text = written.read().decode(errors="replace")
+    return text.rpartition("rlboost: ")[2].strip() or f"the supervisor died: see {log}"
+
+
+def stop(state: StateDir) -> bool:
+    """Stop the system in this folder; False when none ran.
+
+    Raises:
+        Fatal: it is still there although it was killed.
+
+    """
+    for number, limit_s in ((signal.SIGTERM, _STOP_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
+        if not state.running():
+            return number == signal.SIGKILL
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(state.supervisor(), number)
+        limit = time.monotonic() + limit_s
+        while state.running() and time.monotonic() < limit:
+            time.sleep(_ASK_AGAIN_S)
+    if state.running():
+        raise Fatal(f"the supervisor {state.supervisor()} of {state.path} does not end: end it by hand")
+    return True

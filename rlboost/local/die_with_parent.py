@@ -1,0 +1,36 @@
+"""Run a command that dies with the process that started it: `die_with_parent.py PARENT_PID COMMAND [ARGUMENT ...]`.
+
+A script and not a `preexec_fn`, because Python code between fork and exec is unsafe once the parent has threads.
+Elsewhere than on Linux the command runs without this bond.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+EXIT_CONFIG = 2
+"""As in `shared.lifecycle`, which is not imported here: this runs before the command, without site-packages."""
+
+
+def main() -> int:
+    """Replace this process by the command; return an exit code only if that failed."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            print("prctl(PR_SET_PDEATHSIG) failed", file=sys.stderr)
+            return 1
+        if os.getppid() != parent:  # it died before the bond was made
+            return 1
+    try:
+        os.execvp(command[0], command)  # noqa: S606 - running the given command is this script's purpose
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

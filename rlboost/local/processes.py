@@ -1,0 +1,177 @@
+"""The processes of a local system as data: what to run, with which environment, when it counts as started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+LOOPBACK = "127.0.0.1"
+
+ProcessRole = Literal["redis", "weight_store", "manager", "trainer", "reserved", "preemptible"]
+
+STARTING_ORDER: tuple[tuple[ProcessRole, ...], ...] = (
+    ("redis",),
+    ("weight_store", "manager"),
+    ("trainer", "reserved", "preemptible"),
+)
+"""A stage starts when all of the one before it are ready; stopping goes the other way."""
+
+_LIGHT_LIMIT_S = 60.0
+_TORCH_LIMIT_S = 180.0
+"""Importing torch from a cold disk in several processes at once takes minutes on a small machine."""
+
+
+@dataclass(frozen=True)
+class HttpReady:
+    """Ready when a GET of `url` answers 200."""
+
+    url: str
+
+
+@dataclass(frozen=True)
+class RedisReady:
+    """Ready when Redis at `url` answers PING, which it does not while it loads its data."""
+
+    url: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process. `env` is added to the launcher's own environment; it may hold secrets, so it is not shown."""
+
+    name: str
+    role: ProcessRole
+    argv: tuple[str, ...]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ready: HttpReady | RedisReady | None = None
+    """None: ready as soon as it runs."""
+    ready_limit_s: float = _LIGHT_LIMIT_S
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """What a local system consists of. Port 0 takes a free one; `env` reaches every process."""
+
+    state_dir: Path = Path(".rlboost")
+    reserved: int = 1
+    workers: int = 3
+    engine: Literal["torch", "vllm"] = "torch"
+    port: int = 0
+    redis_port: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Everything that the processes' settings are derived from."""
+
+    options: LocalOptions
+    state_dir: Path
+    """Absolute."""
+    cwd: Path
+    inherited: Mapping[str, str] = field(repr=False)
+    """The launcher's own environment."""
+    token: str = field(repr=False)
+    redis_url: str = field(repr=False)
+    redis_argv: tuple[str, ...]
+    port_of: Callable[[str], int]
+    """Process name -> its port, the same one at every call."""
+
+    def url_of(self, name: str) -> str:
+        """Return the base URL of a process's HTTP interface."""
+        return f"http://{LOOPBACK}:{self.port_of(name)}"
+
+    def log_of(self, name: str) -> Path:
+        """Return where a process's output goes."""
+        return self.state_dir / "logs" / f"{name}.log"
+
+
+SpecOf = Callable[[Site, str, ProcessRole], ProcessSpec]
+"""(site, name, role) -> the process; tests put small processes in the services' place."""
+
+
+def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
+    """Return name and role of every process that a system starts with, in starting order."""
+    named: list[tuple[str, ProcessRole]] = [
+        ("redis", "redis"),
+        ("weight-store", "weight_store"),
+        ("manager", "manager"),
+        ("trainer", "trainer"),
+    ]
+    named += [(f"reserved-{i + 1}", "reserved") for i in range(options.reserved)]
+    named += [(name, "preemptible") for name in spot_names(options)]
+    return named
+
+
+def spot_names(options: LocalOptions) -> list[str]:
+    """Return the names of the preemptible workers that a system starts with."""
+    return [f"worker-{i + 1}" for i in range(options.workers)]
+
+
+def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
+    """Return the real process: Redis, or `python -m services.<role>`."""
+    if role == "redis":
+        return ProcessSpec(name, role, site.redis_argv, site.log_of(name), ready=RedisReady(site.redis_url))
+    module = "rollout_worker" if role in ("reserved", "preemptible") else _MODULES[role]
+    heavy = role not in ("weight_store", "manager")
+    # A worker is ready only with a job's weights; before the first job it is enough that it has joined and answers.
+    route = "healthz" if module == "rollout_worker" else "readyz"
+    return ProcessSpec(
+        name=name,
+        role=role,
+        argv=(sys.executable, "-m", f"services.{module}"),
+        log=site.log_of(name),
+        env={**_common(site), **_settings(site, name, role), **site.options.env},
+        ready=HttpReady(f"{site.url_of(name)}/{route}"),
+        ready_limit_s=_TORCH_LIMIT_S if heavy else _LIGHT_LIMIT_S,
+    )
+
+
+_MODULES: dict[ProcessRole, str] = {"weight_store": "weight_store", "manager": "rollout_manager", "trainer": "trainer"}
+
+
+def _common(site: Site) -> dict[str, str]:
+    # The user's folder is importable, because job files name reward functions in it.
+    path = [str(site.cwd), *filter(None, [site.inherited.get("PYTHONPATH")])]
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": ":".join(path),
+        # Several engines share the cores: with a thread a core each they would fight over them.
+        "OMP_NUM_THREADS": site.inherited.get("OMP_NUM_THREADS", "1"),
+        "RLBOOST_TOKEN": site.token,
+        "RLBOOST_REDIS_URL": site.redis_url,
+    }
+
+
+def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
+    here = {"HOST": LOOPBACK, "PORT": str(site.port_of(name))}
+    if role == "weight_store":
+        own = {**here, "DIR": str(site.state_dir / "weights")}
+        return _prefixed("RLBOOST_WEIGHT_STORE_", own)
+    if role == "manager":
+        return _prefixed("RLBOOST_MANAGER_", {**here, "WEIGHT_STORE_URL": site.url_of("weight-store")})
+    if role == "trainer":
+        own = {**here, "WEIGHT_STORE_URL": site.url_of("weight-store"), "DIR": str(site.state_dir / "runs")}
+        return _prefixed("RLBOOST_TRAINER_", own)
+    own = {
+        **here,
+        "URL": site.url_of("manager"),
+        "ROLE": role,
+        "NAME": name,
+        "ENGINE": site.options.engine,
+        "CACHE_DIR": str(cache_dir(site.state_dir)),
+    }
+    return _prefixed("RLBOOST_WORKER_", own)
+
+
+def cache_dir(state_dir: Path) -> Path:
+    """Return the folder in which each worker keeps its pulled weights, under its own name."""
+    return state_dir / "cache"
+
+
+def _prefixed(prefix: str, settings: Mapping[str, str]) -> dict[str, str]:
+    return {prefix + key: value for key, value in settings.items()}

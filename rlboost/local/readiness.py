@@ -1,0 +1,36 @@
+"""Asking a process whether it is ready."""
+
+from __future__ import annotations
+
+import httpx
+
+from rlboost.local import redis_server
+from rlboost.local.processes import HttpReady, RedisReady
+
+_TIMEOUT_S = 2.0
+
+
+class Readiness:
+    """Asks over one HTTP client; close it."""
+
+    def __init__(self) -> None:
+        """Keep one client: making one costs more than asking."""
+        self._http = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)  # a proxy cannot reach our loopback
+
+    async def complaint(self, ready: HttpReady | RedisReady | None) -> str | None:
+        """Return None when the process is ready, else what it lacks."""
+        if ready is None:
+            return None
+        if isinstance(ready, RedisReady):
+            return await redis_server.complaint(ready.url)
+        try:
+            response = await self._http.get(ready.url)
+        except httpx.TransportError as error:
+            return f"{ready.url} does not answer: {error or type(error).__name__}"
+        if response.status_code == httpx.codes.OK:
+            return None
+        return f"{ready.url} says {response.status_code}: {response.text[:300]}"
+
+    async def close(self) -> None:
+        """Close the client."""
+        await self._http.aclose()

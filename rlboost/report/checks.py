@@ -1,0 +1,88 @@
+"""Whether a run did what it promised, from its record alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlboost.report.record import Record
+
+STEPS_TO_LEARN = 8
+"""In fewer steps accuracy rises by less than its noise."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise; `detail` says what was counted."""
+
+    promise: str
+    kept: bool
+    detail: str
+
+
+def checks(record: Record) -> list[Check]:
+    """Return every promise that this run makes, in the order in which people ask."""
+    found = [_completed(record)]
+    if record.settings.steps >= STEPS_TO_LEARN:
+        found.append(_learned(record))
+    found += [_samples(record), _duplicates(record), _tokens(record)]
+    if record.settings.chaos:
+        found += [_preemptions(record), _joins(record)]
+    return found
+
+
+def _completed(record: Record) -> Check:
+    state = str(record.job.get("state", "never created"))
+    error = record.job.get("error")
+    return Check("The job completed", state == "completed", f"{state}: {error}" if error else state)
+
+
+def _learned(record: Record) -> Check:
+    goal = record.settings.goal
+    promise = "Held-out accuracy rose" + (f" to {goal:.0%} or more" if goal else "")
+    accuracy = record.accuracy
+    if len(accuracy) < 2:
+        return Check(promise, False, f"evaluated {len(accuracy)} times")
+    first, last = accuracy[0][1], accuracy[-1][1]
+    return Check(promise, last > first and last >= (goal or 0.0), f"from {first:.1%} to {last:.1%}")
+
+
+def _samples(record: Record) -> Check:
+    audit = record.audit
+    dropped = sum(audit.get("dropped", {}).values())
+    requested, delivered, in_flight = (audit.get(name, 0) for name in ("requested", "delivered", "in_flight"))
+    detail = f"{requested:,} requested = {delivered:,} delivered + {dropped:,} dropped"
+    if in_flight:
+        detail += f" + {in_flight:,} in flight"
+    kept = requested > 0 and requested == delivered + dropped and in_flight == 0
+    return Check("Every sample was delivered, or dropped for a stated reason", kept, detail)
+
+
+def _duplicates(record: Record) -> Check:
+    twice = int(sum(row.get("samples/duplicates", 0) for row in record.steps))
+    return Check("No sample was delivered twice", twice == 0, f"the trainer saw {twice:,} duplicates")
+
+
+def _tokens(record: Record) -> Check:
+    audit = record.audit
+    again = sum(audit.get("tokens_made_again", {}).values())
+    generated, delivered = audit.get("tokens_generated", 0), audit.get("tokens_delivered", 0)
+    detail = f"{generated:,} generated = {delivered:,} delivered + {again:,} made again"
+    return Check("Every token is accounted for", generated == delivered + again and generated > 0, detail)
+
+
+def _preemptions(record: Record) -> Check:
+    counted = record.audit.get("preemptions", {})
+    without, given = counted.get("without_notice", 0), counted.get("with_notice", 0)
+    kills, notices = record.made("kill"), record.made("notice")
+    wanted_kills, wanted_notices = record.wanted("kill"), record.wanted("notice")
+    kept = kills == wanted_kills and notices == wanted_notices and without >= kills and given >= notices
+    detail = (
+        f"{kills} of {wanted_kills} by SIGKILL without notice, {notices} of {wanted_notices} with notice; "
+        f"the manager counted {without} and {given}"
+    )
+    return Check("Every scheduled preemption took place, and was noticed", kept, detail)
+
+
+def _joins(record: Record) -> Check:
+    made, wanted = record.made("join"), record.wanted("join")
+    return Check("Every scheduled join took place", made == wanted, f"{made} of {wanted}")

@@ -1,0 +1,76 @@
+"""How figures look: one palette that colour-blind people can tell apart (Okabe and Ito), and quiet axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO, StringIO
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
+INK, MUTED, PALE = "#1f2933", "#66727f", "#d5dbe1"
+WIDTH_IN = 9.6
+_PNG_DPI = 160
+
+_RC: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": PALE,
+    "axes.grid": True,
+    "axes.labelcolor": MUTED,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "grid.color": "#eef1f4",
+    "hatch.linewidth": 0.6,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "path",
+    "text.color": INK,
+    "xtick.color": PALE,
+    "xtick.labelcolor": MUTED,
+    "ytick.color": PALE,
+    "ytick.labelcolor": MUTED,
+}
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """Draw and save within this."""
+    with mpl.rc_context(_RC):
+        yield
+
+
+def figure(height_in: float) -> Figure:
+    """Return an empty figure as wide as the page."""
+    return Figure(figsize=(WIDTH_IN, height_in))
+
+
+def say_empty(axes: Axes, text: str) -> None:
+    """Say in an empty figure why it is empty."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
+
+
+def svg(drawn: Figure, name: str) -> str:
+    """Return the figure as an SVG element; the same figure gives the same text."""
+    out = StringIO()
+    with mpl.rc_context({"svg.hashsalt": name}):
+        drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def png(drawn: Figure) -> bytes:
+    """Return the figure as a PNG file."""
+    out = BytesIO()
+    drawn.savefig(out, format="png", dpi=_PNG_DPI, metadata={"Software": None})
+    return out.getvalue()

@@ -1,0 +1,136 @@
+"""The parts of the page that are text: each returns HTML, with everything foreign escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+
+from rlboost.report.checks import checks
+from rlboost.report.record import Journey, Record, process_of
+
+_TEXT_CHARS = 600
+
+
+def intro(record: Record) -> str:
+    """Return one sentence on what was run."""
+    settings = record.settings
+    preempted = record.made("kill") + record.made("notice")
+    began = datetime.fromtimestamp(record.began_at, UTC).strftime("%d %B %Y, %H:%M UTC")
+    text = (
+        f"{settings.steps} steps of GRPO on {settings.reserved} reserved and {settings.workers} preemptible workers, "
+        f"of which {preempted} were taken away, {record.made('kill')} of them by SIGKILL without notice, while "
+        f"{record.made('join')} new ones joined. {began}, {record.machine.cores} cores."
+    )
+    return escape(text)
+
+
+def cards(record: Record) -> str:
+    """Return the few numbers that people look at first."""
+    audit = record.audit
+    found: list[tuple[str, str, str]] = []
+    if accuracy := record.accuracy:
+        found.append((f"{accuracy[-1][1]:.0%}", "held-out accuracy", f"from {accuracy[0][1]:.0%}"))
+    if record.job_began_at and record.job_ended_at:
+        seconds = record.job_ended_at - record.job_began_at
+        each = seconds / max(1, len(record.training_rows))
+        found.append((f"{int(seconds) // 60}:{int(seconds) % 60:02d}", "minutes", f"{each:.1f} s a step"))
+    counted = audit.get("preemptions", {})
+    kills = f"{counted.get('without_notice', 0)} without notice"
+    found.append((str(sum(counted.values())), "preemptions", kills))
+    lost = audit.get("requested", 0) - audit.get("delivered", 0)
+    found.append((f"{lost:,}", "samples lost", f"of {audit.get('requested', 0):,}"))
+    found.append((f"{audit.get('migrations', 0):,}", "samples moved", f"with {audit.get('tokens_saved', 0):,} tokens"))
+    found.append((f"{sum(record.cpu_s.values()):.0f} s", "processor time", "all processes"))
+    return "".join(
+        f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>'
+        for value, name, more in found
+    )
+
+
+def promises(record: Record) -> str:
+    """Return what the run promised, and whether it was kept."""
+    rows = []
+    for check in checks(record):
+        kind, word = ("good", "✓ kept") if check.kept else ("bad", "✗ broken")
+        rows.append(
+            f'<tr><td class="{kind}">{word}</td><td>{escape(check.promise)}</td><td>{escape(check.detail)}</td></tr>'
+        )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def journeys(record: Record) -> str:
+    """Return samples that were begun by a worker that was taken and finished by others."""
+    if not record.journeys:
+        return "<p>No sample that was kept for viewing had more than one worker.</p>"
+    return "".join(_journey(journey) for journey in record.journeys)
+
+
+def _journey(journey: Journey) -> str:
+    spans = " → ".join(
+        f"<b>{escape(process_of(worker))}</b> {n} token{'' if n == 1 else 's'}" for worker, _, n in journey.spans
+    )
+    reward = "not scored" if journey.reward is None else f"reward {journey.reward:g}"
+    version = journey.spans[0][1]
+    return (
+        f"<article><p>{spans} <small>sample {escape(journey.sample)}, weight version {version}, {reward}</small></p>"
+        f"<pre>{escape(journey.prompt)}<wbr>{escape(journey.completion[:_TEXT_CHARS])}</pre></article>"
+    )
+
+
+def counters(record: Record) -> str:
+    """Return the audit as the manager keeps it."""
+    audit = record.audit
+    if not audit:
+        return "<p>There is no audit: the job did not come to its end.</p>"
+    rows: list[tuple[str, object]] = [
+        ("samples requested", audit["requested"]),
+        ("samples delivered", audit["delivered"]),
+        *((f"samples dropped: {reason}", n) for reason, n in audit["dropped"].items()),
+        ("samples in flight at the end", audit["in_flight"]),
+        ("tokens generated", audit["tokens_generated"]),
+        ("tokens delivered", audit["tokens_delivered"]),
+        *((f"tokens made again: {cause}", n) for cause, n in audit["tokens_made_again"].items()),
+        ("tokens taken along by samples that moved", audit["tokens_saved"]),
+        ("frames sent twice, cut", audit["duplicates"]),
+        ("moves of a sample", audit["migrations"]),
+        ("preemptions with notice", audit["preemptions"].get("with_notice", 0)),
+        ("preemptions without notice", audit["preemptions"].get("without_notice", 0)),
+    ]
+    return _table((name, f"{n:,}") for name, n in rows)
+
+
+def processors(record: Record) -> str:
+    """Return processor seconds by kind of process."""
+    if not record.cpu_s:
+        return "<p>Processor time is known only of a run that came to its end.</p>"
+    total = sum(record.cpu_s.values())
+    rows = [(kind, f"{seconds:.1f} s", f"{seconds / total:.0%}") for kind, seconds in record.cpu_s.items()]
+    rows.append(("all", f"{total:.1f} s", ""))
+    rows.append(("of it, before the job", f"{record.cpu_to_start_s:.1f} s", ""))
+    return _table(rows)
+
+
+def settings(record: Record) -> str:
+    """Return what is needed to repeat the run."""
+    settings, machine = record.settings, record.machine
+    return _table(
+        [
+            ("job", str(record.job.get("id", "none"))),
+            ("steps", str(settings.steps)),
+            ("workers at the start", f"{settings.reserved} reserved, {settings.workers} preemptible"),
+            ("seed", str(settings.seed)),
+            ("cores", str(machine.cores)),
+            ("load before the start", f"{machine.load:.1f}"),
+            ("system", f"{machine.platform}, Python {machine.python}"),
+        ]
+    )
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    return f"<table>{''.join(map(_row, rows))}</table>"
+
+
+def _row(cells: Sequence[str]) -> str:
+    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells[1:])
+    return f"<tr><td>{escape(cells[0])}</td>{numbers}</tr>"
