@@ -1,0 +1,145 @@
+"""CPU seconds of the Countdown job in one plain process: what all the processes of `rlboost demo` are measured against.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.plain_loop [--steps 60] [--record .rlboost/demo/record.json]
+
+The loop has no Redis, no manager, no weight store, no second process: one torch engine that holds a whole step's 256
+samples at once, the job's reward function called in place, and the trainer's own torch engine. With `--record` it also
+prints the ratio to a demo that ran: processor seconds for each thousand tokens generated, all of the demo's processes
+over this one. Both include their imports, and neither the other's evaluation: the plain loop makes none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.rollout_worker.adapters.torch_engine import TorchEngine
+from services.rollout_worker.ports import Request
+from services.trainer.adapters.data import find_model, load_data
+from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.domain.advantages import advantages
+from services.trainer.domain.batching import Accumulate, UpdatePlanner
+from services.trainer.domain.loss import clipped_loss
+from services.trainer.domain.plan import training_rows
+from services.trainer.domain.schedule import learning_rate
+from services.trainer.ports import Row
+from shared.columns import F32, I32, ints, pack
+from shared.jobspec import JobSpec, load, parse
+from shared.messages import Sampling
+
+JOB = "examples/countdown/job.yaml"
+POLL_S = 0.02
+
+
+class PlainLoop:
+    """The job in one process."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        model = find_model(spec.model)
+        self.data = load_data(spec, model)
+        self.policy = TorchPolicy(spec.optimizer, temperature=spec.sampling.temperature, dtype="float32", device="cpu")
+        self.policy.load_hf(model)
+        self.engine = TorchEngine(model, slots=spec.data.prompts_per_step * spec.algorithm.group_size)
+        module, _, name = spec.reward.function.partition(":")
+        self.score = getattr(importlib.import_module(module), name)
+        self.loss = clipped_loss(spec.algorithm.clip_low, spec.algorithm.clip_high)
+        self.tokens = 0
+
+    async def step(self, step: int) -> float:
+        """Take one step; return its mean reward."""
+        spec, n = self.spec, self.spec.algorithm.group_size
+        await self.engine.load_weights(step, self._weights())
+        rows = training_rows(spec.trainer.seed, step, spec.data.prompts_per_step, len(self.data.train))
+        samples = await self._generate(step, [row for row in rows for _ in range(n)])
+        planner: UpdatePlanner[Row] = UpdatePlanner(
+            len(rows), spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
+        )
+        rewards: list[float] = []
+        groups = [(row, samples[i * n : (i + 1) * n]) for i, row in enumerate(rows)]
+        for row, group in sorted(groups, key=lambda item: max(len(tokens) for tokens, _ in item[1])):
+            scored = self._score(row, [tokens for tokens, _ in group])
+            rewards += scored
+            prompt, values = self.data.train[row].tokens, advantages(scored) or []
+            trained = [
+                Row(prompt, pack(tokens, I32), pack(logprobs, F32), value)
+                for (tokens, logprobs), value in zip(group, values, strict=False)
+            ]
+            for work in planner.add(trained):
+                if isinstance(work, Accumulate):
+                    self.policy.accumulate(work.batches, self.loss)
+                else:
+                    self.policy.step(learning_rate(spec.optimizer, step, spec.steps))
+        return sum(rewards) / len(rewards)
+
+    def _weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (shard.name, torch.frombuffer(bytearray(shard.data), dtype=torch.float32).view(shard.global_shape))
+            for shard in self.policy.export_shards()
+        ]
+
+    def _score(self, row: int, completions: list[list[int]]) -> list[float]:
+        prompt = self.data.train[row]
+        columns: dict[str, list[Any]] = {key: [value] * len(completions) for key, value in prompt.columns.items()}
+        texts = [self.data.decode(tokens, False) for tokens in completions]
+        scored: list[float] = self.score([""] * len(texts), texts, completions, **columns)
+        return scored
+
+    async def _generate(self, step: int, rows: list[int]) -> list[tuple[list[int], list[float]]]:
+        sampling = Sampling(
+            temperature=self.spec.sampling.temperature,
+            max_tokens=self.spec.sampling.max_tokens,
+            stop_token_ids=self.data.stop_token_ids,
+        )
+        prompts = [ints(self.data.train[row].tokens) for row in rows]
+        self.engine.submit([Request(i, 1, p, [], sampling, seed=step * 1000 + i) for i, p in enumerate(prompts)])
+        made: dict[int, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+        left = len(rows)
+        while left:
+            await asyncio.sleep(POLL_S)
+            for emission in self.engine.drain():
+                made[emission.sample][0].extend(emission.tokens)
+                made[emission.sample][1].extend(emission.logprobs)
+                left -= bool(emission.finish)
+        self.tokens += sum(len(tokens) for tokens, _ in made.values())
+        return [made[i] for i in range(len(rows))]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--record", type=Path, help="a demo's record, for the ratio")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    loop = PlainLoop(parse(load(JOB)))
+    reward = 0.0
+    for step in range(args.steps):
+        reward = await loop.step(step)
+    await loop.engine.close()
+    cpu_s = time.process_time()
+    row: dict[str, Any] = {
+        "benchmark": "plain_loop",
+        "steps": args.steps,
+        "reward_of_last_step": round(reward, 3),
+        "tokens": loop.tokens,
+        "cpu_s": round(cpu_s, 1),
+        "cpu_s_per_1k_tokens": round(1000 * cpu_s / loop.tokens, 4),
+    }
+    if args.record:
+        demo = json.loads(args.record.read_text())
+        demo_cpu_s, demo_tokens = sum(demo["cpu_s"].values()), demo["audit"]["tokens_generated"]
+        row["demo_cpu_s"], row["demo_tokens"] = round(demo_cpu_s, 1), demo_tokens
+        row["demo_over_plain"] = round(demo_cpu_s / demo_tokens / (cpu_s / loop.tokens), 2)
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,289 @@
+"""What every inference engine promises, whichever it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from services.rollout_worker.fakes import FakeEngine
+from services.rollout_worker.ports import Engine
+from shared.errors import Conflict, Fatal
+from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+from tests.support.engines import Collector, request, run
+from tests.support.eventually import eventually
+
+SLOTS = 4
+MAX_LEN = 160
+VOCABULARY = 96
+
+
+class Fake:
+    weights: list[tuple[str, Any]] = []  # noqa: RUF012 - never changed
+
+    def make(self) -> Engine:
+        return FakeEngine(SLOTS, vocabulary=VOCABULARY, max_len=MAX_LEN, interval_s=0.002)
+
+    async def kill(self, engine: Engine, cause: Exception) -> None:
+        cast("FakeEngine", engine).fail(cause)
+
+
+class Torch:
+    def __init__(self, directory: Path) -> None:
+        pytest.importorskip("torch")
+        from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+        config = tiny_models.CONFIGS["qwen3-tied"]
+        assert (tiny_models.VOCABULARY, tiny_models.MAX_LEN) == (VOCABULARY, MAX_LEN)
+        self._directory = tiny_models.save_config(config, directory)
+        self.weights = tiny_models.weights(tiny_models.make(config))
+
+    def make(self) -> Engine:
+        from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: PLC0415 - imports torch
+
+        return TorchEngine(self._directory, slots=SLOTS)
+
+    async def kill(self, engine: Engine, cause: Exception) -> None:
+        def broken(weight: tuple[str, Any]) -> tuple[str, Any]:
+            raise cause
+
+        with pytest.raises(Fatal):
+            await engine.load_weights(9, map(broken, self.weights))
+
+
+Kind = Fake | Torch
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Kind]]:
+    return {"fake": Fake, "torch": lambda: Torch(tmp_path_factory.mktemp("model"))}
+
+
+@pytest.fixture(params=["fake", "torch"])
+def kind(request: pytest.FixtureRequest, kinds: dict[str, Callable[[], Kind]]) -> Kind:
+    return kinds[request.param]()
+
+
+@pytest.fixture
+async def engine(kind: Kind) -> AsyncIterator[Engine]:
+    engine = kind.make()
+    await engine.load_weights(0, kind.weights)
+    yield engine
+    await engine.close()
+
+
+async def test_a_request_gives_max_tokens_tokens_and_then_ends(engine: Engine) -> None:
+    (made,) = await run(engine, [request(1, max_tokens=7)])
+    assert len(made.tokens) == 7
+    assert made.finish == FINISH_LENGTH
+    assert all(0 <= token < VOCABULARY for token in made.tokens)
+    assert all(logprob <= 0 for logprob in made.logprobs)
+    assert made.versions == [0] * 7
+    stats = engine.stats()
+    assert (stats.running, stats.pending, stats.tokens_made_total, stats.version) == (0, 0, 7, 0)
+
+
+async def test_more_requests_than_slots_are_run_in_turn(engine: Engine) -> None:
+    requests = [request(sample, max_tokens=3 + sample % 5) for sample in range(5 * SLOTS)]
+    collector = Collector(engine)
+    engine.submit(requests)
+    for made, asked in zip(await collector.all_ended(requests), requests, strict=True):
+        assert len(made.tokens) == asked.sampling.max_tokens
+        assert engine.stats().running <= SLOTS
+
+
+async def test_a_sample_does_not_depend_on_its_neighbours(engine: Engine) -> None:
+    requests = [request(sample, prompt=[sample, 2], max_tokens=4 + 3 * sample) for sample in range(2 * SLOTS)]
+    together = await run(engine, requests)
+    alone = [(await run(engine, [one]))[0] for one in requests]
+    assert [made.tokens for made in together] == [made.tokens for made in alone]
+
+
+async def test_a_sample_continued_from_any_offset_goes_on_as_it_would_have(engine: Engine) -> None:
+    (whole,) = await run(engine, [request(5, max_tokens=40)])
+    offsets = range(1, 40, 3)
+    rest = await run(engine, [request(5, attempt=2 + n, max_tokens=40, tokens=whole.tokens[:n]) for n in offsets])
+    for n, made in zip(offsets, rest, strict=True):
+        assert made.offset == n
+        assert made.tokens == whole.tokens[n:]
+        assert made.logprobs == pytest.approx(whole.logprobs[n:], abs=1e-4)
+
+
+async def test_different_seeds_give_different_samples(engine: Engine) -> None:
+    one, two = await run(engine, [request(1, seed=1, max_tokens=30), request(2, seed=2, max_tokens=30)])
+    assert one.tokens != two.tokens
+
+
+async def test_a_stop_token_ends_a_sample_and_belongs_to_it(engine: Engine) -> None:
+    (whole,) = await run(engine, [request(5, max_tokens=40)])
+    stop = whole.tokens[10]
+    (made,) = await run(engine, [request(5, attempt=2, max_tokens=40, stop=[stop, VOCABULARY + 7])])
+    assert made.finish == FINISH_STOP
+    assert made.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+
+
+async def test_a_stop_token_in_the_prompt_ends_nothing(engine: Engine) -> None:
+    (whole,) = await run(engine, [request(5, max_tokens=10)])
+    unused = next(token for token in range(VOCABULARY) if token not in whole.tokens)
+    (made,) = await run(engine, [request(6, prompt=[1, unused], max_tokens=1, stop=[unused])])
+    assert len(made.tokens) == 1
+
+
+async def test_a_request_that_is_finished_already_ends_at_once(engine: Engine) -> None:
+    full, stopped = await run(
+        engine,
+        [request(1, tokens=[1, 2, 3], max_tokens=3), request(2, tokens=[1, 2], stop=[2])],
+    )
+    assert (full.offset, full.tokens, full.finish) == (3, [], FINISH_LENGTH)
+    assert (stopped.offset, stopped.tokens, stopped.finish) == (2, [], FINISH_STOP)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"prompt": [1] * 100, "tokens": [2] * 60}, "maximum length"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": [1, VOCABULARY]}, "token id"),
+        ({"prompt": [1, -1]}, "token id"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+    ],
+)
+async def test_a_request_that_cannot_run_says_why_and_harms_no_other(
+    engine: Engine, changes: dict[str, Any], why: str
+) -> None:
+    bad, good = await run(engine, [request(1, max_tokens=500, **changes), request(2)])
+    assert why in bad.error
+    assert bad.tokens == []
+    assert good.finish == FINISH_LENGTH
+
+
+async def test_a_sample_ends_at_the_models_maximum_length(engine: Engine) -> None:
+    (made,) = await run(engine, [request(1, prompt=[1] * 100, max_tokens=500)])
+    assert len(made.tokens) == MAX_LEN - 100
+    assert made.finish == FINISH_LENGTH
+
+
+async def test_the_same_request_twice_is_a_conflict_and_takes_nothing(engine: Engine) -> None:
+    await engine.suspend()
+    engine.submit([request(1)])
+    with pytest.raises(Conflict, match="sample 1, attempt 1"):
+        engine.submit([request(2), request(1)])
+    assert engine.stats().pending == 1
+
+
+async def test_an_aborted_request_makes_nothing_more(engine: Engine) -> None:
+    collector = Collector(engine)
+    requests = [request(sample, max_tokens=150) for sample in range(3)]
+    engine.submit(requests)
+    await eventually(lambda: engine.stats().tokens_made_total > 30)
+    engine.abort([(0, 1), (2, 1), (77, 1)])
+    collector.drain()
+    counts = {key: len(made.tokens) for key, made in collector.of.items()}
+    (rest,) = await collector.all_ended(requests[1:2])
+    assert len(rest.tokens) == 150
+    for key in ((0, 1), (2, 1)):
+        assert len(collector.of[key].tokens) == counts[key] > 0
+        assert collector.of[key].finish == FINISH_NONE
+
+
+async def test_an_aborted_request_may_be_submitted_again(engine: Engine) -> None:
+    (whole,) = await run(engine, [request(1, max_tokens=60)])
+    for attempt in range(2, 6):
+        engine.submit([request(1, attempt=attempt, max_tokens=60)])
+        engine.abort([(1, attempt)])
+        engine.drain()
+    (made,) = await run(engine, [request(1, attempt=6, max_tokens=60)])
+    assert made.tokens == whole.tokens
+
+
+async def test_a_queued_request_can_be_aborted(engine: Engine) -> None:
+    await engine.suspend()
+    engine.submit([request(1), request(2)])
+    engine.abort([(1, 1)])
+    await engine.resume()
+    collector = Collector(engine)
+    await collector.all_ended([request(2)])
+    assert (1, 1) not in collector.of
+
+
+async def test_requests_wait_for_the_first_weights(kind: Kind) -> None:
+    engine = kind.make()
+    assert engine.stats().version == -1
+    engine.submit([request(1)])
+    assert engine.drain() == []
+    await engine.load_weights(3, kind.weights)
+    (made,) = await Collector(engine).all_ended([request(1)])
+    assert set(made.versions) == {3}
+    await engine.close()
+
+
+async def test_a_suspended_engine_makes_nothing_and_goes_on_where_it_stood(engine: Engine) -> None:
+    (whole,) = await run(engine, [request(1, max_tokens=150)])
+    collector = Collector(engine)
+    again = request(1, attempt=2, max_tokens=150)
+    engine.submit([again])
+    await eventually(lambda: collector.made(1, 2) > 3)
+    await engine.suspend()
+    before = engine.stats()
+    assert collector.made(1, 2) < 150
+    engine.submit([request(2)])
+    await engine.suspend()
+    assert engine.drain() == []
+    assert engine.stats().tokens_made_total == before.tokens_made_total
+    await engine.resume()
+    (made, _) = await collector.all_ended([again, request(2)])
+    assert made.tokens == whole.tokens
+    assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
+async def test_tokens_carry_the_version_that_made_them(engine: Engine, kind: Kind) -> None:
+    collector = Collector(engine)
+    one = request(1, max_tokens=150)
+    engine.submit([one])
+    await eventually(lambda: engine.stats().tokens_made_total > 5)
+    await engine.suspend()
+    before = engine.stats().tokens_made_total
+    await engine.load_weights(1, kind.weights)
+    await engine.resume()
+    (made,) = await collector.all_ended([one])
+    assert made.versions == [0] * before + [1] * (150 - before)
+
+
+async def test_what_is_loaded_can_be_read_back(engine: Engine, kind: Kind) -> None:
+    loaded = dict(engine.loaded_tensors())
+    for name, tensor in kind.weights:
+        assert loaded[name].equal(tensor)
+
+
+async def test_a_closed_engine_takes_nothing_and_gives_what_it_had(engine: Engine) -> None:
+    engine.submit([request(1, max_tokens=150)])
+    await eventually(lambda: engine.stats().tokens_made_total > 3)
+    await engine.close()
+    await engine.close()
+    assert len(engine.drain()[0].tokens) > 3
+    with pytest.raises(Fatal, match="closed"):
+        engine.submit([request(2)])
+    with pytest.raises(Fatal, match="closed"):
+        await engine.resume()
+    async with asyncio.timeout(5):
+        await engine.wait_failed()
+
+
+async def test_a_dead_engine_says_why_at_every_call(engine: Engine, kind: Kind) -> None:
+    watcher = asyncio.create_task(engine.wait_failed(), name="watch the engine")
+    other = asyncio.create_task(engine.wait_failed(), name="a watcher that gives up")
+    await eventually(lambda: not other.done())
+    other.cancel()
+    await kind.kill(engine, RuntimeError("out of luck"))
+    with pytest.raises(Fatal, match="out of luck"):
+        await asyncio.wait_for(watcher, 5)
+    for call in (engine.drain, engine.stats, lambda: engine.submit([request(1)]), lambda: engine.abort([(1, 1)])):
+        with pytest.raises(Fatal, match="out of luck"):
+            call()
+    with pytest.raises(Fatal, match="out of luck"):
+        await engine.suspend()
+    await engine.close()

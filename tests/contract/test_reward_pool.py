@@ -1,0 +1,184 @@
+"""The user's reward function may do anything; the trainer always gets an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.adapters.reward_pool import RewardPool
+from services.trainer.fakes import FakeRewards
+from services.trainer.ports import RewardBatch, RewardFunction, Scores
+from shared.errors import ConfigError
+from shared.jobspec import RewardSpec
+from shared.waiting import Waits
+from tests.support.eventually import eventually
+
+FUNCTIONS = "tests.support.reward_functions"
+Start = Callable[..., Awaitable[RewardPool]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def make(function: str, timeout_s: float = 20.0, workers: int = 1) -> RewardPool:
+            spec = RewardSpec(function=f"{FUNCTIONS}:{function}", timeout_s=timeout_s, workers=workers)
+            pool = RewardPool(spec, Waits())
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            return pool
+
+        yield make
+
+
+def batch(prompt: Any = "good", n: int = 2, **columns: Any) -> RewardBatch:
+    completions: list[Any] = ["ab", "abcd", "x" * 7][:n]
+    return RewardBatch([prompt] * n, completions, [[1, 2]] * n, {name: [value] * n for name, value in columns.items()})
+
+
+@pytest.mark.parametrize("kind", ["pool", "fake"])
+async def test_a_group_gets_a_reward_for_each_completion(kind: str, start: Start) -> None:
+    rewards: RewardFunction = FakeRewards(lambda _: Scores((2.0, 4.0)))
+    if kind == "pool":
+        rewards = await start("mixed")
+    await rewards.start()
+    assert await rewards.score(batch()) == Scores((2.0, 4.0))
+    await rewards.close()
+
+
+async def test_an_async_function_is_awaited(start: Start) -> None:
+    pool = await start("later")
+    assert await pool.score(batch()) == Scores((0.5, 0.5))
+    assert await pool.score(batch()) == Scores((0.5, 0.5))
+
+
+async def test_columns_reach_the_function_and_our_secrets_do_not(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_TOKEN", "secret")
+    pool = await start("columns_seen")
+    assert await pool.score(batch(answer="42", tags=["a"])) == Scores((1.0, 1.0))
+
+
+async def test_chat_messages_reach_the_function(start: Start) -> None:
+    pool = await start("of_countdown_shape")
+    asked = RewardBatch([[{"role": "user", "content": "?"}]], [[{"role": "assistant", "content": "four"}]], [[1]])
+    assert await pool.score(asked) == Scores((4.0,))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason", "detail"),
+    [
+        ("raise", "raised", "ValueError: I do not like this one"),
+        ("exit", "crashed", "code 3"),
+        ("quit", "crashed", "code 1"),
+        ("die", "crashed", "code -9"),
+        ("short", "wrong_length", "1 rewards for 2 completions"),
+        ("nan", "not_a_number", "nan"),
+        ("none", "missing", "no reward for completion 0"),
+        ("text", "raised", "ValueError"),
+        ("nothing", "raised", "TypeError"),
+    ],
+)
+async def test_whatever_goes_wrong_is_a_reason_and_the_next_group_is_scored(
+    start: Start, prompt: str, reason: str, detail: str
+) -> None:
+    pool = await start("mixed")
+    scores = await pool.score(batch(prompt))
+    assert (scores.rewards, scores.reason) == (None, reason)
+    assert detail in scores.detail
+    assert await pool.score(batch()) == Scores((2.0, 4.0))
+
+
+async def test_a_function_that_hangs_is_killed_with_its_children_and_replaced(start: Start, tmp_path: Path) -> None:
+    pool = await start("mixed", timeout_s=0.5)
+    file = tmp_path / "pid"
+    scores = await pool.score(batch("hang-with-child", file=str(file)))
+    assert (scores.rewards, scores.reason) == (None, "timeout")
+    child = int(file.read_text())
+    await eventually(lambda: _is_gone(child))
+    assert await pool.score(batch()) == Scores((2.0, 4.0))
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("prompt", ["print", "input"])
+async def test_a_function_that_uses_the_standard_streams_disturbs_nothing(start: Start, prompt: str) -> None:
+    pool = await start("mixed")
+    assert await pool.score(batch(prompt)) == Scores((2.0, 4.0))
+    assert await pool.score(batch()) == Scores((2.0, 4.0))
+
+
+async def test_a_column_that_cannot_be_sent_is_a_reason(start: Start) -> None:
+    pool = await start("mixed")
+    scores = await pool.score(batch(answer=1 << 70))
+    assert (scores.rewards, scores.reason) == (None, "unsendable")
+
+
+async def test_a_hanging_group_holds_up_only_its_own_process(start: Start) -> None:
+    pool = await start("mixed", timeout_s=3.0, workers=2)
+    hanging = asyncio.create_task(pool.score(batch("hang")))
+    for _ in range(3):
+        assert await pool.score(batch()) == Scores((2.0, 4.0))
+    assert not hanging.done()
+    assert (await hanging).reason == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("no.such.module:f", "PYTHONPATH"),
+        (f"{FUNCTIONS}:no_such_function", "no_such_function"),
+        (f"{FUNCTIONS}:NOT_A_FUNCTION", "is not a function"),
+        ("antigravity_of_nobody:f", "import antigravity_of_nobody"),
+    ],
+)
+async def test_a_function_that_cannot_be_imported_is_refused_by_name(function: str, text: str) -> None:
+    pool = RewardPool(RewardSpec(function=function), Waits())
+    with pytest.raises(ConfigError, match=r"reward\.function") as caught:
+        await pool.start()
+    assert text in str(caught.value)
+    await pool.close()
+
+
+async def test_closing_ends_every_process(start: Start) -> None:
+    pool = await start("mixed", workers=2)
+    pids = [worker._process.pid for worker in pool._workers if worker._process is not None]
+    await pool.close()
+    assert len(pids) == 2
+    assert all(_is_gone(pid) for pid in pids)
+
+
+def test_a_worker_in_the_middle_of_a_call_leaves_when_its_parent_is_killed(tmp_path: Path) -> None:
+    program = f"""
+import asyncio, pathlib, sys
+from services.trainer.adapters.reward_pool import RewardPool
+from services.trainer.ports import RewardBatch
+from shared.jobspec import RewardSpec
+from shared.waiting import Waits
+
+async def main():
+    pool = RewardPool(RewardSpec(function="{FUNCTIONS}:mixed", timeout_s=60), Waits())
+    await pool.start()
+    print(pool._workers[0]._process.pid, flush=True)
+    await pool.score(RewardBatch(["hang"], ["a"], [[1]]))
+
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    asyncio.run(eventually(lambda: _is_gone(pid)))

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.trainer.adapters.run_folder import JobFolder
+from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.domain.loss import clipped_loss
+from shared.errors import Fatal
+from shared.jobspec import OptimizerSpec
+from tests.contract.test_trainer_engine_contract import rows
+from tests.support.model_folder import write_model, write_tokenizer
+
+
+def test_the_job_file_and_the_metrics_are_there_to_read(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder.begin('{"name": "countdown"}', 0)
+    folder.log_step(0, {"loss": 1.0})
+    folder.log_step(1, {"loss": 0.5})
+    assert json.loads((tmp_path / "run/job.json").read_text()) == {"name": "countdown"}
+    assert _rows(tmp_path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
+
+
+def test_rows_of_steps_that_are_trained_again_are_not_doubled(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder.begin("{}", 0)
+    for step in range(4):
+        folder.log_step(step, {})
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    folder.begin("{}", 2)
+    folder.log_step(2, {})
+    assert [row["step"] for row in _rows(tmp_path)] == [0, 1, 2]
+
+
+def _rows(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_final_model_is_a_hugging_face_directory_with_the_trained_weights(tmp_path: Path) -> None:
+    base = write_tokenizer(write_model(tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    engine = TorchPolicy(OptimizerSpec(lr=1e-2), temperature=1.0, dtype="float32", device="cpu")
+    engine.load_hf(base)
+    engine.accumulate([rows()], clipped_loss(0.2, 0.28))
+    engine.step(1e-2)
+    folder = JobFolder(tmp_path / "run", base)
+    folder.begin("{}", 0)
+    folder.export(engine.export_shards())
+    path = folder.export(engine.export_shards())
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    state = model.state_dict()
+    for shard in engine.export_shards():
+        assert state[shard.name].numpy().tobytes() == bytes(shard.data), shard.name
+    assert state["lm_head.weight"].equal(state["model.embed_tokens.weight"])
+    assert tokenizer("t5")["input_ids"] == [1, 5]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Fatal, match=r"run's folder .*file/run cannot be written"):
+        JobFolder(tmp_path / "file" / "run", tmp_path).begin("{}", 0)

@@ -1,0 +1,122 @@
+"""What the torch engine computes, against independent computations with plain transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.domain.loss import clipped_loss
+from services.trainer.ports import Row
+from shared.columns import F32, I32, floats, ints, pack
+from shared.errors import ConfigError, Fatal
+from shared.jobspec import OptimizerSpec
+from tests.contract.test_trainer_engine_contract import rows
+from tests.support.model_folder import write_model
+from tests.support.tiny_models import CONFIGS, logprobs
+
+LOW, HIGH = 0.2, 0.28
+
+
+def engine(folder: Path, temperature: float = 1.0, **optimizer: Any) -> TorchPolicy:
+    made = TorchPolicy(OptimizerSpec(**optimizer), temperature=temperature, dtype="float32", device="cpu")
+    made.load_hf(folder)
+    return made
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_plain_forward_pass(tmp_path: Path, family: str, temperature: float) -> None:
+    write_model(tmp_path, family)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    batch = rows(7)
+    columns = engine(tmp_path, temperature).logprobs([batch[:3], batch[3:]])
+    for row, column in zip(batch, columns, strict=True):
+        expected = logprobs(model, ints(row.prompt), ints(row.completion), temperature)
+        assert floats(column) == pytest.approx(expected, abs=2e-5)
+
+
+def naive_step(model: Any, batch: list[Row], optimizer: torch.optim.Optimizer, clip: float) -> float:
+    """One update, sample by sample: the mean over all tokens of -min(ratio A, clip(ratio) A)."""
+    n_tokens = sum(len(ints(row.completion)) for row in batch)
+    optimizer.zero_grad()
+    for row in batch:
+        prompt, tokens = ints(row.prompt), ints(row.completion)
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
+        new = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        ratio = (new - torch.tensor(floats(row.logprobs))).exp()
+        value = torch.min(ratio * row.advantage, ratio.clamp(1 - LOW, 1 + HIGH) * row.advantage)
+        (-value.sum() / n_tokens).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return float(norm)
+
+
+@pytest.mark.parametrize("family", ["qwen3-tied", "llama-untied"])
+def test_steps_equal_a_naive_implementation(tmp_path: Path, family: str) -> None:
+    write_model(tmp_path, family)
+    ours = engine(tmp_path, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, grad_clip=0.5)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for seed in range(3):
+        batch = rows(9, seed)
+        expected = naive_step(model, batch, optimizer, 0.5)
+        for part in (batch[:4], batch[4:5], batch[5:]):
+            ours.accumulate([part], clipped_loss(LOW, HIGH))
+        assert ours.step(1e-3) == pytest.approx(expected, rel=1e-4)
+    state = model.state_dict()
+    for shard in ours.export_shards():
+        np.testing.assert_allclose(
+            np.frombuffer(shard.data, F32), state[shard.name].numpy().ravel(), atol=3e-6, err_msg=shard.name
+        )
+
+
+def test_tied_tensors_are_exported_once_under_the_name_that_hugging_face_saves(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3-tied")
+    names = [shard.name for shard in engine(tmp_path).export_shards()]
+    assert sorted(names) == sorted(load_file(tmp_path / "model.safetensors"))
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_an_untied_head_is_exported_too(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama-untied")
+    shards = {shard.name: bytes(shard.data) for shard in engine(tmp_path).export_shards()}
+    saved = load_file(tmp_path / "model.safetensors")
+    assert shards == {name: tensor.numpy().tobytes() for name, tensor in saved.items()}
+
+
+def test_the_learning_rate_is_the_steps(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    still = engine(tmp_path)
+    before = [bytes(shard.data) for shard in still.export_shards()]
+    still.accumulate([rows()], clipped_loss(LOW, HIGH))
+    still.step(0.0)
+    assert [bytes(shard.data) for shard in still.export_shards()] == before
+
+
+def test_gradients_that_are_not_finite_leave_the_weights_alone(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    broken = engine(tmp_path)
+    before = [bytes(shard.data) for shard in broken.export_shards()]
+    bad = Row(pack([3], I32), pack([4], I32), pack([float("nan")], F32), 1.0)
+    broken.accumulate([[bad]], clipped_loss(LOW, HIGH))
+    with pytest.raises(Fatal, match=r"optimizer\.lr"):
+        broken.step(1e-3)
+    assert [bytes(shard.data) for shard in broken.export_shards()] == before
+
+
+def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        engine(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        engine(tmp_path)

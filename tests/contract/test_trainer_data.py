@@ -1,0 +1,126 @@
+"""Reading prompts: what goes in as a file comes out as token ids, or as an error that names the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.adapters.data import find_model, load_data
+from services.trainer.ports import Data
+from shared.columns import ints
+from shared.errors import ConfigError
+from shared.jobspec import parse
+from tests.support.model_folder import write_model, write_tokenizer
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t90{% endif %}"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tokenizer(write_model(tmp_path / "model"))
+
+
+def load(model: Path, lines: list[Any], **changes: Any) -> Data:
+    file = model.parent / "train.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    raw = {
+        "model": str(model),
+        "data": {"train": str(file), **changes.pop("data", {})},
+        "reward": {"function": "m:f"},
+        "sampling": {"max_tokens": 8},
+        "steps": 1,
+        **changes,
+    }
+    return load_data(parse(raw), model)
+
+
+def test_text_is_tokenized_with_its_special_tokens_and_other_keys_are_columns(model: Path) -> None:
+    [prompt] = load(model, [{"prompt": "t5 t7", "answer": "42", "id": 1}]).train
+    assert ints(prompt.tokens) == [1, 5, 7]
+    assert prompt.given == "t5 t7"
+    assert prompt.columns == {"answer": "42", "id": 1}
+
+
+def test_chat_messages_go_through_the_chat_template(model: Path) -> None:
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
+    messages = [{"role": "user", "content": "t5 t6"}]
+    [prompt] = load(model, [{"prompt": messages}]).train
+    assert ints(prompt.tokens)[-3:] == [5, 6, 90]
+    assert prompt.given == messages
+
+
+def test_empty_lines_are_skipped_and_keys_are_configurable(model: Path) -> None:
+    data = load(model, ['{"q": "t5"}', "", '{"q": "t6"}'], data={"prompt_key": "q"})
+    assert [ints(prompt.tokens) for prompt in data.train] == [[1, 5], [1, 6]]
+
+
+def test_completions_are_decoded_with_or_without_special_tokens(model: Path) -> None:
+    data = load(model, [{"prompt": "t5"}])
+    assert data.decode([7, 2], False) == "t7 <eos>"
+    assert data.decode([7, 2], True) == "t7"
+
+
+def test_the_end_token_is_the_tokenizers_and_those_of_the_generation_settings(model: Path) -> None:
+    assert load(model, [{"prompt": "t5"}]).stop_token_ids == (2,)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
+    assert load(model, [{"prompt": "t5"}]).stop_token_ids == (2, 9)
+
+
+def test_evaluation_prompts_are_read_where_the_job_evaluates(model: Path) -> None:
+    file = model.parent / "eval.jsonl"
+    file.write_text('{"prompt": "t8"}\n')
+    data = load(model, [{"prompt": "t5"}], data={"eval": str(file)}, eval={"samples": 1})
+    assert [ints(prompt.tokens) for prompt in data.evaluation] == [[1, 8]]
+    assert load(model, [{"prompt": "t5"}], data={"eval": str(file)}).evaluation == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "changes", "text"),
+    [
+        (["{"], {}, r"train\.jsonl, line 1: not JSON"),
+        ([{"prompt": "t5"}, "[1]"], {}, r"train\.jsonl, line 2: a JSON object"),
+        ([{"question": "t5"}], {}, r"line 1: no key 'prompt' \(keys: question\).*data\.prompt_key"),
+        ([{"prompt": 5}], {}, r"line 1: 'prompt' is neither text nor a list of chat messages"),
+        ([{"prompt": [{"text": "a"}]}], {}, r"line 1: 'prompt' is neither"),
+        ([{"prompt": [{"role": "user", "content": "t5"}]}], {}, r"line 1: .*chat template"),
+        ([{"prompt": "t5", "completions": 1}], {}, r"line 1: a column named 'completions'"),
+        ([{"prompt": "t5 " * 155}], {}, r"line 1: 156 prompt tokens .* 160 positions.*sampling\.max_tokens"),
+        ([], {}, r"train\.jsonl has no prompts"),
+        ([{"prompt": "t5"}], {"data": {"train": "nowhere.jsonl"}}, r"nowhere\.jsonl: No such file"),
+        ([{"prompt": "t5"}], {"data": {"train": "data.csv"}}, r"data\.csv: only \.jsonl"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(model: Path, lines: list[Any], changes: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load(model, lines, **changes)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
+    model = write_tokenizer(write_model(tmp_path / "model"), words=200)
+    load(model, [{"prompt": "t95"}])
+    with pytest.raises(ConfigError, match=r"line 1: token id 150 is outside the model's vocabulary of 96"):
+        load(model, [{"prompt": "t150"}])
+
+
+def test_a_model_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    model = write_tokenizer(write_model(tmp_path / "model"), eos=False)
+    with pytest.raises(ConfigError, match=r"end token \(eos\)"):
+        load(model, [{"prompt": "t5"}])
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load(tmp_path / "model", [{"prompt": "t5"}])
+
+
+def test_a_model_that_is_neither_here_nor_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_model(str(tmp_path)) == tmp_path
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("no/such/model", "nobody/nothing"):
+        with pytest.raises(ConfigError, match=f"'{name}' is no directory here"):
+            find_model(name)

@@ -1,0 +1,174 @@
+"""Whatever trains the policy keeps these promises: the torch engine and the fake."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.domain.loss import clipped_loss
+from services.trainer.fakes import FakeEngine
+from services.trainer.ports import PolicyEngine, Row
+from shared.columns import F32, I32, pack
+from shared.errors import Corrupt, Fatal
+from shared.jobspec import OptimizerSpec
+from shared.weights.publisher import Shard
+from tests.support.model_folder import write_model
+
+LOSS = clipped_loss(0.2, 0.28)
+RATE = 1e-2
+New = Callable[[], PolicyEngine]
+
+
+def torch_engine(folder: Path, *, dtype: str = "float32", optimizer: OptimizerSpec | None = None) -> TorchPolicy:
+    engine = TorchPolicy(optimizer or OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device="cpu")
+    engine.load_hf(folder)
+    return engine
+
+
+@pytest.fixture(params=["torch", "torch-bfloat16", "torch-untied", "fake"])
+def new(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[New]:
+    """Makes engines of one kind, each freshly loaded from the same model."""
+    made: list[PolicyEngine] = []
+
+    def make() -> PolicyEngine:
+        if request.param == "fake":
+            engine: PolicyEngine = FakeEngine()
+            engine.load_hf(tmp_path)
+        else:
+            family = "llama-untied" if request.param == "torch-untied" else "qwen3-tied"
+            folder = tmp_path / "model"
+            if not folder.exists():
+                write_model(folder, family)
+            dtype = "bfloat16" if request.param == "torch-bfloat16" else "float32"
+            engine = torch_engine(folder, dtype=dtype)
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def rows(n: int = 6, seed: int = 0) -> list[Row]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(n):
+        prompt = [rng.randrange(3, 96) for _ in range(rng.randint(1, 5))]
+        tokens = [rng.randrange(3, 96) for _ in range(rng.randint(1, 20))]
+        logprobs = [-4.5 + 0.3 * rng.random() for _ in tokens]
+        made.append(Row(pack(prompt, I32), pack(tokens, I32), pack(logprobs, F32), rng.uniform(-2, 2)))
+    return made
+
+
+def bits(engine: PolicyEngine) -> list[tuple[str, bytes]]:
+    return [(shard.name, bytes(shard.data)) for shard in engine.export_shards()]
+
+
+def train(engine: PolicyEngine, seed: int) -> float:
+    engine.accumulate([rows(seed=seed)], LOSS)
+    return engine.step(RATE)
+
+
+def test_a_step_moves_the_weights(new: New) -> None:
+    engine = new()
+    before = bits(engine)
+    assert train(engine, 0) > 0
+    assert bits(engine) != before
+
+
+def test_a_step_with_nothing_accumulated_changes_nothing(new: New) -> None:
+    engine = new()
+    before = bits(engine)
+    assert engine.step(RATE) == 0.0
+    assert bits(engine) == before
+
+
+def test_the_same_calls_give_the_same_bits(new: New) -> None:
+    first, second = new(), new()
+    for seed in range(3):
+        train(first, seed)
+        train(second, seed)
+    assert bits(first) == bits(second)
+
+
+def test_micro_batches_add_up_to_one_big_batch(new: New) -> None:
+    whole, parts = new(), new()
+    sums = whole.accumulate([rows(8)], LOSS)
+    norm = whole.step(RATE)
+    many = [parts.accumulate([[row]], LOSS) for row in rows(8)]
+    assert parts.step(RATE) == pytest.approx(norm, rel=2e-2 if _rounds(parts) else 1e-4)
+    for name, value in sums.items():
+        assert sum(part[name] for part in many) == pytest.approx(value, rel=2e-2, abs=0.3 if _rounds(parts) else 1e-3)
+    if not _rounds(parts):
+        for (_, left), (_, right) in zip(bits(whole), bits(parts), strict=True):
+            # Adam divides by the gradient's own size, so a rounding of a tiny gradient shows most.
+            np.testing.assert_allclose(np.frombuffer(left, F32), np.frombuffer(right, F32), atol=RATE / 50)
+
+
+def _rounds(engine: PolicyEngine) -> bool:
+    return next(engine.export_shards()).dtype == "bfloat16"
+
+
+def test_the_sums_count_the_completions_tokens(new: New) -> None:
+    engine = new()
+    batch = rows()
+    assert engine.accumulate([batch[:2], batch[2:]], LOSS)["tokens"] == sum(len(row.completion) // 4 for row in batch)
+
+
+def test_logprobs_are_one_column_a_row_and_leave_the_training_alone(new: New) -> None:
+    engine, other = new(), new()
+    batch = rows()
+    engine.accumulate([batch], LOSS)
+    columns = engine.logprobs([batch[:2], batch[2:]])
+    other.accumulate([batch], LOSS)
+    assert engine.step(RATE) == other.step(RATE)
+    assert [len(column) for column in columns] == [len(row.completion) for row in batch]
+    assert bits(engine) == bits(other)
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(new: New, tmp_path: Path) -> None:
+    steady, restored = new(), new()
+    train(steady, 0)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    steady.save(folder)
+    restored.load(folder)
+    assert bits(restored) == bits(steady)
+    assert train(restored, 1) == train(steady, 1)
+    assert bits(restored) == bits(steady)
+
+
+def test_a_checkpoint_that_is_not_one_is_refused(new: New, tmp_path: Path) -> None:
+    with pytest.raises(Corrupt):
+        new().load(tmp_path)
+
+
+def test_exported_shards_load_bit_for_bit(new: New) -> None:
+    trained, other = new(), new()
+    train(trained, 0)
+    other.load_shards(_copied(trained))
+    assert bits(other) == bits(trained)
+
+
+def test_shards_of_another_model_are_refused(new: New) -> None:
+    engine = new()
+    shards = _copied(engine)
+    with pytest.raises(Fatal, match="lack"):
+        engine.load_shards(shards[1:])
+    with pytest.raises(Fatal, match="does not belong"):
+        engine.load_shards([shards[0]._replace(name="another"), *shards[1:]])
+
+
+def test_one_process_exports_whole_tensors(new: New) -> None:
+    for shard in new().export_shards():
+        assert shard.local_shape == shard.global_shape
+        assert set(shard.offset) <= {0}
+
+
+def _copied(engine: PolicyEngine) -> list[Shard]:
+    return [shard._replace(data=bytes(shard.data)) for shard in engine.export_shards()]

@@ -1,0 +1,139 @@
+"""The command line as people use it: real processes of a whole system, each command a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost.client import Client
+from rlboost.local.state import ProcessRecord, StateDir
+from tests.support.eventually import eventually
+from tests.support.redis_server import executable
+
+pytestmark = pytest.mark.skipif(executable() is None and not os.environ.get("CI"), reason="no redis-server here")
+
+ROOT = Path(__file__).parents[2]
+
+
+class CommandLine:
+    """Runs `rlboost` in one folder, with nothing of ours in the environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_")}
+        self._env = {**ours, "PYTHONPATH": str(ROOT)}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "rlboost", *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=self.folder, env=self._env, stdout=pipe, stderr=pipe, text=True)
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        """Return what a command prints: to standard output if `code` is 0, else to standard error."""
+        with self.start(*arguments) as process:
+            out, err = process.communicate(timeout=100)
+        assert process.returncode == code, err
+        return out if code == 0 else err
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self(*arguments, "--json"))
+
+    def process(self, name: str) -> ProcessRecord:
+        """Return what the state folder says of a process, as `ps` does, only quicker to ask again and again."""
+        (record,) = [record for record in StateDir(self.folder / ".rlboost").processes() if record.name == name]
+        return record
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CommandLine, dict[str, str]]]:
+    rlboost = CommandLine(tmp_path_factory.mktemp("system"))
+    (rlboost.folder / "chaos.csv").write_text("0,kill,worker-2\n500,add,node7\n")
+    config = json.loads(rlboost("up", "--workers=2", "--reserved=0", "--chaos=chaos.csv", "--detach", "--json"))
+    try:
+        yield rlboost, config
+    finally:
+        pids = [record["pid"] for record in rlboost.json("ps")["processes"] if record["alive"]]
+        assert rlboost.json("down") == {"stopped": True}
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_up_says_where_the_system_is_when_it_is_ready(system: tuple[CommandLine, dict[str, str]]) -> None:
+    rlboost, config = system
+    assert sorted(config) == ["redis_url", "state_dir", "token", "url"]
+    assert config["state_dir"] == str(rlboost.folder / ".rlboost")
+    shown = rlboost.json("ps")
+    assert {"redis", "weight-store", "manager", "trainer", "worker-1"} <= {
+        record["name"] for record in shown["processes"]
+    }
+    assert shown["jobs"] == []
+    assert "preemptible" in {worker["role"] for worker in shown["workers"]}
+
+
+def test_a_second_up_says_that_one_runs(system: tuple[CommandLine, dict[str, str]]) -> None:
+    rlboost, config = system
+    for flags in ([], ["--detach"]):
+        assert f"already runs in {config['state_dir']} at {config['url']}" in rlboost("up", *flags, code=2)
+
+
+async def test_the_chaos_schedule_takes_a_worker_for_good_and_brings_another(
+    system: tuple[CommandLine, dict[str, str]],
+) -> None:
+    rlboost, _ = system
+    await eventually(lambda: rlboost.process("worker-3").alive, within_s=30)
+    taken = rlboost.process("worker-2")
+    assert (taken.alive, taken.restarts, taken.note) == (False, 0, "preempted without notice")
+
+
+async def test_a_killed_process_comes_back(system: tuple[CommandLine, dict[str, str]]) -> None:
+    rlboost, _ = system
+    before = rlboost.process("trainer")
+    os.kill(before.pid, signal.SIGKILL)
+    await eventually(lambda: rlboost.process("trainer").restarts == 1, within_s=30)
+    assert rlboost.process("trainer").pid != before.pid
+
+
+async def test_a_drained_worker_leaves_and_stays_away(system: tuple[CommandLine, dict[str, str]]) -> None:
+    rlboost, _ = system
+    (worker,) = [worker["id"] for worker in rlboost.json("worker", "list") if worker["id"].startswith("worker-1-")]
+    rlboost("worker", "drain", worker)
+    await eventually(lambda: rlboost.process("worker-1").note == "drained", within_s=30)
+
+
+async def test_this_machine_can_join_by_hand_and_leaves_in_order(
+    system: tuple[CommandLine, dict[str, str]],
+) -> None:
+    rlboost, config = system
+
+    def states() -> list[str]:
+        with Client(config["url"], config["token"]) as client:
+            return [worker["state"] for worker in client.workers.list() if worker["id"].startswith("by-hand-")]
+
+    with rlboost.start("worker", "join", "--name=by-hand") as worker:
+        try:
+            await eventually(lambda: states() == ["joining"], within_s=30)
+            worker.terminate()
+            assert worker.wait(30) == 0
+        finally:
+            worker.kill()
+    await eventually(lambda: states() == ["left"], within_s=30)
+
+
+def test_a_system_in_the_foreground_stops_in_order_at_a_signal(tmp_path: Path) -> None:
+    rlboost = CommandLine(tmp_path)
+    with rlboost.start("up", "--workers=0", "--reserved=0", "--json") as up:
+        try:
+            assert up.stdout is not None
+            assert json.loads(up.stdout.readline())["state_dir"] == str(tmp_path / ".rlboost")
+            up.send_signal(signal.SIGINT)
+            assert up.wait(60) == 0
+        finally:
+            up.kill()
+    assert "does not run" in rlboost("ps", code=2)

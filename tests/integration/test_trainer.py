@@ -1,0 +1,389 @@
+"""The trainer as a process, with a real Redis and a real weight store; the manager answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+
+from shared import names
+from shared.bus import START
+from shared.errors import BusUnavailable
+from shared.ids import SampleId
+from shared.jobspec import parse, to_json
+from shared.messages import Event, JobCommand, JobReport, StepReport
+from shared.redis_bus import RedisBus
+from shared.waiting import Waits
+from shared.weights.client import StoreClient
+from shared.weights.puller import Puller
+from tests.support.eventually import eventually
+from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.redis_server import RedisServer
+from tests.support.scripted_manager import ScriptedManager
+from tests.support.service_process import TOKEN, ServiceProcess
+
+STEPS = 5
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, and prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    write_tokenizer(write_model(folder / "model"))
+    for name, n in (("train", 10), ("eval", 3)):
+        rows = [{"prompt": f"t{5 + i} t{20 + i}", "row": i} for i in range(n)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+class Machine:
+    """The processes of one machine: Redis, a weight store, a trainer."""
+
+    def __init__(self, folder: Path, *, aof: bool = False) -> None:
+        self.folder = folder
+        self.redis = RedisServer(folder / "redis", aof=aof)
+        store_dir = {"RLBOOST_WEIGHT_STORE_DIR": str(folder / "store"), "RLBOOST_WEIGHT_STORE_KEEP_VERSIONS": "9"}
+        self.store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", folder, self.redis.url, store_dir)
+        env = {
+            "RLBOOST_TRAINER_WEIGHT_STORE_URL": self.store.url,
+            "RLBOOST_TRAINER_DIR": str(folder / "runs"),
+            "RLBOOST_TRAINER_OUTAGE_LIMIT_S": "60",
+        }
+        self.trainer = ServiceProcess("trainer", "RLBOOST_TRAINER_", folder, self.redis.url, env)
+
+    @contextmanager
+    def running(self) -> Iterator[Machine]:
+        self.redis.start()
+        try:
+            self.store.start()
+            self.trainer.start()
+            yield self
+        finally:
+            self.trainer.kill()
+            self.store.kill()
+            self.redis.stop()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """One for all tests, since a trainer takes seconds to import torch; each test has jobs of its own."""
+    try:
+        found = Machine(tmp_path_factory.mktemp("machine"))
+    except FileNotFoundError as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    with found.running():
+        yield found
+
+
+class Site:
+    """What one test does on a machine; a scripted manager plays the other side."""
+
+    def __init__(self, machine: Machine, files: Path) -> None:
+        self.folder, self.store, self.trainer = machine.folder, machine.store, machine.trainer
+        self.files = files
+        self.bus = RedisBus(machine.redis.url, "test")
+        self.jobs: list[str] = []
+        self._led_by = ""
+
+    async def create(self, job_id: str, **changes: Any) -> None:
+        """Ask for a job. All have the number 1, so that the same samples are asked for in each."""
+        raw: dict[str, Any] = {
+            "model": str(self.files / "model"),
+            "data": {
+                "train": str(self.files / "train.jsonl"),
+                "eval": str(self.files / "eval.jsonl"),
+                "prompts_per_step": 4,
+            },
+            "reward": {"function": "tests.support.reward_functions:lengths"},
+            "algorithm": {"group_size": 3, "updates_per_step": 2},
+            "sampling": {"max_tokens": 24},
+            "optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay": 0.5, "weight_decay": 0.01},
+            "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 128},
+            "eval": {"every": 2, "samples": 5},
+            "steps": STEPS,
+        }
+        self.jobs.append(job_id)
+        spec_json = to_json(parse({**raw, **changes}))
+        command = JobCommand(
+            command_id=f"create-{job_id}", action="create", job_id=job_id, job_no=1, spec_json=spec_json
+        )
+        await self.bus.append(names.JOB_COMMANDS, command)
+
+    async def command(self, job_id: str, action: Any) -> None:
+        command = JobCommand(command_id=f"{action}-{job_id}", action=action, job_id=job_id, job_no=1)
+        await self.bus.append(names.JOB_COMMANDS, command)
+
+    @asynccontextmanager
+    async def manager(self, job_id: str) -> AsyncIterator[ScriptedManager]:
+        manager = ScriptedManager(self.bus, job_id)
+        task = asyncio.create_task(manager.run(), name="scripted-manager")
+        yield manager
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def reports(self, job_id: str) -> list[JobReport | StepReport]:
+        entries = await self.bus.read({names.JOB_REPORTS: START}, count=10_000)
+        messages = [entry.message for entry in entries]
+        return [m for m in messages if isinstance(m, JobReport | StepReport) and m.job_id == job_id]
+
+    async def ended(self, job_id: str, within_s: float = 120.0) -> JobReport:
+        await eventually(lambda: self.has_ended(job_id), within_s=within_s)
+        return [report for report in await self.reports(job_id) if isinstance(report, JobReport)][-1]
+
+    async def head(self, job_id: str) -> int:
+        async with StoreClient(self.store.url, TOKEN) as client:
+            info = await client.head(job_id)
+        return -1 if info is None else info.version
+
+    async def lease(self, job_id: str) -> dict[str, Any]:
+        [text] = await self.bus.holders([names.trainer_lease(job_id)])
+        body: dict[str, Any] = json.loads(text) if text else {}
+        return body
+
+    async def waits_in(self, job_id: str, step: int, manager: ScriptedManager) -> None:
+        """Return once the trainer has taken all of a step that the manager did not withhold."""
+        n_samples = 5 if step == STEPS else 4 * 3 + (5 if step % 2 == 0 else 0)
+
+        async def it_does() -> bool:
+            asked = {sample for sample in manager.answered if SampleId.unpack(sample).step == step}
+            there = sum(not manager.withholds(sample) for sample in asked)
+            waiting = (await self.lease(job_id)).get("waiting") or {}
+            return len(asked) == n_samples and waiting.get("because") == f"{there} of {n_samples} samples are there"
+
+        await eventually(it_does, within_s=120)
+
+    async def leads(self, job_id: str) -> None:
+        """Return once the running trainer holds the job's lease and not a dead one."""
+        before = self._led_by
+
+        async def it_does() -> bool:
+            self._led_by = (await self.lease(job_id)).get("trainer", before)
+            return self._led_by != before
+
+        await eventually(it_does, within_s=120)
+
+    async def has_ended(self, job_id: str) -> bool:
+        try:
+            reports = [report for report in await self.reports(job_id) if isinstance(report, JobReport)]
+        except BusUnavailable:
+            return False
+        return bool(reports) and reports[-1].state in {"completed", "failed", "cancelled"}
+
+    def model(self, job_id: str) -> dict[str, bytes]:
+        """Return the final weights, bit for bit."""
+        tensors = load_file(self.folder / "runs" / job_id / "model" / "model.safetensors")
+        return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+    async def events(self, job_id: str) -> list[tuple[str, dict[str, Any]]]:
+        entries = await self.bus.read({names.job_events(job_id): START}, count=10_000)
+        return [(e.message.kind, e.message.fields) for e in entries if isinstance(e.message, Event)]
+
+
+@pytest.fixture
+async def site(machine: Machine, files: Path) -> AsyncIterator[Site]:
+    site = Site(machine, files)
+    yield site
+    for job_id in site.jobs:
+        await site.command(job_id, "cancel")
+    await site.bus.close()
+
+
+async def train(site: Site, job_id: str) -> ScriptedManager:
+    """Run a job without a disturbance."""
+    async with site.manager(job_id) as manager:
+        await site.create(job_id)
+        report = await site.ended(job_id)
+    assert report.state == "completed", report.error
+    return manager
+
+
+async def test_a_job_runs_to_its_end(site: Site, machine: Machine, tmp_path: Path) -> None:
+    await train(site, "plain")
+    assert await site.head("plain") == STEPS
+    steps = [report for report in await site.reports("plain") if isinstance(report, StepReport)]
+    assert [report.step for report in steps] == [0, 1, 2, 3, 4, 5]
+    assert [report.step for report in steps if "eval/reward_mean" in report.metrics] == [0, 2, 4, 5]
+    assert all(report.metrics["grad_norm"] > 0 for report in steps[:STEPS])
+    run = machine.folder / "runs" / "plain"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": report.step, **report.metrics} for report in steps]
+    assert json.loads((run / "job.json").read_text())["steps"] == STEPS
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    assert await published(site, "plain", tmp_path) == site.model("plain")
+    assert await site.bus.holders([names.trainer_lease("plain")]) == [None]
+
+
+async def published(site: Site, job_id: str, tmp_path: Path) -> dict[str, bytes]:
+    """Return the newest weights as a worker gets them."""
+    async with StoreClient(site.store.url, TOKEN) as client:
+        puller = Puller(client, tmp_path / "pulled", Waits())
+        pulled = await puller.pull(job_id, await site.head(job_id))
+        found = {entry.name: bytes(data) for entry, data in pulled.tensors()}
+        puller.close()
+    return found
+
+
+async def test_a_trainer_killed_anywhere_ends_with_the_same_bits_from_the_same_samples(site: Site) -> None:
+    undisturbed = await train(site, "undisturbed")
+    async with site.manager("killed") as manager:
+        # Step 1 half delivered and half trained, before the first checkpoint; step 3, behind it; the last evaluation.
+        for step, first_group in ((1, 2), (3, 0), (5, 0)):
+            manager.withholds = withholding(step, first_group)
+            if step == 1:
+                await site.create("killed")
+            await site.waits_in("killed", step, manager)
+            site.trainer.kill()
+            await manager.release()
+            await asyncio.to_thread(site.trainer.start)
+        report = await site.ended("killed")
+    assert report.state == "completed", report.error
+    assert site.model("killed") == site.model("undisturbed")
+    assert set(manager.answered.values()) == {1}
+    assert manager.answered.keys() == undisturbed.answered.keys()
+    assert {r.group: r.seed for r in manager.requests} == {r.group: r.seed for r in undisturbed.requests}
+    assert "weights_restored" not in [kind for kind, _ in await site.events("killed")]
+
+
+def withholding(step: int, first_group: int) -> Callable[[int], bool]:
+    def decide(sample: int) -> bool:
+        sample_id = SampleId.unpack(sample)
+        return sample_id.step == step and sample_id.group >= first_group
+
+    return decide
+
+
+async def test_a_trainer_killed_again_and_again_at_random_moments_loses_nothing(site: Site) -> None:
+    rng = random.Random(3)
+    undisturbed = await train(site, "steady")
+    async with site.manager("stormy") as manager:
+        await site.create("stormy")
+        for _ in range(3):
+            # From the first sign of life on, not a start: that the moments are many is what counts.
+            await site.leads("stormy")
+            await asyncio.sleep(rng.uniform(0.0, 0.8))
+            if await site.has_ended("stormy"):
+                break
+            site.trainer.kill()
+            await asyncio.to_thread(site.trainer.start)
+        assert (await site.ended("stormy")).state == "completed"
+    assert site.model("stormy") == site.model("steady")
+    assert manager.answered == undisturbed.answered
+
+
+async def test_a_stop_in_order_exits_with_0_and_the_successor_goes_on_at_once(site: Site) -> None:
+    async with site.manager("stopped") as manager:
+        manager.withholds = withholding(2, 0)
+        await site.create("stopped")
+        await site.waits_in("stopped", 2, manager)
+        assert await asyncio.to_thread(site.trainer.stop) == 0
+        assert await site.bus.holders([names.trainer_lease("stopped")]) == [None]
+        await manager.release()
+        await asyncio.to_thread(site.trainer.start)
+        assert (await site.ended("stopped")).state == "completed"
+
+
+async def test_the_weight_store_may_go_away_while_a_job_runs(site: Site) -> None:
+    async with site.manager("storeless") as manager:
+        manager.withholds = withholding(1, 0)
+        await site.create("storeless")
+        await site.waits_in("storeless", 1, manager)
+        site.store.kill()
+        await manager.release()
+
+        async def waits_for_the_store() -> bool:
+            waiting = (await site.lease("storeless")).get("waiting") or {}
+            return "weight store" in waiting.get("for", "")
+
+        await eventually(waits_for_the_store)
+        await asyncio.to_thread(site.store.start)
+        assert (await site.ended("storeless")).state == "completed"
+    assert await site.head("storeless") == STEPS
+
+
+async def test_redis_may_be_killed_while_a_job_runs(tmp_path: Path, files: Path) -> None:
+    with Machine(tmp_path, aof=True).running() as machine:
+        site = Site(machine, files)
+        async with site.manager("brokerless") as manager:
+            manager.withholds = withholding(1, 2)
+            await site.create("brokerless")
+            await site.waits_in("brokerless", 1, manager)
+            await asyncio.to_thread(machine.redis.restart)
+            await manager.release()
+            assert (await site.ended("brokerless")).state == "completed"
+            assert set(manager.answered.values()) == {1}
+        await site.bus.close()
+
+
+async def test_a_reward_function_that_hangs_or_raises_costs_its_groups_and_no_more(site: Site, files: Path) -> None:
+    rows = [{"prompt": f"{word} t7", "row": i} for i, word in enumerate(["hang", "raise", "exit", *["t9"] * 5])]
+    data = site.folder / "bad.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with site.manager("bad"):
+        await site.create(
+            "bad",
+            data={"train": str(data), "prompts_per_step": 8},
+            reward={"function": "tests.support.reward_functions:mixed", "timeout_s": 0.5},
+            eval=None,
+            steps=2,
+        )
+        report = await site.ended("bad")
+    assert report.state == "completed", report.error
+    for step in [report for report in await site.reports("bad") if isinstance(report, StepReport)]:
+        dropped = {name: n for name, n in step.metrics.items() if name.startswith("groups/dropped/")}
+        assert dropped == {
+            "groups/dropped/timeout": 1.0,
+            "groups/dropped/raised": 1.0,
+            "groups/dropped/crashed": 1.0,
+        }
+    told = [fields["reason"] for kind, fields in await site.events("bad") if kind == "group_dropped"]
+    assert sorted(told) == sorted(["timeout", "raised", "crashed"] * 2)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "wrong-reward": ({"reward": {"function": "no.such.module:f"}}, "PYTHONPATH"),
+    "wrong-model": ({"model": "nowhere/at-all/really"}, "is no directory here"),
+    "wrong-data": ({"data": {"train": "nowhere.jsonl"}, "eval": None}, "nowhere.jsonl"),
+    "wrong-length": ({"sampling": {"max_tokens": 500}}, "sampling.max_tokens"),
+}
+
+
+@pytest.mark.parametrize("job_id", list(WRONG))
+async def test_a_job_that_cannot_run_fails_with_the_reason(site: Site, job_id: str) -> None:
+    changes, text = WRONG[job_id]
+    await site.create(job_id, **changes)
+    report = await site.ended(job_id)
+    assert report.state == "failed"
+    assert text in report.error
+
+
+async def test_jobs_run_one_after_the_other_and_each_can_be_cancelled(site: Site) -> None:
+    async with site.manager("first") as first, site.manager("second"), site.manager("third"):
+        first.withholds = withholding(1, 0)
+        for job_id in ("first", "second", "third"):
+            await site.create(job_id, steps=1)
+        await site.command("second", "cancel")
+        await first.release()
+        assert (await site.ended("first")).state == "completed"
+        assert (await site.ended("second")).state == "cancelled"
+        assert (await site.ended("third")).state == "completed"
+
+
+async def test_the_health_routes_answer(site: Site) -> None:
+    async with httpx.AsyncClient(base_url=site.trainer.url) as client:
+        assert (await client.get("/healthz")).json() == {"status": "ok"}
+        assert (await client.get("/readyz")).json() == {"ready": True, "missing": None, "waiting": []}
+        assert (await client.get("/metrics")).status_code == 401

@@ -1,0 +1,80 @@
+"""The trainer's publisher against a real weight store, held to the same promises as its fake."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.trainer.adapters.weights import StorePublisher
+from services.trainer.fakes import MemoryWeights
+from services.trainer.ports import WeightPublisher
+from shared.errors import Conflict, NotFound
+from shared.waiting import Waits
+from shared.weights.client import StoreClient
+from shared.weights.publisher import Shard
+from tests.support.service_process import TOKEN, ServiceProcess
+
+
+@pytest.fixture
+def store(tmp_path: Path, redis_url: str) -> Iterator[ServiceProcess]:
+    env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store"), "RLBOOST_WEIGHT_STORE_KEEP_VERSIONS": "2"}
+    process = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture(params=["store", "fake"])
+async def weights(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[WeightPublisher]:
+    if request.param == "fake":
+        yield MemoryWeights()
+        return
+    store = request.getfixturevalue("store")
+    client = StoreClient(store.url, TOKEN)
+    publisher = StorePublisher(client, "job", '{"model_type": "qwen3"}', tmp_path / "pulled", Waits(), 60.0)
+    yield publisher
+    await publisher.close()
+    assert not (tmp_path / "pulled").exists()
+
+
+def shards(value: int) -> list[Shard]:
+    return [
+        Shard("a", "float32", (2,), (0,), (2,), bytes([value] * 8)),
+        Shard("b", "float32", (1, 3), (0, 0), (1, 3), bytes([value + 1] * 12)),
+    ]
+
+
+async def test_versions_follow_each_other(weights: WeightPublisher) -> None:
+    assert await weights.head() == -1
+    await weights.publish(0, shards(0), expect=-1)
+    await weights.publish(1, shards(1), expect=0)
+    assert await weights.head() == 1
+
+
+async def test_a_version_comes_back_bit_for_bit(weights: WeightPublisher) -> None:
+    await weights.publish(0, shards(5), expect=-1)
+    fetched = [shard._replace(data=bytes(shard.data)) for shard in await weights.fetch(0)]
+    assert fetched == shards(5)
+
+
+async def test_whoever_expects_another_head_is_refused(weights: WeightPublisher) -> None:
+    await weights.publish(0, shards(0), expect=-1)
+    with pytest.raises(Conflict):
+        await weights.publish(2, shards(2), expect=1)
+    assert await weights.head() == 0
+
+
+async def test_committed_tensors_can_be_compared(weights: WeightPublisher) -> None:
+    await weights.publish(0, shards(0), expect=-1)
+    assert await weights.equals(0, shards(0)) is True
+    assert await weights.equals(0, shards(1)) is False
+    assert await weights.equals(0, shards(0)[:1]) is False
+
+
+async def test_a_version_that_is_not_kept_cannot_be_compared_or_fetched(weights: WeightPublisher) -> None:
+    await weights.publish(0, shards(0), expect=-1)
+    assert await weights.equals(7, shards(0)) is None
+    with pytest.raises(NotFound):
+        await weights.fetch(7)

@@ -1,0 +1,526 @@
+"""The weight store as a process: publish, commit, pull, and every way in which one of them can break."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from shared.bus import START
+from shared.errors import BusUnavailable, ConfigError, Conflict, Corrupt, Fatal, NotFound, Timeout
+from shared.messages import WeightsCommitted
+from shared.names import WEIGHTS_COMMITTED
+from shared.redis_bus import RedisBus
+from shared.waiting import Waits
+from shared.weights.client import StoreClient
+from shared.weights.manifest import CHUNK_BYTES, digest_of
+from shared.weights.publisher import Publisher, Shard
+from shared.weights.puller import Puller
+from shared.weights.wire import ModelInfo, VersionInfo
+from tests.support.eventually import eventually
+from tests.support.redis_server import RedisServer
+from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.tcp_proxy import TcpProxy
+
+JOB = "job-1"
+CONFIG = '{"model_type": "llama"}'
+MIB = 1 << 20
+
+Weights = dict[str, npt.NDArray[Any]]
+
+
+@pytest.fixture
+def store(tmp_path: Path, redis_url: str) -> Iterator[ServiceProcess]:
+    process = store_process(tmp_path, redis_url)
+    process.start()
+    yield process
+    process.kill()
+
+
+def store_process(tmp_path: Path, redis_url: str) -> ServiceProcess:
+    env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store")}
+    return ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
+
+
+@pytest.fixture
+async def client(store: ServiceProcess) -> AsyncIterator[StoreClient]:
+    async with StoreClient(store.url, TOKEN) as client:
+        yield client
+
+
+@pytest.fixture
+def publisher(client: StoreClient) -> Publisher:
+    return Publisher(client, Waits(), limit_s=60)
+
+
+@pytest.fixture
+def puller(client: StoreClient, tmp_path: Path) -> Iterator[Puller]:
+    puller = Puller(client, tmp_path / "cache", Waits(), limit_s=60)
+    yield puller
+    puller.close()
+
+
+def make_weights(seed: int, n_bytes: int = 10 * MIB) -> Weights:
+    """One large tensor over several chunks, and some small ones that share one."""
+    rng = np.random.default_rng(seed)
+    rows = n_bytes // 4096
+    return {
+        "embed": rng.integers(0, 1 << 16, (rows, 2048), dtype=np.uint16),
+        "norm": rng.standard_normal(64, dtype=np.float32),
+        "scale": np.array(seed, dtype=np.float32),
+        "nothing": np.zeros((0, 4), dtype=np.float32),
+        "head": rng.standard_normal((64, 33), dtype=np.float32),
+    }
+
+
+def dtype_of(array: npt.NDArray[Any]) -> str:
+    return "bfloat16" if array.dtype == np.uint16 else str(array.dtype)
+
+
+def shards_of(weights: Weights) -> list[Shard]:
+    return [
+        Shard(name, dtype_of(array), array.shape, (0,) * array.ndim, array.shape, array.data)
+        for name, array in weights.items()
+    ]
+
+
+async def publish(publisher: Publisher, version: int, weights: Weights, job: str = JOB) -> VersionInfo:
+    part = await publisher.publish(job, version, 0, shards_of(weights))
+    return await publisher.commit(job, version, expect=version - 1, part_digests=[part.digest], config_json=CONFIG)
+
+
+async def assert_pulls(puller: Puller, version: int, weights: Weights, job: str = JOB) -> None:
+    pulled = await puller.pull(job, version)
+    assert pulled.manifest.config_json == CONFIG
+    found = {entry.name: (entry, bytes(data)) for entry, data in pulled.tensors()}
+    assert list(found) == list(weights)
+    for name, array in weights.items():
+        entry, data = found[name]
+        assert (entry.dtype, entry.global_shape) == (dtype_of(array), array.shape)
+        assert entry.local_shape == entry.global_shape
+        assert data == array.tobytes(), f"{name} is not what was published"
+        assert entry.digest == digest_of(data)
+
+
+async def metric(client: StoreClient, name: str) -> float:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        text = (await http.get(f"{client.url}/metrics")).text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+def chunk_files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "store" / "chunks").glob("*/*"))
+
+
+# What it is for.
+
+
+async def test_what_is_published_is_pulled_bit_for_bit(
+    publisher: Publisher, puller: Puller, client: StoreClient, redis_url: str
+) -> None:
+    weights = make_weights(0)
+    assert await publisher.head(JOB) is None
+    info = await publish(publisher, 0, weights)
+    assert await publisher.head(JOB) == info
+    assert info.n_bytes == sum(array.nbytes for array in weights.values())
+    await assert_pulls(puller, 0, weights)
+    bus = RedisBus(redis_url)
+    entry = (await eventually(lambda: bus.read({WEIGHTS_COMMITTED: START})))[0]
+    message = entry.message
+    assert isinstance(message, WeightsCommitted)
+    assert (message.job_id, message.version, message.manifest_digest) == (JOB, 0, info.digest)
+    await bus.close()
+
+
+async def test_bytes_that_the_store_or_the_cache_has_are_not_sent_again(
+    publisher: Publisher, puller: Puller, client: StoreClient
+) -> None:
+    weights = make_weights(0)
+    total = sum(array.nbytes for array in weights.values())
+    await publish(publisher, 0, weights)
+    await puller.pull(JOB, 0)
+    assert await metric(client, "rlboost_weight_store_bytes_in_total") == total
+    assert await metric(client, "rlboost_weight_store_bytes_out_total") == total
+    # A change in the last tensor touches the last chunk.
+    weights["head"] = weights["head"] + np.float32(1)
+    await publish(publisher, 1, weights)
+    await assert_pulls(puller, 1, weights)
+    assert await metric(client, "rlboost_weight_store_bytes_in_total") <= total + CHUNK_BYTES
+    assert await metric(client, "rlboost_weight_store_bytes_out_total") <= total + CHUNK_BYTES
+
+
+async def test_two_ranks_publish_shards_of_one_tensor(
+    publisher: Publisher, puller: Puller, store: ServiceProcess
+) -> None:
+    rng = np.random.default_rng(0)
+    rows, columns = rng.standard_normal((513, 1024), dtype=np.float32), rng.standard_normal((7, 9), dtype=np.float32)
+
+    def shards(rank: int) -> Iterator[Shard]:
+        low, n = (0, 257) if rank == 0 else (257, 256)
+        yield Shard("rows", "float32", (513, 1024), (low, 0), (n, 1024), rows[low : low + n].data)
+        left, width = (0, 4) if rank == 0 else (4, 5)
+        piece = np.ascontiguousarray(columns[:, left : left + width])
+        yield Shard("columns", "float32", (7, 9), (0, left), (7, width), piece.data)
+        if rank == 0:
+            yield Shard("whole", "int64", (3,), (0,), (3,), np.arange(3).data)
+
+    async with StoreClient(store.url, TOKEN) as other:
+        second = Publisher(other, Waits(), chunk_bytes=100_000)
+        parts = await asyncio.gather(publisher.publish(JOB, 0, 0, shards(0)), second.publish(JOB, 0, 1, shards(1)))
+    digests = [part.digest for part in parts]
+    with pytest.raises(Conflict, match=r"not whole: tensor rows: its shards cover 263168 of 525312"):
+        await publisher.commit(JOB, 0, expect=-1, part_digests=digests[:1], config_json=CONFIG)
+    await publisher.commit(JOB, 0, expect=-1, part_digests=digests, config_json=CONFIG)
+    await assert_pulls(puller, 0, {"rows": rows, "columns": columns, "whole": np.arange(3)})
+
+
+async def test_of_many_publishers_at_once_one_wins_each_version(store: ServiceProcess) -> None:
+    async def compete(number: int) -> VersionInfo | None:
+        async with StoreClient(store.url, TOKEN) as client:
+            try:
+                return await publish(Publisher(client, Waits()), 0, {"w": np.full(1000, number)})
+            except Conflict:
+                return None
+
+    results = await asyncio.gather(*(compete(number) for number in range(6)))
+    winners = [info for info in results if info is not None]
+    assert len(winners) == 1
+    async with StoreClient(store.url, TOKEN) as client:
+        assert await client.head(JOB) == winners[0]
+
+
+async def test_old_versions_go_and_the_listing_says_what_is_kept(
+    publisher: Publisher, puller: Puller, client: StoreClient
+) -> None:
+    for version in range(6):
+        await publish(publisher, version, {"w": np.full(1000, version)})
+        if version == 0:
+            await publisher.pin(JOB, 0)
+    async with httpx.AsyncClient(base_url=client.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        info = ModelInfo.model_validate((await http.get("/v1/models")).json()["models"][0])
+        assert info == ModelInfo.model_validate((await http.get(f"/v1/models/{JOB}")).json())
+    assert [(known.version, known.pinned, known.n_bytes) for known in info.versions] == [
+        (0, True, 8000),
+        (2, False, 8000),
+        (3, False, 8000),
+        (4, False, 8000),
+        (5, False, 8000),
+    ]
+    with pytest.raises(NotFound, match="version 1 of job job-1 is not kept"):
+        await puller.pull(JOB, 1)
+    await publisher.unpin(JOB, 0)
+    with pytest.raises(NotFound):
+        await puller.pull(JOB, 0)
+
+
+async def test_the_cache_keeps_the_last_two_versions(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:
+    first = None
+    for version in range(3):
+        await publish(publisher, version, {"w": np.full(1000, version)})
+        pulled = await puller.pull(JOB, version)
+        first = first or pulled
+    assert len(list((tmp_path / "cache" / "chunks").iterdir())) == 2
+    assert first is not None
+    with pytest.raises(NotFound, match="no longer in the cache"):
+        list(first.tensors())
+
+
+# Who may, and what is refused.
+
+
+async def test_a_wrong_token_is_refused_everywhere(store: ServiceProcess) -> None:
+    async with httpx.AsyncClient(base_url=store.url, headers={"Authorization": "Bearer wrong"}) as http:
+        assert (await http.get("/healthz")).status_code == 200
+        spec = (await http.get("/openapi.json")).json()
+        routes = [(path, method) for path, methods in spec["paths"].items() for method in methods]
+        assert len(routes) > 10
+        for path, method in routes:
+            if path not in ("/healthz", "/readyz"):
+                answer = await http.request(method, path.replace("{", "").replace("}", ""))
+                assert answer.status_code == 401, f"{method} {path}"
+                assert answer.headers["content-type"] == "application/problem+json"
+    async with StoreClient(store.url, "wrong") as client:
+        with pytest.raises(ConfigError, match="set RLBOOST_TOKEN"):
+            await client.head(JOB)
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "text"),
+    [
+        ("http://127.0.0.1:1", "", "the token is empty"),
+        ("http://127.0.0.1:1", "with a newline\n", "not plain text"),
+        ("127.0.0.1:8701", TOKEN, "give http://host:port"),
+        ("http://127.0.0.1:port", TOKEN, "give http://host:port"),
+    ],
+)
+async def test_a_url_or_token_that_cannot_be_one_is_said_at_once(url: str, token: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        async with StoreClient(url, token) as client:
+            await Publisher(client, Waits()).head(JOB)
+
+
+async def test_a_chunk_under_another_digest_is_refused(store: ServiceProcess, tmp_path: Path) -> None:
+    digest = digest_of(b"something else")
+    async with httpx.AsyncClient(base_url=store.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        answer = await http.put(f"/v1/chunks/{digest}", content=b"some bytes")
+        assert (answer.status_code, "send them again" in answer.json()["detail"]) == (422, True)
+        answer = await http.put(f"/v1/chunks/{digest}", content=bytes(CHUNK_BYTES + 1))
+        assert answer.status_code == 413
+    assert chunk_files(tmp_path) == []
+
+
+async def test_no_path_leads_out_of_the_directory(store: ServiceProcess) -> None:
+    paths = [
+        "/v1/models/../chunks/head",
+        "/v1/models/%2e%2e/versions/0",
+        "/v1/models/%2e%2e%2f%2e%2e%2fetc/head",
+        "/v1/models/.hidden/head",
+        "/v1/models/a/versions/-1",
+        "/v1/models/a/versions/..%2f..",
+        "/v1/chunks/..%2f..%2fmodels",
+        "/v1/chunks/%2e%2e",
+    ]
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        for path in paths:
+            url = httpx.URL(store.url).copy_with(raw_path=path.encode())
+            assert (await http.get(url)).status_code in (404, 405, 422), path
+
+
+def test_a_port_in_use_is_one_clear_line_and_exit_code_2(store: ServiceProcess, tmp_path: Path, redis_url: str) -> None:
+    (tmp_path / "second").mkdir()
+    second = store_process(tmp_path / "second", redis_url)
+    second.env["RLBOOST_WEIGHT_STORE_PORT"] = str(store.port)
+    second.launch()
+    assert second.wait() == 2
+    assert second.log() == (
+        f"weight_store: cannot listen on 127.0.0.1:{store.port}: Address already in use; "
+        "stop what uses it, or choose another port\n"
+    )
+
+
+def test_a_stop_is_exit_code_0(store: ServiceProcess) -> None:
+    assert store.stop() == 0
+
+
+# What breaks.
+
+
+async def test_a_pull_goes_on_in_the_middle_of_a_chunk_after_the_store_was_killed(
+    store: ServiceProcess, publisher: Publisher, client: StoreClient, tmp_path: Path
+) -> None:
+    weights: Weights = {"w": np.random.default_rng(0).integers(0, 256, CHUNK_BYTES, dtype=np.uint8)}
+    await publish(publisher, 0, weights)
+    async with TcpProxy(store.port) as proxy, StoreClient(proxy.url, TOKEN) as through_proxy:
+        puller = Puller(through_proxy, tmp_path / "cache", Waits(), limit_s=60)
+        proxy.break_after = 3 * MIB
+        proxy.on_break = store.kill
+        pulling = asyncio.create_task(assert_pulls(puller, 0, weights), name="pull")
+        await eventually(lambda: proxy.break_after is None)
+        await asyncio.to_thread(store.start)
+        await pulling
+        puller.close()
+    # The new process has sent about what was lacking: the proxy's buffers may have been lost with the connection.
+    assert 0 < await metric(client, "rlboost_weight_store_bytes_out_total") < CHUNK_BYTES - 2 * MIB
+
+
+async def test_the_next_process_goes_on_where_the_last_one_stopped(
+    store: ServiceProcess, publisher: Publisher, client: StoreClient, tmp_path: Path
+) -> None:
+    weights: Weights = {"w": np.random.default_rng(0).integers(0, 256, CHUNK_BYTES, dtype=np.uint8)}
+    await publish(publisher, 0, weights)
+    cached = tmp_path / "cache" / "chunks"
+    cached.mkdir(parents=True)
+    digest = digest_of(weights["w"].tobytes())
+    (cached / f"{digest}.partial").write_bytes(weights["w"].tobytes()[: 3 * MIB])
+    puller = Puller(client, tmp_path / "cache", Waits())
+    await assert_pulls(puller, 0, weights)
+    puller.close()
+    assert await metric(client, "rlboost_weight_store_bytes_out_total") == MIB
+    # A cache that rotted meanwhile is noticed, and mended.
+    (cached / digest).write_bytes(bytes(CHUNK_BYTES))
+    puller = Puller(client, tmp_path / "cache", Waits())
+    await assert_pulls(puller, 0, weights)
+    puller.close()
+    assert await metric(client, "rlboost_weight_store_bytes_out_total") == MIB + CHUNK_BYTES
+
+
+async def test_a_wrong_partial_is_fetched_again_from_the_start(
+    publisher: Publisher, client: StoreClient, tmp_path: Path
+) -> None:
+    weights: Weights = {"w": np.arange(1000)}
+    await publish(publisher, 0, weights)
+    cached = tmp_path / "cache" / "chunks"
+    cached.mkdir(parents=True)
+    (cached / f"{digest_of(weights['w'].tobytes())}.partial").write_bytes(b"not the beginning")
+    puller = Puller(client, tmp_path / "cache", Waits())
+    await assert_pulls(puller, 0, weights)
+    puller.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "too long"])
+async def test_a_chunk_that_rotted_on_the_stores_disk_is_never_used(
+    publisher: Publisher, puller: Puller, tmp_path: Path, damage: str
+) -> None:
+    await publish(publisher, 0, {"w": np.arange(100_000)})
+    (chunk,) = chunk_files(tmp_path)
+    data = bytearray(chunk.read_bytes())
+    data[1000] ^= 1
+    chunk.write_bytes({"flipped bit": data, "truncated": data[:1000], "too long": data + b"!"}[damage])
+    with pytest.raises(Corrupt, match=chunk.name if damage != "truncated" else "chunk"):
+        await puller.pull(JOB, 0)
+    assert list((tmp_path / "cache" / "chunks").iterdir()) == []
+
+
+async def test_a_chunk_of_the_wrong_size_on_the_stores_disk_is_mended_by_the_next_publish(
+    publisher: Publisher, puller: Puller, tmp_path: Path
+) -> None:
+    weights: Weights = {"w": np.arange(100_000)}
+    await publish(publisher, 0, weights)
+    (chunk,) = chunk_files(tmp_path)
+    chunk.write_bytes(b"")
+    await publish(publisher, 1, weights)
+    await assert_pulls(puller, 1, weights)
+
+
+async def test_a_chunk_that_vanished_from_the_stores_disk_is_not_found(
+    publisher: Publisher, puller: Puller, tmp_path: Path
+) -> None:
+    await publish(publisher, 0, {"w": np.arange(1000)})
+    chunk_files(tmp_path)[0].unlink()
+    with pytest.raises(NotFound, match="there is no chunk"):
+        await puller.pull(JOB, 0)
+
+
+async def test_a_store_that_is_away_is_waited_for_up_to_a_limit(store: ServiceProcess, tmp_path: Path) -> None:
+    store.kill()
+    waits = Waits()
+    async with StoreClient(store.url, TOKEN) as client:
+        puller = Puller(client, tmp_path / "cache", waits, limit_s=1.0)
+        pulling = asyncio.create_task(puller.pull(JOB, 3), name="pull")
+        await eventually(waits.current)
+        assert waits.current()[0].because == "pull version 3 of job job-1"
+        with pytest.raises(Timeout, match=f"the weight store at {store.url} \\(pull version 3 of job job-1\\)"):
+            await pulling
+        puller.close()
+    assert waits.current() == []
+
+
+async def test_two_processes_cannot_use_one_cache(client: StoreClient, puller: Puller, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in use by another process"):
+        Puller(client, tmp_path / "cache", Waits())
+
+
+async def test_with_redis_away_the_commit_stands_and_is_announced_when_it_is_back(tmp_path: Path) -> None:
+    redis = RedisServer(tmp_path / "redis")
+    redis.start()
+    store = store_process(tmp_path, redis.url)
+    store.start()
+    try:
+        redis.kill()
+        async with StoreClient(store.url, TOKEN) as client:
+            await publish(Publisher(client, Waits()), 0, {"w": np.arange(10)})
+            assert (await client.head(JOB)) is not None
+        redis.start()
+        bus = RedisBus(redis.url)
+
+        async def announced(n_times: int) -> bool:
+            try:
+                entries = await bus.read({WEIGHTS_COMMITTED: START})
+            except BusUnavailable:
+                return False
+            assert {entry.message.version for entry in entries if isinstance(entry.message, WeightsCommitted)} <= {0}
+            return len(entries) == n_times
+
+        await eventually(lambda: announced(1), within_s=20)
+        # Killed and started again, it says once more what the head is.
+        store.kill()
+        await asyncio.to_thread(store.start)
+        await eventually(lambda: announced(2), within_s=20)
+        await bus.close()
+    finally:
+        store.kill()
+        redis.stop()
+
+
+@pytest.fixture(params=["small disk", "file size limit"])
+def full_store(
+    request: pytest.FixtureRequest, store: ServiceProcess, tmp_path: Path, redis_url: str
+) -> Iterator[ServiceProcess]:
+    """A store that has no room for the second of two chunks."""
+    if request.param == "file size limit":
+        resource.prlimit(store.pid, resource.RLIMIT_FSIZE, (CHUNK_BYTES - 1, CHUNK_BYTES))
+        yield store
+        return
+    store.kill()
+    disk = tmp_path / "small disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        store.env["RLBOOST_WEIGHT_STORE_DIR"] = str(disk)
+        store.start()
+        yield store
+        store.kill()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+async def test_a_full_disk_is_an_error_that_says_so_and_the_old_head_stays(
+    full_store: ServiceProcess, publisher: Publisher, puller: Puller
+) -> None:
+    small: Weights = {"w": np.arange(1000)}
+    await publish(publisher, 0, small)
+    with pytest.raises(Fatal, match=r"no room in the weight store's directory .*free space, or keep fewer versions"):
+        await publish(publisher, 1, make_weights(1, 2 * CHUNK_BYTES))
+    root = Path(full_store.env["RLBOOST_WEIGHT_STORE_DIR"])
+    # Another upload may have been under way when the first one failed: the store drops it once the client has gone.
+    await eventually(lambda: list((root / "tmp").iterdir()) == [])
+    for chunk in (root / "chunks").glob("*/*"):
+        assert digest_of(chunk.read_bytes()) == chunk.name
+    await assert_pulls(puller, 0, small)
+
+    async def a_small_version_still_has_room() -> bool:
+        try:
+            await publish(publisher, 1, {"w": np.arange(1000) + 1})
+        except Fatal:
+            return False
+        return True
+
+    await eventually(a_small_version_still_has_room)
+
+
+async def test_killed_at_any_moment_of_a_publish_the_head_is_the_old_or_the_new_one_whole(
+    store: ServiceProcess, client: StoreClient, publisher: Publisher, tmp_path: Path
+) -> None:
+    rng = random.Random(0)
+    weights = [make_weights(0)]
+    began = time.monotonic()
+    await publish(publisher, 0, weights[0])
+    usual_s = time.monotonic() - began
+    for version in range(1, 9):
+        weights.append(make_weights(version))
+        publishing = asyncio.create_task(publish(publisher, version, weights[version]), name="publish")
+        await asyncio.wait([publishing], timeout=rng.uniform(0, 1.3 * usual_s))
+        store.kill()
+        acknowledged = publishing.done()
+        await asyncio.to_thread(store.start)
+        head = await client.head(JOB)
+        assert head is not None
+        assert head.version == version if acknowledged else head.version in (version - 1, version)
+        puller = Puller(client, tmp_path / f"cache-{version}", Waits())
+        await assert_pulls(puller, head.version, weights[head.version])
+        puller.close()
+        # The publisher gets through without being asked again.
+        assert (await publishing).version == version
+        await eventually(lambda: list((tmp_path / "store" / "tmp").iterdir()) == [])

@@ -1,0 +1,140 @@
+"""Killed before any one operation on the disk, a commit has happened or it has not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.weight_store.adapters.disk import Directory, DiskChunks, DiskDocuments
+from services.weight_store.app import WeightStore
+from services.weight_store.metrics import Metrics
+from shared.fakes import MemoryBus
+from shared.waiting import Waits
+from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
+from shared.weights.wire import CommitRequest
+
+JOB = "job-1"
+
+
+class Killed(BaseException):
+    """The process is gone: nothing that it would do afterwards takes place."""
+
+
+class Reaper:
+    """Kills before the n-th operation on the disk; the dead do nothing more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lives: int) -> None:
+        self.lives = lives
+        for owner, name in [
+            (Path, "replace"),
+            (Path, "unlink"),
+            (Path, "open"),
+            (Path, "mkdir"),
+            (os, "fsync"),
+            (os, "utime"),
+        ]:
+            monkeypatch.setattr(owner, name, self._mortal(getattr(owner, name)))
+
+    def _mortal(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.lives <= 0:
+                raise Killed
+            self.lives -= 1
+            return operation(*args, **kwargs)
+
+        return call
+
+
+def content(version: int) -> bytes:
+    return b"weights of version %d" % version
+
+
+async def publish(store: WeightStore, version: int) -> None:
+    data = content(version)
+    entry = TensorEntry(
+        name="w",
+        dtype="uint8",
+        global_shape=(len(data),),
+        offset=(0,),
+        local_shape=(len(data),),
+        start=0,
+        n_bytes=len(data),
+        digest=digest_of(data),
+    )
+    part = Part(rank=0, chunks=(ChunkRef(digest_of(data), len(data)),), tensors=(entry,))
+    await store.put_chunk(digest_of(data), [data])
+    await store.put_part(JOB, version, 0, part.encode())
+    request = CommitRequest(expect=version - 1, parts=(part.digest,), config_json="{}")
+    await store.commit(JOB, version, request)
+    await store.collect_once()
+
+
+async def opened(root: Path) -> tuple[WeightStore, DiskChunks, Directory]:
+    directory = Directory(root)
+    chunks = DiskChunks(directory)
+    metrics = Metrics(CollectorRegistry())
+    clock = iter(range(1_000_000, 2_000_000))
+    store = WeightStore(
+        chunks,
+        DiskDocuments(directory),
+        MemoryBus(),
+        Waits(),
+        metrics,
+        keep_versions=1,
+        clock=lambda: float(next(clock)),
+    )
+    await store.load()
+    return store, chunks, directory
+
+
+async def assert_head_is_whole(root: Path, *, at_least: int) -> int:
+    store, chunks, directory = await opened(root)
+    assert not list((root / "tmp").iterdir())
+    model = store.model(JOB)
+    assert model.head in (at_least, 1)
+    data, digest = await store.manifest(JOB, model.head)
+    assert digest_of(data) == digest
+    for chunk in Manifest.decode(data).chunks():
+        assert chunks.path(chunk.digest).read_bytes() == content(model.head)
+    head = model.head
+    # And work goes on from there.
+    await publish(store, 1)
+    assert store.model(JOB).head == 1
+    assert store.model(JOB).retired == ()
+    assert [path.name for path in (root / "chunks").glob("*/*")] == [digest_of(content(1))]
+    directory.close()
+    return head
+
+
+async def test_killed_before_any_operation_on_the_disk_the_head_is_the_old_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _, directory = await opened(tmp_path / "before")
+    await publish(store, 0)
+    directory.close()
+    heads, lives, finished = [], 0, False
+    while not finished:
+        root = tmp_path / f"killed-{lives}"
+        await asyncio.to_thread(shutil.copytree, tmp_path / "before", root)
+        store, _, directory = await opened(root)
+        with monkeypatch.context() as dying:
+            reaper = Reaper(dying, lives)
+            try:
+                await publish(store, 1)
+                finished = True
+            except Killed:
+                assert reaper.lives == 0
+        directory.close()
+        heads.append(await assert_head_is_whole(root, at_least=0))
+        lives += 1
+    assert heads == sorted(heads), "once committed, it stays committed"
+    assert heads[0] == 0
+    assert heads[-1] == 1
+    assert len(heads) > 15

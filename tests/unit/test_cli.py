@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from rlboost import client, follow
+from rlboost.cli import app
+from rlboost.local.state import Config, ProcessRecord, StateDir
+from tests.support.fake_rest import FakeRest, job, lines, ok, problem
+
+JOB = {
+    "name": "tiny",
+    "model": "base",
+    "data": {"train": "train.jsonl", "prompts_per_step": 2},
+    "reward": {"function": "my_reward:score"},
+    "steps": 3,
+}
+WORKER = {
+    "id": "worker-1-abcd",
+    "role": "preemptible",
+    "state": "ready",
+    "weight_version": 2,
+    "running": 3,
+    "pending": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every command runs in an empty folder of its own, without a system in the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLBOOST_URL", raising=False)
+    monkeypatch.delenv("RLBOOST_TOKEN", raising=False)
+    monkeypatch.setattr(follow, "_POLL_S", 0.0)
+    monkeypatch.setattr(follow, "_LONG_WAIT_S", 0.0)
+    return tmp_path
+
+
+@pytest.fixture
+def rest(monkeypatch: pytest.MonkeyPatch) -> FakeRest:
+    """A system named by the environment."""
+    fake = FakeRest()
+    monkeypatch.setattr(client, "Client", partial(client.Client, transport=fake))
+    monkeypatch.setattr(client, "_AGAIN_S", 0.0)
+    monkeypatch.setenv("RLBOOST_URL", "http://api.test")
+    monkeypatch.setenv("RLBOOST_TOKEN", "secret")
+    return fake
+
+
+def rlboost(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def write_job(**changes: Any) -> None:
+    Path("base").mkdir(exist_ok=True)
+    Path("base/config.json").write_text("{}")
+    Path("base/model.safetensors").touch()
+    Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
+    Path("my_reward.py").write_text("def score(prompts, completions, completion_ids): return [1.0]\n")
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, **changes}))
+
+
+# --- where the system is ----------------------------------------------------------------------------------------------
+
+
+def test_without_a_system_every_command_says_how_to_start_one() -> None:
+    for command in (["ps"], ["status", "j"], ["logs", "j"], ["cancel", "j"], ["worker", "list"], ["worker", "join"]):
+        result = rlboost(*command)
+        assert result.exit_code == 2
+        assert result.stderr == (
+            "rlboost: the system in .rlboost does not run: start one with 'rlboost up', or set RLBOOST_URL and _TOKEN\n"
+        )
+
+
+def test_a_url_without_its_token_is_an_error_and_no_other_token_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_URL", "http://elsewhere.test")
+    state = StateDir(Path(".rlboost"))
+    with state.owned():
+        state.write_config(Config("http://127.0.0.1:1", "mine", "redis://x", str(state.path), os.getpid()))
+        result = rlboost("worker", "list")
+    assert result.exit_code == 2
+    assert (
+        result.stderr
+        == "rlboost: RLBOOST_URL is http://elsewhere.test, but its token is not known: set RLBOOST_TOKEN\n"
+    )
+
+
+def test_the_environment_wins_over_the_local_state(rest: FakeRest) -> None:
+    rest.on("GET /v1/workers", ok([]))
+    state = StateDir(Path(".rlboost"))
+    with state.owned():
+        state.write_config(Config("http://127.0.0.1:1", "mine", "redis://x", str(state.path), os.getpid()))
+        assert rlboost("worker", "list").exit_code == 0
+    assert rest.requests[0].url.host == "api.test"
+    assert rest.requests[0].headers["authorization"] == "Bearer secret"
+
+
+def test_help_names_every_command_quickly_and_without_heavy_imports() -> None:
+    code = (
+        "import sys; from rlboost.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('heavy:', [m for m in ('torch', 'httpx', 'redis', 'asyncio', 'fastapi', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "heavy: []" in done.stdout
+    for command in ("up", "down", "run", "ps", "status", "logs", "pause", "resume", "cancel", "worker", "config"):
+        assert f" {command} " in done.stdout
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def test_run_sends_the_job_with_overrides_defaults_and_absolute_paths(rest: FakeRest, folder: Path) -> None:
+    write_job()
+    rest.on("POST /v1/jobs", ok({"id": "tiny-1", "state": "pending"}, 201))
+    result = rlboost("run", "job.yaml", "steps=7", "algorithm.group_size=4", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == {"id": "tiny-1", "state": "pending"}
+    sent = json.loads(rest.requests[0].content)
+    assert (sent["steps"], sent["algorithm"]["group_size"]) == (7, 4)
+    assert (sent["model"], sent["data"]["train"]) == (str(folder / "base"), str(folder / "train.jsonl"))
+    assert sent["reward"]["function"] == "my_reward:score"
+
+
+def test_a_model_that_is_no_local_path_is_sent_as_it_is(rest: FakeRest) -> None:
+    write_job(model="Qwen/Qwen3-0.6B")
+    rest.on("POST /v1/jobs", ok({"id": "tiny-1", "state": "pending"}, 201))
+    assert rlboost("run", "job.yaml").exit_code == 0
+    assert json.loads(rest.requests[0].content)["model"] == "Qwen/Qwen3-0.6B"
+
+
+def test_a_dry_run_prints_the_whole_job_and_sends_nothing(rest: FakeRest) -> None:
+    write_job()
+    for flags, load in ((["--json"], json.loads), ([], yaml.safe_load)):
+        result = rlboost("run", "job.yaml", "--dry-run", *flags)
+        assert result.exit_code == 0
+        assert load(result.stdout)["optimizer"]["betas"] == [0.9, 0.95]
+    assert rest.requests == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["run", "none.yaml"], "job file none.yaml: No such file or directory"),
+        (["run", "job.yaml", "steps"], "override 'steps' is not of the form a.b=value"),
+        (["run", "job.yaml", "stepz=1", "steps=0"], "job.yaml: steps: Input should be greater than"),
+        (["run", "job.yaml", "stepz=1"], "stepz: unknown key"),
+    ],
+)
+def test_a_wrong_job_is_one_line_and_sends_nothing(rest: FakeRest, arguments: list[str], what: str) -> None:
+    write_job()
+    result = rlboost(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("rlboost: ")
+    assert what in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert rest.requests == []
+
+
+ROWS = [{"step": step, "reward/mean": 0.1 * step, "eval/accuracy": 0.5, "grad_norm": 1.0} for step in range(3)]
+
+
+def test_following_shows_each_step_once_and_succeeds_with_the_job(rest: FakeRest) -> None:
+    write_job()
+    waiting = {"for": "a worker", "because": "none is here", "since": "2026-01-01", "limit_s": None}
+    rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))
+    rest.on(
+        "GET /v1/jobs/j-1",
+        ok(job("pending", waiting=waiting)),
+        ok(job("running", 1, waiting=waiting)),
+        httpx.ConnectError("the manager restarts"),
+        ok(job("running", 2)),
+        ok(job("completed", 3)),
+    )
+    rest.on("GET /v1/jobs/j-1/metrics", ok(ROWS[:1]), ok(ROWS[:2]), ok(ROWS))
+    result = rlboost("run", "job.yaml", "--follow")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[1:] == [
+        "waiting for a worker because none is here, since 2026-01-01",
+        "step    1/3  reward/mean 0  eval/accuracy 0.5",
+        "step    2/3  reward/mean 0.1  eval/accuracy 0.5",
+        "step    3/3  reward/mean 0.2  eval/accuracy 0.5",
+        "j-1 completed: 3 steps",
+    ]
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled"])
+def test_following_fails_with_the_job(rest: FakeRest, state: str) -> None:
+    write_job()
+    rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))
+    rest.on("GET /v1/jobs/j-1", ok(job(state, 1, error="reward: division by zero")))
+    rest.on("GET /v1/jobs/j-1/metrics", ok(ROWS[:1]))
+    result = rlboost("run", "job.yaml", "--follow", "--json")
+    assert result.exit_code == 1
+    assert result.stderr == f"rlboost: j-1 {state}: reward: division by zero\n"
+    created, step, last = map(json.loads, result.stdout.splitlines())
+    assert created == {"id": "j-1", "state": "pending"}
+    assert step == {"step": ROWS[0]}
+    assert last["job"]["state"] == state
+
+
+def test_an_answer_that_is_a_problem_is_one_line(rest: FakeRest) -> None:
+    rest.on("POST /v1/jobs/j/resume", problem(409, "Conflict", "job j is completed: it can not resume any more"))
+    result = rlboost("resume", "j")
+    assert result.exit_code == 1
+    assert result.stderr == "rlboost: Conflict: job j is completed: it can not resume any more\n"
+
+
+def test_status_shows_state_step_wait_and_metrics(rest: FakeRest) -> None:
+    waiting = {"for": "the trainer", "because": "it died", "since": "2026-01-01", "limit_s": 30.0}
+    rest.on("GET /v1/jobs/j-1", ok(job("running", 2, waiting=waiting, latest={"reward/mean": 0.25})))
+    shown = rlboost("status", "j-1").stdout
+    for part in ("running", "2 of 3", "waiting for the trainer because it died", "for 30 s at most", "0.25"):
+        assert part in shown
+    assert json.loads(rlboost("status", "j-1", "--json").stdout)["waiting"] == waiting
+
+
+def test_logs_are_printed_as_they_come(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/j-1/logs", lines(["one", "two"]))
+    assert rlboost("logs", "j-1", "-f").stdout == "one\ntwo\n"
+    assert rest.requests[0].url.params["follow"] == "1"
+
+
+# --- processes and workers --------------------------------------------------------------------------------------------
+
+
+def test_ps_lists_processes_jobs_and_workers(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs", ok([job("running", 1)]))
+    rest.on("GET /v1/workers", ok([WORKER]))
+    record = ProcessRecord("worker-1", "preemptible", 77, "2026-01-01T00:00:00+00:00", 2, alive=True)
+    state = StateDir(Path(".rlboost"))
+    with state.owned():
+        state.write_processes([record])
+        answer = json.loads(rlboost("ps", "--json").stdout)
+        shown = rlboost("ps").stdout
+    assert answer["processes"][0]["pid"] == 77
+    assert answer["processes"][0]["restarts"] == 2
+    assert answer["jobs"][0]["id"] == "j-1"
+    assert answer["workers"] == [WORKER]
+    for part in ("worker-1", "77", "j-1", "1/3", "worker-1-abcd", "ready"):
+        assert part in shown
+
+
+def test_ps_lists_the_processes_while_the_manager_is_away(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs", httpx.ConnectError("refused"))
+    state = StateDir(Path(".rlboost"))
+    with state.owned():
+        state.write_processes([ProcessRecord("manager", "manager", 7, "2026-01-01", 1, alive=False, note="killed")])
+        result = rlboost("ps", "--json")
+    assert result.exit_code == 0
+    assert [record["name"] for record in json.loads(result.stdout)["processes"]] == ["manager"]
+    assert "jobs and workers are not listed" in result.stderr
+
+
+def test_ps_of_a_remote_system_that_is_away_fails(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs", httpx.ConnectError("refused"))
+    assert rlboost("ps").exit_code == 1
+
+
+def test_a_local_worker_that_is_drained_is_marked_before_it_can_leave(
+    rest: FakeRest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StateDir(Path(".rlboost"))
+    rest.on("POST /v1/workers/worker-1-ab12/drain", ok({"id": "worker-1-ab12", "state": "draining"}, 202))
+    rest.on("POST /v1/workers/worker-2-ab12/drain", problem(404, "No such worker", "no worker"))
+    with state.owned():
+        state.write_config(Config("http://api.test", "secret", "redis://x", str(state.path), os.getpid()))
+        assert rlboost("worker", "drain", "worker-1-ab12").exit_code == 0
+        assert rlboost("worker", "drain", "worker-2-ab12").exit_code == 1
+        assert state.drained("worker-1")
+        assert not state.drained("worker-2")
+
+
+def test_a_worker_of_another_system_is_not_marked_here(rest: FakeRest) -> None:
+    state = StateDir(Path(".rlboost"))
+    rest.on("POST /v1/workers/worker-1-ab12/drain", ok({"id": "worker-1-ab12", "state": "draining"}, 202))
+    with state.owned():
+        state.write_config(Config("http://127.0.0.1:1", "mine", "redis://x", str(state.path), os.getpid()))
+        assert rlboost("worker", "drain", "worker-1-ab12").exit_code == 0
+        assert not state.drained("worker-1")
+
+
+def test_join_becomes_the_worker_with_the_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *call: became.append(call))
+    monkeypatch.setenv("RLBOOST_WORKER_SLOTS", "8")
+    result = rlboost("worker", "join", "--url", "http://10.0.0.5:8700/", "--token", "s3", "--role", "reserved")
+    assert result.exit_code == 0, result.stderr
+    ((_, arguments, environment),) = became
+    assert arguments[1:] == ["-m", "services.rollout_worker"]
+    own = {name: value for name, value in environment.items() if name.startswith("RLBOOST_")}
+    assert own == {
+        "RLBOOST_WORKER_URL": "http://10.0.0.5:8700",
+        "RLBOOST_WORKER_ROLE": "reserved",
+        "RLBOOST_WORKER_ENGINE": "torch",
+        "RLBOOST_WORKER_SLOTS": "8",
+        "RLBOOST_TOKEN": "s3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--url", "http://10.0.0.5:8700"], "the token of http://10.0.0.5:8700 is not known"),
+        (["--url", "10.0.0.5:8700", "--token", "t"], "'10.0.0.5:8700' is no URL"),
+    ],
+)
+def test_join_says_what_it_lacks(arguments: list[str], what: str) -> None:
+    result = rlboost("worker", "join", *arguments)
+    assert result.exit_code == 2
+    assert what in result.stderr
+
+
+# --- config check -----------------------------------------------------------------------------------------------------
+
+
+def test_a_good_job_file_passes_the_check() -> None:
+    write_job()
+    result = rlboost("config", "check", "job.yaml")
+    assert (result.exit_code, result.stdout) == (0, "job.yaml: no problem found\n"), result.stderr
+
+
+def test_each_wrong_field_is_one_line() -> None:
+    write_job(stepz=1, steps=0)
+    result = rlboost("config", "check", "job.yaml")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 2
+    assert "rlboost: job.yaml: stepz: unknown key" in result.stderr
+    assert "rlboost: job.yaml: steps: " in result.stderr
+
+
+def test_each_missing_file_and_function_is_one_line() -> None:
+    write_job(model="nowhere/at/all", data={"train": "none.jsonl"}, reward={"function": "my_reward:scored"})
+    result = rlboost("config", "check", "job.yaml", "--json")
+    assert result.exit_code == 2
+    model, data, reward = json.loads(result.stdout)["problems"]
+    assert model.startswith("model: there is no folder nowhere/at/all")
+    assert data.startswith("data.train: none.jsonl: No such file")
+    assert reward.startswith("reward.function: my_reward:scored cannot be imported")
+    assert "AttributeError" in reward
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "is empty"),
+        ('{"prompt": "a"}\n{"question": "b"}\n', "line 2 has no key 'prompt'"),
+        ('{"prompt": "a"}\nno json\n', "line 2 is not a JSON object"),
+        ("3\n", "line 1 is not a JSON object"),
+    ],
+)
+def test_a_bad_line_of_data_is_named(text: str, what: str) -> None:
+    write_job()
+    Path("train.jsonl").write_text(text)
+    result = rlboost("config", "check", "job.yaml")
+    assert result.exit_code == 2
+    assert what in result.stderr
+
+
+def test_a_model_folder_without_weights_is_named() -> None:
+    write_job()
+    Path("base/model.safetensors").unlink()
+    assert "has no *.safetensors file" in rlboost("config", "check", "job.yaml").stderr
+
+
+def test_a_hugging_face_id_is_left_to_the_trainer() -> None:
+    write_job(model="Qwen/Qwen3-0.6B")
+    assert rlboost("config", "check", "job.yaml").exit_code == 0
+
+
+# --- up and down ------------------------------------------------------------------------------------------------------
+
+
+def test_down_without_a_system_says_so() -> None:
+    assert rlboost("down").stdout == "no system ran in .rlboost\n"
+    assert json.loads(rlboost("down", "--json").stdout) == {"stopped": False}
+
+
+def test_up_names_the_bad_line_of_a_chaos_file() -> None:
+    Path("chaos.csv").write_text("0,kill,worker-9\n")
+    result = rlboost("up", "--chaos", "chaos.csv")
+    assert result.exit_code == 2
+    assert "line 1" in result.stderr
+    assert "worker-9 is not there; there are: worker-1, worker-2, worker-3" in result.stderr

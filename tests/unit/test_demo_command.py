@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rlboost.cli import app
+from rlboost.commands import demo as command
+from rlboost.demo import run as running
+from rlboost.demo import workspace
+from rlboost.demo.job import GOAL, countdown
+from rlboost.local.state import StateDir
+from rlboost.report import page
+from rlboost.report.record import Record
+from shared.errors import ConfigError
+from shared.jobspec import parse
+from tests.support.synthetic_record import AUDIT, record
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_full_job_is_the_example_as_its_file_describes_it() -> None:
+    job, goal = countdown(None, seed=3)
+    spec = parse(job)
+    assert (spec.steps, spec.trainer.seed, goal) == (60, 3, GOAL)
+    assert spec.eval is not None
+    assert spec.eval.every == 10
+    for path in (spec.model, spec.data.train, str(spec.data.eval)):
+        assert Path(path).is_relative_to(ROOT)
+        assert Path(path).exists()
+
+
+def test_a_short_job_is_the_beginning_of_the_full_one() -> None:
+    full, short = countdown(None, seed=0)[0], countdown(8, seed=0)[0]
+    assert countdown(8, seed=0)[1] is None
+    slope = full["optimizer"]["decay"] / full["steps"]
+    assert short["optimizer"]["decay"] / short["steps"] == pytest.approx(slope)
+    assert short["eval"]["every"] == 4
+    assert {key for key in full if full[key] != short[key]} == {"steps", "eval", "optimizer"}
+
+
+def test_a_new_demo_removes_what_an_earlier_one_left(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "demo")
+    workspace.clear(state)
+    (state.path / "redis").mkdir()
+    workspace.clear(state)
+    assert not (state.path / "redis").exists()
+
+
+def test_a_folder_that_is_no_demos_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(ConfigError, match="is not empty and no demo's: name another folder with --state"):
+        workspace.clear(StateDir(tmp_path))
+    assert (tmp_path / "mine").exists()
+
+
+def test_a_folder_with_a_running_system_is_left_alone(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "demo")
+    workspace.clear(state)
+    with state.owned(), pytest.raises(ConfigError, match="already runs"):
+        workspace.clear(state)
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs the command with the outcome of a run in the run's place."""
+    asked: list[running.DemoOptions] = []
+
+    def invoke(outcome: Record | None, *arguments: str) -> tuple[Result, list[running.DemoOptions]]:
+        def run(options: running.DemoOptions, _console: object) -> Record | None:
+            asked.append(options)
+            return outcome
+
+        def write(_record: Record, out: Path) -> Path:
+            out.mkdir(parents=True)
+            (out / "index.html").touch()
+            return out / "index.html"
+
+        monkeypatch.setattr(running, "run", run)
+        monkeypatch.setattr(page, "write", write)
+        monkeypatch.setattr(command, "require_packages", lambda *_: None)
+        return CliRunner().invoke(app, ["demo", "--state", str(tmp_path), *arguments]), asked
+
+    return invoke
+
+
+def test_a_good_run_succeeds_and_says_where_its_report_is(demo: Any, tmp_path: Path) -> None:
+    result, asked = demo(record(), "--steps", "8", "--workers", "2", "--no-chaos", "--seed", "4")
+    assert result.exit_code == 0, result.output
+    assert asked == [running.DemoOptions(tmp_path, steps=8, workers=2, chaos=False, seed=4)]
+    assert f"report: {tmp_path / 'report/index.html'}" in result.stdout
+    assert (tmp_path / "report/index.html").exists()
+
+
+def test_a_broken_promise_fails_the_command_but_not_the_report(demo: Any, tmp_path: Path) -> None:
+    result, _ = demo(record(audit=AUDIT | {"delivered": 1}), "--out", str(tmp_path / "elsewhere"))
+    assert result.exit_code == 1
+    assert "not every promise was kept" in result.stderr
+    assert (tmp_path / "elsewhere/index.html").exists()
+
+
+def test_a_run_that_was_stopped_has_no_report(demo: Any, tmp_path: Path) -> None:
+    result, _ = demo(None)
+    assert result.exit_code == 130
+    assert "the demo was stopped; nothing of it runs any more" in result.stderr
+    assert not (tmp_path / "report").exists()

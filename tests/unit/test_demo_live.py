@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from rlboost.demo.live import Lines, Screen, draw, view_of
+from rlboost.demo.news import Newsroom
+from rlboost.demo.summary import summary
+from rlboost.report.record import Record
+from tests.support.synthetic_record import AUDIT, BEGAN_AT, END_AT, record, unfinished
+
+
+def printed(what: Any, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(what)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def picture(made: Record, width: int = 110) -> str:
+    return printed(draw(made, Newsroom(made).fresh()[-9:], "running", END_AT), width)
+
+
+def test_the_picture_shows_step_accuracy_speed_workers_and_what_is_waited_for() -> None:
+    made = record()
+    made.observations[-1].waiting_for = "samples of step 12"
+    made.observations[-1].waiting_because = "3 of 204 samples are there"
+    text = picture(made)
+    assert "step 12/12" in text
+    assert "1:16" in text
+    assert "17% -> 77%" in text
+    assert "3,400 tokens/s" in text
+    assert "waiting for samples of step 12 because 3 of 204 samples are there" in text
+    assert "2 of 2 preemptions (1 without notice), 2 joins" in text
+    for worker in ("reserved-1", "worker-3", "worker-4", "worker-5"):
+        assert worker in text
+    assert "▼ worker-1 gets notice" in text
+
+
+def test_the_picture_fits_a_narrow_terminal() -> None:
+    assert all(len(line) <= 80 for line in picture(record(), 80).splitlines())
+
+
+def test_before_the_first_look_the_picture_says_that_it_starts() -> None:
+    text = printed(draw(unfinished(), [], "starting", BEGAN_AT))
+    assert "step 0/12" in text
+    assert "starting" in text
+
+
+def test_a_terminal_gets_the_picture_and_anything_else_gets_lines() -> None:
+    assert isinstance(view_of(record(), Console(file=io.StringIO(), force_terminal=True)), Screen)
+    assert isinstance(view_of(record(), Console(file=io.StringIO(), force_terminal=False)), Lines)
+
+
+def test_the_screen_is_redrawn_as_the_record_grows() -> None:
+    made, file = unfinished(), io.StringIO()
+    with view_of(made, Console(file=file, force_terminal=True, width=110)) as view:
+        view.show("starting", BEGAN_AT)
+        made.observations = record().observations
+        view.show("running", END_AT)
+    text = file.getvalue()
+    assert text.index("starting") < text.index("worker-5")
+
+
+def test_lines_tell_each_step_and_each_piece_of_news_once() -> None:
+    full, made, file = record(), unfinished(), io.StringIO()
+    with view_of(made, Console(file=file, force_terminal=False)) as view:
+        view.show("starting", BEGAN_AT)
+        view.show("starting", BEGAN_AT + 1)
+        made.steps, made.job_events, made.process_events = full.steps, full.job_events, full.process_events
+        view.show("running", END_AT)
+        view.show("running", END_AT)
+    text = file.getvalue().splitlines()
+    assert sum("starting" in line for line in text) == 1
+    assert sum("reward/mean" in line for line in text) == 12
+    assert [line for line in text if "worker-2" in line] == [
+        "0:23  ✗ worker-2 is gone without notice (SIGKILL)",
+        "0:25  50 unfinished samples of worker-2 go on elsewhere, with the 2,500 tokens they have",
+        "0:25  worker-2 is missed: its lease ran out",
+    ]
+
+
+def test_the_handing_over_at_each_step_is_no_news() -> None:
+    assert not any("reserved-1" in news.text for news in Newsroom(record()).fresh())
+
+
+def test_the_summary_says_what_came_out_what_was_promised_and_what_it_cost() -> None:
+    text = printed(summary(record()), 160)
+    assert "17.0% (step 0) -> 77.0% (step 12)" in text
+    assert "300 of 200,300 (0.15%): late 300" in text
+    assert text.count("✓") == 7
+    assert "processor time 172 s on 2 cores; 20 s of it to start" in text
+    assert "spot engines" in text
+
+
+def test_the_summary_of_a_run_that_went_wrong_names_the_broken_promises() -> None:
+    text = printed(summary(record(audit=AUDIT | {"delivered": 3000, "tokens_made_again": {}})), 160)
+    assert "3,276 requested = 3,000 delivered + 0 dropped" in text
+    assert text.count("✗") == 2
+    assert "tokens made again" in text
+    assert printed(summary(unfinished())).count("✗") == 6

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost.client import ServerEvent
+from rlboost.demo.recorder import Recorder, observation, this_machine
+from rlboost.local.state import ProcessRecord
+from rlboost.local.supervisor import ClusterEvent
+from rlboost.report.record import load
+from shared.errors import ConfigError
+from tests.support.fake_rest import job
+from tests.support.synthetic_record import record, unfinished
+
+WORKER = {
+    "id": "worker-1-abcd",
+    "role": "preemptible",
+    "state": "ready",
+    "weight_version": None,
+    "running": 3,
+    "tokens_per_s": 12.345,
+    "joined_at": "2026-01-01T00:00:10+00:00",
+    "price_per_hour": 0.5,
+}
+
+
+def test_an_observation_leaves_out_workers_that_are_gone() -> None:
+    waiting = {"for": "samples", "because": "they are slow", "since": "2026-01-01T00:00:00+00:00", "limit_s": None}
+    seen = observation(5.0, job("running", 2, waiting=waiting), [WORKER, {**WORKER, "state": "lost"}])
+    assert (seen.step, seen.job_state, seen.waiting_for, seen.waiting_because) == (
+        2,
+        "running",
+        "samples",
+        "they are slow",
+    )
+    (worker,) = seen.workers
+    assert (worker.joined_at, worker.version, worker.running) == (1767225610.0, None, 3)
+    assert seen.tokens_per_s == 12.3
+
+
+def test_an_observation_of_a_job_that_waits_for_nothing_says_so() -> None:
+    assert observation(5.0, job("running"), []).waiting_for == ""
+
+
+def test_events_and_changes_are_kept_in_order() -> None:
+    recorder = Recorder(unfinished())
+    recorder.process_event(ClusterEvent("killed", "worker-1", 1.0))
+    body = {"kind": "worker_lost", "at": 2.0, "source": "manager", "fields": {"worker": "worker-1-a", "reason": "x"}}
+    recorder.job_event(ServerEvent("1-0", "worker_lost", body))
+    recorder.changed(1.0, 3, "kill", "worker-1")
+    made = recorder.record
+    assert [event.kind for event in made.process_events] == ["killed"]
+    assert made.job_events[0].fields == {"worker": "worker-1-a", "reason": "x"}
+    assert made.made("kill") == 1
+
+
+def sample(*spans: tuple[str, int, int]) -> dict[str, Any]:
+    text = {
+        "sample": "1/2/3/4",
+        "step": 2,
+        "prompt": "p",
+        "completion": "c",
+        "reward": 1.0,
+        "reason": "",
+        "attempts": 2,
+    }
+    return {**text, "spans": [list(span) for span in spans], "n_tokens": sum(span[2] for span in spans)}
+
+
+def test_the_journey_kept_is_of_a_sample_that_outlived_the_worker() -> None:
+    recorder = Recorder(unfinished())
+    recorder.journey(
+        "worker-2",
+        [
+            sample(("worker-2-a", 2, 50)),
+            sample(("worker-1-a", 2, 50), ("worker-2-a", 2, 60)),
+            sample(("worker-2-a", 2, 10), ("worker-3-a", 2, 20)),
+            sample(("worker-2-a", 2, 30), ("worker-3-a", 2, 20)),
+            {**sample(("worker-2-a", 2, 90), ("worker-3-a", 2, 90)), "reward": 0.0},
+        ],
+    )
+    assert [journey.spans for journey in recorder.record.journeys] == [[("worker-2-a", 2, 30), ("worker-3-a", 2, 20)]]
+    recorder.journey("worker-9", [sample(("worker-1-a", 2, 5))])
+    assert len(recorder.record.journeys) == 1
+
+
+def test_processor_time_is_summed_by_kind_of_process() -> None:
+    recorder = Recorder(unfinished())
+    names = {"worker-1": "preemptible", "worker-2": "preemptible", "trainer": "trainer"}
+    processes = [ProcessRecord(name, role, 1, "", 0, alive=True) for name, role in names.items()]
+    recorder.cpu(processes, {"worker-1": 1.0, "worker-2": 2.0, "trainer": 4.0}, own_s=0.5)
+    cpu_s = recorder.record.cpu_s
+    assert (cpu_s["spot engines"], cpu_s["trainer"], cpu_s["this view"], cpu_s["redis"]) == (3.0, 4.0, 0.5, 0.0)
+
+
+def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "new/record.json"
+    Recorder(record()).save(file)
+    assert load(file) == record()
+
+
+def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.json: No such file or directory: name the record\.json of a run"):
+        load(tmp_path / "no.json")
+    for text, complaint in (("[", "Invalid JSON"), (json.dumps({"format": 2}), "format")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"bad\.json is no record of a run: .*{complaint}"):
+            load(tmp_path / "bad.json")
+
+
+def test_the_machine_is_described() -> None:
+    machine = this_machine()
+    assert machine.cores >= 1
+    assert machine.python.startswith("3.")

@@ -1,0 +1,132 @@
+"""The bookkeeping of a batch: dense rows, whatever ends, joins, is aborted or reordered, in whatever order."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.rollout_worker.adapters.rows import Moves, Rows
+from shared.messages import FINISH_LENGTH, FINISH_NONE
+from tests.support.engines import request
+
+SLOTS = 5
+SAMPLES = st.integers(0, 8)
+
+
+class Batch(RuleBasedStateMachine):
+    """Each sample's n-th token is sample * 100 + n, so that a token in the wrong place shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Rows(SLOTS, 64, vocabulary=100_000)
+        self.cached = [-1] * SLOTS
+        """Whose keys and values a cache would hold in each slot."""
+        self.lengths: dict[int, int] = {}
+        self.made: dict[int, list[int]] = {}
+        self.versions: dict[int, list[int]] = {}
+        self.aborted: dict[int, int] = {}
+        """How many tokens each aborted sample had by then."""
+        self.ended: set[int] = set()
+
+    @rule(n=st.integers(1, 9))
+    def submit(self, n: int) -> None:
+        sample = len(self.lengths)
+        self.rows.submit([request(sample, prompt=[1] * (1 + sample % 3), max_tokens=n)])
+        self.lengths[sample], self.made[sample] = n, []
+
+    @rule(budget=st.integers(1, 20))
+    def admit(self, budget: int) -> None:
+        for row in self.rows.admit(budget):
+            self.cached[row] = self.rows.requests[row].sample
+
+    @rule(aborted_meanwhile=st.none() | SAMPLES)
+    def decode(self, aborted_meanwhile: int | None) -> None:
+        rows = self.rows
+        tokens = [r.sample * 100 + offset for r, offset in zip(rows.requests, rows.offsets.tolist(), strict=True)]
+        if aborted_meanwhile is not None:
+            self._abort(aborted_meanwhile)
+        self._move(rows.commit(np.array(tokens, int), np.full(rows.n, -1.0, np.float32)))
+
+    @rule(sample=SAMPLES)
+    def abort(self, sample: int) -> None:
+        self._abort(sample)
+        self._move(self.rows.retire_aborted())
+
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        order = data.draw(st.permutations(range(self.rows.n)))
+        self.rows.reorder(np.array(order, int))
+        self.cached[: self.rows.n] = [self.cached[row] for row in order]
+
+    @rule()
+    def begin_version(self) -> None:
+        self.rows.begin_version(self.rows.version + 1)
+
+    @rule()
+    def drain(self) -> None:
+        for emission in self.rows.drain():
+            sample = emission.sample
+            assert sample not in self.ended
+            assert emission.offset == len(self.made[sample])
+            self.made[sample] += emission.tokens
+            self.versions.setdefault(sample, []).append(emission.version)
+            if emission.finish != FINISH_NONE:
+                assert (emission.finish, len(self.made[sample])) == (FINISH_LENGTH, self.lengths[sample])
+                self.ended.add(sample)
+
+    @invariant()
+    def the_cache_holds_what_the_rows_say(self) -> None:
+        assert [r.sample for r in self.rows.requests] == self.cached[: self.rows.n]
+
+    @invariant()
+    def every_sample_has_its_own_tokens_and_rising_versions(self) -> None:
+        for sample, tokens in self.made.items():
+            assert tokens == [sample * 100 + i for i in range(len(tokens))]
+        assert all(len(self.made[sample]) <= n for sample, n in self.aborted.items())
+        assert all(versions == sorted(versions) for versions in self.versions.values())
+
+    def teardown(self) -> None:
+        """Let everything finish: no sample is lost."""
+        while self.rows.pending or self.rows.n:
+            self.admit(budget=20)
+            self.decode(aborted_meanwhile=None)
+        self.drain()
+        self.every_sample_has_its_own_tokens_and_rising_versions()
+        assert self.ended | self.aborted.keys() == self.lengths.keys()
+
+    def _abort(self, sample: int) -> None:
+        running = {r.sample: offset for r, offset in zip(self.rows.requests, self.rows.offsets.tolist(), strict=True)}
+        self.rows.abort([(sample, 1)])
+        if sample in self.lengths and sample not in self.ended:
+            self.aborted.setdefault(sample, running.get(sample, self.lengths[sample]))
+
+    def _move(self, moves: Moves) -> None:
+        for target, source in zip(moves.targets, moves.sources, strict=True):
+            self.cached[target] = self.cached[source]
+
+
+TestBatch = Batch.TestCase
+TestBatch.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_equal_prefixes_count_once_against_the_budget_of_an_admission() -> None:
+    rows = Rows(SLOTS, 64, vocabulary=10)
+    rows.submit([request(sample, prompt=[1] * 20) for sample in range(4)])
+    assert rows.admit(budget_tokens=21) == range(4)
+    rows = Rows(SLOTS, 64, vocabulary=10)
+    rows.submit([request(sample, prompt=[sample] * 20) for sample in range(4)])
+    assert rows.admit(budget_tokens=21) == range(2)
+    assert rows.admit(budget_tokens=1) == range(2, 3)
+
+
+def test_a_row_whose_logprob_is_not_a_number_ends_with_an_error_and_without_the_token() -> None:
+    rows = Rows(SLOTS, 64, vocabulary=10)
+    rows.submit([request(1), request(2)])
+    rows.admit(budget_tokens=100)
+    rows.commit(np.array([3, 4]), np.array([-1.0, -2.0], np.float32))
+    rows.commit(np.array([3, 4]), np.array([np.nan, -2.0], np.float32))
+    bad, good = rows.drain()
+    assert (bad.sample, bad.tokens, bad.error) == (1, [3], "the model's output is not a number")
+    assert (good.sample, good.tokens, good.error) == (2, [4, 4], "")

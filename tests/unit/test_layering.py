@@ -1,0 +1,107 @@
+"""Who may import whom, how long a file may be, and what may not be imported early."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
+SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
+HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
+WIRE = {"shared.messages", "shared.columns", "shared.ids", "shared.errors", "shared.jobspec", "shared.bus"}
+"""What a domain may see of `shared`: values and names, nothing that acts."""
+PURE_LIBRARIES = {"pydantic", "numpy"}
+IMPURE = {"asyncio", "time", "random", "os", "socket", "subprocess", "pathlib", "secrets", "threading"}
+
+
+def imports(path: Path, *, only_at_import: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    nodes = tree.body if only_at_import else list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            found.add(node.module or "")
+    return found
+
+
+def tops(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_no_service_imports_another(service: str) -> None:
+    for path in (ROOT / "services" / service).rglob("*.py"):
+        for name in imports(path):
+            if name.startswith("services."):
+                assert name.split(".")[1] == service, f"{path} imports {name}"
+            assert not name.startswith("rlboost"), f"{path} imports {name}"
+
+
+def test_shared_imports_no_service() -> None:
+    for path in (ROOT / "shared").rglob("*.py"):
+        assert not tops(imports(path)) & {"services", "rlboost", "examples"}, path
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_domain_is_pure(service: str) -> None:
+    for path in (ROOT / "services" / service / "domain").rglob("*.py"):
+        for name in imports(path):
+            top = name.partition(".")[0]
+            if top == "services":
+                assert ".domain" in name, f"{path} imports {name}"
+            elif top == "shared":
+                assert name in WIRE, f"{path} imports {name}"
+            elif top == "torch":
+                assert service == "trainer", f"{path} imports torch"
+            else:
+                assert top in PURE_LIBRARIES or (top in sys.stdlib_module_names and top not in IMPURE), (
+                    f"{path} imports {name}"
+                )
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_adapters_see_ports_and_shared_only(service: str) -> None:
+    for path in (ROOT / "services" / service / "adapters").rglob("*.py"):
+        for name in imports(path):
+            if name.startswith(f"services.{service}"):
+                allowed = (f"services.{service}.ports", f"services.{service}.adapters", f"services.{service}.domain")
+                assert name.startswith(allowed), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_is_short_enough_to_read(path: Path) -> None:
+    limit = 500 if path.name == "messages.py" else 400
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_help_and_settings_need_no_heavy_library(service: str) -> None:
+    code = (
+        f"import sys; import services.{service}.settings; import services.{service}.ports\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+        if (ROOT / "services" / service / "ports.py").exists()
+        else f"import sys; import services.{service}.settings\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_only_one_file_spells_the_names_of_streams() -> None:
+    for path in SOURCES:
+        if path != ROOT / "shared" / "names.py":
+            assert not re.search(r'"rlboost:\w', path.read_text(encoding="utf-8")), f"{path} spells a Redis name"
+
+
+def test_nothing_is_pickled() -> None:
+    for path in SOURCES:
+        assert not tops(imports(path)) & {"pickle", "cloudpickle", "dill", "shelve"}, path
+        assert "torch.load(" not in path.read_text(encoding="utf-8"), path

@@ -1,0 +1,103 @@
+"""How a service's loops live and end, and what is told of waits (invariant 8)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from shared import logs
+from shared.errors import ConfigError, Retryable, Timeout
+from shared.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
+from shared.settings import ServiceSettings
+from shared.waiting import Waits
+
+
+async def until_told(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def at_once(_: asyncio.Event) -> None:
+    pass
+
+
+async def test_a_loop_that_ends_before_the_stop_is_a_failure_and_ends_the_others() -> None:
+    with pytest.raises(ExceptionGroup) as group:
+        await supervise({"short": at_once, "long": until_told}, asyncio.Event())
+    (error,) = group.value.exceptions
+    assert isinstance(error, LoopEnded)
+    assert "'short'" in str(error)
+
+
+async def test_a_loop_that_fails_ends_the_service_with_its_error() -> None:
+    async def fail(_: asyncio.Event) -> None:
+        raise Retryable("Redis is away")
+
+    with pytest.raises(ExceptionGroup) as group:
+        await supervise({"fail": fail, "long": until_told}, asyncio.Event())
+    assert [str(error) for error in group.value.exceptions] == ["Redis is away"]
+
+
+async def test_at_the_stop_a_loop_may_finish_what_it_holds() -> None:
+    done = []
+
+    async def finish(stop: asyncio.Event) -> None:
+        await stop.wait()
+        await asyncio.sleep(0)
+        done.append("flushed")
+
+    stop = asyncio.Event()
+    stop.set()
+    await supervise({"finish": finish}, stop)
+    assert done == ["flushed"]
+
+
+async def test_what_still_runs_after_the_grace_is_cancelled() -> None:
+    async def stubborn(_: asyncio.Event) -> None:
+        await asyncio.Event().wait()
+
+    stop = asyncio.Event()
+    stop.set()
+    async with asyncio.timeout(5):
+        await supervise({"stubborn": stubborn}, stop, grace_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, EXIT_OK), (Retryable("it is away"), EXIT_FAILED), (ConfigError("PORT: mend it"), EXIT_CONFIG)],
+)
+def test_an_expected_error_is_one_line_and_an_exit_code(
+    error: Exception | None, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["a_service"])
+    # It would bind every later test's log to this one's captured stderr.
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+
+    async def main(_: ServiceSettings, stop: asyncio.Event) -> None:
+        if error is not None:
+            raise error
+
+    assert run_service("a_service", ServiceSettings, main) == code
+    assert capsys.readouterr().err == (f"a_service: {error}\n" if error else "")
+
+
+async def test_a_wait_has_a_name_while_it_lasts_and_ends_at_its_limit() -> None:
+    waits = Waits()
+    seen = []
+
+    async def wait_for_ever() -> None:
+        async with waits.on("Redis", because="a flush", limit_s=0.01):
+            seen.extend(waits.current())
+            await asyncio.Event().wait()
+
+    with pytest.raises(Timeout, match=r"for Redis \(a flush\)"):
+        await wait_for_ever()
+    assert [wait.public().keys() for wait in seen] == [{"for", "because", "since", "limit_s"}]
+    assert not waits.current()
+
+
+async def test_a_time_out_of_something_else_is_not_the_waits_own() -> None:
+    with pytest.raises(TimeoutError):
+        async with Waits().on("Redis", because="a flush", limit_s=5):
+            raise TimeoutError

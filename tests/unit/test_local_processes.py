@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from rlboost.local.processes import STARTING_ORDER, HttpReady, LocalOptions, Site, roster, spec_of, spot_names
+
+PORTS = {"redis": 1, "weight-store": 2, "manager": 3, "trainer": 4, "reserved-1": 5, "worker-1": 6, "worker-2": 7}
+
+
+def site(options: LocalOptions | None = None, inherited: Mapping[str, str] | None = None) -> Site:
+    return Site(
+        options=options or LocalOptions(workers=2),
+        state_dir=Path("/state"),
+        cwd=Path("/mine"),
+        inherited=inherited or {},
+        token="the-token",
+        redis_url="redis://:the-password@127.0.0.1:1/0",
+        redis_argv=("redis-server", "/state/redis.conf"),
+        port_of=PORTS.__getitem__,
+    )
+
+
+def test_a_system_is_redis_store_manager_trainer_and_the_workers_asked_for() -> None:
+    options = LocalOptions(reserved=1, workers=2)
+    assert roster(options) == [
+        ("redis", "redis"),
+        ("weight-store", "weight_store"),
+        ("manager", "manager"),
+        ("trainer", "trainer"),
+        ("reserved-1", "reserved"),
+        ("worker-1", "preemptible"),
+        ("worker-2", "preemptible"),
+    ]
+    assert spot_names(options) == ["worker-1", "worker-2"]
+
+
+def test_every_role_has_its_place_in_the_starting_order() -> None:
+    staged = [role for stage in STARTING_ORDER for role in stage]
+    assert sorted(staged) == sorted({role for _, role in roster(LocalOptions())})
+
+
+def test_a_worker_is_told_the_manager_its_role_and_its_port() -> None:
+    spec = spec_of(site(), "worker-2", "preemptible")
+    assert spec.argv == (sys.executable, "-m", "services.rollout_worker")
+    assert spec.ready == HttpReady("http://127.0.0.1:7/healthz")
+    assert spec.log == Path("/state/logs/worker-2.log")
+    own = {name: value for name, value in spec.env.items() if name.startswith("RLBOOST_WORKER_")}
+    assert own == {
+        "RLBOOST_WORKER_HOST": "127.0.0.1",
+        "RLBOOST_WORKER_PORT": "7",
+        "RLBOOST_WORKER_URL": "http://127.0.0.1:3",
+        "RLBOOST_WORKER_ROLE": "preemptible",
+        "RLBOOST_WORKER_NAME": "worker-2",
+        "RLBOOST_WORKER_ENGINE": "torch",
+        "RLBOOST_WORKER_CACHE_DIR": "/state/cache",
+    }
+
+
+def test_trainer_and_manager_are_told_where_the_weights_are() -> None:
+    trainer, manager = spec_of(site(), "trainer", "trainer"), spec_of(site(), "manager", "manager")
+    assert trainer.env["RLBOOST_TRAINER_WEIGHT_STORE_URL"] == "http://127.0.0.1:2"
+    assert manager.env["RLBOOST_MANAGER_WEIGHT_STORE_URL"] == "http://127.0.0.1:2"
+
+
+@pytest.mark.parametrize(("name", "role"), roster(LocalOptions(workers=2)))
+def test_no_secret_is_on_a_command_line_or_in_what_is_shown(name: str, role: str) -> None:
+    spec = spec_of(site(), name, role)  # type: ignore[arg-type]  # the roster's own roles
+    shown = repr(spec) + repr(site())
+    assert "the-token" not in shown
+    assert "the-password" not in shown
+    assert not any("the-" in part for part in spec.argv)
+
+
+def test_engines_get_one_thread_unless_the_user_says_otherwise() -> None:
+    assert spec_of(site(), "worker-1", "preemptible").env["OMP_NUM_THREADS"] == "1"
+    told = site(inherited={"OMP_NUM_THREADS": "8"})
+    assert spec_of(told, "worker-1", "preemptible").env["OMP_NUM_THREADS"] == "8"
+
+
+def test_reward_functions_in_the_users_folder_can_be_imported() -> None:
+    assert spec_of(site(), "trainer", "trainer").env["PYTHONPATH"] == "/mine"
+    told = site(inherited={"PYTHONPATH": "/theirs"})
+    assert spec_of(told, "trainer", "trainer").env["PYTHONPATH"] == "/mine:/theirs"
+
+
+def test_the_options_environment_wins() -> None:
+    spec = spec_of(site(LocalOptions(env={"RLBOOST_WORKER_ENGINE": "other"})), "worker-1", "preemptible")
+    assert spec.env["RLBOOST_WORKER_ENGINE"] == "other"

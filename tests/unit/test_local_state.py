@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from rlboost.local.backoff import Backoff
+from rlboost.local.state import Config, ProcessRecord, StateDir
+from shared.errors import ConfigError
+
+RECORD = ProcessRecord("redis", "redis", 123, "2026-01-01T00:00:00.000+00:00", 0, alive=True)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    return StateDir(tmp_path / "deep" / "state")
+
+
+def config(state: StateDir) -> Config:
+    return Config("http://127.0.0.1:1", "token", "redis://x", str(state.path), 1)
+
+
+def test_what_is_published_is_found_while_the_supervisor_lives(state: StateDir) -> None:
+    with state.owned():
+        state.write_config(config(state))
+        state.write_processes([RECORD])
+        other = StateDir(state.path)
+        assert other.running()
+        assert other.config() == config(state)
+        assert other.processes() == [RECORD]
+
+
+def test_the_state_of_a_dead_supervisor_is_recognised(state: StateDir) -> None:
+    with state.owned():
+        state.write_config(config(state))
+        state.write_processes([RECORD])
+    assert not state.running()
+    assert [(record.alive, record.note) for record in state.processes()] == [(False, "the supervisor is gone")]
+
+
+def test_a_new_supervisor_forgets_what_the_last_one_said(state: StateDir) -> None:
+    with state.owned():
+        state.write_config(config(state))
+        state.set_drained("worker-1", True)
+    with state.owned():
+        assert state.config() is None
+        assert state.processes() == []
+        assert not state.drained("worker-1")
+
+
+def test_a_second_supervisor_is_refused_and_told_of_the_first(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.local.state._LOCK_PATIENCE_S", 0.05)
+    with state.owned():
+        state.write_config(config(state))
+        with pytest.raises(ConfigError, match=r"already runs in .* at http://127.0.0.1:1 .*rlboost down"):
+            StateDir(state.path).owned().__enter__()
+        assert state.running()
+
+
+def test_a_folder_that_never_was_has_no_system(state: StateDir) -> None:
+    assert not state.running()
+    assert state.config() is None
+    assert state.processes() == []
+
+
+def test_only_the_owner_can_read_secrets(state: StateDir) -> None:
+    with state.owned():
+        state.write_config(config(state))
+        assert stat.S_IMODE((state.path / "config.json").stat().st_mode) == 0o600
+        assert stat.S_IMODE(state.path.stat().st_mode) == 0o700
+        assert not list(state.path.glob(".config.json*"))
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/state.*--state"):
+        StateDir(tmp_path / "file" / "state").owned().__enter__()
+
+
+def test_a_garbled_file_is_named(state: StateDir) -> None:
+    with state.owned():
+        state.write("config.json", "{")
+        with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+            state.config()
+
+
+def test_the_wait_doubles_to_its_limit() -> None:
+    backoff = Backoff()
+    assert [backoff.after(0.1) for _ in range(7)] == [0.5, 1, 2, 4, 8, 10, 10]
+
+
+def test_a_long_life_resets_the_wait() -> None:
+    backoff = Backoff()
+    for _ in range(50):
+        backoff.after(29.9)
+    assert backoff.after(30.0) == 0.5
+    assert backoff.after(1.0) == 1.0

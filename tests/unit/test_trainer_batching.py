@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner, pack
+
+lengths = st.integers(1, 60)
+
+
+@dataclass(frozen=True)
+class Stub:
+    number: int
+    n_tokens: int
+
+
+def stubs(sizes: list[int]) -> list[Stub]:
+    return [Stub(i, n) for i, n in enumerate(sizes)]
+
+
+@given(st.lists(lengths, max_size=40), st.integers(1, 100))
+def test_micro_batches_hold_every_row_once_within_the_budget(sizes: list[int], budget: int) -> None:
+    batches = pack(stubs(sizes), budget)
+    assert sorted(row.number for batch in batches for row in batch) == list(range(len(sizes)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(row.n_tokens for row in batch) <= budget
+
+
+@given(st.lists(lengths, min_size=1, max_size=40))
+def test_rows_of_similar_length_are_together(sizes: list[int]) -> None:
+    flat = [row.n_tokens for batch in pack(stubs(sizes), 100) for row in batch]
+    assert flat == sorted(flat, reverse=True)
+
+
+@given(
+    groups=st.lists(st.lists(lengths, max_size=6), min_size=1, max_size=20),
+    updates=st.integers(1, 5),
+    budget=st.integers(10, 200),
+)
+def test_a_step_trains_every_row_once_in_the_right_update(groups: list[list[int]], updates: int, budget: int) -> None:
+    updates = min(updates, len(groups))
+    planner: UpdatePlanner[Stub] = UpdatePlanner(len(groups), updates, budget)
+    parts: list[set[int]] = [set()]
+    for number, sizes in enumerate(groups):
+        for work in planner.add([Stub(number * 100 + i, n) for i, n in enumerate(sizes)]):
+            if isinstance(work, Accumulate):
+                parts[-1] |= {row.number for batch in work.batches for row in batch}
+            else:
+                parts.append(set())
+    assert parts.pop() == set()
+    ends = [(i + 1) * len(groups) // updates for i in range(updates)]
+    starts = [0, *ends[:-1]]
+    expected = [
+        {n * 100 + i for n in range(start, end) for i in range(len(groups[n]))}
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    assert parts == expected
+
+
+def test_micro_batches_begin_before_the_last_group_is_there() -> None:
+    planner: UpdatePlanner[Stub] = UpdatePlanner(3, 1, 10)
+    assert planner.add(stubs([10])) == []
+    [work] = planner.add(stubs([10]))
+    assert isinstance(work, Accumulate)
+    assert planner.add([]) == [OptimizerStep()]

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.domain.collector import DroppedGroup, StepCollector, WholeGroup
+from shared.columns import F32, I32, pack
+from shared.errors import Fatal
+from shared.ids import SampleId
+from shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
+
+STEP = 3
+
+
+def sample_id(group: int, member: int, *, step: int = STEP, job: int = 1) -> int:
+    return SampleId(job, False, step, group, member).pack()
+
+
+def finished(sample: int, n: int = 2, version: int = STEP) -> SampleFinished:
+    return SampleFinished(
+        sample=sample,
+        tokens=pack(range(n), I32),
+        logprobs=pack([-1.0] * n, F32),
+        finish="stop",
+        spans=[("w", version, n)],
+        attempts=1,
+        group_done=False,
+    )
+
+
+def dropped(sample: int) -> SampleDropped:
+    return SampleDropped(sample=sample, reason="too long", group_done=False)
+
+
+def collector(n_groups: int = 2, size: int = 2) -> StepCollector:
+    return StepCollector(1, STEP, {sample_id(g, 0): size for g in range(n_groups)})
+
+
+def test_a_group_comes_when_its_last_sample_does() -> None:
+    fold = collector().fold
+    assert fold(finished(sample_id(0, 1))) is None
+    whole = fold(finished(sample_id(0, 0)))
+    assert isinstance(whole, WholeGroup)
+    assert [sample.sample for sample in whole.samples] == [sample_id(0, 0), sample_id(0, 1)]
+
+
+def test_a_sample_that_comes_twice_counts_once() -> None:
+    collected = collector()
+    collected.fold(finished(sample_id(0, 0)))
+    assert collected.fold(finished(sample_id(0, 0))) is None
+    assert collected.duplicates == 1
+    assert not collected.complete
+
+
+def test_a_dropped_sample_drops_its_whole_group_with_the_reason() -> None:
+    collected = collector()
+    collected.fold(finished(sample_id(0, 0)))
+    assert collected.fold(dropped(sample_id(0, 1))) == DroppedGroup(sample_id(0, 0), "too long")
+
+
+def test_what_comes_after_the_drop_changes_nothing() -> None:
+    collected = collector()
+    collected.fold(dropped(sample_id(0, 0)))
+    assert collected.fold(finished(sample_id(0, 1))) is None
+    assert collected.fold(dropped(sample_id(0, 1))) is None
+    assert collected.n_arrived == 2
+
+
+def test_a_late_sample_of_an_earlier_step_is_counted_and_left() -> None:
+    collected = collector()
+    assert collected.fold(finished(sample_id(5, 0, step=STEP - 1), version=STEP - 1)) is None
+    assert collected.duplicates == 1
+
+
+@pytest.mark.parametrize(
+    "stranger", [sample_id(2, 0), sample_id(0, 2), sample_id(0, 0, step=STEP + 1), sample_id(0, 0, job=2)]
+)
+def test_a_sample_that_nobody_asked_for_is_fatal(stranger: int) -> None:
+    with pytest.raises(Fatal, match="did not ask"):
+        collector().fold(finished(stranger))
+
+
+def test_tokens_of_another_weight_version_are_fatal() -> None:
+    with pytest.raises(Fatal, match="weight versions"):
+        collector().fold(finished(sample_id(0, 0), version=STEP - 1))
+
+
+@pytest.mark.parametrize("change", [{"spans": [("w", STEP, 1)]}, {"logprobs": pack([-1.0], F32)}])
+def test_columns_and_spans_that_do_not_add_up_are_fatal(change: dict[str, object]) -> None:
+    with pytest.raises(Fatal, match="spans over"):
+        collector().fold(finished(sample_id(0, 0)).model_copy(update=change))
+
+
+def test_the_device_is_ours_between_the_end_of_seeding_and_its_reopening() -> None:
+    collected = collector()
+    assert not collected.device_is_ours
+    collected.fold(SeedingEnded(step=STEP - 1, window_s=1.0, reason="window"))
+    assert not collected.device_is_ours
+    collected.fold(SeedingEnded(step=STEP, window_s=1.0, reason="window"))
+    assert collected.device_is_ours
+    collected.fold(SeedingReopened(step=STEP))
+    assert not collected.device_is_ours
+
+
+@given(st.data())
+def test_every_group_is_decided_exactly_once_whatever_the_order(data: st.DataObject) -> None:
+    ids = [sample_id(g, m) for g in range(4) for m in range(3)]
+    gone = data.draw(st.sets(st.sampled_from(ids), max_size=3))
+    answers: list[Message] = [dropped(i) if i in gone else finished(i) for i in ids]
+    again = data.draw(st.lists(st.sampled_from(answers), max_size=5))
+    messages = data.draw(st.permutations([*answers, *again]))
+    collected = collector(4, 3)
+    outcomes = [outcome for message in messages if (outcome := collected.fold(message)) is not None]
+    assert collected.complete
+    assert sorted(outcome.group for outcome in outcomes) == [sample_id(g, 0) for g in range(4)]
+    for outcome in outcomes:
+        members = {outcome.group + m for m in range(3)}
+        assert isinstance(outcome, DroppedGroup) == bool(members & gone)
+    assert collected.duplicates == len(again)

@@ -1,0 +1,524 @@
+"""The trainer's loops and a whole job on fakes: no sockets, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.app import Trainer
+from services.trainer.device import DeviceThread
+from services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
+from services.trainer.ports import Data, LossFn, Prompt, RewardBatch, Row, Scores, Workshop
+from shared import names
+from shared.bus import START
+from shared.columns import I32, pack
+from shared.errors import ConfigError
+from shared.fakes import MemoryBus
+from shared.ids import SampleId
+from shared.jobspec import JobSpec, parse, to_json
+from shared.messages import (
+    Event,
+    GroupRequested,
+    JobCommand,
+    JobReport,
+    SampleDropped,
+    SeedingEnded,
+    SeedingReopened,
+    StepReport,
+)
+from shared.waiting import Waits
+from tests.support.eventually import eventually
+from tests.support.scripted_manager import Answer, ScriptedManager, scripted
+
+JOB = "job-1"
+
+
+def spec(**changes: Any) -> JobSpec:
+    raw: dict[str, Any] = {
+        "model": "m",
+        "data": {"train": "t.jsonl", "prompts_per_step": 4},
+        "reward": {"function": "m:f"},
+        "algorithm": {"group_size": 2, "updates_per_step": 2},
+        "sampling": {"max_tokens": 8},
+        "optimizer": {"lr": 0.01},
+        "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 16},
+        "steps": 5,
+    }
+    return parse({**raw, **changes})
+
+
+def by_length(batch: RewardBatch) -> Scores:
+    return Scores(tuple(float(len(ids) % 3) for ids in batch.completion_ids))
+
+
+class Rig:
+    """One trainer after the other on the same bus, weights and checkpoints, and a scripted manager."""
+
+    def __init__(self, folder: Path, job: JobSpec | None = None) -> None:
+        self.job = job or spec()
+        self.bus = MemoryBus()
+        self.weights = MemoryWeights()
+        self.checkpoints = MemoryCheckpoints(folder)
+        self.folder = MemoryFolder()
+        self.manager = ScriptedManager(self.bus, JOB)
+        self.reward: Callable[[RewardBatch], Scores] = by_length
+        self.engine = FakeEngine()
+        self.make_engine: Callable[[], FakeEngine] = FakeEngine
+        self.samples_limit_s = 20.0
+        self.outage_limit_s = 20.0
+        self.waits = Waits()
+
+    def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
+        prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(10)]
+        self.engine = self.make_engine()
+        return Workshop(
+            engine=self.engine,
+            model=Path("m"),
+            loss=_no_loss,
+            data=Data(prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids))),
+            rewards=FakeRewards(self.reward),
+            checkpoints=self.checkpoints,
+            weights=self.weights,
+            folder=self.folder,
+        )
+
+    async def command(self, action: Any, job: JobSpec | None = None) -> None:
+        text = to_json(job or self.job) if action == "create" else ""
+        command = JobCommand(command_id=action, action=action, job_id=JOB, job_no=1, spec_json=text)
+        await self.bus.append(names.JOB_COMMANDS, command)
+
+    @asynccontextmanager
+    async def trainer(self, *, killed: bool = False) -> AsyncIterator[Trainer]:
+        """Run a trainer and the manager; at the end stop it in order, or as SIGKILL would."""
+        device, stop = DeviceThread(), asyncio.Event()
+        self.waits = Waits()
+        trainer = Trainer(
+            self.bus,
+            self.build,
+            device,
+            self.waits,
+            outage_limit_s=self.outage_limit_s,
+            samples_limit_s=self.samples_limit_s,
+        )
+        loops = [asyncio.create_task(loop(stop)) for loop in (trainer.commands, trainer.jobs, trainer.lease)]
+        manager = asyncio.create_task(self.manager.run())
+        try:
+            yield trainer
+        finally:
+            if not killed:
+                stop.set()
+                await asyncio.wait(loops, timeout=10)
+            for task in (*loops, manager):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*loops, manager)
+            device.close()
+
+    def lease_runs_out(self) -> None:
+        """Do at once what time does to a dead trainer's lease."""
+        self.bus._leases.clear()
+
+    async def waits_for(self, what: str) -> None:
+        """Return once the trainer waits for this."""
+        await eventually(lambda: what in [wait.for_ for wait in self.waits.current()])
+
+    async def reports(self) -> list[JobReport | StepReport]:
+        entries = await self.bus.read({names.JOB_REPORTS: START}, count=10_000)
+        return [e.message for e in entries if isinstance(e.message, JobReport | StepReport)]
+
+    async def steps(self) -> list[StepReport]:
+        return [report for report in await self.reports() if isinstance(report, StepReport)]
+
+    async def states(self) -> list[str]:
+        return [report.state for report in await self.reports() if isinstance(report, JobReport)]
+
+    async def ended(self) -> JobReport:
+        async def last() -> JobReport | None:
+            found = [report for report in await self.reports() if isinstance(report, JobReport)]
+            return found[-1] if found and found[-1].state in {"completed", "failed", "cancelled"} else None
+
+        report = await eventually(last)
+        assert report is not None
+        return report
+
+    async def events(self) -> list[tuple[str, dict[str, Any]]]:
+        entries = await self.bus.read({names.job_events(JOB): START}, count=10_000)
+        return [(e.message.kind, e.message.fields) for e in entries if isinstance(e.message, Event)]
+
+
+def _no_loss(*_: Any) -> Any:
+    raise AssertionError("the fake engine does not call it")
+
+
+async def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with rig.trainer():
+        await rig.command("create")
+        assert await rig.ended() == JobReport(job_id=JOB, state="completed", step=5)
+    assert [report.step for report in await rig.steps()] == [0, 1, 2, 3, 4]
+    assert sorted(rig.weights.versions) == [0, 1, 2, 3, 4, 5]
+    assert rig.folder.model == rig.weights.versions[5]
+    assert sorted(rig.folder.rows) == [0, 1, 2, 3, 4]
+    assert await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0) == []
+    assert rig.engine.closed
+
+
+async def test_a_step_is_asked_for_only_after_its_version_is_committed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    seen: list[tuple[int, int]] = []
+
+    def script(request: GroupRequested, sample: int) -> Answer:
+        seen.append((request.version, max(rig.weights.versions)))
+        return scripted(request, sample)
+
+    rig.manager.script = script
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+    assert seen
+    assert all(version == head for version, head in seen)
+
+
+async def test_evaluation_groups_come_with_their_step_and_once_more_at_the_end(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(data={"train": "t", "eval": "e", "prompts_per_step": 4}, eval={"every": 2, "samples": 4}))
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+    rows = {report.step: report.metrics for report in await rig.steps()}
+    assert [step for step in rows if "eval/reward_mean" in rows[step]] == [0, 2, 4, 5]
+    assert "reward/mean" not in rows[5]
+
+
+class Recording(FakeEngine):
+    """Notes whether the device was the trainer's when it computed."""
+
+    def __init__(self, allowed: Callable[[], bool]) -> None:
+        super().__init__()
+        self._allowed = allowed
+        self.calls: list[bool] = []
+
+    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+        self.calls.append(self._allowed())
+        return super().accumulate(batches, loss)
+
+
+async def test_nothing_is_computed_before_the_seeding_ends_nor_after_it_reopens(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=1, algorithm={"group_size": 2}))
+    rig.manager.seeding_ends = False
+    rig.manager.held = {0}
+    ours = False
+    engine = Recording(lambda: ours)
+    rig.make_engine = lambda: engine
+    stream = names.rollouts_finished(JOB)
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("samples of step 0")
+        await rig.bus.append(stream, SeedingEnded(step=0, window_s=1.0, reason="window"))
+        await rig.bus.append(stream, SeedingReopened(step=0))
+        rig.manager.held = set()
+        await rig.waits_for("the device")
+        assert engine.calls == []
+        ours = True
+        await rig.bus.append(stream, SeedingEnded(step=0, window_s=1.0, reason="finished"))
+        await rig.ended()
+    assert engine.calls
+    assert all(engine.calls)
+
+
+async def test_a_killed_trainers_successor_uses_the_same_samples_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    undisturbed = Rig(tmp_path / "a")
+    async with undisturbed.trainer():
+        await undisturbed.command("create")
+        await undisturbed.ended()
+    for killed_in in range(5):
+        rig = Rig(tmp_path / f"b{killed_in}")
+        rig.manager.held = {killed_in}
+        async with rig.trainer(killed=True):
+            await rig.command("create")
+            await rig.waits_for(f"samples of step {killed_in}")
+        rig.manager.held = set()
+        rig.lease_runs_out()
+        async with rig.trainer():
+            assert (await rig.ended()).state == "completed"
+        assert rig.weights.versions == undisturbed.weights.versions
+        assert set(rig.manager.answered.values()) == {1}
+        assert {r.group for r in rig.manager.requests} == {r.group for r in undisturbed.manager.requests}
+        assert rig.folder.model == undisturbed.folder.model
+
+
+async def test_weights_that_were_committed_win_over_those_trained_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.manager.held = {1}
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await eventually(lambda: max(rig.weights.versions, default=-1) == 1)
+    committed = [shard._replace(data=b"\x00\x00\x80?" * 2) for shard in rig.weights.versions[1]]
+    rig.weights.versions[1] = committed
+    rig.manager.held = set()
+    rig.lease_runs_out()
+    async with rig.trainer():
+        await rig.ended()
+    assert rig.weights.versions[1] == committed
+    assert ("weights_restored", {"version": 1}) in await rig.events()
+
+
+async def test_a_second_trainer_does_not_join_a_job_that_is_led(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.bus.renew(names.trainer_lease(JOB), json.dumps({"trainer": "another"}), 0.7)
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("the lease of the job")
+        assert rig.manager.requests == []
+        assert (await rig.ended()).state == "completed"
+
+
+class Slow(FakeEngine):
+    """Computes for longer than a cancel may take."""
+
+    began = False
+
+    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+        self.began = True
+        time.sleep(1.5)
+        return super().accumulate(batches, loss)
+
+
+async def _cancel(rig: Rig) -> None:
+    began = time.monotonic()
+    await rig.command("cancel")
+    assert (await rig.ended()).state == "cancelled"
+    assert time.monotonic() - began < 1.0
+
+
+async def test_a_cancel_takes_effect_within_a_second_while_samples_are_awaited(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.manager.held = {1}
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("samples of step 1")
+        await _cancel(rig)
+    assert await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0) == []
+
+
+async def test_a_cancel_takes_effect_within_a_second_while_the_device_computes(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    engine = Slow()
+    rig.make_engine = lambda: engine
+    async with rig.trainer():
+        await rig.command("create")
+        await eventually(lambda: engine.began)
+        await _cancel(rig)
+        assert await eventually(lambda: engine.closed)
+
+
+async def test_a_cancel_takes_effect_within_a_second_while_the_job_is_paused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.command("create")
+    await rig.command("pause")
+    async with rig.trainer():
+        await rig.waits_for("a resume")
+        await _cancel(rig)
+
+
+async def test_a_cancel_before_the_job_has_begun_ends_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.command("create")
+    await rig.command("cancel")
+    async with rig.trainer():
+        assert (await rig.ended()).state == "cancelled"
+
+
+async def test_a_pause_holds_at_the_next_step_and_outlives_the_trainer(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.manager.held = {2}
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await eventually(lambda: 2 in rig.weights.versions)
+        await rig.command("pause")
+        rig.manager.held = set()
+        await eventually(lambda: 3 in rig.weights.versions)
+        await eventually(lambda: _last_state_is(rig, "paused"))
+    rig.lease_runs_out()
+    async with rig.trainer():
+        await eventually(lambda: _paused_again(rig))
+        assert max(rig.weights.versions) == 3
+        await rig.command("resume")
+        assert (await rig.ended()).state == "completed"
+
+
+async def _last_state_is(rig: Rig, state: str) -> bool:
+    states = await rig.states()
+    return bool(states) and states[-1] == state
+
+
+async def _paused_again(rig: Rig) -> bool:
+    return (await rig.states()).count("paused") == 2
+
+
+async def test_the_lease_says_what_the_trainer_waits_for(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.manager.held = {1}
+    async with rig.trainer():
+        await rig.command("create")
+
+        async def told() -> dict[str, Any] | None:
+            [text] = await rig.bus.holders([names.trainer_lease(JOB)])
+            body: dict[str, Any] = json.loads(text) if text else {}
+            return body if body.get("step") == 1 and body["waiting"] else None
+
+        body = await eventually(told)
+        assert body is not None
+        assert body["phase"] == "training"
+        assert body["waiting"]["for"] == "samples of step 1"
+        assert body["waiting"]["because"] == "0 of 8 samples are there"
+        rig.manager.held = set()
+        await rig.ended()
+    assert await rig.bus.holders([names.trainer_lease(JOB)]) == [None]
+
+
+async def test_redis_may_go_away_for_a_while(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.manager.held = {1}
+    async with rig.trainer():
+        await rig.command("create")
+        await eventually(lambda: 1 in rig.weights.versions)
+        rig.bus.down = True
+        await rig.waits_for("Redis")
+        rig.manager.held = set()
+        rig.bus.down = False
+        assert (await rig.ended()).state == "completed"
+    assert set(rig.manager.answered.values()) == {1}
+
+
+async def test_a_group_without_rewards_is_dropped_counted_and_told(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 10}))
+    rig.reward = lambda batch: (
+        Scores(None, "raised", "ValueError: no") if batch.columns["row"][0] == 4 else by_length(batch)
+    )
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    [report] = await rig.steps()
+    assert report.metrics["groups/dropped/raised"] == 1.0
+    [(_, fields)] = [event for event in await rig.events() if event[0] == "group_dropped"]
+    assert fields["reason"] == "raised"
+    assert fields["detail"] == "ValueError: no"
+
+
+async def test_a_group_whose_sample_cannot_be_generated_is_dropped_whole(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=1))
+    first = SampleId(1, False, 0, 0, 1).pack()
+
+    def script(request: GroupRequested, sample: int) -> Answer:
+        if sample == first:
+            return SampleDropped(sample=sample, reason="the prompt is too long", group_done=True)
+        return scripted(request, sample)
+
+    rig.manager.script = script
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    [report] = await rig.steps()
+    assert report.metrics["groups/dropped/generation"] == 1.0
+
+
+async def test_a_reward_function_that_never_answers_fails_the_job_and_not_the_trainer(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.reward = lambda _batch: Scores(None, "timeout", "")
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+        assert report.state == "failed"
+        assert "not one group of step 0 could be scored" in report.error
+        assert "m:f" in report.error
+
+
+async def test_a_job_that_cannot_be_built_fails_with_the_reason_and_the_next_one_runs(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+
+    def refuse() -> FakeEngine:
+        raise ConfigError("model: 'm' is no directory here")
+
+    rig.make_engine = refuse
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).error == "model: 'm' is no directory here"
+        rig.make_engine = FakeEngine
+        await rig.command("create")
+        await eventually(lambda: _last_state_is(rig, "completed"))
+
+
+async def test_an_error_of_no_known_kind_fails_the_job_and_not_the_trainer(tmp_path: Path) -> None:
+    class Broken(FakeEngine):
+        def step(self, learning_rate: float) -> float:
+            raise ZeroDivisionError(learning_rate)
+
+    rig = Rig(tmp_path)
+    rig.make_engine = Broken
+    async with rig.trainer():
+        await rig.command("create")
+        assert "unexpected ZeroDivisionError" in (await rig.ended()).error
+
+
+async def test_a_silence_that_lasts_too_long_fails_the_job_by_name(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.samples_limit_s = 0.3
+    rig.manager.held = {0}
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    assert "samples of step 0" in report.error
+    assert "0 of 8" in report.error
+
+
+async def test_the_finished_samples_are_trimmed_only_behind_the_older_of_two_checkpoints(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=7))
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+    assert [report.checkpointed_step for report in await rig.steps()] == [0, 0, 0, 0, 2, 2, 4]
+    left = await rig.bus.read({names.rollouts_finished(JOB): START}, count=10_000)
+    steps = {SampleId.unpack(e.message.sample).step for e in left if hasattr(e.message, "sample")}
+    assert {4, 5, 6} <= steps <= {3, 4, 5, 6}
+
+
+async def test_resume_never_refuses_a_job_that_was_interrupted(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(trainer={"resume": "never"}))
+    rig.manager.held = {1}
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await eventually(lambda: 1 in rig.weights.versions)
+    rig.lease_runs_out()
+    async with rig.trainer():
+        assert "trainer.resume" in (await rig.ended()).error
+
+
+async def test_scored_samples_are_shown_with_their_lineage(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=1))
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+    entries = await rig.bus.read({names.job_samples(JOB): START}, count=1000)
+    assert len(entries) == 8
+    event = entries[0].message
+    assert isinstance(event, Event)
+    assert event.kind == "sample_scored"
+    assert event.fields["spans"] == [["w-1", 0, event.fields["n_tokens"]]]
+    assert isinstance(event.fields["reward"], float)
+
+
+def test_rows_know_their_length() -> None:
+    assert Row(pack([1, 2], I32), pack([3], I32), b"", 0.0).n_tokens == 3
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
+from shared.columns import F32, I32, pack
+from shared.messages import SampleFinished
+
+
+def sample(n: int, *, finish: str = "stop", logprob: float = -0.5) -> SampleFinished:
+    return SampleFinished(
+        sample=1,
+        tokens=pack([1] * n, I32),
+        logprobs=pack([logprob] * n, F32),
+        finish="length" if finish == "length" else "stop",
+        spans=[("w", 0, n)],
+        attempts=1,
+        group_done=False,
+    )
+
+
+def test_the_rows_names_are_the_fields() -> None:
+    tally = StepTally(
+        scored=[
+            ScoredGroup((sample(2), sample(4, finish="length")), (1.0, 0.0)),
+            ScoredGroup((sample(3), sample(3)), (1.0, 1.0)),
+        ],
+        evaluated=[ScoredGroup((sample(8),), (0.25,))],
+        duplicates=3,
+        loss_sums={
+            "tokens": 6.0,
+            "loss": -3.0,
+            "clipped_low": 1.0,
+            "clipped_high": 2.0,
+            "abs_log_ratio": 0.6,
+            "kl": 0.06,
+        },
+        grad_norms=[1.0, 3.0],
+        learning_rate=1e-3,
+        durations=Durations(seeding_s=1.0, wait_s=0.5, train_s=0.25, publish_s=0.125, step_s=2.0),
+    )
+    tally.dropped["timeout"] += 2
+    assert tally.metrics() == pytest.approx(
+        {
+            "reward/mean": 0.75,
+            "reward/std": math.sqrt(0.5) / 2,
+            "frac_reward_zero_std": 0.5,
+            "completions/mean_length": 3.0,
+            "completions/max_length": 4.0,
+            "completions/clipped_ratio": 0.25,
+            "tokens/completion": 12.0,
+            "entropy": 0.5,
+            "loss": -0.5,
+            "clip_ratio/low": 1 / 6,
+            "clip_ratio/high": 1 / 3,
+            "off_policy/abs_log_ratio": 0.1,
+            "off_policy/kl": 0.01,
+            "tokens/trained": 6.0,
+            "grad_norm": 2.0,
+            "lr": 1e-3,
+            "eval/reward_mean": 0.25,
+            "eval/mean_length": 8.0,
+            "samples/duplicates": 3.0,
+            "groups/dropped": 2.0,
+            "groups/dropped/timeout": 2.0,
+            "time/step_s": 2.0,
+            "time/seeding_s": 1.0,
+            "time/wait_s": 0.5,
+            "time/train_s": 0.25,
+            "time/publish_s": 0.125,
+            "perf/tokens_per_s": 10.0,
+        }
+    )
+
+
+def test_what_did_not_take_place_is_left_out() -> None:
+    row = StepTally().metrics()
+    assert not {name for name in row if name.startswith(("reward", "eval", "loss", "completions"))}
+    assert all(isinstance(value, float) for value in row.values())

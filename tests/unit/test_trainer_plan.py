@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.domain.advantages import advantages, standard_deviation
+from services.trainer.domain.plan import check, epoch_order, last_step, plan_step, spread, training_rows
+from services.trainer.domain.schedule import learning_rate
+from shared.errors import ConfigError
+from shared.ids import SampleId
+from shared.jobspec import EvalSpec, JobSpec, OptimizerSpec, parse
+
+
+def job(**changes: object) -> JobSpec:
+    raw = {
+        "model": "m",
+        "data": {"train": "t.jsonl", "eval": "e.jsonl", "prompts_per_step": 4},
+        "reward": {"function": "m:f"},
+        "algorithm": {"group_size": 3},
+        "eval": {"every": 2, "samples": 7},
+        "steps": 5,
+    }
+    return parse({**raw, **changes})
+
+
+@given(seed=st.integers(0, 9), epoch=st.integers(0, 5), n=st.integers(1, 40))
+def test_every_epoch_holds_every_row_once(seed: int, epoch: int, n: int) -> None:
+    assert sorted(epoch_order(seed, epoch, n)) == list(range(n))
+
+
+@given(n=st.integers(1, 20), per_step=st.integers(1, 30), steps=st.integers(1, 6))
+def test_steps_walk_through_the_epochs_without_a_gap(n: int, per_step: int, steps: int) -> None:
+    walked = [row for step in range(steps) for row in training_rows(1, step, per_step, n)]
+    epochs = [row for epoch in range(len(walked) // n + 1) for row in epoch_order(1, epoch, n)]
+    assert walked == epochs[: len(walked)]
+
+
+def test_the_order_changes_with_the_epoch_and_the_seed() -> None:
+    assert epoch_order(0, 0, 50) != epoch_order(0, 1, 50)
+    assert epoch_order(0, 0, 50) != epoch_order(1, 0, 50)
+
+
+def test_a_step_that_is_planned_again_asks_for_the_same() -> None:
+    assert plan_step(job(), 7, 2, 100, 5) == plan_step(job(), 7, 2, 100, 5)
+
+
+def test_groups_have_the_ids_that_the_job_and_step_give_them() -> None:
+    groups = plan_step(job(), 7, 2, 100, 5)
+    training = [SampleId.unpack(group.id) for group in groups if not group.is_eval]
+    assert training == [SampleId(7, False, 2, g, 0) for g in range(4)]
+    assert all(group.n == 3 for group in groups if not group.is_eval)
+    assert len({group.seed for group in groups}) == len(groups)
+
+
+def test_evaluation_is_due_every_so_often_and_after_the_last_step() -> None:
+    spec = job()
+    evaluated = [any(group.is_eval for group in plan_step(spec, 1, step, 9, 5)) for step in range(6)]
+    trained = [any(not group.is_eval for group in plan_step(spec, 1, step, 9, 5)) for step in range(6)]
+    assert evaluated == [True, False, True, False, True, True]
+    assert trained == [True] * 5 + [False]
+    assert last_step(spec) == 5
+    assert last_step(job(eval=None)) == 4
+
+
+@given(samples=st.integers(1, 300), prompts=st.integers(1, 300))
+def test_evaluation_samples_are_spread_evenly_and_none_is_lost(samples: int, prompts: int) -> None:
+    counts = spread(EvalSpec(samples=samples), prompts)
+    assert sum(counts) == samples
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_job_that_cannot_be_planned_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.temperature"):
+        check(job(sampling={"temperature": 0}), 5)
+    with pytest.raises(ConfigError, match=r"eval\.samples"):
+        check(job(eval={"samples": 2000}), 5)
+    check(job(), 5)
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    spec = OptimizerSpec(lr=1.0, warmup_steps=5, decay=0.8)
+    assert learning_rate(spec, 0, 60) == pytest.approx(0.2)
+    assert learning_rate(spec, 4, 60) == pytest.approx(1 - 0.8 * 4 / 60)
+    assert learning_rate(spec, 59, 60) == pytest.approx(1 - 0.8 * 59 / 60)
+    assert learning_rate(OptimizerSpec(lr=0.5), 0, 10) == 0.5
+
+
+def test_advantages_are_relative_to_the_group() -> None:
+    assert advantages([1.0, 0.0]) == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4)])
+
+
+@given(st.floats(-1e6, 1e6), st.integers(1, 9))
+def test_a_group_of_equal_rewards_teaches_nothing(reward: float, n: int) -> None:
+    assert advantages([reward] * n) is None
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
+def test_advantages_add_up_to_nothing(rewards: list[float]) -> None:
+    values = advantages(rewards)
+    assert values is None or sum(values) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_standard_deviation_is_the_samples() -> None:
+    assert standard_deviation([1.0, 3.0]) == pytest.approx(2**0.5)
+    assert standard_deviation([4.0]) == 0.0

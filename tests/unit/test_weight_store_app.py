@@ -1,0 +1,308 @@
+"""The weight store over fakes: what a commit checks, what is announced, what is removed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from services.weight_store.domain.versions import Version
+from services.weight_store.fakes import MemoryChunks, MemoryDocuments
+from services.weight_store.metrics import Metrics
+from services.weight_store.ports import StoreFull
+from shared.bus import START
+from shared.errors import Conflict, NotFound, Undecodable
+from shared.fakes import MemoryBus
+from shared.messages import WeightsCommitted
+from shared.names import WEIGHTS_COMMITTED
+from shared.waiting import Waits
+from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
+from shared.weights.wire import CommitRequest
+from tests.support.eventually import eventually
+
+JOB = "job-1"
+
+
+@dataclass
+class World:
+    chunks: MemoryChunks = field(default_factory=MemoryChunks)
+    documents: MemoryDocuments = field(default_factory=MemoryDocuments)
+    bus: MemoryBus = field(default_factory=MemoryBus)
+    waits: Waits = field(default_factory=Waits)
+    now: float = 1_000_000.0
+
+    def store(self) -> WeightStore:
+        metrics = Metrics(CollectorRegistry())
+        return WeightStore(
+            self.chunks, self.documents, self.bus, self.waits, metrics, keep_versions=2, clock=lambda: self.now
+        )
+
+    async def announced(self) -> list[int]:
+        entries = await self.bus.read({WEIGHTS_COMMITTED: START})
+        return [entry.message.version for entry in entries if isinstance(entry.message, WeightsCommitted)]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def store(world: World) -> WeightStore:
+    return world.store()
+
+
+def part_of(content: bytes, rank: int = 0, rows: tuple[int, int] | None = None) -> Part:
+    """One rank's rows of a uint8 vector."""
+    low, high = rows or (0, len(content))
+    data = content[low:high]
+    entry = TensorEntry(
+        name="w",
+        dtype="uint8",
+        global_shape=(len(content),),
+        offset=(low,),
+        local_shape=(high - low,),
+        start=0,
+        n_bytes=len(data),
+        digest=digest_of(data),
+    )
+    return Part(rank=rank, chunks=(ChunkRef(digest_of(data), len(data)),), tensors=(entry,))
+
+
+async def publish(store: WeightStore, version: int, content: bytes) -> CommitRequest:
+    part = part_of(content)
+    await store.put_chunk(digest_of(content), [content])
+    await store.put_part(JOB, version, 0, part.encode())
+    return CommitRequest(expect=version - 1, parts=(part.digest,), config_json="{}")
+
+
+async def commit(store: WeightStore, version: int, content: bytes) -> Version:
+    return await store.commit(JOB, version, await publish(store, version, content))
+
+
+async def test_nobody_sees_a_version_before_its_commit(store: WeightStore) -> None:
+    request = await publish(store, 0, b"weights")
+    with pytest.raises(NotFound):
+        store.model(JOB)
+    with pytest.raises(NotFound):
+        await store.manifest(JOB, 0)
+    committed = await store.commit(JOB, 0, request)
+    data, digest = await store.manifest(JOB, 0)
+    assert digest == committed.digest == digest_of(data)
+    assert Manifest.decode(data).parts[0].digest == request.parts[0]
+    assert store.models() == [store.model(JOB)]
+
+
+async def test_the_same_commit_again_changes_nothing_and_is_not_announced_twice(
+    world: World, store: WeightStore
+) -> None:
+    request = await publish(store, 0, b"weights")
+    first = await store.commit(JOB, 0, request)
+    await commit(store, 1, b"more weights")
+    world.now += 10
+    assert await store.commit(JOB, 0, request) == first
+    assert store.model(JOB).head == 1
+    await announce(store, world, [0, 1])
+
+
+async def announce(store: WeightStore, world: World, expected: list[int]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.create_task(store.announce(stop), name="announce")
+
+    async def told() -> bool:
+        return await world.announced() == expected
+
+    await eventually(told)
+    stop.set()
+    await loop
+
+
+async def test_the_same_version_with_another_content_is_a_conflict(store: WeightStore) -> None:
+    await commit(store, 0, b"weights")
+    with pytest.raises(Conflict, match="committed already, with another content"):
+        await commit(store, 0, b"other weights")
+
+
+async def test_of_two_commits_on_one_head_the_second_loses(store: WeightStore) -> None:
+    await commit(store, 0, b"weights")
+    ours = await publish(store, 1, b"ours")
+    theirs = (await publish(store, 2, b"theirs")).model_copy(update={"expect": 0})
+    results = await asyncio.gather(store.commit(JOB, 1, ours), store.commit(JOB, 2, theirs), return_exceptions=True)
+    assert isinstance(results[0], Version)
+    assert isinstance(results[1], Conflict)
+    assert store.model(JOB).head == 1
+
+
+async def test_a_commit_wants_every_rank(store: WeightStore) -> None:
+    request = await publish(store, 0, b"weights")
+    both = request.model_copy(update={"parts": (*request.parts, digest_of(b"rank 1's"))})
+    with pytest.raises(Conflict, match="rank 1 of 2 has not published"):
+        await store.commit(JOB, 0, both)
+
+
+async def test_a_part_of_an_earlier_attempt_is_not_mixed_in(store: WeightStore) -> None:
+    request = await publish(store, 0, b"weights")
+    await publish(store, 0, b"weights of another attempt")
+    with pytest.raises(Conflict, match="what rank 0 published is not what the commit names"):
+        await store.commit(JOB, 0, request)
+
+
+async def test_a_commit_wants_every_chunk(world: World, store: WeightStore) -> None:
+    request = await publish(store, 0, b"weights")
+    world.chunks.held.clear()
+    with pytest.raises(Conflict, match="lacks 1 of 1 chunks"):
+        await store.commit(JOB, 0, request)
+
+
+async def test_a_commit_wants_whole_tensors(store: WeightStore) -> None:
+    part = part_of(b"weights", rows=(0, 3))
+    await store.put_chunk(digest_of(b"wei"), [b"wei"])
+    await store.put_part(JOB, 0, 0, part.encode())
+    with pytest.raises(Conflict, match="not whole: tensor w: its shards cover 3 of 7 elements"):
+        await store.commit(JOB, 0, CommitRequest(expect=-1, parts=(part.digest,), config_json="{}"))
+
+
+async def test_a_part_is_put_under_its_own_rank(store: WeightStore) -> None:
+    with pytest.raises(Undecodable, match="the part of rank 0, not 1"):
+        await store.put_part(JOB, 0, 1, part_of(b"weights").encode())
+    with pytest.raises(Undecodable):
+        await store.put_part(JOB, 0, 1, b"{}")
+
+
+async def test_with_redis_away_the_commit_stands_and_is_announced_later(world: World, store: WeightStore) -> None:
+    world.bus.down = True
+    stop = asyncio.Event()
+    loop = asyncio.create_task(store.announce(stop), name="announce")
+    await commit(store, 0, b"weights")
+    await eventually(world.waits.current)
+    assert world.waits.current()[0].because == f"announce version 0 of job {JOB}"
+    assert store.model(JOB).head == 0
+    world.bus.down = False
+
+    async def told() -> bool:
+        return await world.announced() == [0]
+
+    await eventually(told)
+    stop.set()
+    await loop
+
+
+async def test_a_stop_does_not_wait_for_redis(world: World, store: WeightStore) -> None:
+    world.bus.down = True
+    stop = asyncio.Event()
+    loop = asyncio.create_task(store.announce(stop), name="announce")
+    await commit(store, 0, b"weights")
+    await eventually(world.waits.current)
+    stop.set()
+    async with asyncio.timeout(5):
+        await loop
+
+
+async def test_a_commit_that_a_crash_kept_from_being_announced_is_announced_at_the_next_start(
+    world: World, store: WeightStore
+) -> None:
+    await commit(store, 0, b"weights")
+    await commit(store, 1, b"more weights")
+    again = world.store()
+    await again.load()
+    await announce(again, world, [1])
+
+
+async def test_a_full_disk_leaves_the_old_head(
+    world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await commit(store, 0, b"weights")
+    request = await publish(store, 1, b"more weights")
+
+    async def no_room(_: object) -> None:
+        raise StoreFull("no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(world.documents, "save_model", no_room)
+        with pytest.raises(StoreFull):
+            await store.commit(JOB, 1, request)
+    assert store.model(JOB).head == 0
+    assert (await store.commit(JOB, 1, request)).version == 1
+
+
+async def test_a_retired_versions_chunks_go_and_those_still_needed_stay(world: World, store: WeightStore) -> None:
+    for number in range(4):
+        world.now += 1
+        await commit(store, number, b"weights %d" % number if number else b"weights 3")
+    await store.collect_once()
+    # Version 0 has the content of version 3; version 1 is nobody's.
+    assert set(world.chunks.held) == {digest_of(b"weights 2"), digest_of(b"weights 3")}
+    assert [known.version for known in store.model(JOB).versions] == [2, 3]
+    assert store.model(JOB).retired == ()
+    with pytest.raises(NotFound):
+        await world.documents.manifest(JOB, 1)
+    with pytest.raises(NotFound, match="version 1 of job job-1 is not kept"):
+        await store.manifest(JOB, 1)
+
+
+async def test_a_pinned_version_keeps_its_chunks(world: World, store: WeightStore) -> None:
+    for number in range(4):
+        await commit(store, number, b"weights %d" % number)
+        if number == 0:
+            await store.pin(JOB, 0)
+    await store.collect_once()
+    await store.manifest(JOB, 0)
+    assert digest_of(b"weights 0") in world.chunks.held
+    await store.unpin(JOB, 0)
+    await store.collect_once()
+    assert digest_of(b"weights 0") not in world.chunks.held
+
+
+async def test_an_upload_in_progress_is_safe_from_collection(world: World, store: WeightStore) -> None:
+    for number in range(2):
+        await commit(store, number, b"weights %d" % number)
+    world.now += 1
+    # A publisher of version 3 is told that the chunk of version 0 is there.
+    assert await store.missing([ChunkRef(digest_of(b"weights 0"), 9)]) == []
+    await store.put_chunk(digest_of(b"new"), [b"new"])
+    await commit(store, 2, b"weights 2")
+    world.now += UPLOAD_GRACE_S - 1
+    await store.collect_once()
+    assert await store.missing([ChunkRef(digest_of(b"weights 0"), 9), ChunkRef(digest_of(b"new"), 3)]) == []
+
+
+async def test_an_abandoned_upload_goes_after_the_grace(world: World, store: WeightStore) -> None:
+    await commit(store, 0, b"weights")
+    request = await publish(store, 1, b"abandoned")
+    world.now += UPLOAD_GRACE_S + 1
+    await store.collect_once()
+    assert set(world.chunks.held) == {digest_of(b"weights")}
+    with pytest.raises(Conflict, match="rank 0 of 1 has not published"):
+        await store.commit(JOB, 1, request)
+
+
+async def test_a_part_that_waits_keeps_its_chunks(world: World, store: WeightStore) -> None:
+    request = await publish(store, 0, b"weights")
+    world.now += UPLOAD_GRACE_S - 1
+    await store.put_part(JOB, 0, 0, part_of(b"weights").encode())
+    world.now += UPLOAD_GRACE_S - 1
+    await store.collect_once()
+    assert (await store.commit(JOB, 0, request)).version == 0
+
+
+async def test_a_collection_that_was_killed_in_the_middle_is_done_again(
+    world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        await commit(store, number, b"weights %d" % number)
+
+    async def killed(_: object) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as dying:
+        dying.setattr(world.documents, "save_model", killed)
+        with pytest.raises(RuntimeError):
+            await store.collect_once()
+    again = world.store()
+    await again.load()
+    await again.collect_once()
+    assert again.model(JOB).retired == ()
+    assert set(world.chunks.held) == {digest_of(b"weights 1"), digest_of(b"weights 2")}

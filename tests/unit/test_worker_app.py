@@ -1,0 +1,417 @@
+"""The worker's loops on an in-memory bus, with a fake engine and fake weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+
+import pytest
+
+from services.rollout_worker.app import Pace, Worker
+from services.rollout_worker.domain import frames
+from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
+from services.rollout_worker.generator import Generator
+from services.rollout_worker.link import Identity, Link
+from shared.bus import Append, Op
+from shared.errors import BusUnavailable, Fatal
+from shared.fakes import MemoryBus
+from shared.messages import (
+    Assign,
+    Dismissed,
+    Drain,
+    Event,
+    Resume,
+    SampleFailed,
+    Suspend,
+    TokenFrame,
+    UseVersion,
+    WorkerBeat,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNotice,
+)
+from shared.names import DEAD_LETTERS, TOKEN_LOG, WORKER_BEATS, job_events, worker_lease
+from shared.waiting import Waits
+from tests.support.eventually import eventually
+from tests.support.worker_manager import JOB, WorkerManager, assign, revoke
+
+
+class SlowToLoad(FakeEngine):
+    """Loads weights only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(4, interval_s=0.001)
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.loads = 0
+
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, object]]) -> None:
+        self.loads += 1
+        await self.may_load.wait()
+        await super().load_weights(version, ())
+
+
+class Rig(MemoryBus):
+    """One worker with everything around it. As a bus it can refuse and delay writes to the log."""
+
+    def __init__(self, grace_s: float = 5.0) -> None:
+        super().__init__()
+        self.factory = FakeEngineFactory(SlowToLoad)
+        self.weights = FakeWeights()
+        self.weights.versions = {(JOB, version): FakeStagedWeights() for version in range(3)}
+        self.manager = WorkerManager(self)
+        self.stop = asyncio.Event()
+        self.waits = Waits()
+        self.generator = Generator(self.factory)
+        identity = Identity("w", "preemptible", "fake", 4, 0.5, "here", 1)
+        self.link = Link(self, self.generator, identity, 0.5, self.waits)
+        pace = Pace(flush_interval_s=0.002, beat_interval_s=0.02, grace_s=grace_s)
+        self.app = Worker(self, self.link, self.generator, self.weights, pace, self.waits)
+        self.log_refuses = False
+        self.sent_twice = 0
+
+    async def transact(self, ops: Sequence[Op]) -> None:
+        if any(isinstance(op, Append) and op.stream == TOKEN_LOG for op in ops):
+            if self.log_refuses:
+                raise BusUnavailable("the log refuses")
+            if self.sent_twice:
+                self.sent_twice -= 1
+                self.lose_next_reply = True
+        await super().transact(ops)
+
+    @property
+    def engine(self) -> SlowToLoad:
+        assert isinstance(self.factory.engine, SlowToLoad)
+        return self.factory.engine
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    yield rig
+    rig.down = rig.log_refuses = False
+    rig.weights.may_come.set()
+    rig.stop.set()
+    await running
+
+
+async def test_the_first_words_are_joined_then_a_beat_with_a_lease(rig: Rig) -> None:
+    worker = await rig.manager.joined()
+    await rig.manager.until(worker, "joining")
+    (joined,) = await rig.manager.heard(WorkerJoined)
+    assert (joined.role, joined.kind, joined.slots, joined.price_per_hour) == ("preemptible", "fake", 4, 0.5)
+    assert await rig.holders([worker_lease(worker)]) != [None]
+
+
+async def test_it_pulls_loads_and_generates_what_it_is_assigned(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, 3, max_tokens=40))
+    made = await rig.manager.until_finished((1, 1), (2, 1), (3, 1))
+    assert [len(row.tokens) for row in made.values()] == [40, 40, 40]
+    assert {version for row in made.values() for version in row.versions} == {0}
+
+
+async def test_beats_and_flushes_go_on_during_a_pull(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    rig.weights.may_come.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await rig.manager.until(worker, "pulling", 0)
+    before = len((await rig.manager.made())[1, 1].tokens)
+    beats = len(await rig.manager.heard(WorkerBeat, worker))
+    await rig.manager.until_made((1, 1), tokens=before + 50)
+    await eventually(lambda: _more_beats(rig, worker, beats + 3))
+    rig.weights.may_come.set()
+    await rig.manager.until(worker, "ready", 1)
+    rows = await rig.manager.until_made((1, 1), tokens=before + 200)
+    assert rows[1, 1].versions == sorted(rows[1, 1].versions)
+    assert set(rows[1, 1].versions) == {0, 1}
+
+
+async def _more_beats(rig: Rig, worker: str, n: int) -> bool:
+    return len(await rig.manager.heard(WorkerBeat, worker)) >= n
+
+
+async def test_weights_that_were_loaded_wrongly_once_are_loaded_again(rig: Rig) -> None:
+    rig.weights.versions[JOB, 0] = FakeStagedWeights(wrong_loads=1)
+    await rig.manager.ready_worker()
+
+
+async def test_weights_that_are_loaded_wrongly_twice_end_the_process_and_are_never_served() -> None:
+    rig = Rig()
+    rig.weights.versions[JOB, 0] = FakeStagedWeights(wrong_loads=2)
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    worker = await rig.manager.joined()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=0), assign(1))
+    assert "not what was published" in await _failure(running)
+    assert all(beat.version == -1 for beat in await rig.manager.heard(WorkerBeat))
+    assert await rig.manager.made() == {}
+    (left,) = await rig.manager.heard(WorkerLeft)
+    assert "not what was published" in left.reason
+
+
+async def _failure(running: asyncio.Task[None]) -> str:
+    with pytest.raises(ExceptionGroup) as caught:
+        await running
+    error: BaseException = caught.value
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
+
+
+async def test_a_version_that_is_gone_is_reported_and_the_old_one_served_on(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=9))
+    event = await eventually(lambda: _event(rig))
+    assert (event.kind, event.fields["version"]) == ("weights_unavailable", 9)
+    await rig.manager.until(worker, "ready", 0)
+    await rig.manager.send(worker, assign(1))
+    await rig.manager.until_finished((1, 1))
+
+
+async def _event(rig: Rig) -> Event | None:
+    entries = await rig.read({job_events(JOB): "0-0"})
+    found = [entry.message for entry in entries if isinstance(entry.message, Event)]
+    return found[0] if found else None
+
+
+async def test_a_newer_version_takes_the_place_of_a_pull_that_does_not_come(rig: Rig) -> None:
+    worker = await rig.manager.joined()
+    rig.weights.may_come.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await rig.manager.until(worker, "pulling")
+    rig.weights.may_come = asyncio.Event()
+    rig.weights.may_come.set()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+    await rig.manager.until(worker, "ready", 2)
+    assert rig.weights.pulled == [(JOB, 1), (JOB, 2)]
+
+
+async def test_going_back_to_the_loaded_version_lets_the_engine_go_on(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    rig.weights.may_come.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), UseVersion(job_id=JOB, version=0), assign(1))
+    await rig.manager.until_finished((1, 1))
+
+
+async def test_a_load_that_was_given_up_is_not_served_when_it_ends(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.engine.may_load.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await eventually(lambda: rig.engine.loads == 2)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+    await rig.manager.until(worker, "pulling", -1)
+    rig.engine.may_load.set()
+    await rig.manager.until(worker, "ready", 2)
+    made = await rig.manager.until_made((1, 1), tokens=len((await rig.manager.made())[1, 1].tokens) + 50)
+    assert set(made[1, 1].versions) == {0, 2}
+
+
+async def test_another_model_gets_another_engine(rig: Rig) -> None:
+    rig.weights.versions["other", 0] = FakeStagedWeights('{"other": 1}')
+    worker = await rig.manager.ready_worker()
+    first = rig.engine
+    await rig.manager.send(worker, UseVersion(job_id="other", version=0))
+    await eventually(lambda: rig.factory.built == ["{}", '{"other": 1}'])
+    await eventually(lambda: rig.link.me.session.serving == ("other", 0))
+    assert rig.engine is not first
+    with pytest.raises(Fatal, match="closed"):
+        first.submit([])
+
+
+async def test_suspended_means_that_everything_made_is_in_the_log(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
+    await rig.manager.until_made((1, 1), (2, 1), tokens=20)
+    await rig.manager.send(worker, Suspend(step=1))
+    beat = await rig.manager.until(worker, "suspended")
+    assert (beat.running, beat.pending) == (0, 0)
+    made = await rig.manager.made()
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_made_total
+    await rig.manager.send(worker, assign(3), Resume(step=2), assign(4))
+    made = await rig.manager.until_finished((4, 1))
+    assert (3, 1) not in made
+
+
+async def test_a_suspension_waits_for_the_log_before_it_is_announced(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=20)
+    rig.log_refuses = True
+    await rig.manager.send(worker, Suspend(step=1))
+    await eventually(lambda: any("suspension" in wait.because for wait in rig.waits.current()))
+    assert (await rig.manager.last_beat(worker)).state == "ready"
+    rig.log_refuses = False
+    await rig.manager.until(worker, "suspended")
+    made = await rig.manager.made()
+    assert len(made[1, 1].tokens) == rig.engine.stats().tokens_made_total
+
+
+async def test_weights_loaded_while_suspended_do_not_start_the_engine(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, Suspend(step=0), UseVersion(job_id=JOB, version=1))
+    await rig.manager.until(worker, "suspended", 1)
+    rig.engine.submit([])
+    await rig.manager.send(worker, Resume(step=1), assign(1, version=1))
+    made = await rig.manager.until_finished((1, 1))
+    assert set(made[1, 1].versions) == {1}
+
+
+async def test_a_revoked_sample_stops(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
+    await rig.manager.until_made((1, 1), (2, 1), tokens=5)
+    await rig.manager.send(worker, revoke((1, 1)))
+    await eventually(lambda: _running(rig, 1))
+    length = len((await rig.manager.made())[1, 1].tokens)
+    made = await rig.manager.until_made((2, 1), tokens=length + 100)
+    assert len(made[1, 1].tokens) < length + 100
+    assert made[1, 1].finish == 0
+
+
+async def _running(rig: Rig, n: int) -> bool:
+    return rig.engine.stats().running == n
+
+
+async def test_a_sample_that_cannot_be_generated_fails_with_the_reason(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, prompt=()))
+    failed = await eventually(lambda: _failed(rig))
+    assert (failed.sample, failed.attempt) == (1, 1)
+    assert "empty" in failed.reason
+
+
+async def _failed(rig: Rig) -> SampleFailed | None:
+    found = [entry.message for entry in await rig.manager.log() if isinstance(entry.message, SampleFailed)]
+    return found[0] if found else None
+
+
+async def test_a_broker_that_was_away_gets_every_token_in_order(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=800))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.down = True
+    await eventually(lambda: rig.link.me.outbox.unsent_bytes > 0)
+    rig.down = False
+    made = await rig.manager.until_finished((1, 1), (2, 1))
+    assert [len(row.tokens) for row in made.values()] == [800, 800]
+    assert len(await rig.manager.heard(WorkerJoined)) == 1
+
+
+async def test_a_frame_whose_reply_was_lost_is_sent_again_with_the_same_number(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    rig.sent_twice = 2
+    await rig.manager.send(worker, assign(1, max_tokens=300))
+    made = await rig.manager.until_finished((1, 1))
+    assert len(made[1, 1].tokens) == 300
+    numbers = [entry.message.seq for entry in await rig.manager.log() if isinstance(entry.message, TokenFrame)]
+    assert len(numbers) > len(set(numbers))
+    assert sorted(set(numbers)) == list(range(max(numbers) + 1))
+
+
+async def test_with_too_much_unsent_the_engine_stands_still(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "UNSENT_BYTES", 1000)
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=500))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.log_refuses = True
+    await eventually(lambda: rig.link.me.outbox.full)
+    await eventually(lambda: rig.engine._suspended)
+    rig.log_refuses = False
+    made = await rig.manager.until_finished((1, 1))
+    assert len(made[1, 1].tokens) == 500
+
+
+async def test_a_dismissed_worker_joins_anew_and_is_ready_without_a_pull(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.send(worker, Dismissed(reason="lost"))
+    again = await rig.manager.ready_worker(nth=2)
+    assert again != worker
+    assert rig.weights.pulled == [(JOB, 0)]
+    assert (await rig.manager.last_beat(again)).running == 0
+    length = len((await rig.manager.made())[1, 1].tokens)
+    await rig.manager.send(again, assign(2))
+    made = await rig.manager.until_finished((2, 1))
+    assert len(made[1, 1].tokens) == length
+
+
+async def test_a_worker_dismissed_while_suspended_generates_in_its_next_life(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, Suspend(step=0))
+    await rig.manager.until(worker, "suspended")
+    await rig.manager.send(worker, Dismissed(reason="lost"))
+    again = await rig.manager.ready_worker(nth=2)
+    await rig.manager.send(again, assign(2))
+    await rig.manager.until_finished((2, 1))
+
+
+async def test_samples_for_the_wrong_version_are_reported_and_the_worker_joins_anew(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, version=7))
+    again = await rig.manager.joined(2)
+    assert again != worker
+    (left,) = await rig.manager.heard(WorkerLeft, worker)
+    assert "version 7" in left.reason
+    (entry,) = await rig.read({DEAD_LETTERS: "0-0"})
+    assert "version 7" in str(entry.message)
+    assert Assign.__name__ in str(entry.message)
+
+
+async def test_a_stop_gives_notice_flushes_and_leaves_in_this_order(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.stop.set()
+    await eventually(lambda: _left(rig))
+    words = [type(entry.message) for entry in await rig.manager.entries(WORKER_BEATS)]
+    assert words[-1] is WorkerLeft
+    assert WorkerNotice in words
+    made = await rig.manager.made()
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_made_total
+
+
+async def _left(rig: Rig) -> bool:
+    return bool(await rig.manager.heard(WorkerLeft))
+
+
+async def test_a_drained_worker_leaves_without_notice(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000), Drain(reason="scaled down"))
+    await eventually(lambda: _left(rig))
+    (left,) = await rig.manager.heard(WorkerLeft)
+    assert left.reason == "scaled down"
+    assert await rig.manager.heard(WorkerNotice) == []
+    assert rig.stop.is_set()
+
+
+async def test_a_stop_in_the_middle_of_a_pull_is_quick(rig: Rig) -> None:
+    worker = await rig.manager.joined()
+    rig.weights.may_come.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=0))
+    await rig.manager.until(worker, "pulling")
+    rig.stop.set()
+    await eventually(lambda: _left(rig), within_s=1.0)
+
+
+async def test_a_dead_engine_ends_the_process_with_a_last_word() -> None:
+    rig = Rig()
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    await rig.manager.ready_worker()
+    rig.engine.fail(RuntimeError("out of memory"))
+    assert "out of memory" in await _failure(running)
+    (left,) = await rig.manager.heard(WorkerLeft)
+    assert "out of memory" in left.reason
+
+
+async def test_a_hand_off_that_redis_does_not_take_is_a_failure() -> None:
+    rig = Rig(grace_s=0.5)
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    await rig.manager.ready_worker()
+    rig.down = True
+    rig.stop.set()
+    assert "the hand-off" in await _failure(running)
