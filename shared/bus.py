@@ -98,7 +98,24 @@ class Delete:
     key: str
 
 
-Op = Append | Ack | Trim | HashSet | HashDelete | Expire | Delete
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Hold a lease for `ttl_s` more seconds, by the broker's clock."""
+
+    lease: str
+    value: str
+    ttl_s: float
+
+
+Op = Append | Ack | Trim | HashSet | HashDelete | Expire | Delete | Renew
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Stands while the counter `key` is at `epoch`: whoever takes over raises the counter, see `Bus.take`."""
+
+    key: str
+    epoch: int
 
 
 class Bus(Protocol):
@@ -107,8 +124,13 @@ class Bus(Protocol):
     Every method raises `BusUnavailable` when the broker does not answer in time.
     """
 
-    async def transact(self, ops: Sequence[Op]) -> None:
-        """Carry out all operations atomically, in order. An empty sequence does nothing."""
+    async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
+        """Carry out all operations atomically, in order. An empty sequence does nothing.
+
+        Raises:
+            Fenced: the fence does not stand, as seen in the transaction itself; no operation took place.
+
+        """
 
     async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
         """Add one message and return its entry id."""
@@ -161,6 +183,21 @@ class Bus(Protocol):
 
     async def holders(self, leases: Sequence[str]) -> list[str | None]:
         """Return each lease's value, None for one that has run out."""
+
+    async def take(self, lease: str, value: str, ttl_s: float, *, epoch: str, instead_of: str | None) -> int | None:
+        """Take a lease and raise its epoch, atomically; from then on no fence of an earlier epoch stands.
+
+        Args:
+            lease: what to take.
+            value: who takes it.
+            ttl_s: how long it lasts unless it is renewed, by the broker's clock.
+            epoch: a counter that never runs out.
+            instead_of: a value of the lease that may be replaced; None when nobody may hold it.
+
+        Returns:
+            The new epoch; None when somebody else holds the lease, and nothing changed.
+
+        """
 
     async def close(self) -> None:
         """Release connections."""

@@ -52,3 +52,7 @@ class Corrupt(Fatal):
 
 class Conflict(RLBoostError):
     """The state forbids it (compare-and-set lost, or the wrong moment)."""
+
+
+class Fenced(Conflict):
+    """Another has taken over and nothing was written: stop acting, and forget what you thought you knew."""

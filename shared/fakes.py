@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shared.bus import START, Ack, Append, Delete, Entry, Expire, HashDelete, HashSet, Op, Trim, position
-from shared.errors import BusUnavailable, Undecodable
+from shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim, position
+from shared.errors import BusUnavailable, Fenced, Undecodable
 from shared.messages import DeadLetter, Message, decode, encode
 from shared.names import DEAD_LETTERS
 
@@ -49,7 +49,9 @@ class MemoryBus:
         self.down = False
         """While true, every call raises `BusUnavailable`."""
         self.lose_next_reply = False
-        """The next transaction takes place, and its caller is told that Redis did not answer."""
+        """The next transaction or taking of a lease takes place, and its caller is told that Redis did not answer."""
+        self.pause_next_sender: Callable[[], None] | None = None
+        """Called once, between the moment that somebody sends a transaction and the one in which it takes place."""
 
     def _check(self) -> None:
         if self.down:
@@ -59,12 +61,20 @@ class MemoryBus:
         async with self._changed:
             self._changed.notify_all()
 
-    async def transact(self, ops: Sequence[Op]) -> None:
+    async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
         """See `Bus.transact`."""
+        if pause := self.pause_next_sender:
+            self.pause_next_sender = None
+            pause()
         self._check()
+        if ops and fence is not None and self._counters[fence.key] != fence.epoch:
+            raise Fenced(f"{fence.key} is at {self._counters[fence.key]}, not at {fence.epoch}")
         for op in ops:
             self._apply(op)
         await self._notify()
+        self._reply()
+
+    def _reply(self) -> None:
         if self.lose_next_reply:
             self.lose_next_reply = False
             raise BusUnavailable("the reply was lost")
@@ -94,6 +104,8 @@ class MemoryBus:
                 self._streams.pop(key, None)
                 self._hashes.pop(key, None)
                 self._leases.pop(key, None)
+            case Renew(lease, value, ttl_s):
+                self._leases[lease] = (value, self._clock() + ttl_s)
 
     async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
         """See `Bus.append`."""
@@ -239,6 +251,16 @@ class MemoryBus:
         now = self._clock()
         held = [self._leases.get(lease, ("", -1.0)) for lease in leases]
         return [value if until > now else None for value, until in held]
+
+    async def take(self, lease: str, value: str, ttl_s: float, *, epoch: str, instead_of: str | None) -> int | None:
+        """See `Bus.take`."""
+        (held,) = await self.holders([lease])
+        if held not in (None, instead_of):
+            return None
+        self._leases[lease] = (value, self._clock() + ttl_s)
+        self._counters[epoch] += 1
+        self._reply()
+        return self._counters[epoch]
 
     async def close(self) -> None:
         """See `Bus.close`."""

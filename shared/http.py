@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import socket
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from typing import Annotated, Any
 
 import uvicorn
@@ -28,9 +28,12 @@ _SCHEME = HTTPBearer(auto_error=False)
 class Problem(Exception):
     """An answer that is an error: RFC 9457's title, status and detail; the detail says what to do."""
 
-    def __init__(self, status: int, title: str, detail: str, **extra: Any) -> None:
-        """Keep the parts."""
+    def __init__(
+        self, status: int, title: str, detail: str, *, headers: Mapping[str, str] | None = None, **extra: Any
+    ) -> None:
+        """Keep the parts; `extra` becomes fields of the document."""
         super().__init__(detail)
+        self.headers = headers
         self.status, self.title, self.detail, self.extra = status, title, detail, extra
 
 
@@ -64,11 +67,13 @@ def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits
         return {"status": "ok"}
 
     @app.get("/readyz", tags=["health"])
-    async def readyz(response: Response) -> dict[str, Any]:
+    async def readyz() -> dict[str, Any]:
         missing = ready()
-        response.status_code = 503 if missing else 200
         waiting = [wait.public() for wait in waits.current()] if waits else []
-        return {"ready": missing is None, "missing": missing, "waiting": waiting}
+        state: dict[str, Any] = {"ready": missing is None, "missing": missing, "waiting": waiting}
+        if missing is not None:
+            raise Problem(503, "Not ready", missing, **state)
+        return state
 
     @app.get("/metrics", tags=["health"], dependencies=[Depends(bearer(token))])
     async def metrics() -> Response:
@@ -85,7 +90,9 @@ def _add_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Problem)
     async def _(_: Request, error: Problem) -> JSONResponse:
-        return problem(error.status, error.title, error.detail, **error.extra)
+        answer = problem(error.status, error.title, error.detail, **error.extra)
+        answer.headers.update(error.headers or {})
+        return answer
 
     @app.exception_handler(HTTPException)
     async def _(_: Request, error: HTTPException) -> JSONResponse:

@@ -19,6 +19,8 @@ MAX_GROUP_SIZE = 1 << _MEMBER_BITS
 MAX_GROUPS_PER_STEP = 1 << _GROUP_BITS
 MAX_STEPS = 1 << _STEP_BITS
 MAX_JOBS = 1 << _JOB_BITS
+JOB_SHIFT = _EVAL_BITS + _STEP_BITS + _GROUP_BITS + _MEMBER_BITS
+"""By how much a packed id is shifted right to leave the job's number."""
 
 
 class SampleId(NamedTuple):
@@ -65,7 +67,7 @@ def group_of(sample: int) -> int:
 
 def job_of(sample: int) -> int:
     """Return the job number in a packed sample or group id."""
-    return sample >> (_EVAL_BITS + _STEP_BITS + _GROUP_BITS + _MEMBER_BITS)
+    return sample >> JOB_SHIFT
 
 
 def new_token(n_bytes: int = 4) -> str:

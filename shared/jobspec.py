@@ -14,7 +14,8 @@ from shared.errors import ConfigError
 from shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, MAX_STEPS
 from shared.validation import describe
 
-AUTO_SEEDING_S = 1.0
+MAX_STALENESS = 16
+"""Beyond it a sample's tokens say little about the policy that is trained."""
 
 
 class _Section(BaseModel):
@@ -56,6 +57,16 @@ class AlgorithmSpec(_Section):
     kl_coef: float = Field(0.0, ge=0, le=0)
     """Only 0 so far: no reference model is kept."""
     updates_per_step: int = Field(1, ge=1)
+    tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] = 2.0
+    """With `elastic.max_staleness` above 0: where the importance weight of a token of older weights is cut.
+
+    `off` leaves such tokens unweighted. Without staleness there is nothing to weigh.
+    """
+
+    @field_validator("tis_cap", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        return _off(value)
 
 
 class SamplingSpec(_Section):
@@ -92,19 +103,21 @@ class TrainerSpec(_Section):
 class ElasticSpec(_Section):
     """How the job uses workers that come and go."""
 
-    max_staleness: Literal[0] = 0
-    """Only 0 so far: strictly on-policy, as in the paper."""
-    seeding: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = "auto"
-    """Seconds that the reserved engines generate at the start of a step while preemptible workers are there.
+    max_staleness: int = Field(0, ge=0, le=MAX_STALENESS)
+    """How many weight versions may lie between making a token and training on it; 0 is strictly on-policy."""
+    seeding: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto", "off"] = "auto"
+    """How long the reserved engines generate at the start of a step while preemptible workers are there.
 
-    `auto` leaves the window to the manager, which uses a fixed one (`seeding_window_s`) so far.
+    Seconds; or `auto`: the manager learns it for each fleet size; or `off`: not at all.
     """
+    share: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """The job's part of the preemptible workers, relative to the other jobs' shares."""
     weights: Literal["full"] = "full"
 
-    @property
-    def seeding_window_s(self) -> float:
-        """Return the window's length in seconds."""
-        return AUTO_SEEDING_S if self.seeding == "auto" else self.seeding
+    @field_validator("seeding", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        return _off(value)
 
 
 class EvalSpec(_Section):
@@ -137,6 +150,10 @@ class JobSpec(_Section):
         if self.algorithm.updates_per_step > self.data.prompts_per_step:
             raise ValueError("algorithm.updates_per_step is larger than data.prompts_per_step: lower it")
         return self
+
+
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML reads a bare off as false
 
 
 def parse(raw: object) -> JobSpec:

@@ -27,8 +27,9 @@ JobState = Literal["pending", "running", "paused", "completed", "failed", "cance
 Span = Annotated[tuple[str, int, int], Strict(False)]
 """(worker, weight version, number of tokens): who made a stretch. msgpack brings tuples back as lists."""
 
-FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
-"""Codes of `TokenFrame.finish`: the row goes on; it ended with a stop token; it ended at `max_tokens`."""
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_RELEASED = 0, 1, 2, 3
+"""Codes of `TokenFrame.finish`: the row goes on; it ended with a stop token; it ended at `max_tokens`; the sample goes on
+elsewhere, because the manager asked for it back (`Release`)."""
 
 
 class Message(BaseModel):
@@ -105,6 +106,8 @@ class JobReport(Message):
     state: JobState
     step: int
     error: str = ""
+    trainer: str = ""
+    """Name of the trainer that runs the job; reserved workers that name it share their device with it."""
 
 
 @message
@@ -117,6 +120,10 @@ class StepReport(Message):
     metrics: dict[str, float]
     checkpointed_step: int = 0
     """Samples of steps before this one will never be asked for again."""
+    wait_s: float = 0.0
+    """How long the trainer waited for samples while the device was its own."""
+    train_s: float = 0.0
+    """How long it trained."""
 
 
 @message
@@ -153,8 +160,10 @@ class GroupRequested(Message):
     """int32 column of prompt token ids."""
     sampling: Sampling
     version: int
-    """The weight version that must generate it."""
+    """The weight version that is to be trained on it, and the newest one that may generate it."""
     seed: int
+    max_staleness: int = 0
+    """Versions down to `version - max_staleness` may generate it."""
 
 
 # --- the token log ----------------------------------------------------------------------------------------------------
@@ -287,6 +296,19 @@ class Revoke(Message):
 
 
 @message
+class Release(Message):
+    """Manager -> worker: stop these samples, flush what they have, and end each one's row with FINISH_RELEASED.
+
+    They go on elsewhere without a token made again. A sample that is not held under this attempt is passed over.
+    """
+
+    samples: bytes
+    """uint64 column."""
+    attempts: bytes
+    """uint32 column."""
+
+
+@message
 class UseVersion(Message):
     """Manager -> worker: pull this version of this job's weights, verify, load, serve. Ordered before its `Assign`s."""
 
@@ -339,6 +361,10 @@ class WorkerJoined(Message):
     pid: int
     price_per_hour: float
     at: float
+    trainer: str = ""
+    """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
+    kv_tokens: int = 0
+    """How many tokens, prompts included, its KV cache holds at once; 0 where every slot holds the longest sample."""
 
 
 @message

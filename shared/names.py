@@ -23,6 +23,10 @@ IDEMPOTENCY_KEYS = PREFIX + "jobs.idempotency"
 """Hash: Idempotency-Key -> job id."""
 MANAGER_CURSORS = PREFIX + "manager.cursors"
 """Hash: stream -> how far the manager has got; written in the same transaction as what it did about the entries."""
+MANAGER_LEASE = PREFIX + "manager.lease"
+"""Lease: the manager that leads, and where (JSON)."""
+MANAGER_EPOCH = PREFIX + "manager.epoch"
+"""Counter: raised by each taking of the lease; a leader's every transaction is fenced by it."""
 FLEET = PREFIX + "fleet"
 """Hash: worker id -> its last known record (JSON), so that a restarted manager knows whom to expect."""
 
@@ -55,6 +59,11 @@ def job_samples(job_id: str) -> str:
 def job_metrics(job_id: str) -> str:
     """Hash: step -> metrics of the step (JSON)."""
     return f"{PREFIX}job:{job_id}:metrics"
+
+
+def job_lengths(job_id: str) -> str:
+    """Hash: prompt (digest) -> mean length of its groups' longest samples over epochs."""
+    return f"{PREFIX}job:{job_id}:lengths"
 
 
 def job_audit(job_id: str) -> str:

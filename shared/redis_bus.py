@@ -1,4 +1,7 @@
-"""The bus over Redis Streams. Uses only commands that Redis 6.2 has; the only module that imports redis."""
+"""The bus over Redis Streams. Uses only commands that Redis 6.2 has.
+
+Only this module and `redis_fence` know redis-py.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,25 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.bus import START, Ack, Append, Delete, Entry, Expire, HashDelete, HashSet, Op, Trim
+from shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
 from shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
 from shared.messages import DeadLetter, Message, decode, encode
 from shared.names import DEAD_LETTERS
+from shared.redis_fence import FencedConnection
 
 _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0
 MAX_BLOCK_S = 2.0
 """Longest blocking read: well below the socket's own timeout, or a quiet stream would look like a dead server."""
 _DEAD_LETTERS_KEPT = 10_000
+
+_TAKE = """
+local held = redis.call('GET', KEYS[1])
+if held and held ~= ARGV[3] then return false end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return redis.call('INCR', KEYS[2])
+"""
+"""A script, since lease and epoch must change together or not at all, also in the append-only file."""
 
 T = TypeVar("T")
 
@@ -55,6 +67,7 @@ class RedisBus:
             )
         except ValueError as error:
             raise ConfigError(f"Redis URL {url!r}: {error}; give redis://host:port/0") from error
+        self._fenced = FencedConnection(self._redis.connection_pool)
 
     async def _call(self, what: Awaitable[T]) -> T:
         task = asyncio.current_task()
@@ -79,14 +92,17 @@ class RedisBus:
             raise asyncio.CancelledError
         return answer
 
-    async def transact(self, ops: Sequence[Op]) -> None:
+    async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
         """See `Bus.transact`."""
         if not ops:
             return
         pipe = self._redis.pipeline(transaction=True)
         for op in ops:
             _queue(pipe, op)
-        await self._call(pipe.execute())
+        if fence is None:
+            await self._call(pipe.execute())
+        else:
+            await self._call(self._fenced.transact([command for command, _ in pipe.command_stack], fence))
 
     async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
         """See `Bus.append`."""
@@ -189,6 +205,12 @@ class RedisBus:
         values = await self._call(self._redis.mget(list(leases)))
         return [None if value is None else _text(value) for value in values]
 
+    async def take(self, lease: str, value: str, ttl_s: float, *, epoch: str, instead_of: str | None) -> int | None:
+        """See `Bus.take`."""
+        arguments = (lease, epoch, value, str(int(ttl_s * 1000)), instead_of or "")
+        taken = await self._call(self._redis.eval(_TAKE, 2, *arguments))
+        return None if taken is None else int(taken)
+
     async def close(self) -> None:
         """See `Bus.close`."""
         await self._redis.aclose()
@@ -262,6 +284,8 @@ def _queue(pipe: Any, op: Op) -> None:
             pipe.pexpire(key, int(ttl_s * 1000))
         case Delete(key):
             pipe.delete(key)
+        case Renew(lease, value, ttl_s):
+            pipe.set(lease, value, px=int(ttl_s * 1000))
 
 
 def _flat(rows: Any) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.bus import START, Ack, Append, Bus, Delete, Expire, HashDelete, HashSet, Trim, after, position
-from shared.errors import BusUnavailable
+from shared.bus import START, Ack, Append, Bus, Delete, Expire, Fence, HashDelete, HashSet, Renew, Trim, after, position
+from shared.errors import BusUnavailable, Fatal, Fenced
 from shared.fakes import MemoryBus
 from shared.messages import DeadLetter, Event, Resume, Suspend
 from shared.names import DEAD_LETTERS
@@ -154,6 +154,114 @@ async def test_a_lease_that_is_not_renewed_runs_out(bus: Bus) -> None:
 
     await eventually(gone, within_s=5.0)
     assert await bus.holders([]) == []
+
+
+async def take(bus: Bus, who: str, *, ttl_s: float = 60.0, instead_of: str | None = None) -> int | None:
+    return await bus.take("lead", who, ttl_s, epoch="epoch", instead_of=instead_of)
+
+
+async def test_a_lease_is_taken_by_one_and_each_taking_raises_the_epoch(bus: Bus) -> None:
+    taken = await asyncio.gather(*(take(bus, f"m{i}") for i in range(8)))
+    assert sorted(epoch for epoch in taken if epoch is not None) == [1]
+    assert await bus.holders(["lead"]) == [f"m{taken.index(1)}"]
+    assert await take(bus, "late") is None
+    assert await take(bus, "late", instead_of="nobody of that name") is None
+    await bus.transact([Delete("lead")])
+    assert await take(bus, "next") == 2
+    assert await take(bus, "heir", instead_of="next") == 3
+    assert await take(bus, "heir", instead_of="heir") == 4
+    assert await bus.holders(["lead"]) == ["heir"]
+
+
+async def test_a_lease_that_was_taken_runs_out_unless_it_is_renewed(bus: Bus) -> None:
+    assert await take(bus, "a", ttl_s=0.2) == 1
+    await bus.transact([Renew("lead", "a", 60.0)], Fence("epoch", 1))
+    assert await bus.holders(["lead"]) == ["a"]
+    await bus.transact([Renew("lead", "a", 0.1)], Fence("epoch", 1))
+    assert await eventually(lambda: take(bus, "b"), within_s=5.0) == 2
+
+
+async def test_a_transaction_behind_a_fence_takes_place_while_the_fence_stands(bus: Bus) -> None:
+    epoch = await take(bus, "a") or 0
+    for step in range(3):
+        await bus.transact([HashSet("h", {"k": str(step)}), Append(S, Resume(step=step))], Fence("epoch", epoch))
+    assert await bus.hash_get("h", "k") == "2"
+    assert [e.message.step for e in await bus.read({S: START})] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("written_before", [False, True])
+async def test_behind_a_fence_that_fell_nothing_takes_place(bus: Bus, *, written_before: bool) -> None:
+    old = Fence("epoch", await take(bus, "a") or 0)
+    if written_before:
+        await bus.transact([Append(S, Resume(step=0))], old)
+    new = Fence("epoch", await take(bus, "b", instead_of="a") or 0)
+    for _ in range(2):
+        with pytest.raises(Fenced, match="epoch"):
+            await bus.transact([HashSet("h", {"k": "v"}), Append(S, Resume(step=1)), Renew("lead", "a", 9.0)], old)
+    assert await bus.hash_all("h") == {}
+    assert await bus.length(S) == int(written_before)
+    assert await bus.holders(["lead"]) == ["b"]
+    await bus.transact([Append(S, Resume(step=2))], new)
+    with pytest.raises(Fenced):
+        await bus.transact([Append(S, Resume(step=3))], old)
+    assert await bus.length(S) == 1 + written_before
+
+
+async def test_fenced_transactions_of_one_sender_at_once_all_take_place(bus: Bus) -> None:
+    fence = Fence("epoch", await take(bus, "a") or 0)
+    await asyncio.gather(*(bus.transact([Append(S, Resume(step=i))], fence) for i in range(50)))
+    assert sorted(e.message.step for e in await bus.read({S: START})) == list(range(50))
+
+
+async def test_a_fence_of_a_counter_that_was_never_raised_is_at_zero(bus: Bus) -> None:
+    await bus.transact([Append(S, Resume(step=0))], Fence("never", 0))
+    with pytest.raises(Fenced):
+        await bus.transact([Append(S, Resume(step=1))], Fence("never", 1))
+    assert await bus.length(S) == 1
+
+
+async def test_a_fenced_connection_that_broke_is_replaced(redis_url: str) -> None:
+    bus, other = RedisBus(redis_url, "fenced"), RedisBus(redis_url)
+    fence = Fence("epoch", await take(bus, "a") or 0)
+    await bus.transact([Append(S, Resume(step=0))], fence)
+    clients = await other._redis.client_list()
+    for client in clients:
+        if client["name"] == "fenced":
+            await other._redis.client_kill(client["addr"])
+    with pytest.raises(BusUnavailable):
+        await bus.transact([Append(S, Resume(step=1))], fence)
+    await bus.transact([Append(S, Resume(step=2))], fence)
+    await other.increment("epoch")
+    with pytest.raises(Fenced):
+        await bus.transact([Append(S, Resume(step=3))], fence)
+    assert [e.message.step for e in await other.read({S: START})] == [0, 2]
+    await bus.close()
+    await other.close()
+
+
+async def test_a_command_that_is_refused_behind_a_fence_is_told_and_the_next_one_works(redis_url: str) -> None:
+    bus = RedisBus(redis_url)
+    fence = Fence("epoch", await take(bus, "a") or 0)
+    await bus.transact([HashSet("h", {"k": "v"})], fence)
+    with pytest.raises(Fatal, match="WRONGTYPE"):
+        await bus.transact([Append("h", Resume(step=0))], fence)
+    await bus.transact([HashSet("h", {"k": "w"})], fence)
+    assert await bus.hash_all("h") == {"k": "w"}
+    await bus.close()
+
+
+async def test_a_sender_that_is_cancelled_behind_a_fence_leaves_the_next_one_in_step(redis_url: str) -> None:
+    bus = RedisBus(redis_url)
+    fence = Fence("epoch", await take(bus, "a") or 0)
+    for step in range(20):
+        sending = asyncio.create_task(bus.transact([Append("other", Resume(step=step))], fence))
+        for _ in range(step):
+            await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.wait({sending})
+        await bus.transact([Append(S, Resume(step=step))], fence)
+    assert [e.message.step for e in await bus.read({S: START})] == list(range(20))
+    await bus.close()
 
 
 async def test_events_carry_nested_fields(bus: Bus) -> None:

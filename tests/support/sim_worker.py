@@ -14,11 +14,13 @@ from shared.columns import F32, I32, U8, U32, U64, ints, pack
 from shared.messages import (
     FINISH_LENGTH,
     FINISH_NONE,
+    FINISH_RELEASED,
     Assign,
     Assignment,
     Dismissed,
     Drain,
     Message,
+    Release,
     Resume,
     Revoke,
     Role,
@@ -54,6 +56,13 @@ class Held:
     max_tokens: int
     flushed: int
     done: bool = False
+    released: bool = False
+
+    @property
+    def finish(self) -> int:
+        if self.done:
+            return FINISH_LENGTH
+        return FINISH_RELEASED if self.released else FINISH_NONE
 
 
 @dataclass
@@ -110,9 +119,13 @@ class SimWorker:
             if before != self.state:
                 await self.beat()
 
-    async def _obey(self, command: Message) -> None:  # noqa: C901 - one flat table
+    async def _obey(self, command: Message) -> None:  # noqa: C901, PLR0912 - one flat table
         match command:
             case UseVersion(job_id=job_id, version=version):
+                if job_id != self.job_id:
+                    for held in self.held.values():
+                        held.released = True
+                await self.flush()
                 self.job_id, self.version = job_id, version
                 self.state = "ready" if self.state == "joining" else self.state
                 await self.beat()
@@ -125,6 +138,10 @@ class SimWorker:
                 for sample, attempt in zip(ints(samples, U64), ints(attempts, U32), strict=True):
                     if sample in self.held and self.held[sample].attempt <= attempt:
                         del self.held[sample]
+            case Release(samples=samples, attempts=attempts):
+                for sample, attempt in zip(ints(samples, U64), ints(attempts, U32), strict=True):
+                    if sample in self.held and self.held[sample].attempt == attempt:
+                        self.held[sample].released = True
             case Suspend():
                 await self.flush()
                 self.held.clear()
@@ -148,7 +165,7 @@ class SimWorker:
 
     def generate(self, n: int = 1) -> None:
         """Make up to `n` tokens for each sample that it runs."""
-        for held in list(self.held.values())[: self.slots]:
+        for held in [held for held in self.held.values() if not held.released][: self.slots]:
             for _ in range(n):
                 if len(held.tokens) < held.max_tokens:
                     held.tokens.append(next_token(self.id, self.version, held.tokens))
@@ -156,7 +173,7 @@ class SimWorker:
 
     def frame(self) -> TokenFrame | None:
         """Return what was made since the last frame."""
-        rows = [(i, h) for i, h in self.held.items() if len(h.tokens) > h.flushed or h.done]
+        rows = [(i, h) for i, h in self.held.items() if len(h.tokens) > h.flushed or h.done or h.released]
         if not rows:
             return None
         made = [h.tokens[h.flushed :] for _, h in rows]
@@ -168,14 +185,14 @@ class SimWorker:
             offsets=pack([h.flushed for _, h in rows], U32),
             counts=pack([len(tokens) for tokens in made], U32),
             versions=pack([self.version] * len(rows), U32),
-            finish=pack([FINISH_LENGTH if h.done else FINISH_NONE for _, h in rows], U8),
+            finish=pack([h.finish for _, h in rows], U8),
             tokens=pack([token for tokens in made for token in tokens], I32),
             logprobs=pack([-1.0 for tokens in made for _ in tokens], F32),
         )
         self.seq += 1
         for sample, held in rows:
             held.flushed = len(held.tokens)
-            if held.done:
+            if held.done or held.released:
                 del self.held[sample]
         return frame
 

@@ -15,6 +15,7 @@ from shared.messages import (
     Assign,
     Assignment,
     Message,
+    Release,
     Revoke,
     Sampling,
     TokenFrame,
@@ -214,3 +215,8 @@ def assign(
 def revoke(*keys: Key) -> Revoke:
     """Return a command to stop these."""
     return Revoke(samples=pack([sample for sample, _ in keys], U64), attempts=pack([a for _, a in keys], U32))
+
+
+def release(*keys: Key) -> Release:
+    """Return a command to give these back."""
+    return Release(samples=pack([sample for sample, _ in keys], U64), attempts=pack([a for _, a in keys], U32))

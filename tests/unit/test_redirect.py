@@ -1,0 +1,95 @@
+"""Following a standby to the manager that leads, with the token, and nowhere else."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from rlboost.client import Client, ClientError
+from shared.errors import Conflict
+from shared.redirect import MAX_REDIRECTS, redirected
+from tests.support.fake_rest import FakeRest, ok, problem
+
+ASKED = "http://one:8700/v1/jobs/a%2Fb?step=3"
+
+
+def moved(to: str, status: int = 307) -> httpx.Response:
+    return httpx.Response(status, headers={"location": to})
+
+
+def test_a_standby_sends_the_same_request_to_another_origin() -> None:
+    assert redirected(ASKED, 307, "http://two:8702/v1/jobs/a%2Fb?step=3") == "http://two:8702"
+    assert redirected(ASKED, 307, "https://two/v1/jobs/a%2Fb?step=3") == "https://two"
+    assert redirected("https://one/v1/jobs", 307, "https://[::1]:8/v1/jobs") == "https://[::1]:8"
+
+
+@pytest.mark.parametrize("status", [200, 201, 304, 401, 404, 503])
+def test_an_answer_is_no_redirect(status: int) -> None:
+    assert redirected(ASKED, status, "") is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "location"),
+    [
+        (ASKED, 307, ""),
+        (ASKED, 307, "http://two:8702/v1/jobs"),
+        (ASKED, 307, "http://two:8702/collect?step=3"),
+        (ASKED, 307, "http://me:pw@two:8702/v1/jobs/a%2Fb?step=3"),
+        (ASKED, 307, "ftp://two/v1/jobs/a%2Fb?step=3"),
+        (ASKED, 307, "/v1/jobs/a%2Fb?step=3"),
+        (ASKED, 302, "http://two:8702/v1/jobs/a%2Fb?step=3"),
+        ("https://one/v1/jobs", 307, "http://one/v1/jobs"),
+    ],
+)
+def test_what_a_standby_does_not_say_is_refused(asked: str, status: int, location: str) -> None:
+    with pytest.raises(Conflict, match="the token is not sent there"):
+        redirected(asked, status, location)
+
+
+def test_the_client_asks_the_leader_with_token_body_and_key() -> None:
+    rest = FakeRest()
+    rest.on("POST /v1/jobs", moved("http://two:1/v1/jobs"), ok({"id": "j"}, 201))
+    assert Client("http://one:1", "secret", transport=rest).jobs.create({"steps": 1}) == {"id": "j"}
+    first, second = rest.requests
+    assert [request.url.host for request in rest.requests] == ["one", "two"]
+    assert second.headers["authorization"] == "Bearer secret"
+    assert second.headers["host"] == "two:1"
+    assert second.headers["idempotency-key"] == first.headers["idempotency-key"]
+    assert second.content == first.content
+
+
+def test_the_client_keeps_the_query_and_the_prefix_of_a_proxy() -> None:
+    rest = FakeRest()
+    path = "/rl/v1/jobs/j/samples"
+    rest.on(f"GET {path}", moved(f"http://two{path}?step=3"), ok([]))
+    assert Client("http://one/rl", "secret", transport=rest).jobs.samples("j", 3) == []
+    assert str(rest.requests[1].url) == f"http://two{path}?step=3"
+
+
+def test_the_clients_streams_follow_too() -> None:
+    rest = FakeRest()
+    rest.on("GET /v1/jobs/j/logs", moved("http://two/v1/jobs/j/logs?follow=0"), httpx.Response(200, text="one\ntwo\n"))
+    assert list(Client("http://one", "secret", transport=rest).jobs.logs("j")) == ["one", "two"]
+
+
+def test_the_client_takes_its_token_nowhere_else() -> None:
+    rest = FakeRest()
+    rest.on("GET /v1/jobs", moved("http://evil/collect"))
+    with pytest.raises(ClientError, match="the token is not sent there"):
+        Client("http://one", "secret", transport=rest).jobs.list()
+    assert len(rest.requests) == 1
+
+
+def test_managers_that_send_requests_in_circles_are_waited_for_until_patience_ends() -> None:
+    rest = FakeRest()
+    rest.on("GET /v1/jobs", moved("http://two/v1/jobs"))
+    with pytest.raises(ClientError, match="send requests to each other"):
+        Client("http://one", "secret", patience_s=0.0, transport=rest).jobs.list()
+    assert len(rest.requests) == 1 + MAX_REDIRECTS
+
+
+def test_while_the_lead_changes_hands_the_client_asks_again() -> None:
+    rest = FakeRest()
+    rest.on("GET /v1/jobs", moved("http://two/v1/jobs"), problem(503, "No leader", "try again"), ok([]))
+    assert Client("http://one", "secret", transport=rest).jobs.list() == []
+    assert [request.url.host for request in rest.requests] == ["one", "two", "one"]
