@@ -42,6 +42,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         price_per_hour=settings.price_per_hour,
         host=socket.gethostname(),
         pid=os.getpid(),
+        trainer=settings.trainer,
     )
     link = Link(bus, generator, identity, settings.lease_s, waits)
     pace = Pace(settings.flush_interval_s, settings.beat_interval_s, settings.grace_s)

@@ -26,9 +26,11 @@ from services.rollout_worker.domain.actions import (
     Complain,
     Continue,
     Halt,
+    HandBack,
     Leave,
     Pull,
     Rejoin,
+    Return,
     StopPulling,
     Submit,
 )
@@ -164,6 +166,10 @@ class Worker:
                 self._generator.submit([_request(sample) for sample in samples])
             case Abort(keys):
                 self._generator.abort(keys)
+            case HandBack(keys):
+                self._generator.hand_back(keys)
+            case Return(samples):
+                self._link.give_back(samples)
             case Halt(keys):
                 await self._generator.hold("suspended")
                 await self._link.insist("flush before the suspension", self._link.flush)

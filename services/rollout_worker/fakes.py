@@ -77,6 +77,12 @@ class FakeEngine:
         self._rows.abort(keys)
         self._rows.retire_aborted()
 
+    def release(self, keys: Iterable[Key]) -> None:
+        """See `ports.Engine`."""
+        self._catch_up()
+        self._rows.release(keys)
+        self._rows.retire_aborted()
+
     def drain(self) -> list[Emission]:
         """See `ports.Engine`."""
         self._catch_up(closed_is_fine=True)

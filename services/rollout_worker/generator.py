@@ -45,6 +45,7 @@ class Generator:
         self._config_json = ""
         self._coming: asyncio.Future[Engine] | None = None
         self._engine: Engine | None = None
+        self._left_behind: list[Emission] = []
         self._loading: asyncio.Future[None] | None = None
         self._holds: set[Hold] = set()
         self._stands_still = False
@@ -69,9 +70,15 @@ class Generator:
         if self._engine is not None:
             self._engine.abort(keys)
 
+    def hand_back(self, keys: Sequence[Key]) -> None:
+        """See `Engine.release`."""
+        if self._engine is not None:
+            self._engine.release(keys)
+
     def drain(self) -> list[Emission]:
-        """See `Engine.drain`."""
-        return self._engine.drain() if self._engine is not None else []
+        """See `Engine.drain`; what an engine had made before it was replaced comes first."""
+        left, self._left_behind = self._left_behind, []
+        return left + self._engine.drain() if self._engine is not None else left
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -142,6 +149,7 @@ class Generator:
     async def _replace_engine(self, config_json: str) -> None:
         if self._coming is not None:
             old = await asyncio.shield(self._coming)
+            self._left_behind += old.drain()  # it makes no more: what it was given has been handed back
             self._engine = self._coming = None
             await old.close()
             del old  # its memory is needed for the next

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -17,11 +17,15 @@ from services.rollout_worker.domain.frames import Outbox
 from services.rollout_worker.domain.session import Session, Weights
 from services.rollout_worker.domain.throughput import Throughput
 from services.rollout_worker.generator import Generator
+from services.rollout_worker.ports import Emission
 from shared import names
-from shared.bus import START, Append, Bus, Entry
+from shared.bus import START, Append, Bus, Entry, Trim, after
+from shared.columns import I32, length
 from shared.errors import BusUnavailable
 from shared.ids import new_token
 from shared.messages import (
+    FINISH_RELEASED,
+    Assignment,
     DeadLetter,
     Event,
     Role,
@@ -58,6 +62,8 @@ class Identity:
     price_per_hour: float
     host: str
     pid: int
+    trainer: str = ""
+    """Name of the trainer whose device it shares."""
 
 
 @dataclass(slots=True)
@@ -138,6 +144,10 @@ class Link:
                 self.flushes.count += 1
                 self.flushes.sum_s += time.monotonic() - began
 
+    def give_back(self, samples: Sequence[Assignment]) -> None:
+        """Have the next flush say of samples that the engine never had that they go on elsewhere."""
+        self.me.outbox.add([_untouched(sample) for sample in samples])
+
     # --- beats --------------------------------------------------------------------------------------------------------
 
     async def beat(self) -> None:
@@ -162,7 +172,9 @@ class Link:
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
             await self._bus.renew(names.worker_lease(me.worker), me.session.state, lease_s)
             joined = [] if me.announced else [Append(names.WORKER_BEATS, self._joined(me.worker, now), _BEATS_KEPT)]
-            await self._bus.transact([*joined, Append(names.WORKER_BEATS, beat, _BEATS_KEPT)])
+            # Nobody else reads its commands: those that it has read may go.
+            read = Trim(names.worker_commands(me.worker), after(me.cursor))
+            await self._bus.transact([*joined, Append(names.WORKER_BEATS, beat, _BEATS_KEPT), read])
             if not me.announced:
                 log.info("joined", worker=me.worker, role=self._identity.role, slots=self._identity.slots)
                 me.announced = True
@@ -184,6 +196,8 @@ class Link:
             pid=who.pid,
             price_per_hour=who.price_per_hour,
             at=now,
+            trainer=who.trainer,
+            kv_tokens=0,  # every engine so far keeps room for the longest sample in each slot
         )
 
     async def give_notice(self, reason: str, lead_s: float) -> None:
@@ -232,3 +246,7 @@ class Link:
         fields = {"version": weights[1], "reason": reason}
         event = Event(kind="weights_unavailable", at=time.time(), source=self.me.worker, fields=fields)
         await self._bus.append(names.job_events(weights[0]), event, _EVENTS_KEPT)
+
+
+def _untouched(sample: Assignment) -> Emission:
+    return Emission(sample.sample, sample.attempt, length(sample.tokens, I32), [], [], 0, FINISH_RELEASED)

@@ -52,6 +52,7 @@ class Emission:
     """Log-probability of each token under exactly the distribution it was drawn from: after temperature and top-p.
     At temperature 0 that distribution would be a certainty, so the model's own (temperature 1) is reported instead."""
     version: int
+    """Of no meaning where there are no tokens."""
     finish: int = FINISH_NONE
     """FINISH_* of `shared.messages`. A stop token is the last of `tokens`."""
     error: str = ""
@@ -99,6 +100,12 @@ class Engine(Protocol):
         """Forget requests; unknown keys are ignored.
 
         No token of them is made after the return. What was made before stays drainable, without `finish`.
+        """
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """Like `abort`, for requests that go on elsewhere: the last emission of each one has FINISH_RELEASED.
+
+        It comes even where there is no token to go with it. A request that has ended by itself keeps its own end.
         """
 
     def drain(self) -> list[Emission]:

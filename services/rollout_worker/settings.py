@@ -23,6 +23,7 @@ class Settings(ServiceSettings):
 
     url: str = Field("http://127.0.0.1:8700", description="where the rollout manager is")
     role: Role = Field("preemptible", description="reserved = shares its device with the trainer")
+    trainer: str = Field("", description="reserved: name of that trainer; may be empty where there is one trainer only")
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="begins the worker's id; the host's name if empty")
     kind: str = Field("", description="what sort of machine, for profiles of speed; engine and device if empty")
     price_per_hour: float = Field(0.0, ge=0, description="what this machine costs")

@@ -12,7 +12,7 @@ import pytest
 from services.rollout_worker.fakes import FakeEngine
 from services.rollout_worker.ports import Engine
 from shared.errors import Conflict, Fatal
-from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 from tests.support.engines import Collector, request, run
 from tests.support.eventually import eventually
 
@@ -188,6 +188,61 @@ async def test_an_aborted_request_makes_nothing_more(engine: Engine) -> None:
     for key in ((0, 1), (2, 1)):
         assert len(collector.of[key].tokens) == counts[key] > 0
         assert collector.of[key].finish == FINISH_NONE
+
+
+async def test_a_released_request_ends_where_it_stands_and_goes_on_elsewhere_as_it_would_have(engine: Engine) -> None:
+    (whole,) = await run(engine, [request(1, max_tokens=150)])
+    collector = Collector(engine)
+    released, kept = request(1, attempt=2, max_tokens=150), request(2, max_tokens=150)
+    engine.submit([released, kept])
+    await eventually(lambda: collector.made(1, 2) > 3)
+    engine.release([(1, 2), (1, 9), (77, 1)])
+    collector.drain()
+    part = collector.of[1, 2]
+    assert part.finish == FINISH_RELEASED
+    assert 3 < len(part.tokens) < 150
+    assert (1, 9) not in collector.of
+    engine.submit([request(1, attempt=3, max_tokens=150, tokens=part.tokens)])
+    rest, other = await collector.all_ended([request(1, attempt=3), kept])
+    assert part.tokens + rest.tokens == whole.tokens
+    assert len(other.tokens) == 150
+    assert collector.of[1, 2] is part, "nothing of it came after its last word"
+
+
+async def test_a_request_that_is_released_without_a_new_token_is_answered_once(engine: Engine) -> None:
+    collector = Collector(engine)
+    running = request(1, max_tokens=150)
+    engine.submit([running])
+    await eventually(lambda: collector.made(1) > 3)
+    await engine.suspend()
+    made = collector.made(1)
+    engine.submit([request(2, tokens=[5, 6, 7])])
+    engine.release([(1, 1), (2, 1)])
+    engine.release([(1, 1), (2, 1)])
+    engine.abort([(1, 1), (2, 1)])
+    assert {(e.sample, e.offset, *e.tokens, e.finish) for e in collector.drain()} == {
+        (1, made, FINISH_RELEASED),
+        (2, 3, FINISH_RELEASED),
+    }
+    await engine.resume()
+    await eventually(lambda: engine.stats().running == 0)
+    assert collector.drain() == []
+
+
+async def test_a_request_that_has_ended_keeps_its_end_when_it_is_released(engine: Engine) -> None:
+    engine.submit([request(1, max_tokens=5)])
+    await eventually(lambda: engine.stats().tokens_made_total == 5)
+    engine.release([(1, 1)])
+    (emission,) = engine.drain()
+    assert (len(emission.tokens), emission.finish) == (5, FINISH_LENGTH)
+
+
+async def test_a_request_is_not_answered_for_when_it_was_aborted_before(engine: Engine) -> None:
+    engine.submit([request(1, max_tokens=150)])
+    await eventually(lambda: engine.stats().tokens_made_total > 3)
+    engine.abort([(1, 1)])
+    engine.release([(1, 1)])
+    assert all(emission.finish == FINISH_NONE for emission in engine.drain())
 
 
 async def test_an_aborted_request_may_be_submitted_again(engine: Engine) -> None:

@@ -18,6 +18,7 @@ import pytest
 from shared.bus import Entry, position
 from shared.messages import (
     FINISH_LENGTH,
+    FINISH_RELEASED,
     Dismissed,
     Drain,
     Event,
@@ -33,11 +34,11 @@ from shared.messages import (
 from shared.names import WORKER_BEATS, job_events
 from shared.redis_bus import RedisBus
 from shared.weights.client import StoreClient
-from tests.support import published_model
+from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
-from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, revoke
+from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, release, revoke
 
 LONG = 8000
 """More tokens than a test waits for."""
@@ -225,8 +226,48 @@ async def test_a_new_version_is_served_after_it_was_pulled(boss: WorkerManager, 
     await boss.until(worker, "ready", 1)
 
 
-async def test_another_jobs_model_replaces_the_engine(boss: WorkerManager, worker: str) -> None:
+async def test_a_released_sample_goes_on_elsewhere_without_a_token_lost_or_made_again(
+    boss: WorkerManager, worker: str
+) -> None:
+    await boss.send(worker, assign(70, max_tokens=400))
+    whole = (await boss.until_finished((70, 1)))[70, 1].tokens
+    await boss.send(worker, assign(70, 71, attempt=2, max_tokens=400))
+    await boss.until_made((70, 2), tokens=10)
+    await boss.send(worker, release((70, 2), (71, 1)))
+    part = (await boss.until_finished((70, 2)))[70, 2]
+    assert part.finish == FINISH_RELEASED
+    assert len(part.tokens) < 400
+    await boss.send(worker, assign(70, attempt=3, max_tokens=400, tokens=part.tokens))
+    made = await boss.until_finished((70, 3), (71, 2))
+    assert part.tokens + made[70, 3].tokens == whole
+    assert made[71, 2].finish == FINISH_LENGTH, "a release of another attempt is passed over"
+
+
+async def test_a_sample_goes_on_over_a_new_version_with_the_logprobs_of_the_weights_that_made_each_token(
+    boss: WorkerManager, worker: str
+) -> None:
+    await boss.send(worker, assign(80, max_tokens=2000))
+    await boss.until_made((80, 1), tokens=20)
+    await boss.send(worker, UseVersion(job_id=JOB, version=1), assign(81, version=1, max_tokens=20))
+    row = (await boss.until_finished((81, 1), (80, 1)))[80, 1]
+    n = row.versions.index(1)
+    assert 20 <= n < 2000
+    assert row.versions == [0] * n + [1] * (2000 - n)
+    # Plain forward passes over the whole sample: each version's logprobs of its own tokens, given all before them.
+    for version, part in ((0, slice(0, n)), (1, slice(n, 2000))):
+        model = tiny_models.make(published_model.config(layers=2), seed=version)
+        expected = tiny_models.logprobs(model, [1, 2, 3], row.tokens)
+        assert row.logprobs[part] == pytest.approx(expected[part], abs=1e-4)
+
+
+async def test_another_jobs_model_replaces_the_engine_once_what_was_held_is_handed_back(
+    boss: WorkerManager, worker: str
+) -> None:
+    await boss.send(worker, assign(90, 91, max_tokens=LONG))
+    await boss.until_made((90, 1), (91, 1), tokens=20)
     await boss.send(worker, UseVersion(job_id=DEEPER, version=0))
+    made = await boss.until_finished((90, 1), (91, 1))
+    assert [made[key].finish for key in ((90, 1), (91, 1))] == [FINISH_RELEASED] * 2
 
     async def serves() -> bool:
         beat = await boss.last_beat(worker)

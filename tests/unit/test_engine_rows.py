@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.rollout_worker.adapters.rows import Moves, Rows
-from shared.messages import FINISH_LENGTH, FINISH_NONE
+from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED
 from tests.support.engines import request
 
 SLOTS = 5
@@ -29,6 +29,8 @@ class Batch(RuleBasedStateMachine):
         self.aborted: dict[int, int] = {}
         """How many tokens each aborted sample had by then."""
         self.ended: set[int] = set()
+        self.released: dict[int, int] = {}
+        """How many tokens each released sample had by then; it owes one last word."""
 
     @rule(n=st.integers(1, 9))
     def submit(self, n: int) -> None:
@@ -54,6 +56,15 @@ class Batch(RuleBasedStateMachine):
         self._abort(sample)
         self._move(self.rows.retire_aborted())
 
+    @rule(sample=SAMPLES)
+    def release(self, sample: int) -> None:
+        had = {r.sample: offset for r, offset in zip(self.rows.requests, self.rows.offsets.tolist(), strict=True)}
+        had |= {request.sample: 0 for request in self.rows.pending}
+        self.rows.release([(sample, 1)])
+        if sample in had:
+            self.released[sample] = had[sample]
+        self._move(self.rows.retire_aborted())
+
     @rule(data=st.data())
     def reorder(self, data: st.DataObject) -> None:
         order = data.draw(st.permutations(range(self.rows.n)))
@@ -72,7 +83,10 @@ class Batch(RuleBasedStateMachine):
             assert emission.offset == len(self.made[sample])
             self.made[sample] += emission.tokens
             self.versions.setdefault(sample, []).append(emission.version)
-            if emission.finish != FINISH_NONE:
+            if emission.finish == FINISH_RELEASED:
+                assert len(self.made[sample]) == self.released[sample]
+                self.ended.add(sample)
+            elif emission.finish != FINISH_NONE:
                 assert (emission.finish, len(self.made[sample])) == (FINISH_LENGTH, self.lengths[sample])
                 self.ended.add(sample)
 
@@ -95,6 +109,7 @@ class Batch(RuleBasedStateMachine):
         self.drain()
         self.every_sample_has_its_own_tokens_and_rising_versions()
         assert self.ended | self.aborted.keys() == self.lengths.keys()
+        assert self.released.keys() <= self.ended
 
     def _abort(self, sample: int) -> None:
         running = {r.sample: offset for r, offset in zip(self.rows.requests, self.rows.offsets.tolist(), strict=True)}

@@ -16,6 +16,8 @@ from shared.bus import Append, Op
 from shared.errors import BusUnavailable, Fatal
 from shared.fakes import MemoryBus
 from shared.messages import (
+    FINISH_LENGTH,
+    FINISH_RELEASED,
     Assign,
     Dismissed,
     Drain,
@@ -33,7 +35,7 @@ from shared.messages import (
 from shared.names import DEAD_LETTERS, TOKEN_LOG, WORKER_BEATS, job_events, worker_lease
 from shared.waiting import Waits
 from tests.support.eventually import eventually
-from tests.support.worker_manager import JOB, WorkerManager, assign, revoke
+from tests.support.worker_manager import JOB, WorkerManager, assign, release, revoke
 
 
 class SlowToLoad(FakeEngine):
@@ -63,7 +65,7 @@ class Rig(MemoryBus):
         self.stop = asyncio.Event()
         self.waits = Waits()
         self.generator = Generator(self.factory)
-        identity = Identity("w", "preemptible", "fake", 4, 0.5, "here", 1)
+        identity = Identity("w", "preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
         self.link = Link(self, self.generator, identity, 0.5, self.waits)
         pace = Pace(flush_interval_s=0.002, beat_interval_s=0.02, grace_s=grace_s)
         self.app = Worker(self, self.link, self.generator, self.weights, pace, self.waits)
@@ -101,6 +103,7 @@ async def test_the_first_words_are_joined_then_a_beat_with_a_lease(rig: Rig) -> 
     await rig.manager.until(worker, "joining")
     (joined,) = await rig.manager.heard(WorkerJoined)
     assert (joined.role, joined.kind, joined.slots, joined.price_per_hour) == ("preemptible", "fake", 4, 0.5)
+    assert (joined.trainer, joined.kv_tokens) == ("t", 0)
     assert await rig.holders([worker_lease(worker)]) != [None]
 
 
@@ -270,6 +273,71 @@ async def test_a_revoked_sample_stops(rig: Rig) -> None:
     made = await rig.manager.until_made((2, 1), tokens=length + 100)
     assert len(made[1, 1].tokens) < length + 100
     assert made[1, 1].finish == 0
+
+
+async def test_a_released_sample_ends_with_all_its_tokens_in_the_log_and_goes_on_as_another_attempt(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=400))
+    await rig.manager.until_made((1, 1), (2, 1), tokens=5)
+    await rig.manager.send(worker, release((1, 1), (2, 7), (55, 1)))
+    part = (await rig.manager.until_finished((1, 1)))[1, 1]
+    assert part.finish == FINISH_RELEASED
+    await rig.manager.send(worker, assign(1, attempt=2, max_tokens=400, tokens=part.tokens))
+    made = await rig.manager.until_finished((1, 2), (2, 1))
+    assert (made[1, 2].first_offset, made[1, 2].end, made[1, 2].finish) == (len(part.tokens), 400, FINISH_LENGTH)
+    assert made[2, 1].finish == FINISH_LENGTH
+    assert rig.engine.stats().tokens_made_total == 800, "no token was lost or made again"
+    assert (55, 1) not in made
+
+
+async def test_a_sample_released_while_it_waits_for_its_weights_is_answered_at_its_offset(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    rig.weights.may_come.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), assign(1, version=1, tokens=[4, 5, 6]))
+    await rig.manager.send(worker, release((1, 1)))
+    row = (await rig.manager.until_finished((1, 1)))[1, 1]
+    assert (row.first_offset, row.tokens, row.finish) == (3, [], FINISH_RELEASED)
+    rig.weights.may_come.set()
+    await rig.manager.until(worker, "ready", 1)
+    assert rig.engine.stats().tokens_made_total == 0
+
+
+async def test_a_sample_released_while_it_waits_for_a_slot_is_answered(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(*range(5), max_tokens=4000))
+    await rig.manager.until_made((3, 1), tokens=5)
+    await rig.manager.send(worker, release((4, 1)))
+    row = (await rig.manager.until_finished((4, 1)))[4, 1]
+    assert (row.first_offset, row.tokens, row.finish) == (0, [], FINISH_RELEASED)
+
+
+async def test_another_jobs_model_takes_over_only_when_what_was_held_is_released_in_the_log(rig: Rig) -> None:
+    rig.weights.versions["other", 0] = FakeStagedWeights('{"other": 1}')
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
+    await rig.manager.until_made((1, 1), (2, 1), tokens=20)
+    first = rig.engine
+    rig.log_refuses = True
+    await rig.manager.send(worker, UseVersion(job_id="other", version=0))
+    await eventually(lambda: rig.link.me.session.serving == ("other", 0))
+    rig.log_refuses = False
+    made = await rig.manager.until_finished((1, 1), (2, 1))
+    assert [row.finish for row in made.values()] == [FINISH_RELEASED] * 2
+    assert sum(len(row.tokens) for row in made.values()) == first.stats().tokens_made_total
+
+
+async def test_samples_of_two_versions_go_on_over_a_third_with_rows_of_one_version_each(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), assign(2, version=1, max_tokens=4000))
+    await rig.manager.until_made((2, 1), tokens=5)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+    await rig.manager.until(worker, "ready", 2)
+    lengths = {key: len(row.tokens) for key, row in (await rig.manager.made()).items()}
+    made = await rig.manager.until_made((1, 1), (2, 1), tokens=max(lengths.values()) + 50)
+    assert [sorted(set(made[key].versions)) for key in ((1, 1), (2, 1))] == [[0, 1, 2], [1, 2]]
+    assert all(row.versions == sorted(row.versions) for row in made.values())
 
 
 async def _running(rig: Rig, n: int) -> bool:

@@ -14,10 +14,12 @@ from services.rollout_worker.domain.actions import (
     Complain,
     Continue,
     Halt,
+    HandBack,
     Key,
     Leave,
     Pull,
     Rejoin,
+    Return,
     StopPulling,
     Submit,
 )
@@ -25,12 +27,14 @@ from services.rollout_worker.domain.session import Session
 from services.rollout_worker.ports import Emission
 from shared.columns import U32, U64, pack
 from shared.messages import (
+    FINISH_RELEASED,
     FINISH_STOP,
     Assign,
     Assignment,
     Dismissed,
     Drain,
     Message,
+    Release,
     Resume,
     Revoke,
     Sampling,
@@ -52,6 +56,10 @@ def assign(*keys: Key, version: int = 0, job: str = "j") -> Assign:
 
 def revoke(*keys: Key) -> Revoke:
     return Revoke(samples=pack([key[0] for key in keys], U64), attempts=pack([key[1] for key in keys], U32))
+
+
+def release(*keys: Key) -> Release:
+    return Release(samples=pack([key[0] for key in keys], U64), attempts=pack([key[1] for key in keys], U32))
 
 
 def use(version: int, job: str = "j") -> UseVersion:
@@ -154,6 +162,43 @@ def test_revoke_forgets_the_named_attempt_and_not_a_later_one(ready: Session) ->
     assert ready.held == {7: 2, 9: 1}
 
 
+def test_released_samples_are_handed_back_by_the_engine_and_held_no_more(ready: Session) -> None:
+    ready.handle(assign((7, 1), (8, 1), (9, 1)))
+    assert ready.handle(release((7, 1), (9, 1))) == [HandBack(((7, 1), (9, 1)))]
+    assert ready.held == {8: 1}
+    assert ready.handle(release((7, 1))) == []
+
+
+def test_a_release_passes_over_what_is_unknown_finished_or_of_another_attempt(ready: Session) -> None:
+    ready.handle(assign((7, 2), (8, 1)))
+    ready.made([ended(8)])
+    assert ready.handle(release((7, 1), (7, 3), (8, 1), (55, 1))) == []
+    assert ready.held == {7: 2}
+
+
+def test_samples_released_before_their_weights_are_there_are_returned_untouched(ready: Session) -> None:
+    ready.handle(assign((6, 1)))
+    ready.handle(use(1))
+    ready.handle(assign((7, 1), (8, 1), version=1))
+    assert ready.handle(release((6, 1), (7, 1))) == [HandBack(((6, 1),)), Return((assignment(7),))]
+    assert submitted(ready.loaded(("j", 1))) == [(8, 1)]
+
+
+def test_a_released_sample_may_come_back_with_a_higher_attempt(ready: Session) -> None:
+    ready.handle(assign((7, 1)))
+    ready.handle(release((7, 1)))
+    assert ready.handle(assign((7, 1))) == []
+    assert submitted(ready.handle(assign((7, 2)))) == [(7, 2)]
+
+
+def test_the_last_word_of_a_released_attempt_does_not_end_the_next_one(ready: Session) -> None:
+    ready.handle(assign((7, 1)))
+    ready.handle(release((7, 1)))
+    ready.handle(assign((7, 2)))
+    ready.made([Emission(7, 1, 0, [5], [-1.0], 0, FINISH_RELEASED)])
+    assert ready.held == {7: 2}
+
+
 def test_samples_assigned_before_the_weights_are_there_start_with_them(ready: Session) -> None:
     ready.handle(use(1))
     assert ready.handle(assign((7, 1), (8, 1), version=1)) == []
@@ -230,9 +275,22 @@ def test_samples_go_on_over_a_new_version_of_their_job(ready: Session) -> None:
     assert ready.held == {7: 1}
 
 
-def test_another_jobs_weights_end_the_samples_held(ready: Session) -> None:
+def test_samples_of_several_versions_of_a_job_are_held_beside_each_other(ready: Session) -> None:
     ready.handle(assign((7, 1)))
-    assert ready.handle(use(0, job="k")) == [Abort(((7, 1),)), Pull("k", 0)]
+    for version in (1, 2):
+        ready.handle(use(version))
+        assert ready.handle(assign((7 + version, 1), version=version)) == []
+        ready.unloaded()
+        assert submitted(ready.loaded(("j", version))) == [(7 + version, 1)]
+    assert ready.held == {7: 1, 8: 1, 9: 1}
+
+
+def test_another_jobs_weights_hand_back_the_samples_held(ready: Session) -> None:
+    ready.handle(assign((7, 1)))
+    ready.handle(use(1))
+    ready.handle(assign((8, 1), version=1))
+    handed_back = [HandBack(((7, 1),)), Return((assignment(8),)), Pull("k", 0)]
+    assert ready.handle(use(0, job="k")) == handed_back
     assert ready.held == {}
 
 
@@ -301,6 +359,7 @@ commands: st.SearchStrategy[Message] = st.one_of(
         st.sampled_from(["j", "k"]),
     ),
     st.builds(lambda chosen: revoke(*chosen), st.lists(keys, min_size=1, max_size=3)),
+    st.builds(lambda chosen: release(*chosen), st.lists(keys, min_size=1, max_size=3)),
     st.just(Suspend(step=0)),
     st.just(Resume(step=0)),
 )
@@ -312,6 +371,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.keys: set[Key] = set()
+        self.returned: set[Key] = set()
         self.halted = False
 
     def carry_out(self, session: Session, actions: Sequence[Action]) -> bool:
@@ -323,9 +383,13 @@ class Engine:
                     for request in samples:
                         assert (request.sample, request.attempt) not in self.keys, "submitted twice"
                         self.keys.add((request.sample, request.attempt))
-                case Abort(keys):
+                case Abort(keys) | HandBack(keys):
                     assert set(keys) <= self.keys
                     self.keys -= set(keys)
+                case Return(samples):
+                    returned = {(one.sample, one.attempt) for one in samples}
+                    assert not returned & (self.keys | self.returned), "answered for what the engine has, or twice"
+                    self.returned |= returned
                 case Halt(keys):
                     self.keys -= set(keys)
                     self.halted = True

@@ -6,7 +6,8 @@ import httpx
 import stamina
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.errors import ConfigError, Retryable
+from shared.errors import ConfigError, Conflict, Retryable
+from shared.redirect import MAX_REDIRECTS, redirected
 
 JOIN_LIMIT_S = 300.0
 """How long a worker looks for a manager that does not answer."""
@@ -53,7 +54,7 @@ async def join(url: str, token: str, limit_s: float = JOIN_LIMIT_S) -> Joined:
 
 async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response:
     try:
-        response = await client.get(address)
+        response = await _get_from_leader(client, address)
     except httpx.UnsupportedProtocol as error:
         raise ConfigError(f"manager URL: {error}; give http://host:port") from error
     except httpx.TransportError as error:
@@ -65,3 +66,17 @@ async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response:
     if response.is_error:
         raise ConfigError(f"manager at {address}: status {response.status_code}; is RLBOOST_WORKER_URL right?")
     return response
+
+
+async def _get_from_leader(client: httpx.AsyncClient, address: str) -> httpx.Response:
+    asked = address
+    for _ in range(1 + MAX_REDIRECTS):
+        response = await client.get(asked)
+        try:
+            origin = redirected(asked, response.status_code, response.headers.get("location", ""))
+        except Conflict as error:
+            raise ConfigError(f"{error}: set RLBOOST_WORKER_URL to it") from error
+        if origin is None:
+            return response
+        asked = f"{origin}{httpx.URL(address).path}"
+    raise _ManagerAway(f"manager at {address}: the managers send requests to each other")

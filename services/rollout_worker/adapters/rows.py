@@ -16,7 +16,7 @@ import numpy.typing as npt
 from services.rollout_worker.domain.uniforms import as_u64
 from services.rollout_worker.ports import Emission, Key, Request
 from shared.errors import Conflict
-from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
+from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 
 Ints = npt.NDArray[np.int64]
 
@@ -215,6 +215,18 @@ class Rows:
             if request.key in wanted:
                 self._table["aborted"][row] = True
 
+    def release(self, keys: Iterable[Key]) -> None:
+        """Abort requests, and answer for each one where it stood; one that was aborted before is not answered for."""
+        wanted = set(keys)
+        for request in self.pending:
+            if request.key in wanted:
+                where = request.sample, request.attempt, len(request.tokens)
+                self._outbox.append(Emission(*where, [], [], max(self.version, 0), FINISH_RELEASED))
+        for row, request in enumerate(self.requests):
+            if request.key in wanted and not self._table["aborted"][row]:
+                self._flush(row, finish=FINISH_RELEASED)
+        self.abort(wanted)
+
     @property
     def any_aborted(self) -> bool:
         """Whether marked rows wait to be taken out."""
@@ -253,7 +265,7 @@ class Rows:
     def _flush(self, row: int, *, finish: int = FINISH_NONE, error: str = "") -> None:
         table, request = self._table[row], self.requests[row]
         begin, end = int(table["drained"]), int(table["length"])
-        if begin == end and not error:
+        if begin == end and finish == FINISH_NONE and not error:
             return
         tokens, logprobs = (array[row, begin:end].tolist() for array in (self._tokens, self._logprobs))
         where = request.sample, request.attempt, begin - len(request.prompt)

@@ -95,6 +95,13 @@ class TorchEngine:
             self._rows.abort(keys)
             self._wake.notify()
 
+    def release(self, keys: Iterable[Key]) -> None:
+        """See `ports.Engine`."""
+        with self._wake:
+            self._check_alive()
+            self._rows.release(keys)
+            self._wake.notify()
+
     def drain(self) -> list[Emission]:
         """See `ports.Engine`."""
         with self._wake:

@@ -38,6 +38,20 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class HandBack:
+    """Let the engine end requests where they stand: their last rows say that they go on elsewhere."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Answer for samples that never reached the engine: a row without tokens each, at the offset it came with."""
+
+    samples: tuple[Assignment, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Halt:
     """Stop the engine between two steps, flush all it has made, let it forget these; then call `Session.halted`."""
 
@@ -70,4 +84,4 @@ class Complain:
     reason: str
 
 
-Action = Pull | StopPulling | Submit | Abort | Halt | Continue | Leave | Rejoin | Complain
+Action = Pull | StopPulling | Submit | Abort | HandBack | Return | Halt | Continue | Leave | Rejoin | Complain

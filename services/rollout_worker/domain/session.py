@@ -15,10 +15,12 @@ from services.rollout_worker.domain.actions import (
     Complain,
     Continue,
     Halt,
+    HandBack,
     Key,
     Leave,
     Pull,
     Rejoin,
+    Return,
     StopPulling,
     Submit,
 )
@@ -31,6 +33,7 @@ from shared.messages import (
     Dismissed,
     Drain,
     Message,
+    Release,
     Resume,
     Revoke,
     Suspend,
@@ -94,6 +97,8 @@ class Session:
                 actions = self._assign(command)
             case Revoke():
                 actions = self._revoke(command)
+            case Release():
+                actions = self._release(command)
             case Suspend():
                 actions = self._suspend()
             case Resume():
@@ -113,8 +118,8 @@ class Session:
             return []
         gone: list[Action] = []
         if self.wanted is not None and self.wanted[0] != weights[0]:
-            # Another job's model makes nothing of what is held; the manager has ended it with its job.
-            gone = self._forget(list(self.held.items()))
+            # Another job's model makes nothing of what is held: it goes on where its own is served.
+            gone = self._hand_back(list(self.held.items()))
         self.wanted = weights
         if weights == self.serving:
             return [*gone, StopPulling(), *self._submit_early()]
@@ -149,6 +154,10 @@ class Session:
         keys = zip(ints(command.samples, U64), ints(command.attempts, U32), strict=False)
         held = self.held
         return self._forget([(i, held[i]) for i, attempt in keys if i in held and held[i] <= attempt])
+
+    def _release(self, command: Release) -> list[Action]:
+        keys = dict(zip(ints(command.samples, U64), ints(command.attempts, U32), strict=False))
+        return self._hand_back([key for key in keys.items() if self.held.get(key[0]) == key[1]])
 
     def _suspend(self) -> list[Action]:
         if self._suspended:
@@ -207,11 +216,19 @@ class Session:
         return [Submit(early)] if early else []
 
     def _forget(self, keys: Sequence[Key]) -> list[Action]:
-        started = tuple((sample, attempt) for sample, attempt in keys if sample not in self._early)
+        started, _ = self._let_go(keys)
+        return [Abort(started)] if started else []
+
+    def _hand_back(self, keys: Sequence[Key]) -> list[Action]:
+        started, early = self._let_go(keys)
+        return [*([HandBack(started)] if started else []), *([Return(early)] if early else [])]
+
+    def _let_go(self, keys: Sequence[Key]) -> tuple[tuple[Key, ...], tuple[Assignment, ...]]:
+        """Hold these no more; return those that the engine has, and those that it was not given yet."""
         for sample, _ in keys:
             del self.held[sample]
-            self._early.pop(sample, None)
-        return [Abort(started)] if started else []
+        early = {sample: self._early.pop(sample) for sample, _ in keys if sample in self._early}
+        return tuple(key for key in keys if key[0] not in early), tuple(early.values())
 
 
 def _describe(weights: Weights | None) -> str:
