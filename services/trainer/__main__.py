@@ -38,6 +38,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         build,
         device,
         waits,
+        name=config.trainer_name,
         outage_limit_s=config.outage_limit_s,
         samples_limit_s=config.samples_limit_s,
     )

@@ -46,6 +46,7 @@ class Trainer:
         device: DeviceThread,
         waits: Waits,
         *,
+        name: str,
         outage_limit_s: float,
         samples_limit_s: float,
     ) -> None:
@@ -56,11 +57,14 @@ class Trainer:
             build: makes what a job works with; called on `device`.
             device: where everything that computes runs.
             waits: where waits are listed.
+            name: what reserved workers call the trainer whose device they share.
             outage_limit_s: how long the broker may be away.
             samples_limit_s: how long a job waits for a sample.
 
         """
-        self._name = f"trainer-{new_token()}"
+        self._name = name
+        self._incarnation = f"{name}-{new_token()}"
+        """Another one after each start, so that a successor is told from a predecessor that may still live."""
         self._bus = PatientBus(bus, waits, outage_limit_s)
         self._build = build
         self._waits = waits
@@ -81,13 +85,13 @@ class Trainer:
         """Follow `jobs.commands` until the stop."""
         stream, group = names.JOB_COMMANDS, names.TRAINER_GROUP
         claimed = await self._bus(
-            lambda bus: bus.claim(stream, group, self._name, min_idle_s=0, count=_CLAIMED_AT_ONCE)
+            lambda bus: bus.claim(stream, group, self._incarnation, min_idle_s=0, count=_CLAIMED_AT_ONCE)
         )
         for entry, _ in claimed:
             await self._take(entry)
         self._claimed = True
         while not stop.is_set():
-            for entry in await self._bus(lambda bus: bus.consume(stream, group, self._name, block_s=_BLOCK_S)):
+            for entry in await self._bus(lambda bus: bus.consume(stream, group, self._incarnation, block_s=_BLOCK_S)):
                 await self._take(entry)
 
     async def _take(self, entry: Entry) -> None:
@@ -156,7 +160,7 @@ class Trainer:
 
     async def _train(self, handle: Handle) -> None:
         spec = jobspec.parse(json.loads(handle.spec_json))
-        run = JobRun(handle, spec, self._bus, self._device, self._waits, self._samples_limit_s)
+        run = JobRun(handle, spec, self._bus, self._device, self._waits, self._samples_limit_s, self._name)
         await run.run(self._build)
 
     async def _finish(self, handle: Handle, ending: Ending | None) -> None:
@@ -166,7 +170,9 @@ class Trainer:
         if ending is None:
             return
         log.info("job_ended", state=ending.state, error=ending.error)
-        report = JobReport(job_id=handle.job_id, state=ending.state, step=handle.step, error=ending.error)
+        report = JobReport(
+            job_id=handle.job_id, state=ending.state, step=handle.step, error=ending.error, trainer=self._name
+        )
         done = Ack(names.JOB_COMMANDS, names.TRAINER_GROUP, (*handle.commands, *handle.pauses))
         await self._bus.transact([Append(names.JOB_REPORTS, report), done])
         del self._jobs[handle.job_id]
@@ -187,12 +193,12 @@ class Trainer:
     async def _renew(self, handle: Handle) -> None:
         lease = names.trainer_lease(handle.job_id)
         [held] = await self._bus.raw.holders([lease])
-        if held is not None and json.loads(held)["trainer"] != self._name:
+        if held is not None and json.loads(held)["trainer"] != self._incarnation:
             handle.owns_lease.clear()
             return
         waiting = self._waits.current()
         body = {
-            "trainer": self._name,
+            "trainer": self._incarnation,
             "phase": handle.phase,
             "step": handle.step,
             "waiting": waiting[0].public() if waiting else None,

@@ -7,7 +7,8 @@ Ends when: the last step is done, or with the error that makes going on senseles
 
 A trainer that was killed takes the same steps again from the newest checkpoint. Their samples are in the stream, so
 nothing is generated twice, and versions that are committed already are not published twice: where this process trained
-other bits (another machine, say), the committed ones are the truth and are loaded.
+other bits (another machine, say), the committed ones are the truth and are loaded. Samples that came ahead of their
+step lie behind the position that a checkpoint holds, as long as a step needs them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from dataclasses import dataclass, field
 
 from services.trainer.device import DeviceThread
 from services.trainer.domain import plan
+from services.trainer.intake import JobContext
 from services.trainer.link import FinishedLog, JobLink, PatientBus
 from services.trainer.ports import TrainState, Workshop, WorkshopFactory
-from services.trainer.step import JobContext, StepRun
+from services.trainer.step import StepRun
+from services.trainer.steps import Steps
 from shared import names
 from shared.bus import START, Append
 from shared.errors import ConfigError
@@ -62,6 +65,7 @@ class JobRun:
         device: DeviceThread,
         waits: Waits,
         limit_s: float,
+        trainer: str,
     ) -> None:
         """Prepare.
 
@@ -72,6 +76,7 @@ class JobRun:
             device: where everything that computes runs.
             waits: where waits are listed.
             limit_s: how long the job waits for a sample or its device.
+            trainer: the trainer's name.
 
         """
         self._handle = handle
@@ -80,6 +85,7 @@ class JobRun:
         self._device = device
         self._waits = waits
         self._limit_s = limit_s
+        self._trainer = trainer
         self._link = JobLink(bus, handle.job_id)
         self._head = -1
         """Newest committed version."""
@@ -90,6 +96,7 @@ class JobRun:
 
         Raises:
             RLBoostError: why the job failed; `Retryable`: nothing is wrong with the job, another process may go on.
+            ExceptionGroup: of such errors.
 
         """
         await self._report("running", self._handle.step)
@@ -111,28 +118,33 @@ class JobRun:
         if self._spec.sampling.top_p < 1:
             text = "sampling.top_p below 1: the ratio compares the cut distribution with the whole one and is biased"
             await self._link.tell("warning", text=text)
-        step, cursor = await self._restore(workshop)
+        state = await self._restore(workshop)
+        step = state.step
         await self._device(lambda: workshop.folder.begin(to_json(self._spec), step))
         await self._own_lease()
-        job = self._context(workshop, cursor)
         if self._head < step:
             await self._publish(workshop, step)
-        for number in range(step, plan.last_step(self._spec) + 1):
-            await self._pause_point(number)
-            await self._step(job, number, save=number > step and number % self._spec.trainer.checkpoint_every == 0)
+        async with asyncio.TaskGroup() as scoring:
+            job = self._context(workshop, scoring)
+            log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
+            steps = Steps(job, log, state.read_cursor)
+            for number in range(step, plan.last_step(self._spec) + 1):
+                await self._pause_point(number)
+                due = number > step and number % self._spec.trainer.checkpoint_every == 0
+                await self._step(job, steps, number, save=due)
         self._enter("finishing", self._spec.steps)
         model = await self._device(lambda: workshop.folder.export(workshop.engine.export_shards()))
         await self._link.tell("model_saved", path=str(model))
 
-    async def _step(self, job: JobContext, step: int, *, save: bool) -> None:
+    async def _step(self, job: JobContext, steps: Steps, step: int, *, save: bool) -> None:
         began = time.monotonic()
-        cursor = job.log.cursor
         self._enter("training" if step < self._spec.steps else "evaluating", step)
-        run = StepRun(job, step, seen_before=step < self._head)
-        await run.request()
+        run = StepRun(job, steps.enter(step, self._head), steps)
+        await steps.request()
         if save:
             # The fleet generates meanwhile.
-            await self._checkpoint(job.workshop, TrainState(step, cursor, len(job.workshop.data.train)))
+            n_rows = len(job.workshop.data.train)
+            await self._checkpoint(job.workshop, TrainState(step, steps.needed_from, n_rows, steps.read_until))
         tally = await run.run()
         if step < self._spec.steps:
             self._enter("publishing", step)
@@ -142,19 +154,26 @@ class JobRun:
         tally.durations.step_s = time.monotonic() - began
         metrics = tally.metrics()
         await self._device(lambda: job.workshop.folder.log_step(step, metrics))
-        report = StepReport(job_id=job.id, step=step, metrics=metrics, checkpointed_step=self._checkpointed_step)
+        report = StepReport(
+            job_id=job.id,
+            step=step,
+            metrics=metrics,
+            checkpointed_step=self._checkpointed_step,
+            wait_s=tally.durations.wait_s,
+            train_s=tally.durations.train_s,
+        )
         await self._bus.transact([Append(names.JOB_REPORTS, report)])
 
     # --- where the job stands ---
 
-    async def _restore(self, workshop: Workshop) -> tuple[int, str]:
+    async def _restore(self, workshop: Workshop) -> TrainState:
         """Return the step to go on with and the position in the finished samples."""
         self._head = await workshop.weights.head()
         found = await self._device(workshop.checkpoints.newest)
         if self._spec.trainer.resume == "never" and (found is not None or self._head > 0):
             raise ConfigError("the trainer was restarted in the middle of this job, and trainer.resume is 'never'")
         if found is None:
-            return 0, START
+            return TrainState(step=0, finished_cursor=START, train_rows=len(workshop.data.train))
         state, directory = found
         if state.train_rows != len(workshop.data.train):
             raise ConfigError(
@@ -165,7 +184,7 @@ class JobRun:
         if (fallback := await self._device(workshop.checkpoints.fallback)) is not None:
             self._checkpointed_step = fallback.step
         await self._link.tell("resumed", step=state.step, head=self._head)
-        return state.step, state.finished_cursor
+        return state
 
     async def _checkpoint(self, workshop: Workshop, state: TrainState) -> None:
         await self._device(lambda: workshop.checkpoints.save(state, workshop.engine.save))
@@ -189,18 +208,17 @@ class JobRun:
 
     # --- what others see and want ---
 
-    def _context(self, workshop: Workshop, cursor: str) -> JobContext:
-        job_id = self._handle.job_id
+    def _context(self, workshop: Workshop, scoring: asyncio.TaskGroup) -> JobContext:
         return JobContext(
-            id=job_id,
+            id=self._handle.job_id,
             no=self._handle.job_no,
             spec=self._spec,
             workshop=workshop,
             link=self._link,
-            log=FinishedLog(self._bus, self._waits, job_id, cursor, self._limit_s),
             device=self._device,
             waits=self._waits,
             limit_s=self._limit_s,
+            scoring=scoring,
         )
 
     def _enter(self, phase: str, step: int) -> None:
@@ -222,5 +240,5 @@ class JobRun:
         await self._report("running", step)
 
     async def _report(self, state: JobState, step: int) -> None:
-        report = JobReport(job_id=self._handle.job_id, state=state, step=step)
+        report = JobReport(job_id=self._handle.job_id, state=state, step=step, trainer=self._trainer)
         await self._bus.transact([Append(names.JOB_REPORTS, report)])

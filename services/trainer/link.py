@@ -112,8 +112,8 @@ class FinishedLog:
         self._limit_s = limit_s
         self._ahead: deque[Entry] = deque()
 
-    async def next(self, what: str, because: str) -> Entry:
-        """Take the next entry, waiting for `what`.
+    async def wait(self, what: str, because: str) -> None:
+        """Wait for `what` until there is a next entry.
 
         Raises:
             Timeout: none came for too long.
@@ -121,8 +121,16 @@ class FinishedLog:
         """
         if not self._ahead:
             async with self._waits.on(what, because=because, limit_s=self._limit_s):
-                while not self._ahead:
-                    self._ahead.extend(await self._bus(self._read))
+                await self.peek()
+
+    async def peek(self) -> Entry:
+        """Return the next entry without taking it, however long it may not come: nobody needs it now."""
+        while not self._ahead:
+            self._ahead.extend(await self._bus(self._read))
+        return self._ahead[0]
+
+    def take(self) -> Entry:
+        """Take the next entry, which must be there."""
         entry = self._ahead.popleft()
         self.cursor = entry.id
         return entry

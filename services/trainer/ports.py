@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from shared.bus import START
 from shared.columns import I32, length
 from shared.jobspec import JobSpec
 from shared.weights.publisher import Shard
@@ -28,6 +29,9 @@ class Row:
     logprobs: bytes
     """float32 column: log-probability of each completion token when it was drawn."""
     advantage: float
+    proximal: bytes = b""
+    """float32 column: its log-probability under the weights that the step began with; empty where those are the ones
+    being trained, or nobody asks. All rows of one micro-batch have it, or none."""
 
     @property
     def n_tokens(self) -> int:
@@ -44,8 +48,9 @@ class RankInfo(NamedTuple):
     """True where `logprobs` and the metrics of `accumulate` come out (the last pipeline stage)."""
 
 
-LossFn = Callable[["Tensor", "Tensor", "Tensor"], tuple["Tensor", dict[str, float]]]
-"""(logprobs, rollout logprobs, advantages), one entry a completion token -> (summed loss, summed metrics)."""
+LossFn = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], tuple["Tensor", dict[str, float]]]
+"""(logprobs, rollout logprobs, advantages, proximal logprobs or None), one entry a completion token each -> (summed
+loss, summed metrics)."""
 
 
 class PolicyEngine(Protocol):
@@ -195,9 +200,11 @@ class TrainState:
     step: int
     """The next step to train; the checkpoint's weights are of this version."""
     finished_cursor: str
-    """Position in `rollouts.finished` behind the last sample of the steps before."""
+    """Position in `rollouts.finished` before the first entry that this step or a later one needs."""
     train_rows: int
     """Number of training prompts: with the job's seed and the step it says which prompts come next."""
+    read_cursor: str = START
+    """How far it was read: between the two positions lie entries of the steps before, too."""
 
 
 class CheckpointStore(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ class Settings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="RLBOOST_TRAINER_")
     prefix: ClassVar[str] = "RLBOOST_TRAINER_"
 
+    name: str = Field("", description="reserved workers of this device give it as their trainer; the host's if empty")
     host: str = Field("127.0.0.1", description="address of the health routes")
     port: int = Field(0, ge=0, le=65535, description="port of the health routes; 0 takes a free one")
     weight_store_url: str = Field("http://127.0.0.1:8701", description="where weights are published")
@@ -24,3 +26,8 @@ class Settings(ServiceSettings):
     device: str = Field("cpu", description="torch device of the trained model")
     outage_limit_s: float = Field(600.0, gt=0, description="give up when Redis or the weight store is away for so long")
     samples_limit_s: float = Field(3600.0, gt=0, description="a job fails when no sample comes for so long")
+
+    @property
+    def trainer_name(self) -> str:
+        """Return the name, or the host's."""
+        return self.name or socket.gethostname()

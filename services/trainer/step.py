@@ -1,109 +1,56 @@
-"""One training step: ask for groups, score them as they come, train as soon as the device is ours.
+"""One training step: take scored groups as they come, train as soon as the device is ours.
 
-Two tasks. *Collect* consumes `rollouts.finished`, produces whole groups whose scoring begins at once, waits for the
-next entry, and ends when every group is there and the seeding is over. *Train* consumes scored groups in the order in
-which they came, produces optimizer steps, waits for the device and the next group, and ends with the last one.
+Two tasks. *Collect* consumes `rollouts.finished`, waits for the next entry, and ends when every group of the step is
+there and the seeding is over; from then on it only keeps what comes for later steps. *Train* consumes scored groups in
+the order in which they came, produces optimizer steps, waits for the device and the next group, and ends with the last
+one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
-from services.trainer.device import DeviceThread, DeviceTurn
+from services.trainer.device import DeviceTurn
 from services.trainer.domain.advantages import advantages
-from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner
-from services.trainer.domain.collector import DroppedGroup, StepCollector, WholeGroup
+from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner, pack
 from services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
-from services.trainer.domain.plan import PlannedGroup, plan_step
-from services.trainer.domain.schedule import learning_rate
-from services.trainer.link import FinishedLog, JobLink
-from services.trainer.ports import Prompt, Row, Workshop
-from services.trainer.scoring import question, summaries
-from shared import names
-from shared.bus import Append, Entry
-from shared.errors import Fatal, Timeout
-from shared.ids import SampleId
-from shared.jobspec import JobSpec
-from shared.messages import GroupRequested, Sampling
-from shared.waiting import Waits
-
-_REQUESTS_AT_ONCE = 64
-"""Prompts may be long: Redis gets them in portions."""
+from services.trainer.intake import JobContext, StepIntake
+from services.trainer.ports import Row
+from shared.errors import Fatal
 
 
-@dataclass(frozen=True, slots=True)
-class JobContext:
-    """What every step of a job works with."""
+class Source(Protocol):
+    """Where a step's groups come from; what comes for a later step on the way is kept for it."""
 
-    id: str
-    no: int
-    spec: JobSpec
-    workshop: Workshop
-    link: JobLink
-    log: FinishedLog
-    device: DeviceThread
-    waits: Waits
-    limit_s: float
-    """How long a step may wait for its device."""
+    async def read(self, what: str, because: str) -> None:
+        """Take the next entry, waiting for `what`.
+
+        Raises:
+            Fatal: none came for too long, or the stream broke a promise.
+
+        """
+
+    async def read_on(self) -> None:
+        """Take what comes for later steps, for as long as it may be kept. Cancelled when nobody waits for it."""
 
 
 class StepRun:
-    """One step, from its requests to its last optimizer step."""
+    """One step, from its first sample to its last optimizer step."""
 
-    def __init__(self, job: JobContext, step: int, *, seen_before: bool) -> None:
-        """Plan step `step`.
-
-        Args:
-            job: the step's job.
-            step: its number; the one after the last training step only evaluates.
-            seen_before: its samples were shown to people already, before this trainer was started.
-
-        """
-        data = job.workshop.data
+    def __init__(self, job: JobContext, intake: StepIntake, source: Source) -> None:
+        """Begin the step of `intake`, which `source` fills."""
         self._job = job
-        self._step = step
-        self._seen_before = seen_before
-        self._planned = {
-            group.id: group for group in plan_step(job.spec, job.no, step, len(data.train), len(data.evaluation))
-        }
-        self._n_train = sum(not group.is_eval for group in self._planned.values())
-        self._collector = StepCollector(job.no, step, {group.id: group.n for group in self._planned.values()})
-        self._tally = StepTally(learning_rate=learning_rate(job.spec.optimizer, step, job.spec.steps))
-        self._came: asyncio.Queue[asyncio.Task[ScoredGroup | None]] = asyncio.Queue()
-        """Training groups, in the order in which they came."""
-        self._evaluated: list[asyncio.Task[ScoredGroup | None]] = []
-        self._turn = DeviceTurn(job.device, job.waits, step, job.limit_s)
-
-    async def request(self) -> None:
-        """Ask for the step's groups. Asking again is harmless: the manager knows each group by its id."""
-        spec, workshop = self._job.spec, self._job.workshop
-        sampling = Sampling(
-            temperature=spec.sampling.temperature,
-            top_p=spec.sampling.top_p,
-            max_tokens=spec.sampling.max_tokens,
-            stop_token_ids=workshop.data.stop_token_ids,
-        )
-        requests = [
-            GroupRequested(
-                job_id=self._job.id,
-                group=group.id,
-                n=group.n,
-                prompt=self._prompt(group).tokens,
-                sampling=sampling,
-                version=self._step,
-                seed=group.seed,
-            )
-            for group in self._planned.values()
-        ]
-        stream = names.rollouts_requested(self._job.id)
-        for start in range(0, len(requests), _REQUESTS_AT_ONCE):
-            some = requests[start : start + _REQUESTS_AT_ONCE]
-            await self._job.link.bus.transact([Append(stream, request) for request in some])
+        self._step = intake.step
+        self._intake = intake
+        self._source = source
+        self._tally = intake.tally
+        self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s)
 
     async def run(self) -> StepTally:
-        """Collect, score and train; return what happened.
+        """Collect and train; return what happened.
 
         Raises:
             Fatal: no sample came for too long, the stream broke a promise, or not one group could be scored.
@@ -111,84 +58,77 @@ class StepRun:
 
         """
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._collect(tasks), name=f"collect-{self._step}")
-            tasks.create_task(self._train(), name=f"train-{self._step}")
-        self._tally.evaluated = [group for task in self._evaluated if (group := task.result()) is not None]
-        self._tally.duplicates = self._collector.duplicates
+            training = tasks.create_task(self._train(), name=f"train-{self._step}")
+            await self._collect()
+            reading_on = tasks.create_task(self._source.read_on(), name=f"read-on-{self._step}")
+            await training
+            reading_on.cancel()
+        self._tally.evaluated = [group for task in self._intake.evaluated if (group := await task) is not None]
+        self._tally.duplicates = self._intake.collector.duplicates
         self._tally.durations = self._durations()
-        if self._n_train and not self._tally.scored:
+        if self._intake.n_train and not self._tally.scored:
             raise Fatal(
                 f"not one group of step {self._step} could be scored ({dict(self._tally.dropped)}): see the job's "
-                f"events for the reasons, and mend reward.function {self._job.spec.reward.function}"
+                f"events for the reasons, and mend {self._suspect()}"
             )
         return self._tally
 
+    def _suspect(self) -> str:
+        if set(self._tally.dropped) == {"stale"}:
+            return "what serves old weights, or raise elastic.max_staleness"
+        return f"reward.function {self._job.spec.reward.function}"
+
     # --- collect ---
 
-    async def _collect(self, tasks: asyncio.TaskGroup) -> None:
-        collector = self._collector
-        while not collector.complete or (self._n_train and not collector.device_is_ours):
-            outcome = collector.fold((await self._next()).message)
+    async def _collect(self) -> None:
+        collector = self._intake.collector
+        self._turn.give(ours=collector.device_is_ours)
+        while not collector.complete or (self._intake.n_train and not collector.device_is_ours):
+            there = f"{collector.n_arrived} of {collector.n_samples} samples are there"
+            await self._source.read(f"samples of step {self._step}", there)
             self._turn.give(ours=collector.device_is_ours)
-            if outcome is not None:
-                planned = self._planned[outcome.group]
-                task = tasks.create_task(self._score(outcome, planned), name=f"score-{SampleId.unpack(outcome.group)}")
-                if planned.is_eval:
-                    self._evaluated.append(task)
-                else:
-                    self._came.put_nowait(task)
-
-    async def _next(self) -> Entry:
-        collector = self._collector
-        there = f"{collector.n_arrived} of {collector.n_samples} samples are there"
-        try:
-            return await self._job.log.next(f"samples of step {self._step}", there)
-        except Timeout as error:
-            raise Fatal(f"{error}: is a worker there that can generate? Ask with 'rlboost worker list'") from error
-
-    async def _score(self, outcome: WholeGroup | DroppedGroup, planned: PlannedGroup) -> ScoredGroup | None:
-        if isinstance(outcome, DroppedGroup):
-            await self._drop(outcome.group, "generation", outcome.reason)
-            return None
-        prompt = self._prompt(planned)
-        data = self._job.workshop.data
-        scores = await self._job.workshop.rewards.score(question(outcome, prompt, data))
-        if not self._seen_before:
-            await self._job.link.show(summaries(outcome, prompt, scores, data))
-        if scores.rewards is None:
-            await self._drop(outcome.group, scores.reason, scores.detail)
-            return None
-        return ScoredGroup(outcome.samples, scores.rewards)
-
-    async def _drop(self, group: int, reason: str, detail: str) -> None:
-        self._tally.dropped[reason] += 1
-        await self._job.link.tell("group_dropped", group=str(SampleId.unpack(group)), reason=reason, detail=detail)
 
     # --- train ---
 
     async def _train(self) -> None:
         spec = self._job.spec
-        planner: UpdatePlanner[Row] = UpdatePlanner(
-            self._n_train, spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
-        )
-        for _ in range(self._n_train):
-            group = await (await self._came.get())
-            if group is not None:
-                self._tally.scored.append(group)
-            for work in planner.add(self._rows(group) if group is not None else []):
+        n_groups, n_updates = self._intake.n_train, spec.algorithm.updates_per_step
+        planner: UpdatePlanner[Row] = UpdatePlanner(n_groups, n_updates, spec.trainer.micro_batch_tokens)
+        whole: list[list[Row]] | None = None
+        if spec.elastic.max_staleness and n_updates > 1:
+            # The weights that the step begins with are gone after its first update: what they say is asked before.
+            whole = await self._with_proximal([await self._next_rows() for _ in range(n_groups)])
+        for number in range(n_groups):
+            for work in planner.add(await self._next_rows() if whole is None else whole[number]):
                 await self._do(work)
         self._turn.give(ours=False)
+
+    async def _next_rows(self) -> list[Row]:
+        group = await (await self._intake.came.get())
+        if group is None:
+            return []
+        self._tally.scored.append(group)
+        return self._rows(group)
 
     def _rows(self, group: ScoredGroup) -> list[Row]:
         values = advantages(group.rewards)
         if values is None:
             return []
-        prompt = self._prompt(self._planned[group.samples[0].sample]).tokens
+        prompt = self._intake.prompt_of(group)
         return [
             Row(prompt, sample.tokens, sample.logprobs, advantage)
             for sample, advantage in zip(group.samples, values, strict=True)
             if sample.tokens
         ]
+
+    async def _with_proximal(self, groups: list[list[Row]]) -> list[list[Row]]:
+        """Return the groups' rows with their log-probabilities under the weights of now."""
+        engine = self._job.workshop.engine
+        columns: dict[int, bytes] = {}
+        for batch in pack([row for rows in groups for row in rows], self._job.spec.trainer.micro_batch_tokens):
+            values = await self._turn.run(partial(engine.logprobs, [batch]))
+            columns |= {id(row): column for row, column in zip(batch, values, strict=True)}
+        return [[replace(row, proximal=columns[id(row)]) for row in rows] for rows in groups]
 
     async def _do(self, work: Accumulate[Row] | OptimizerStep) -> None:
         engine, loss = self._job.workshop.engine, self._job.workshop.loss
@@ -202,10 +142,6 @@ class StepRun:
             sums = await self._turn.run(partial(engine.accumulate, [batch], loss))
             for name, value in sums.items():
                 self._tally.loss_sums[name] = self._tally.loss_sums.get(name, 0.0) + value
-
-    def _prompt(self, group: PlannedGroup) -> Prompt:
-        data = self._job.workshop.data
-        return (data.evaluation if group.is_eval else data.train)[group.row]
 
     def _durations(self) -> Durations:
         return Durations(

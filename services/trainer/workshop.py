@@ -8,8 +8,8 @@ from services.trainer.adapters.reward_pool import RewardPool
 from services.trainer.adapters.run_folder import JobFolder
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
-from services.trainer.domain.loss import clipped_loss
-from services.trainer.ports import Workshop
+from services.trainer.domain.loss import clipped_loss, decoupled_loss
+from services.trainer.ports import LossFn, Workshop
 from services.trainer.settings import Settings
 from shared.jobspec import JobSpec
 from shared.waiting import Waits
@@ -33,10 +33,18 @@ def build(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> Worksho
             spec.optimizer, temperature=spec.sampling.temperature, dtype=spec.trainer.dtype, device=config.device
         ),
         model=model,
-        loss=clipped_loss(spec.algorithm.clip_low, spec.algorithm.clip_high),
+        loss=_loss(spec),
         data=data,
         rewards=RewardPool(spec.reward, waits),
         checkpoints=CheckpointFolder(folder / "checkpoints"),
         weights=StorePublisher(client, job_id, config_json, folder / "pulled", waits, config.outage_limit_s),
         folder=JobFolder(folder, model),
     )
+
+
+def _loss(spec: JobSpec) -> LossFn:
+    algorithm = spec.algorithm
+    if spec.elastic.max_staleness == 0:
+        return clipped_loss(algorithm.clip_low, algorithm.clip_high)
+    cap = None if algorithm.tis_cap == "off" else algorithm.tis_cap
+    return decoupled_loss(algorithm.clip_low, algorithm.clip_high, cap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
 
 
 def state(step: int) -> TrainState:
-    return TrainState(step=step, finished_cursor=f"{step}-0", train_rows=10)
+    return TrainState(step=step, finished_cursor=f"{step}-0", train_rows=10, read_cursor=f"{step}-5")
 
 
 def writing(text: str) -> Callable[[Path], None]:
@@ -50,6 +51,17 @@ def test_the_newest_comes_back_with_its_files(store: CheckpointStore) -> None:
     assert found is not None
     assert found[0] == state(20)
     assert (found[1] / "weights").read_text() == "twenty"
+
+
+def test_a_checkpoint_of_a_trainer_that_read_for_no_later_step_is_still_one(tmp_path: Path) -> None:
+    CheckpointFolder(tmp_path).save(state(10), writing("ten"))
+    [file] = tmp_path.glob("*/state.json")
+    body = json.loads(file.read_text())
+    del body["state"]["read_cursor"]
+    file.write_text(json.dumps(body))
+    found = CheckpointFolder(tmp_path).newest()
+    assert found is not None
+    assert found[0] == TrainState(step=10, finished_cursor="10-0", train_rows=10)
 
 
 def test_the_fallback_is_the_older_of_two(store: CheckpointStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.domain.loss import clipped_loss, decoupled_loss
 from services.trainer.ports import Row
 from shared.columns import F32, I32, floats, ints, pack
 from shared.errors import ConfigError, Fatal
@@ -75,6 +76,39 @@ def test_steps_equal_a_naive_implementation(tmp_path: Path, family: str) -> None
     for shard in ours.export_shards():
         np.testing.assert_allclose(
             np.frombuffer(shard.data, F32), state[shard.name].numpy().ravel(), atol=3e-6, err_msg=shard.name
+        )
+
+
+def test_two_updates_on_old_tokens_equal_a_naive_decoupled_objective(tmp_path: Path) -> None:
+    cap, updates = 1.1, [rows(5, seed=1), rows(4, seed=2)]
+    write_model(tmp_path)
+    ours = engine(tmp_path, lr=1e-3)
+    columns = iter(ours.logprobs(updates))
+    aged = [[replace(row, proximal=next(columns)) for row in batch] for batch in updates]
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    first = [[torch.tensor(logprobs(model, ints(r.prompt), ints(r.completion))) for r in batch] for batch in updates]
+    n_capped = 0
+    for batch, proximal, old in zip(updates, first, aged, strict=True):
+        optimizer.zero_grad()
+        for row, then in zip(batch, proximal, strict=True):
+            prompt, tokens = ints(row.prompt), ints(row.completion)
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
+            new = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            ratio, age = (new - then).exp(), (then - torch.tensor(floats(row.logprobs))).exp()
+            value = torch.min(ratio * row.advantage, ratio.clamp(1 - LOW, 1 + HIGH) * row.advantage)
+            (-(age.clamp(max=cap) * value).sum() / sum(len(ints(r.completion)) for r in batch)).backward()
+            n_capped += int((age > cap).sum())
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        sums = [ours.accumulate([part], decoupled_loss(LOW, HIGH, cap)) for part in (old[:2], old[2:])]
+        n_capped -= int(sum(part["tis_capped"] for part in sums))
+        assert ours.step(1e-3) == pytest.approx(norm, rel=1e-4)
+    assert n_capped == 0
+    state = model.state_dict()
+    for shard in ours.export_shards():
+        np.testing.assert_allclose(
+            np.frombuffer(shard.data, F32), state[shard.name].numpy().ravel(), atol=5e-5, err_msg=shard.name
         )
 
 

@@ -21,7 +21,7 @@ from shared.bus import START
 from shared.errors import BusUnavailable
 from shared.ids import SampleId
 from shared.jobspec import parse, to_json
-from shared.messages import Event, JobCommand, JobReport, StepReport
+from shared.messages import Event, GroupRequested, JobCommand, JobReport, StepReport
 from shared.redis_bus import RedisBus
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
@@ -29,7 +29,7 @@ from shared.weights.puller import Puller
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.redis_server import RedisServer
-from tests.support.scripted_manager import ScriptedManager
+from tests.support.scripted_manager import Answer, Script, ScriptedManager, scripted
 from tests.support.service_process import TOKEN, ServiceProcess
 
 STEPS = 5
@@ -59,6 +59,7 @@ class Machine:
             "RLBOOST_TRAINER_WEIGHT_STORE_URL": self.store.url,
             "RLBOOST_TRAINER_DIR": str(folder / "runs"),
             "RLBOOST_TRAINER_OUTAGE_LIMIT_S": "60",
+            "RLBOOST_TRAINER_NAME": "the-trainer",
         }
         self.trainer = ServiceProcess("trainer", "RLBOOST_TRAINER_", folder, self.redis.url, env)
 
@@ -202,10 +203,20 @@ async def site(machine: Machine, files: Path) -> AsyncIterator[Site]:
     await site.bus.close()
 
 
-async def train(site: Site, job_id: str) -> ScriptedManager:
+def two_versions(request: GroupRequested, sample: int) -> Answer:
+    """Answer with samples that lived through an update: half of their tokens are of the version before."""
+    answer = scripted(request, sample)
+    [(worker, version, n)] = answer.spans
+    if request.max_staleness == 0 or version == 0:
+        return answer
+    return answer.model_copy(update={"spans": [(worker, version - 1, n // 2), (worker, version, n - n // 2)]})
+
+
+async def train(site: Site, job_id: str, script: Script = scripted, **changes: Any) -> ScriptedManager:
     """Run a job without a disturbance."""
     async with site.manager(job_id) as manager:
-        await site.create(job_id)
+        manager.script = script
+        await site.create(job_id, **changes)
         report = await site.ended(job_id)
     assert report.state == "completed", report.error
     return manager
@@ -218,6 +229,11 @@ async def test_a_job_runs_to_its_end(site: Site, machine: Machine, tmp_path: Pat
     assert [report.step for report in steps] == [0, 1, 2, 3, 4, 5]
     assert [report.step for report in steps if "eval/reward_mean" in report.metrics] == [0, 2, 4, 5]
     assert all(report.metrics["grad_norm"] > 0 for report in steps[:STEPS])
+    assert all(report.train_s == report.metrics["time/train_s"] > 0 for report in steps[:STEPS])
+    assert not any("off_policy/tis_capped" in report.metrics for report in steps), (
+        "strictly on-policy: nothing to weigh"
+    )
+    assert {r.trainer for r in await site.reports("plain") if isinstance(r, JobReport)} == {"the-trainer"}
     run = machine.folder / "runs" / "plain"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"step": report.step, **report.metrics} for report in steps]
@@ -264,6 +280,39 @@ def withholding(step: int, first_group: int) -> Callable[[int], bool]:
         return sample_id.step == step and sample_id.group >= first_group
 
     return decide
+
+
+async def test_with_staleness_a_killed_trainer_finds_again_what_had_come_for_later_steps(site: Site) -> None:
+    ahead = {"elastic": {"max_staleness": 2}}
+    undisturbed = await train(site, "ahead", two_versions, **ahead)
+    steps = [report for report in await site.reports("ahead") if isinstance(report, StepReport)]
+    assert [report.metrics.get("off_policy/staleness", 0.0) > 0 for report in steps] == [False, *[True] * 4, False]
+    assert all("off_policy/tis_capped" in report.metrics for report in steps[:STEPS])
+    async with site.manager("ahead-killed") as manager:
+        manager.script = two_versions
+        # All of the next two steps is there when step 1, and behind a checkpoint step 3, lack their last groups.
+        lacking = {1: 2, 3: 3}
+
+        def withheld(sample: int) -> bool:
+            return any(withholding(step, first_group)(sample) for step, first_group in lacking.items())
+
+        manager.withholds = withheld
+        await site.create("ahead-killed", **ahead)
+        for step in list(lacking):
+            await site.waits_in("ahead-killed", step, manager)
+            site.trainer.kill()
+            del lacking[step]
+            await manager.release(withheld)
+            await asyncio.to_thread(site.trainer.start)
+        report = await site.ended("ahead-killed")
+    assert report.state == "completed", report.error
+    assert set(manager.answered.values()) == {1}
+    assert manager.answered.keys() == undisturbed.answered.keys()
+    assert {r.group: r.seed for r in manager.requests} == {r.group: r.seed for r in undisturbed.requests}
+    assert "weights_restored" not in [kind for kind, _ in await site.events("ahead-killed")]
+    trained = {report.step: report for report in await site.reports("ahead-killed") if isinstance(report, StepReport)}
+    assert all(report.metrics["samples/duplicates"] == 0 for report in trained.values())
+    assert site.model("ahead-killed") == site.model("ahead")
 
 
 async def test_a_trainer_killed_again_and_again_at_random_moments_loses_nothing(site: Site) -> None:

@@ -33,8 +33,12 @@ def dropped(sample: int) -> SampleDropped:
     return SampleDropped(sample=sample, reason="too long", group_done=False)
 
 
-def collector(n_groups: int = 2, size: int = 2) -> StepCollector:
-    return StepCollector(1, STEP, {sample_id(g, 0): size for g in range(n_groups)})
+def collector(n_groups: int = 2, size: int = 2, max_staleness: int = 0) -> StepCollector:
+    return StepCollector(1, STEP, {sample_id(g, 0): size for g in range(n_groups)}, max_staleness)
+
+
+def of_versions(sample: int, *versions: int) -> SampleFinished:
+    return finished(sample, n=len(versions)).model_copy(update={"spans": [("w", version, 1) for version in versions]})
 
 
 def test_a_group_comes_when_its_last_sample_does() -> None:
@@ -56,7 +60,7 @@ def test_a_sample_that_comes_twice_counts_once() -> None:
 def test_a_dropped_sample_drops_its_whole_group_with_the_reason() -> None:
     collected = collector()
     collected.fold(finished(sample_id(0, 0)))
-    assert collected.fold(dropped(sample_id(0, 1))) == DroppedGroup(sample_id(0, 0), "too long")
+    assert collected.fold(dropped(sample_id(0, 1))) == DroppedGroup(sample_id(0, 0), "generation", "too long")
 
 
 def test_what_comes_after_the_drop_changes_nothing() -> None:
@@ -84,6 +88,33 @@ def test_a_sample_that_nobody_asked_for_is_fatal(stranger: int) -> None:
 def test_tokens_of_another_weight_version_are_fatal() -> None:
     with pytest.raises(Fatal, match="weight versions"):
         collector().fold(finished(sample_id(0, 0), version=STEP - 1))
+
+
+def test_tokens_of_as_many_versions_before_the_step_as_the_job_allows_may_be_used() -> None:
+    collected = collector(max_staleness=2)
+    collected.fold(of_versions(sample_id(0, 0), STEP - 2, STEP - 1, STEP))
+    assert isinstance(collected.fold(finished(sample_id(0, 1))), WholeGroup)
+
+
+@pytest.mark.parametrize("versions", [(STEP - 3, STEP), (STEP, STEP + 1), (STEP - 3,)])
+def test_a_group_with_a_token_beyond_the_bound_is_dropped_whole_once_all_of_it_is_there(versions: tuple[int]) -> None:
+    collected = collector(n_groups=1, max_staleness=2)
+    assert collected.fold(of_versions(sample_id(0, 0), *versions)) is None
+    assert not collected.complete
+    outcome = collected.fold(finished(sample_id(0, 1)))
+    assert isinstance(outcome, DroppedGroup)
+    assert (outcome.group, outcome.reason) == (sample_id(0, 0), "stale")
+    assert f"{list(versions)}; only 1 to 3 are allowed" in outcome.detail
+    assert collected.complete
+
+
+def test_evaluation_is_of_the_steps_own_version_whatever_staleness_training_allows() -> None:
+    groups = [SampleId(1, True, STEP, g, 0).pack() for g in range(2)]
+    collected = StepCollector(1, STEP, dict.fromkeys(groups, 1), max_staleness=2)
+    outcome = collected.fold(of_versions(groups[0], STEP - 1))
+    assert isinstance(outcome, DroppedGroup)
+    assert "only 3 is allowed" in outcome.detail
+    assert isinstance(collected.fold(of_versions(groups[1], STEP)), WholeGroup)
 
 
 @pytest.mark.parametrize("change", [{"spans": [("w", STEP, 1)]}, {"logprobs": pack([-1.0], F32)}])

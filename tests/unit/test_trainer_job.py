@@ -2,171 +2,47 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.trainer.app import Trainer
-from services.trainer.device import DeviceThread
-from services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
-from services.trainer.ports import Data, LossFn, Prompt, RewardBatch, Row, Scores, Workshop
+from services.trainer.fakes import FakeEngine
+from services.trainer.ports import LossFn, Row, Scores
 from shared import names
 from shared.bus import START
 from shared.columns import I32, pack
 from shared.errors import ConfigError
-from shared.fakes import MemoryBus
 from shared.ids import SampleId
-from shared.jobspec import JobSpec, parse, to_json
 from shared.messages import (
     Event,
     GroupRequested,
-    JobCommand,
     JobReport,
     SampleDropped,
     SeedingEnded,
     SeedingReopened,
-    StepReport,
 )
-from shared.waiting import Waits
 from tests.support.eventually import eventually
-from tests.support.scripted_manager import Answer, ScriptedManager, scripted
-
-JOB = "job-1"
-
-
-def spec(**changes: Any) -> JobSpec:
-    raw: dict[str, Any] = {
-        "model": "m",
-        "data": {"train": "t.jsonl", "prompts_per_step": 4},
-        "reward": {"function": "m:f"},
-        "algorithm": {"group_size": 2, "updates_per_step": 2},
-        "sampling": {"max_tokens": 8},
-        "optimizer": {"lr": 0.01},
-        "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 16},
-        "steps": 5,
-    }
-    return parse({**raw, **changes})
-
-
-def by_length(batch: RewardBatch) -> Scores:
-    return Scores(tuple(float(len(ids) % 3) for ids in batch.completion_ids))
-
-
-class Rig:
-    """One trainer after the other on the same bus, weights and checkpoints, and a scripted manager."""
-
-    def __init__(self, folder: Path, job: JobSpec | None = None) -> None:
-        self.job = job or spec()
-        self.bus = MemoryBus()
-        self.weights = MemoryWeights()
-        self.checkpoints = MemoryCheckpoints(folder)
-        self.folder = MemoryFolder()
-        self.manager = ScriptedManager(self.bus, JOB)
-        self.reward: Callable[[RewardBatch], Scores] = by_length
-        self.engine = FakeEngine()
-        self.make_engine: Callable[[], FakeEngine] = FakeEngine
-        self.samples_limit_s = 20.0
-        self.outage_limit_s = 20.0
-        self.waits = Waits()
-
-    def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
-        prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(10)]
-        self.engine = self.make_engine()
-        return Workshop(
-            engine=self.engine,
-            model=Path("m"),
-            loss=_no_loss,
-            data=Data(prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids))),
-            rewards=FakeRewards(self.reward),
-            checkpoints=self.checkpoints,
-            weights=self.weights,
-            folder=self.folder,
-        )
-
-    async def command(self, action: Any, job: JobSpec | None = None) -> None:
-        text = to_json(job or self.job) if action == "create" else ""
-        command = JobCommand(command_id=action, action=action, job_id=JOB, job_no=1, spec_json=text)
-        await self.bus.append(names.JOB_COMMANDS, command)
-
-    @asynccontextmanager
-    async def trainer(self, *, killed: bool = False) -> AsyncIterator[Trainer]:
-        """Run a trainer and the manager; at the end stop it in order, or as SIGKILL would."""
-        device, stop = DeviceThread(), asyncio.Event()
-        self.waits = Waits()
-        trainer = Trainer(
-            self.bus,
-            self.build,
-            device,
-            self.waits,
-            outage_limit_s=self.outage_limit_s,
-            samples_limit_s=self.samples_limit_s,
-        )
-        loops = [asyncio.create_task(loop(stop)) for loop in (trainer.commands, trainer.jobs, trainer.lease)]
-        manager = asyncio.create_task(self.manager.run())
-        try:
-            yield trainer
-        finally:
-            if not killed:
-                stop.set()
-                await asyncio.wait(loops, timeout=10)
-            for task in (*loops, manager):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*loops, manager)
-            device.close()
-
-    def lease_runs_out(self) -> None:
-        """Do at once what time does to a dead trainer's lease."""
-        self.bus._leases.clear()
-
-    async def waits_for(self, what: str) -> None:
-        """Return once the trainer waits for this."""
-        await eventually(lambda: what in [wait.for_ for wait in self.waits.current()])
-
-    async def reports(self) -> list[JobReport | StepReport]:
-        entries = await self.bus.read({names.JOB_REPORTS: START}, count=10_000)
-        return [e.message for e in entries if isinstance(e.message, JobReport | StepReport)]
-
-    async def steps(self) -> list[StepReport]:
-        return [report for report in await self.reports() if isinstance(report, StepReport)]
-
-    async def states(self) -> list[str]:
-        return [report.state for report in await self.reports() if isinstance(report, JobReport)]
-
-    async def ended(self) -> JobReport:
-        async def last() -> JobReport | None:
-            found = [report for report in await self.reports() if isinstance(report, JobReport)]
-            return found[-1] if found and found[-1].state in {"completed", "failed", "cancelled"} else None
-
-        report = await eventually(last)
-        assert report is not None
-        return report
-
-    async def events(self) -> list[tuple[str, dict[str, Any]]]:
-        entries = await self.bus.read({names.job_events(JOB): START}, count=10_000)
-        return [(e.message.kind, e.message.fields) for e in entries if isinstance(e.message, Event)]
-
-
-def _no_loss(*_: Any) -> Any:
-    raise AssertionError("the fake engine does not call it")
+from tests.support.scripted_manager import Answer, scripted
+from tests.support.trainer_rig import JOB, Rig, by_length, spec
 
 
 async def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     async with rig.trainer():
         await rig.command("create")
-        assert await rig.ended() == JobReport(job_id=JOB, state="completed", step=5)
+        assert await rig.ended() == JobReport(job_id=JOB, state="completed", step=5, trainer="t")
+    assert {report.trainer for report in await rig.reports() if isinstance(report, JobReport)} == {"t"}
     assert [report.step for report in await rig.steps()] == [0, 1, 2, 3, 4]
     assert sorted(rig.weights.versions) == [0, 1, 2, 3, 4, 5]
     assert rig.folder.model == rig.weights.versions[5]
     assert sorted(rig.folder.rows) == [0, 1, 2, 3, 4]
+    for report in await rig.steps():
+        assert (report.wait_s, report.train_s) == (report.metrics["time/wait_s"], report.metrics["time/train_s"])
+    assert all(report.train_s > 0 for report in await rig.steps())
     assert await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0) == []
     assert rig.engine.closed
 
@@ -233,13 +109,17 @@ async def test_nothing_is_computed_before_the_seeding_ends_nor_after_it_reopens(
     assert all(engine.calls)
 
 
-async def test_a_killed_trainers_successor_uses_the_same_samples_and_ends_with_the_same_bits(tmp_path: Path) -> None:
-    undisturbed = Rig(tmp_path / "a")
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_a_killed_trainers_successor_uses_the_same_samples_and_ends_with_the_same_bits(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    job = spec(elastic={"max_staleness": max_staleness})
+    undisturbed = Rig(tmp_path / "a", job)
     async with undisturbed.trainer():
         await undisturbed.command("create")
         await undisturbed.ended()
     for killed_in in range(5):
-        rig = Rig(tmp_path / f"b{killed_in}")
+        rig = Rig(tmp_path / f"b{killed_in}", job)
         rig.manager.held = {killed_in}
         async with rig.trainer(killed=True):
             await rig.command("create")
@@ -252,6 +132,7 @@ async def test_a_killed_trainers_successor_uses_the_same_samples_and_ends_with_t
         assert set(rig.manager.answered.values()) == {1}
         assert {r.group for r in rig.manager.requests} == {r.group for r in undisturbed.manager.requests}
         assert rig.folder.model == undisturbed.folder.model
+        assert all(report.metrics["samples/duplicates"] == 0 for report in await rig.steps())
 
 
 async def test_weights_that_were_committed_win_over_those_trained_again(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from shared.columns import F32, I32, pack
 from shared.messages import SampleFinished
 
 
-def sample(n: int, *, finish: str = "stop", logprob: float = -0.5) -> SampleFinished:
+def sample(n: int, *, finish: str = "stop", logprob: float = -0.5, old: int = 0) -> SampleFinished:
     return SampleFinished(
         sample=1,
         tokens=pack([1] * n, I32),
         logprobs=pack([logprob] * n, F32),
         finish="length" if finish == "length" else "stop",
-        spans=[("w", 0, n)],
+        spans=[("w", 7, n - old), ("v", 5, old)],
         attempts=1,
         group_done=False,
     )
@@ -23,8 +23,9 @@ def sample(n: int, *, finish: str = "stop", logprob: float = -0.5) -> SampleFini
 
 def test_the_rows_names_are_the_fields() -> None:
     tally = StepTally(
+        step=7,
         scored=[
-            ScoredGroup((sample(2), sample(4, finish="length")), (1.0, 0.0)),
+            ScoredGroup((sample(2), sample(4, finish="length", old=3)), (1.0, 0.0)),
             ScoredGroup((sample(3), sample(3)), (1.0, 1.0)),
         ],
         evaluated=[ScoredGroup((sample(8),), (0.25,))],
@@ -52,6 +53,7 @@ def test_the_rows_names_are_the_fields() -> None:
             "completions/clipped_ratio": 0.25,
             "tokens/completion": 12.0,
             "entropy": 0.5,
+            "off_policy/staleness": 0.5,
             "loss": -0.5,
             "clip_ratio/low": 1 / 6,
             "clip_ratio/high": 1 / 3,
@@ -73,6 +75,13 @@ def test_the_rows_names_are_the_fields() -> None:
             "perf/tokens_per_s": 10.0,
         }
     )
+
+
+def test_the_fraction_of_cut_importance_weights_is_told_where_there_are_any() -> None:
+    sums = dict.fromkeys(("loss", "clipped_low", "clipped_high", "abs_log_ratio", "kl"), 0.0)
+    assert "off_policy/tis_capped" not in StepTally(loss_sums={"tokens": 8.0, **sums}).metrics()
+    weighted = StepTally(loss_sums={"tokens": 8.0, **sums, "tis_capped": 2.0})
+    assert weighted.metrics()["off_policy/tis_capped"] == 0.25
 
 
 def test_what_did_not_take_place_is_left_out() -> None:

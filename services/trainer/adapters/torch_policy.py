@@ -100,7 +100,10 @@ class TorchPolicy:
             rollout = np.concatenate([unpack(row.logprobs, F32) for row in rows])
             lengths = [len(row.completion) // I32.itemsize for row in rows]
             advantages = np.repeat(np.asarray([row.advantage for row in rows], F32), lengths)
-            total, batch_sums = loss(logprobs, self._column(rollout), self._column(advantages))
+            proximal = None
+            if all(row.proximal for row in rows):
+                proximal = self._column(np.concatenate([unpack(row.proximal, F32) for row in rows]))
+            total, batch_sums = loss(logprobs, self._column(rollout), self._column(advantages), proximal)
             total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
             self._accumulated_tokens += logprobs.numel()
             for name, value in batch_sums.items():

@@ -1,7 +1,7 @@
 """From finished samples to whole groups: the fold over `rollouts.finished` for one step.
 
-Invariants: every sample counts once (1); every token is of the step's weight version (4); a group comes whole or not at
-all, and then with the reason (6).
+Invariants: every sample counts once (1); every token is of the step's weight version, or at most as many versions older
+as the job allows (4); a group comes whole or not at all, and then with the reason (6).
 """
 
 from __future__ import annotations
@@ -29,15 +29,30 @@ class DroppedGroup:
 
     group: int
     reason: str
+    """`generation`: a sample could not be made; `stale`: a token is of a weight version that may not be trained on."""
+    detail: str
+
+
+Outcome = WholeGroup | DroppedGroup
 
 
 class StepCollector:
     """Collects one step's groups."""
 
-    def __init__(self, job_no: int, step: int, sizes: Mapping[int, int]) -> None:
-        """Expect `sizes[group id]` samples of each group, all made by weight version `step`."""
+    def __init__(self, job_no: int, step: int, sizes: Mapping[int, int], max_staleness: int = 0) -> None:
+        """Expect `sizes[group id]` samples of each group.
+
+        Args:
+            job_no: the job.
+            step: the step, and the weight version that is trained on it.
+            sizes: group id -> number of samples.
+            max_staleness: training groups may be made by versions from `step - max_staleness` on, evaluation groups by
+                version `step` only. With 0 another version is a broken promise; above, the group is dropped.
+
+        """
         self._job_no = job_no
         self._step = step
+        self._max_staleness = max_staleness
         self._open = dict(sizes)
         self._sizes = dict(sizes)
         self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
@@ -62,12 +77,12 @@ class StepCollector:
         """Return how many samples of the step have arrived or were dropped."""
         return len(self._seen)
 
-    def fold(self, message: Message) -> WholeGroup | DroppedGroup | None:
+    def fold(self, message: Message) -> Outcome | None:
         """Take in one message and return the group that it decides, if any.
 
         Raises:
-            Fatal: the stream breaks a promise: a sample nobody asked for, a column of the wrong length, or a token of
-                another weight version.
+            Fatal: the stream breaks a promise: a sample nobody asked for, a column of the wrong length, or, where no
+                staleness is allowed, a token of another weight version.
 
         """
         match message:
@@ -96,7 +111,7 @@ class StepCollector:
         self._seen.add(sample)
         return True
 
-    def _finished(self, sample: SampleFinished) -> WholeGroup | None:
+    def _finished(self, sample: SampleFinished) -> Outcome | None:
         self._check(sample)
         group = group_of(sample.sample)
         if group not in self._open:
@@ -106,14 +121,17 @@ class StepCollector:
         if len(arrived) < self._sizes[group]:
             return None
         del self._open[group], self._arrived[group]
-        return WholeGroup(group, tuple(arrived[i] for i in sorted(arrived)))
+        samples = tuple(arrived[i] for i in sorted(arrived))
+        # Only now: what is decided earlier has members that come after it.
+        stale = next((name for name in map(self._staleness, samples) if name), None)
+        return DroppedGroup(group, "stale", stale) if stale else WholeGroup(group, samples)
 
     def _dropped(self, sample: SampleDropped) -> DroppedGroup | None:
         group = group_of(sample.sample)
         if group not in self._open:
             return None
         del self._open[group], self._arrived[group]
-        return DroppedGroup(group, sample.reason)
+        return DroppedGroup(group, "generation", sample.reason)
 
     def _check(self, sample: SampleFinished) -> None:
         name = SampleId.unpack(sample.sample)
@@ -123,6 +141,15 @@ class StepCollector:
             raise Fatal(
                 f"sample {name} has {n_tokens} tokens, {length(sample.logprobs, F32)} logprobs and spans over {spanned}"
             )
-        versions = {version for _, version, _ in sample.spans}
-        if versions - {self._step}:
-            raise Fatal(f"sample {name} has tokens of weight versions {sorted(versions)}; only {self._step} is allowed")
+        if self._max_staleness == 0 and (stale := self._staleness(sample)):
+            raise Fatal(stale)
+
+    def _staleness(self, sample: SampleFinished) -> str:
+        """Say what is wrong with the versions of a sample's tokens, nothing if they may be used."""
+        name = SampleId.unpack(sample.sample)
+        oldest = self._step - (0 if name.is_eval else self._max_staleness)
+        versions = sorted({version for _, version, n_tokens in sample.spans if n_tokens})
+        if not versions or (oldest <= versions[0] and versions[-1] <= self._step):
+            return ""
+        allowed = f"{max(0, oldest)} to {self._step} are" if oldest < self._step else f"{self._step} is"
+        return f"sample {name} has tokens of weight versions {versions}; only {allowed} allowed"

@@ -38,6 +38,8 @@ class Durations:
 class StepTally:
     """What happened in one step, gathered as it happens."""
 
+    step: int = 0
+    """The weight version that was trained."""
     scored: list[ScoredGroup] = field(default_factory=list)
     evaluated: list[ScoredGroup] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -51,7 +53,7 @@ class StepTally:
 
     def metrics(self) -> dict[str, float]:
         """Return the step's row of the run log; what did not take place is left out."""
-        row = _rollout(self.scored) | _training(self) | _evaluation(self.evaluated)
+        row = _rollout(self.scored, self.step) | _training(self) | _evaluation(self.evaluated)
         row |= {"samples/duplicates": self.duplicates, "groups/dropped": self.dropped.total()}
         row |= {f"groups/dropped/{reason}": n for reason, n in sorted(self.dropped.items())}
         times = self.durations
@@ -67,13 +69,14 @@ class StepTally:
         return {name: float(value) for name, value in row.items()}
 
 
-def _rollout(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     if not groups:
         return {}
     rewards = [reward for group in groups for reward in group.rewards]
     samples = [sample for group in groups for sample in group.samples]
     lengths = [length(sample.tokens, I32) for sample in samples]
     n_tokens = sum(lengths)
+    versions_late = sum((step - version) * n for sample in samples for _, version, n in sample.spans)
     # The mean of -log p over tokens drawn from p estimates the policy's entropy without another pass.
     surprise = -sum(sum(floats(sample.logprobs)) for sample in samples)
     return {
@@ -86,6 +89,7 @@ def _rollout(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "completions/clipped_ratio": _mean([sample.finish == "length" for sample in samples]),
         "tokens/completion": n_tokens,
         "entropy": surprise / n_tokens if n_tokens else 0.0,
+        "off_policy/staleness": versions_late / n_tokens if n_tokens else 0.0,
     }
 
 
@@ -93,6 +97,7 @@ def _training(tally: StepTally) -> dict[str, float]:
     sums, n_tokens = tally.loss_sums, tally.loss_sums.get("tokens", 0.0)
     if not n_tokens:
         return {}
+    weighted = {"off_policy/tis_capped": sums["tis_capped"] / n_tokens} if "tis_capped" in sums else {}
     return {
         "loss": sums["loss"] / n_tokens,
         "clip_ratio/low": sums["clipped_low"] / n_tokens,
@@ -102,6 +107,7 @@ def _training(tally: StepTally) -> dict[str, float]:
         "tokens/trained": n_tokens,
         "grad_norm": _mean(tally.grad_norms) if tally.grad_norms else 0.0,
         "lr": tally.learning_rate,
+        **weighted,
     }
 
 

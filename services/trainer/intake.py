@@ -1,0 +1,138 @@
+"""One step's groups, from asking for them until they are scored. A step may be asked for before it is trained."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from services.trainer.device import DeviceThread
+from services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector
+from services.trainer.domain.metrics import ScoredGroup, StepTally
+from services.trainer.domain.plan import PlannedGroup, plan_step
+from services.trainer.domain.schedule import learning_rate
+from services.trainer.link import JobLink
+from services.trainer.ports import Prompt, Workshop
+from services.trainer.scoring import question, summaries
+from shared import names
+from shared.bus import Append
+from shared.ids import SampleId
+from shared.jobspec import JobSpec
+from shared.messages import GroupRequested, Sampling
+from shared.waiting import Waits
+
+_REQUESTS_AT_ONCE = 64
+"""Prompts may be long: Redis gets them in portions."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """What every step of a job works with."""
+
+    id: str
+    no: int
+    spec: JobSpec
+    workshop: Workshop
+    link: JobLink
+    device: DeviceThread
+    waits: Waits
+    limit_s: float
+    """How long a step may wait for its device."""
+    scoring: asyncio.TaskGroup
+    """Owns what scores: groups of a later step are scored while an earlier one trains."""
+
+
+class StepIntake:
+    """The groups of one step."""
+
+    def __init__(self, job: JobContext, step: int, *, seen_before: bool) -> None:
+        """Plan step `step`.
+
+        Args:
+            job: the step's job.
+            step: its number; the one after the last training step only evaluates.
+            seen_before: its samples were shown to people already, before this trainer was started.
+
+        """
+        data, spec = job.workshop.data, job.spec
+        self._job = job
+        self._seen_before = seen_before
+        planned = plan_step(spec, job.no, step, len(data.train), len(data.evaluation))
+        self._planned = {group.id: group for group in planned}
+        self._unasked = planned
+        self.step = step
+        self.n_train = sum(not group.is_eval for group in planned)
+        """How many training groups there are."""
+        sizes = {group.id: group.n for group in planned}
+        self.collector = StepCollector(job.no, step, sizes, spec.elastic.max_staleness)
+        self.tally = StepTally(step=step, learning_rate=learning_rate(spec.optimizer, step, spec.steps))
+        self.came: asyncio.Queue[asyncio.Task[ScoredGroup | None]] = asyncio.Queue()
+        """Training groups, in the order in which they came; None for one that was dropped."""
+        self.evaluated: list[asyncio.Task[ScoredGroup | None]] = []
+
+    async def request(self, *, evaluation: bool) -> None:
+        """Ask for the groups that were not asked for yet; for evaluation groups, of this step's weights, only if told.
+
+        Asking again, as a killed trainer's successor does, is harmless: the manager knows each group by its id.
+        """
+        spec, workshop = self._job.spec, self._job.workshop
+        sampling = Sampling(
+            temperature=spec.sampling.temperature,
+            top_p=spec.sampling.top_p,
+            max_tokens=spec.sampling.max_tokens,
+            stop_token_ids=workshop.data.stop_token_ids,
+        )
+        asked = [group for group in self._unasked if evaluation or not group.is_eval]
+        requests = [
+            GroupRequested(
+                job_id=self._job.id,
+                group=group.id,
+                n=group.n,
+                prompt=self._prompt(group).tokens,
+                sampling=sampling,
+                version=self.step,
+                seed=group.seed,
+                max_staleness=0 if group.is_eval else spec.elastic.max_staleness,
+            )
+            for group in asked
+        ]
+        stream = names.rollouts_requested(self._job.id)
+        for start in range(0, len(requests), _REQUESTS_AT_ONCE):
+            some = requests[start : start + _REQUESTS_AT_ONCE]
+            await self._job.link.bus.transact([Append(stream, request) for request in some])
+        self._unasked = [group for group in self._unasked if group not in asked]
+
+    def take(self, outcome: Outcome) -> None:
+        """Begin to score a group that came whole, or to drop one that did not."""
+        planned = self._planned[outcome.group]
+        name = f"score-{SampleId.unpack(outcome.group)}"
+        task = self._job.scoring.create_task(self._score(outcome, planned), name=name)
+        if planned.is_eval:
+            self.evaluated.append(task)
+        else:
+            self.came.put_nowait(task)
+
+    def prompt_of(self, group: ScoredGroup) -> bytes:
+        """Return the prompt's token ids, an int32 column."""
+        return self._prompt(self._planned[group.samples[0].sample]).tokens
+
+    async def _score(self, outcome: Outcome, planned: PlannedGroup) -> ScoredGroup | None:
+        if isinstance(outcome, DroppedGroup):
+            await self._drop(outcome.group, outcome.reason, outcome.detail)
+            return None
+        prompt = self._prompt(planned)
+        data = self._job.workshop.data
+        scores = await self._job.workshop.rewards.score(question(outcome, prompt, data))
+        if not self._seen_before:
+            await self._job.link.show(summaries(outcome, prompt, scores, data))
+        if scores.rewards is None:
+            await self._drop(outcome.group, scores.reason, scores.detail)
+            return None
+        return ScoredGroup(outcome.samples, scores.rewards)
+
+    async def _drop(self, group: int, reason: str, detail: str) -> None:
+        self.tally.dropped[reason] += 1
+        await self._job.link.tell("group_dropped", group=str(SampleId.unpack(group)), reason=reason, detail=detail)
+
+    def _prompt(self, group: PlannedGroup) -> Prompt:
+        data = self._job.workshop.data
+        return (data.evaluation if group.is_eval else data.train)[group.row]

@@ -1,0 +1,144 @@
+"""A trainer with everything around it on fakes: one process after the other on the same bus, and a scripted manager."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from services.trainer.app import Trainer
+from services.trainer.device import DeviceThread
+from services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
+from services.trainer.ports import Data, Prompt, RewardBatch, Scores, Workshop
+from shared import names
+from shared.bus import START
+from shared.columns import I32, pack
+from shared.fakes import MemoryBus
+from shared.jobspec import JobSpec, parse, to_json
+from shared.messages import Event, JobCommand, JobReport, StepReport
+from shared.waiting import Waits
+from tests.support.eventually import eventually
+from tests.support.scripted_manager import ScriptedManager
+
+JOB = "job-1"
+
+
+def spec(**changes: Any) -> JobSpec:
+    raw: dict[str, Any] = {
+        "model": "m",
+        "data": {"train": "t.jsonl", "prompts_per_step": 4},
+        "reward": {"function": "m:f"},
+        "algorithm": {"group_size": 2, "updates_per_step": 2},
+        "sampling": {"max_tokens": 8},
+        "optimizer": {"lr": 0.01},
+        "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 16},
+        "steps": 5,
+    }
+    return parse({**raw, **changes})
+
+
+def by_length(batch: RewardBatch) -> Scores:
+    return Scores(tuple(float(len(ids) % 3) for ids in batch.completion_ids))
+
+
+class Rig:
+    """One trainer after the other on the same bus, weights and checkpoints, and a scripted manager."""
+
+    def __init__(self, folder: Path, job: JobSpec | None = None) -> None:
+        self.job = job or spec()
+        self.bus = MemoryBus()
+        self.weights = MemoryWeights()
+        self.checkpoints = MemoryCheckpoints(folder)
+        self.folder = MemoryFolder()
+        self.manager = ScriptedManager(self.bus, JOB)
+        self.reward: Callable[[RewardBatch], Scores] = by_length
+        self.engine = FakeEngine()
+        self.make_engine: Callable[[], FakeEngine] = FakeEngine
+        self.samples_limit_s = 20.0
+        self.outage_limit_s = 20.0
+        self.waits = Waits()
+
+    def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
+        prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(10)]
+        self.engine = self.make_engine()
+        return Workshop(
+            engine=self.engine,
+            model=Path("m"),
+            loss=_no_loss,
+            data=Data(prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids))),
+            rewards=FakeRewards(self.reward),
+            checkpoints=self.checkpoints,
+            weights=self.weights,
+            folder=self.folder,
+        )
+
+    async def command(self, action: Any, job: JobSpec | None = None) -> None:
+        text = to_json(job or self.job) if action == "create" else ""
+        command = JobCommand(command_id=action, action=action, job_id=JOB, job_no=1, spec_json=text)
+        await self.bus.append(names.JOB_COMMANDS, command)
+
+    @asynccontextmanager
+    async def trainer(self, *, killed: bool = False) -> AsyncIterator[Trainer]:
+        """Run a trainer and the manager; at the end stop it in order, or as SIGKILL would."""
+        device, stop = DeviceThread(), asyncio.Event()
+        self.waits = Waits()
+        trainer = Trainer(
+            self.bus,
+            self.build,
+            device,
+            self.waits,
+            name="t",
+            outage_limit_s=self.outage_limit_s,
+            samples_limit_s=self.samples_limit_s,
+        )
+        loops = [asyncio.create_task(loop(stop)) for loop in (trainer.commands, trainer.jobs, trainer.lease)]
+        manager = asyncio.create_task(self.manager.run())
+        try:
+            yield trainer
+        finally:
+            if not killed:
+                stop.set()
+                await asyncio.wait(loops, timeout=10)
+            for task in (*loops, manager):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*loops, manager)
+            device.close()
+
+    def lease_runs_out(self) -> None:
+        """Do at once what time does to a dead trainer's lease."""
+        self.bus._leases.clear()
+
+    async def waits_for(self, what: str) -> None:
+        """Return once the trainer waits for this."""
+        await eventually(lambda: what in [wait.for_ for wait in self.waits.current()])
+
+    async def reports(self) -> list[JobReport | StepReport]:
+        entries = await self.bus.read({names.JOB_REPORTS: START}, count=10_000)
+        return [e.message for e in entries if isinstance(e.message, JobReport | StepReport)]
+
+    async def steps(self) -> list[StepReport]:
+        return [report for report in await self.reports() if isinstance(report, StepReport)]
+
+    async def states(self) -> list[str]:
+        return [report.state for report in await self.reports() if isinstance(report, JobReport)]
+
+    async def ended(self) -> JobReport:
+        async def last() -> JobReport | None:
+            found = [report for report in await self.reports() if isinstance(report, JobReport)]
+            return found[-1] if found and found[-1].state in {"completed", "failed", "cancelled"} else None
+
+        report = await eventually(last)
+        assert report is not None
+        return report
+
+    async def events(self) -> list[tuple[str, dict[str, Any]]]:
+        entries = await self.bus.read({names.job_events(JOB): START}, count=10_000)
+        return [(e.message.kind, e.message.fields) for e in entries if isinstance(e.message, Event)]
+
+
+def _no_loss(*_: Any) -> Any:
+    raise AssertionError("the fake engine does not call it")
