@@ -5,7 +5,7 @@
     for row in client.jobs.metrics(job["id"]): ...
 
 Every call may be repeated without harm, so one that meets a manager that is away, say because it is being restarted,
-is tried again for `patience_s`.
+is tried again for `patience_s`. A standby manager sends each call on to the one that leads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from urllib.parse import quote
 
 import httpx
 
-from shared.errors import RLBoostError
+from shared.errors import Conflict, RLBoostError
 from shared.ids import new_token
+from shared.redirect import MAX_REDIRECTS, redirected
 
 Json = dict[str, Any]
 Rows = list[Json]
@@ -30,6 +31,7 @@ Rows = list[Json]
 _AGAIN_S = 0.25
 _CONNECT_S = 5.0
 _SILENCE_S = 30.0
+_UNAVAILABLE = httpx.codes.SERVICE_UNAVAILABLE.value
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -74,6 +76,7 @@ class Client:
     ) -> None:
         """Connect at the first call."""
         self.url = url.rstrip("/")
+        self._prefix = f"{httpx.URL(self.url).path.rstrip('/')}/v1"
         self._patience_s = patience_s
         # A proxy named in the environment cannot reach this machine's own loopback.
         through_proxy = httpx.URL(self.url).host not in _LOOPBACK
@@ -111,7 +114,7 @@ class Client:
             ClientError: the answer is an error, or there was none for `patience_s`.
 
         """
-        return self._patiently(lambda: _checked(self._http.request(method, path, **arguments)))
+        return self._patiently(lambda: self._send(method, path, stream=False, **arguments))
 
     @contextmanager
     def stream(self, path: str, *, silence_s: float | None, **arguments: Any) -> Iterator[httpx.Response]:
@@ -127,12 +130,28 @@ class Client:
 
         """
         timeout = httpx.Timeout(silence_s, connect=_CONNECT_S)
-        request = self._http.build_request("GET", path, timeout=timeout, **arguments)
-        response = self._patiently(lambda: _checked(self._http.send(request, stream=True)))
+        response = self._patiently(lambda: self._send("GET", path, stream=True, timeout=timeout, **arguments))
         try:
             yield response
         finally:
             response.close()
+
+    def _send(self, method: str, path: str, *, stream: bool, **arguments: Any) -> httpx.Response:
+        url = path
+        for _ in range(1 + MAX_REDIRECTS):
+            # Built anew each time, so that the token goes along: `redirected` says where it may.
+            request = self._http.build_request(method, url, **arguments)
+            response = self._http.send(request, stream=stream)
+            try:
+                origin = redirected(str(request.url), response.status_code, response.headers.get("location", ""))
+            except Conflict as error:
+                response.close()
+                raise ClientError("Wrong redirect", str(error), response.status_code) from error
+            if origin is None:
+                return _checked(response)
+            response.close()
+            url = f"{origin}{self._prefix}{path}"
+        raise ClientError("No leader", f"{self.url}: the managers send requests to each other", _UNAVAILABLE)
 
     def _patiently(self, call: Callable[[], httpx.Response]) -> httpx.Response:
         limit = time.monotonic() + self._patience_s
@@ -142,7 +161,7 @@ class Client:
             except httpx.TransportError as error:
                 problem = ClientError("No answer", f"{self.url} does not answer ({error}): is the system running?")
             except ClientError as error:
-                if error.status != httpx.codes.SERVICE_UNAVAILABLE:
+                if error.status != _UNAVAILABLE:
                     raise
                 problem = error
             if time.monotonic() >= limit:

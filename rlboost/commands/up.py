@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
     app.command()(down)
 
 
-def up(
+def up(  # noqa: PLR0913, PLR0917 - the options of a command
     reserved: Annotated[int, typer.Option(min=0, help="Workers that share their device with the trainer.")] = 1,
     workers: Annotated[int, typer.Option(min=0, help="Preemptible workers.")] = 3,
     engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.TORCH,
@@ -43,22 +43,26 @@ def up(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the REST API; 0 takes a free one.")] = 0,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; the system stays.")] = False,
     as_json: JsonOption = False,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="A second manager, which takes over from the first.")
+    ] = False,
     chaos: Annotated[
         Path | None, typer.Option(help="CSV of time_ms,add|remove|notice|kill,node: spot workers come and go by it.")
     ] = None,
 ) -> None:
     """Start everything on this machine: Redis, weight store, manager, trainer and workers.
 
-    A process that dies is started again. A spot worker that the chaos schedule takes, or that 'rlboost worker drain'
-    sends away, stays away. Settings of the services in the environment (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE)
-    reach them; RLBOOST_TOKEN is the system's token, a random one if it is not set.
+    A process that dies is started again; with --standby another manager takes over meanwhile. A spot worker that the
+    chaos schedule takes, or that 'rlboost worker drain' sends away, stays away. Settings of the services in the
+    environment (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) reach them; RLBOOST_TOKEN is the system's token, a random
+    one if it is not set.
     """
     from rlboost.local.processes import LocalOptions  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
 
     StateDir(state).require_free()
     require_packages(*SERVICE_PACKAGES)
-    options = LocalOptions(state, reserved, workers, engine.value, port)
+    options = LocalOptions(state, reserved, workers, engine.value, port, standby=standby)
     schedule = _schedule(chaos, options) if chaos else []
     if detach:
         _up_in_background(options, chaos, as_json=as_json)
@@ -130,7 +134,9 @@ def _up_in_background(options: LocalOptions, chaos: Path | None, *, as_json: boo
         f"--state={options.state_dir}",
         f"--port={options.port}",
     ]
-    config = start(StateDir(options.state_dir), arguments + ([f"--chaos={chaos}"] if chaos else []))
+    arguments += ["--standby"] if options.standby else []
+    arguments += [f"--chaos={chaos}"] if chaos else []
+    config = start(StateDir(options.state_dir), arguments)
     if as_json:
         print_json(config.public())
     else:

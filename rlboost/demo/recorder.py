@@ -30,6 +30,7 @@ _KINDS = {
     "reserved": "reserved engine",
     "preemptible": "spot engines",
     "manager": "manager",
+    "standby": "manager",
     "weight_store": "weight store",
     "redis": "redis",
 }

@@ -10,11 +10,12 @@ from typing import Literal
 
 LOOPBACK = "127.0.0.1"
 
-ProcessRole = Literal["redis", "weight_store", "manager", "trainer", "reserved", "preemptible"]
+ProcessRole = Literal["redis", "weight_store", "manager", "standby", "trainer", "reserved", "preemptible"]
 
 STARTING_ORDER: tuple[tuple[ProcessRole, ...], ...] = (
     ("redis",),
     ("weight_store", "manager"),
+    ("standby",),  # after the manager, which is to lead while it lives
     ("trainer", "reserved", "preemptible"),
 )
 """A stage starts when all of the one before it are ready; stopping goes the other way."""
@@ -63,6 +64,8 @@ class LocalOptions:
     port: int = 0
     redis_port: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
+    standby: bool = False
+    """A second manager, which takes over from the first."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,9 @@ def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
         ("redis", "redis"),
         ("weight-store", "weight_store"),
         ("manager", "manager"),
-        ("trainer", "trainer"),
     ]
+    named += [("standby", "standby")] if options.standby else []
+    named += [("trainer", "trainer")]
     named += [(f"reserved-{i + 1}", "reserved") for i in range(options.reserved)]
     named += [(name, "preemptible") for name in spot_names(options)]
     return named
@@ -117,9 +121,10 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
     if role == "redis":
         return ProcessSpec(name, role, site.redis_argv, site.log_of(name), ready=RedisReady(site.redis_url))
     module = "rollout_worker" if role in ("reserved", "preemptible") else _MODULES[role]
-    heavy = role not in ("weight_store", "manager")
+    heavy = role not in ("weight_store", "manager", "standby")
     # A worker is ready only with a job's weights; before the first job it is enough that it has joined and answers.
-    route = "healthz" if module == "rollout_worker" else "readyz"
+    # A standby is ready only when it leads.
+    route = "healthz" if module == "rollout_worker" or role == "standby" else "readyz"
     return ProcessSpec(
         name=name,
         role=role,
@@ -131,7 +136,12 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
     )
 
 
-_MODULES: dict[ProcessRole, str] = {"weight_store": "weight_store", "manager": "rollout_manager", "trainer": "trainer"}
+_MODULES: dict[ProcessRole, str] = {
+    "weight_store": "weight_store",
+    "manager": "rollout_manager",
+    "standby": "rollout_manager",
+    "trainer": "trainer",
+}
 
 
 def _common(site: Site) -> dict[str, str]:
@@ -152,7 +162,7 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
     if role == "weight_store":
         own = {**here, "DIR": str(site.state_dir / "weights")}
         return _prefixed("RLBOOST_WEIGHT_STORE_", own)
-    if role == "manager":
+    if role in ("manager", "standby"):
         return _prefixed("RLBOOST_MANAGER_", {**here, "WEIGHT_STORE_URL": site.url_of("weight-store")})
     if role == "trainer":
         own = {**here, "WEIGHT_STORE_URL": site.url_of("weight-store"), "DIR": str(site.state_dir / "runs")}

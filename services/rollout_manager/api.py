@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -13,12 +13,14 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import ValidationError
 
 from services.rollout_manager.app import Manager
+from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.jobs import Job, to_json
+from services.rollout_manager.domain.offload import wanted
 from services.rollout_manager.settings import Settings
 from services.rollout_manager.waits import waiting_of
 from shared import names
-from shared.bus import START, Append, Bus, Entry, HashSet, position
-from shared.errors import ConfigError
+from shared.bus import START, Append, Bus, Entry, HashSet, Op, position
+from shared.errors import ConfigError, Fenced
 from shared.http import Problem, bearer, create_app
 from shared.ids import MAX_JOBS, new_token
 from shared.jobspec import JobSpec
@@ -35,14 +37,50 @@ _TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at"
 def build(manager: Manager, bus: Bus, settings: Settings) -> FastAPI:
     """Return the manager's HTTP app."""
     token = settings.token.get_secret_value()
-    ready = lambda: None if manager.recovered else "the world is not recovered: waiting for Redis"  # noqa: E731
-    app = create_app("RLBoost", token=token, ready=ready)
-    router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token))])
+    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager))
+    router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token)), Depends(_leader_only(manager))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
-    _add_fleet(router, manager, bus, settings)
+    _add_fleet(router, manager, settings)
     app.include_router(router)
     return app
+
+
+# --- who answers ------------------------------------------------------------------------------------------------------
+
+
+def _missing(manager: Manager) -> str | None:
+    if manager.leads:
+        return None
+    leader = manager.other_leader
+    return f"standby; {leader.url} leads" if leader else "the world is not recovered: waiting for Redis"
+
+
+def _leader_only(manager: Manager) -> Callable[[Request], Coroutine[Any, Any, None]]:
+    """Return a dependency that sends a request to the manager that leads."""
+
+    async def check(request: Request) -> None:
+        if manager.leads:
+            return
+        leader = manager.other_leader
+        if leader is None:
+            raise _no_leader("no manager leads just now")
+        asked = request.scope["raw_path"].decode() + "?" + request.scope["query_string"].decode()
+        where = {"Location": leader.url + asked.removesuffix("?")}
+        raise Problem(307, "Not the leader", f"{leader.url} leads: ask there", headers=where)
+
+    return check
+
+
+def _no_leader(why: str) -> Problem:
+    return Problem(503, "No leader", f"{why}: try again", headers={"Retry-After": "1"})
+
+
+async def _write(manager: Manager, ops: Sequence[Op]) -> None:
+    try:
+        await manager.write(ops)
+    except Fenced as error:
+        raise _no_leader(str(error)) from error
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -76,7 +114,7 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
             if not job.allows(action):
                 raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it can not {action} any more")
             command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
-            await bus.append(names.JOB_COMMANDS, command, COMMANDS_KEPT)
+            await _write(manager, [Append(names.JOB_COMMANDS, command, COMMANDS_KEPT)])
             return {"id": job.id, "state": job.state}
 
     add_action("pause")
@@ -101,9 +139,8 @@ async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job
     command = JobCommand(
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
-    await bus.transact(
-        [HashSet(names.JOBS, {job_id: to_json(job)}), Append(names.JOB_COMMANDS, command, COMMANDS_KEPT)]
-    )
+    record = HashSet(names.JOBS, {job_id: to_json(job)})
+    await _write(manager, [record, Append(names.JOB_COMMANDS, command, COMMANDS_KEPT)])
     manager.world.add_job(job)
     return job
 
@@ -136,9 +173,11 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.get("/jobs/{job_id}/audit", tags=["history"])
     async def audit(job_id: str) -> dict[str, Any]:
         job = _job(manager, job_id)
-        in_flight = sum(n for (owner, _), n in manager.world.live.items() if owner == job.id)
+        in_flight = sum(n for need, n in manager.world.live.items() if need.job_id == job.id)
         stored = await bus.hash_get(names.job_audit(job.id), "counters")
-        counters: dict[str, Any] = json.loads(stored) if stored else manager.world.audits[job.id].model_dump()
+        counters: dict[str, Any] = (
+            json.loads(stored) if stored else manager.world.audits.get(job.id, Audit()).model_dump()
+        )
         return {**counters, "in_flight": in_flight}
 
     @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
@@ -219,7 +258,7 @@ async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
 
-def _add_fleet(router: APIRouter, manager: Manager, bus: Bus, settings: Settings) -> None:
+def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.get("/join", tags=["fleet"])
     async def join() -> dict[str, str]:
         """Tell a worker that has this URL and the token where everything else is."""
@@ -237,7 +276,7 @@ def _add_fleet(router: APIRouter, manager: Manager, bus: Bus, settings: Settings
     async def drain(worker_id: str) -> dict[str, str]:
         if worker_id not in manager.world.fleet.workers:
             raise Problem(404, "No such worker", f"no worker {worker_id!r} is here: list them with GET /v1/workers")
-        await bus.append(names.worker_commands(worker_id), Drain(reason="asked over REST"))
+        await _write(manager, [Append(names.worker_commands(worker_id), Drain(reason="asked over REST"))])
         return {"id": worker_id, "state": "draining"}
 
     @router.get("/fleet", tags=["fleet"])
@@ -249,6 +288,6 @@ def _add_fleet(router: APIRouter, manager: Manager, bus: Bus, settings: Settings
             "reserved": len(workers) - len(preemptible),
             "by_state": {state: sum(w.state == state for w in workers) for state in sorted({w.state for w in workers})},
             "tokens_per_s": sum(worker.tokens_per_s for worker in workers),
-            "wanted": None,
+            "wanted": wanted(job.offload for job in manager.world.active_jobs()),
             "worth_of_one_more": None,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from services.rollout_manager.domain.actions import (
     Action,
@@ -13,6 +13,7 @@ from services.rollout_manager.domain.actions import (
     ForgetWorker,
     Record,
     SaveJob,
+    SaveLength,
     SaveMetrics,
     SaveWorker,
     Send,
@@ -21,9 +22,11 @@ from services.rollout_manager.domain.actions import (
 from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.jobs import to_json
 from shared import names
-from shared.bus import Append, Expire, HashDelete, HashSet, Op
+from shared.bus import Append, Expire, HashDelete, HashSet, Op, Trim
 from shared.messages import DeadLetter, Dismissed, encode
 
+_BEHIND_ALL = f"{(1 << 64) - 1}-0"
+"""An entry id that no stream reaches."""
 EVENTS_KEPT = 20_000
 DEAD_LETTERS_KEPT = 10_000
 COMMANDS_KEPT = 4096
@@ -31,6 +34,15 @@ COMMANDS_KEPT = 4096
 DISMISSED_KEPT_S = 120.0
 """A worker that was cut off this long finds in its commands that it was dismissed."""
 ENDED_JOB_KEPT_S = 7 * 24 * 3600.0
+_KEYS_OF_A_JOB = (
+    names.rollouts_requested,
+    names.rollouts_finished,
+    names.job_events,
+    names.job_samples,
+    names.job_lengths,
+    names.job_metrics,
+    names.job_audit,
+)
 
 
 def operations(actions: Iterable[Action]) -> list[Op]:
@@ -55,10 +67,12 @@ def _state_operations(action: Action) -> list[Op]:
     match action:
         case SaveJob(job):
             save = HashSet(names.JOBS, {job.id: to_json(job)})
-            streams = (names.rollouts_requested, names.rollouts_finished, names.job_events, names.job_samples)
-            return [save, *(Expire(stream(job.id), ENDED_JOB_KEPT_S) for stream in streams if job.ended)]
+            return [save, *(Expire(key(job.id), ENDED_JOB_KEPT_S) for key in _KEYS_OF_A_JOB if job.ended)]
         case SaveMetrics(job_id, step, metrics):
             return [HashSet(names.job_metrics(job_id), {str(step): json.dumps(metrics)})]
+        case SaveLength(job_id, prompt, length):
+            key = names.job_lengths(job_id)
+            return [HashDelete(key, (prompt,)) if length is None else HashSet(key, {prompt: repr(length)})]
         case SaveWorker(joined):
             return [HashSet(names.FLEET, {joined.worker: joined.model_dump_json()})]
         case ForgetWorker(worker):
@@ -66,6 +80,7 @@ def _state_operations(action: Action) -> list[Op]:
             dismissed = Dismissed(reason="declared lost: no beat and no lease; your samples are elsewhere")
             return [
                 HashDelete(names.FLEET, (worker,)),
+                Trim(commands, _BEHIND_ALL),  # not deleted: ids go on, so whoever still reads finds what follows
                 Append(commands, dismissed),
                 Expire(commands, DISMISSED_KEPT_S),
             ]
@@ -83,12 +98,14 @@ def _state_operations(action: Action) -> list[Op]:
             raise AssertionError(action)
 
 
-def bookkeeping(cursors: Mapping[str, str], audits: Mapping[str, Audit]) -> list[Op]:
+def bookkeeping(cursors: Mapping[str, str], audits: Mapping[str, Audit], over: Collection[str] = ()) -> list[Op]:
     """Return what stores how far the streams were read, and the audit as of there.
 
     In the same transaction as the actions that followed from what was read, this makes every message count exactly
     once: a manager that starts again goes on behind the last entry whose effects are stored.
     """
     ops: list[Op] = [HashSet(names.MANAGER_CURSORS, cursors)] if cursors else []
+    if over:
+        ops.append(HashDelete(names.MANAGER_CURSORS, tuple(over)))
     ops += [HashSet(names.job_audit(job), {"counters": audit.model_dump_json()}) for job, audit in audits.items()]
     return ops

@@ -21,6 +21,8 @@ class WorldCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as of now."""
+        leading = float(self._manager.leads)
+        yield GaugeMetricFamily("rlboost_manager_leading", "1 where this manager leads, 0 on a standby", value=leading)
         world = self._manager.world
         workers = GaugeMetricFamily("rlboost_workers", "Workers by role and state", labels=["role", "state"])
         states = Counter((worker.joined.role, worker.state) for worker in world.fleet.workers.values())

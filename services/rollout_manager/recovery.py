@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import structlog
 
 from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.intake import fold, recall_delivered
-from services.rollout_manager.domain.jobs import from_json
+from services.rollout_manager.domain.intake import fold, recall_delivered, take_frames
+from services.rollout_manager.domain.jobs import Job, from_json
 from services.rollout_manager.domain.world import Now, World
+from services.rollout_manager.runs import apply
 from shared import names
 from shared.bus import START, Bus, Entry, position
-from shared.errors import Bury
 from shared.messages import WeightsCommitted, WorkerJoined
 
 log = structlog.get_logger(__name__)
@@ -25,6 +27,8 @@ SHARED_STREAMS = (
     names.WORKER_BEATS,
 )
 """Streams that are always read, in the order in which entries of one batch are applied."""
+ENTRIES_AT_ONCE = 256
+"""An entry is a frame or a whole sample: a batch of them is some MiB, however much the stream holds."""
 
 
 @dataclass(slots=True)
@@ -48,21 +52,13 @@ async def recover(bus: Bus, lease_s: float, now: Now) -> Recovered:
     for text in (await bus.hash_all(names.FLEET)).values():
         world.fleet.join(WorkerJoined.model_validate_json(text), now.mono)
     for job in world.active_jobs():
-        if counters := await bus.hash_get(names.job_audit(job.id), "counters"):
-            world.audits[job.id] = Audit.model_validate_json(counters)
-        for entry in await read_all(bus, names.rollouts_finished(job.id)):
-            recall_delivered(world, job.id, entry.message)
+        await _recall(bus, world, job)
     for entry in await read_all(bus, names.WEIGHTS_COMMITTED):
         if isinstance(entry.message, WeightsCommitted):
             newest = max(entry.message.version, world.committed.get(entry.message.job_id, -1))
             world.committed[entry.message.job_id] = newest
     cursors = {stream: stored.get(stream, START) for stream in SHARED_STREAMS}
-    known_to = position(cursors[names.TOKEN_LOG])
-    folded = 0
-    for entry in await read_all(bus, names.TOKEN_LOG):
-        _fold(world, entry, counted=position(entry.id) > known_to)
-        cursors[names.TOKEN_LOG] = entry.id
-        folded += 1
+    folded = await _fold_log(bus, world, cursors)
     _settle(world, now)
     for job in world.active_jobs():
         stream = names.rollouts_requested(job.id)
@@ -71,18 +67,48 @@ async def recover(bus: Bus, lease_s: float, now: Now) -> Recovered:
     return Recovered(world, cursors)
 
 
+async def _recall(bus: Bus, world: World, job: Job) -> None:
+    if counters := await bus.hash_get(names.job_audit(job.id), "counters"):
+        world.audits[job.id] = Audit.model_validate_json(counters)
+    lengths = await bus.hash_all(names.job_lengths(job.id))
+    world.lengths[job.id].prompts.update({prompt: float(length) for prompt, length in lengths.items()})
+    async for entries in batches(bus, names.rollouts_finished(job.id)):
+        for entry in entries:
+            recall_delivered(world, job.id, entry.message)
+
+
+async def _fold_log(bus: Bus, world: World, cursors: dict[str, str]) -> int:
+    """Fold the whole token log and move its cursor to the end; return how many entries it has."""
+    known_to = position(cursors[names.TOKEN_LOG])
+    folded = 0
+    async for entries in batches(bus, names.TOKEN_LOG):
+        for counted, part in groupby(entries, key=lambda entry: position(entry.id) > known_to):
+            _fold(world, part, counted=counted)
+        cursors[names.TOKEN_LOG] = entries[-1].id
+        folded += len(entries)
+    return folded
+
+
+async def batches(bus: Bus, stream: str) -> AsyncIterator[list[Entry]]:
+    """Yield every entry that the stream holds, a bounded number at a time."""
+    cursor = START
+    while entries := await bus.read({stream: cursor}, count=ENTRIES_AT_ONCE):
+        cursor = entries[-1].id
+        yield entries
+
+
 async def read_all(bus: Bus, stream: str) -> list[Entry]:
-    """Return every entry that the stream holds."""
-    found: list[Entry] = []
-    while batch := await bus.read({stream: found[-1].id if found else START}, count=2048):
-        found += batch
-    return found
+    """Return every entry of a stream that is never long."""
+    return [entry async for entries in batches(bus, stream) for entry in entries]
 
 
-def _fold(world: World, entry: Entry, *, counted: bool) -> None:
-    try:
-        fold(world, entry.message, entry.id, counted=counted)
-    except Bury as error:
+def _fold(world: World, entries: Iterable[Entry], *, counted: bool) -> None:
+    unusable = apply(
+        entries,
+        lambda frames: take_frames(world, frames, counted=counted),
+        lambda entry: fold(world, entry.message, entry.id, counted=counted),
+    )
+    for entry, error in unusable:
         log.warning("log_entry_unusable", entry=entry.id, reason=str(error))
 
 

@@ -21,4 +21,10 @@ class Settings(ServiceSettings):
     weight_store_url: str = Field("http://127.0.0.1:8701", description="where joining workers find the weight store")
     advertised_redis_url: str = Field("", description="where joining workers find Redis; the manager's own when empty")
     lease_s: float = Field(2.0, gt=0, description="a worker not heard for so long, and without a lease, is lost")
+    leader_lease_s: float = Field(3.0, ge=0.2, description="a leading manager silent for so long may be succeeded")
+    public_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="where a standby sends clients of this manager; http://HOST:PORT when empty",
+    )
     redis_limit_s: float = Field(300.0, gt=0, description="give up when Redis does not answer for so long")

@@ -106,6 +106,18 @@ async def test_everything_is_ready_when_entered_and_gone_when_left(tmp_path: Pat
     assert set(order[-3:]) == {"redis", "manager", "weight-store"}
 
 
+async def test_a_standby_is_a_process_of_its_own_role_between_the_manager_and_the_workers(tmp_path: Path) -> None:
+    options = LocalOptions(state_dir=tmp_path / "state", reserved=0, workers=1, standby=True)
+    watched = Watched(LocalCluster(options, spec_of=dummies()))
+    async with watched.cluster as cluster:
+        assert ("standby", "standby") in [(record.name, record.role) for record in cluster.state.processes()]
+        told = [(event.kind, event.name) for event in watched.events]
+        assert told.index(("ready", "manager")) < told.index(("started", "standby"))
+        assert told.index(("ready", "standby")) < told.index(("started", "worker-1"))
+    left = [event.name for event in watched.events if event.kind == "left"]
+    assert left.index("worker-1") < left.index("standby") < left.index("manager")
+
+
 async def test_the_error_of_the_body_arrives_as_it_is(tmp_path: Path) -> None:
     async def fail() -> None:
         async with running(tmp_path) as watched:

@@ -104,9 +104,17 @@ def test_the_example_environment_names_what_the_file_reads() -> None:
 
 def test_every_role_is_there() -> None:
     modules = sorted(module_of(name).removeprefix("services.") for name in OURS)
-    assert modules == ["rollout_manager", "rollout_worker", "rollout_worker", "trainer", "weight_store"]
+    assert modules == [*["rollout_manager"] * 2, *["rollout_worker"] * 2, "trainer", "weight_store"]
     roles = {FILE["services"][name]["environment"].get("RLBOOST_WORKER_ROLE") for name in OURS} - {None}
     assert roles == {"reserved", "preemptible"}
+
+
+def test_a_second_manager_starts_only_when_asked_for_and_is_another_one() -> None:
+    manager, standby = FILE["services"]["manager"], FILE["services"]["standby"]
+    assert (manager.get("profiles"), standby["profiles"]) == (None, ["standby"])
+    assert not standby["ports"], "they cannot both have the port on this machine"
+    own = dict(manager["environment"].items() ^ standby["environment"].items())
+    assert own.keys() == {"RLBOOST_MANAGER_PUBLIC_URL"}
 
 
 @pytest.mark.parametrize("service", OURS)

@@ -8,7 +8,16 @@ import pytest
 
 from rlboost.local.processes import STARTING_ORDER, HttpReady, LocalOptions, Site, roster, spec_of, spot_names
 
-PORTS = {"redis": 1, "weight-store": 2, "manager": 3, "trainer": 4, "reserved-1": 5, "worker-1": 6, "worker-2": 7}
+PORTS = {
+    "redis": 1,
+    "weight-store": 2,
+    "manager": 3,
+    "trainer": 4,
+    "reserved-1": 5,
+    "worker-1": 6,
+    "worker-2": 7,
+    "standby": 8,
+}
 
 
 def site(options: LocalOptions | None = None, inherited: Mapping[str, str] | None = None) -> Site:
@@ -40,7 +49,17 @@ def test_a_system_is_redis_store_manager_trainer_and_the_workers_asked_for() -> 
 
 def test_every_role_has_its_place_in_the_starting_order() -> None:
     staged = [role for stage in STARTING_ORDER for role in stage]
-    assert sorted(staged) == sorted({role for _, role in roster(LocalOptions())})
+    assert sorted(staged) == sorted({role for _, role in roster(LocalOptions(standby=True))})
+
+
+def test_a_standby_is_a_second_manager_that_starts_when_the_first_one_leads() -> None:
+    assert ("standby", "standby") in roster(LocalOptions(standby=True))
+    manager, standby = spec_of(site(), "manager", "manager"), spec_of(site(), "standby", "standby")
+    assert standby.argv == manager.argv
+    assert standby.env == {**manager.env, "RLBOOST_MANAGER_PORT": "8"}
+    assert standby.ready == HttpReady("http://127.0.0.1:8/healthz")
+    stages = {role: n for n, stage in enumerate(STARTING_ORDER) for role in stage}
+    assert stages["manager"] < stages["standby"] < stages["reserved"]
 
 
 def test_a_worker_is_told_the_manager_its_role_and_its_port() -> None:

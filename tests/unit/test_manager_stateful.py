@@ -1,7 +1,9 @@
-"""Ledger, placement and recovery against workers that crash, stall, repeat and delay: nothing is lost or doubled.
+"""Every invariant of the manager at once, against whatever may happen to it and around it.
 
-The machine drives the real manager over the in-memory bus; a crash of the manager drops its memory, and a lost reply
-leaves it not knowing whether its last transaction took place.
+The machine drives two real managers over one in-memory bus, of which one leads: they crash, lose replies, pause in the
+middle of a commit and take over from each other. Workers crash, stall, repeat and delay; samples are asked back,
+weights change in the middle of samples, two jobs share the fleet, the trainer asks again. Nothing may be lost or
+doubled, and everything ends.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.audit import Audit
+from services.rollout_manager.domain.placing import ask_back
 from services.rollout_manager.domain.world import Now
+from services.rollout_manager.leadership import manager_at
 from services.rollout_manager.recovery import read_all
 from shared import names
 from shared.columns import I32, ints, pack
-from shared.errors import BusUnavailable
+from shared.errors import BusUnavailable, Fenced
 from shared.fakes import MemoryBus
 from shared.ids import SampleId
 from shared.jobspec import parse, to_json
@@ -31,20 +35,16 @@ from shared.messages import (
     SampleDropped,
     SampleFinished,
     Sampling,
+    StepReport,
     WeightsCommitted,
 )
 from tests.support.sim_worker import SimWorker, check_completion
 
 T = TypeVar("T")
-JOB = "job-1"
+JOBS = {1: "job-1", 2: "job-2"}
 LEASE_S = 2.0
-SPEC = {
-    "model": "m",
-    "data": {"train": "t"},
-    "reward": {"function": "a:b"},
-    "steps": 9,
-    "elastic": {"seeding": 1.0},
-}
+STALENESS = {1: 0, 2: 2}
+SPEC = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 99}
 
 
 class Spot(RuleBasedStateMachine):
@@ -54,9 +54,10 @@ class Spot(RuleBasedStateMachine):
         self.bus = MemoryBus(clock=lambda: self.clock)
         self.workers: list[SimWorker] = []
         self.late: list[tuple[SimWorker, Any]] = []
-        self.requested: list[GroupRequested] = []
+        self.requested: dict[int, list[GroupRequested]] = {1: [], 2: []}
+        self.version = {1: 0, 2: 0}
         self.names = 0
-        self.manager = self._new_manager()
+        self.managers = [self._new_manager(n) for n in range(2)]
 
     def run(self, what: Coroutine[Any, Any, T]) -> T:
         """The in-memory bus never waits, so a coroutine on it runs to its end in one go."""
@@ -67,58 +68,86 @@ class Spot(RuleBasedStateMachine):
             return result
         raise AssertionError("the coroutine waits for something")
 
-    def _new_manager(self) -> Manager:
-        return Manager(self.bus, lease_s=LEASE_S, redis_limit_s=9.0, clock=lambda: Now(self.clock, self.clock))
+    def _new_manager(self, n: int) -> Manager:
+        clock = lambda: Now(self.clock, self.clock)  # noqa: E731 - it is one
+        return Manager(self.bus, lease_s=LEASE_S, redis_limit_s=9.0, clock=clock, me=manager_at("h", n, "m"))
+
+    def step(self, manager: Manager) -> None:
+        """What the loop of a manager does once."""
+        try:
+            if manager.recovered or self.run(manager.try_lead()):
+                self.run(manager.turn())
+        except (BusUnavailable, Fenced):
+            manager.recovered = False
 
     def turn(self) -> None:
-        try:
-            if not self.manager.recovered:
-                self.run(self.manager.recover())
-            self.run(self.manager.turn())
-        except BusUnavailable:
-            self.manager.recovered = False
+        for manager in self.managers:
+            self.step(manager)
 
-    @initialize()
-    def start(self) -> None:
-        create = JobCommand(command_id="c", action="create", job_id=JOB, job_no=1, spec_json=to_json(parse(SPEC)))
-        self.run(self.bus.append(names.JOB_COMMANDS, create))
-        self.run(self.bus.append(names.JOB_REPORTS, JobReport(job_id=JOB, state="running", step=0)))
-        self.run(
-            self.bus.append(
-                names.WEIGHTS_COMMITTED,
-                WeightsCommitted(job_id=JOB, version=0, manifest_digest="", n_bytes=0, at=0.0),
+    @property
+    def leader(self) -> Manager | None:
+        return next((manager for manager in self.managers if manager.leads), None)
+
+    @initialize(jobs=st.integers(1, 2))
+    def start(self, jobs: int) -> None:
+        self.jobs = list(JOBS)[:jobs]
+        for no in self.jobs:
+            spec = {**SPEC, "elastic": {"seeding": 1.0 if no == 1 else "auto", "max_staleness": STALENESS[no]}}
+            create = JobCommand(
+                command_id="c", action="create", job_id=JOBS[no], job_no=no, spec_json=to_json(parse(spec))
             )
-        )
+            self.run(self.bus.append(names.JOB_COMMANDS, create))
+            self.run(self.bus.append(names.JOB_REPORTS, JobReport(job_id=JOBS[no], state="running", step=0)))
+            self._commit(no)
         self.turn()
-        self.request(n=3, max_tokens=12)
+        self.request(self.jobs[-1], n=3, max_tokens=12, ahead=0)
         self.join(reserved=False)
         self.join(reserved=True)
         self.all_is_well_for_a_moment(n=1, turn_first=True)
 
-    # --- the trainer ---
+    # --- the trainers ---
 
-    @precondition(lambda self: len(self.requested) < 6)
-    @rule(n=st.integers(1, 4), max_tokens=st.integers(1, 12))
-    def request(self, n: int, max_tokens: int) -> None:
-        group = SampleId(1, False, 0, len(self.requested), 0).pack()
+    def _commit(self, no: int) -> None:
+        message = WeightsCommitted(job_id=JOBS[no], version=self.version[no], manifest_digest="", n_bytes=0, at=0.0)
+        self.run(self.bus.append(names.WEIGHTS_COMMITTED, message))
+
+    @precondition(lambda self: sum(map(len, self.requested.values())) < 9)
+    @rule(no=st.integers(1, 2), n=st.integers(1, 4), max_tokens=st.integers(1, 12), ahead=st.integers(0, 2))
+    def request(self, no: int, n: int, max_tokens: int, ahead: int) -> None:
+        """For the step that is trained, or with staleness for one of the next."""
+        if no not in self.jobs:
+            return
+        step = self.version[no] + min(ahead, STALENESS[no])
         request = GroupRequested(
-            job_id=JOB,
-            group=group,
+            job_id=JOBS[no],
+            group=SampleId(no, False, step, len(self.requested[no]), 0).pack(),
             n=n,
             prompt=pack([1, 2], I32),
             sampling=Sampling(max_tokens=max_tokens),
-            version=0,
+            version=step,
             seed=7,
+            max_staleness=STALENESS[no],
         )
-        self.requested.append(request)
-        self.run(self.bus.append(names.rollouts_requested(JOB), request))
+        self.requested[no].append(request)
+        self.run(self.bus.append(names.rollouts_requested(JOBS[no]), request))
 
-    @precondition(lambda self: self.requested)
+    @precondition(lambda self: any(self.requested.values()))
     @rule(data=st.data())
     def request_again(self, data: st.DataObject) -> None:
         """A trainer that was killed asks for the same groups."""
-        request = data.draw(st.sampled_from(self.requested))
-        self.run(self.bus.append(names.rollouts_requested(JOB), request))
+        request = data.draw(st.sampled_from([r for rs in self.requested.values() for r in rs]))
+        self.run(self.bus.append(names.rollouts_requested(request.job_id), request))
+
+    @rule(no=st.integers(1, 2))
+    def the_next_version_is_committed(self, no: int) -> None:
+        """Once everything of the step is there, as a trainer does."""
+        wanted = {r.group + i for r in self.requested[no] for i in range(r.n) if r.version <= self.version[no]}
+        if no not in self.jobs or not wanted <= {m.sample for m in self._finished(no)}:
+            return
+        report = StepReport(job_id=JOBS[no], step=self.version[no], metrics={}, wait_s=0.4, train_s=1.0)
+        self.version[no] += 1
+        self._commit(no)
+        self.run(self.bus.append(names.JOB_REPORTS, report))
 
     # --- workers ---
 
@@ -138,7 +167,8 @@ class Spot(RuleBasedStateMachine):
             self.turn()
         for worker in self.workers:
             self.run(worker.beat())
-            self.run(worker.obey())
+            if not self._has_late(worker):
+                self.run(worker.obey())
         self._forget_dismissed()
         for worker in self.workers:
             worker.generate(n)
@@ -151,7 +181,8 @@ class Spot(RuleBasedStateMachine):
     def one_works_badly(self, data: st.DataObject, n: int, flush: str) -> None:
         """Tokens are made and not flushed, or flushed twice, or stay on the way for long."""
         worker = data.draw(st.sampled_from(self.workers))
-        self.run(worker.obey())
+        if not self._has_late(worker):
+            self.run(worker.obey())
         self._forget_dismissed()
         worker.generate(n)
         if flush == "late" or self._has_late(worker):
@@ -185,7 +216,7 @@ class Spot(RuleBasedStateMachine):
         self.run(worker.leave())
         self.workers.remove(worker)
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0]), beating=st.booleans())
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 7.0]), beating=st.booleans())
     def time_passes(self, seconds: float, beating: bool) -> None:
         """Without beats, workers that live are taken for dead: their later frames must not count."""
         self.clock += seconds
@@ -196,70 +227,115 @@ class Spot(RuleBasedStateMachine):
     def _forget_dismissed(self) -> None:
         self.workers = [worker for worker in self.workers if not worker.dismissed]
 
-    # --- the manager ---
+    # --- the managers ---
 
     @rule()
-    def manager_works(self) -> None:
+    def managers_work(self) -> None:
         self.turn()
 
-    @rule()
-    def manager_is_killed(self) -> None:
-        self.manager = self._new_manager()
+    @precondition(lambda self: self.leader)
+    @rule(data=st.data())
+    def samples_are_asked_back(self, data: st.DataObject) -> None:
+        """As evening out does, whatever the loads."""
+        leader = self.leader
+        assert leader is not None
+        owners = [w for w in leader.world.fleet.workers.values() if len(w.samples) > len(w.releasing)]
+        if owners:
+            worker = data.draw(st.sampled_from(owners))
+            some = sorted(i for i in worker.samples if i not in worker.releasing)
+            samples = [i for i in some if not leader.world.ledger.samples[i].finish]
+            if samples:
+                ask_back(leader.world, worker, samples[:2], Now(self.clock, self.clock))
 
-    @rule()
-    def reply_is_lost(self) -> None:
+    @rule(n=st.integers(0, 1))
+    def manager_is_killed(self, n: int) -> None:
+        self.managers[n] = self._new_manager(n)
+
+    @rule(n=st.integers(0, 1))
+    def reply_is_lost(self, n: int) -> None:
         self.bus.lose_next_reply = True
-        self.turn()
+        self.step(self.managers[n])
         self.bus.lose_next_reply = False
+
+    @rule(n=st.integers(0, 1), seconds=st.sampled_from([0.5, 4.0, 40.0]))
+    def manager_pauses_in_the_middle_of_a_commit(self, n: int, seconds: float) -> None:
+        """Long enough, perhaps, for the other one to take over."""
+
+        def pause() -> None:
+            self.clock += seconds
+            for worker in self.workers:
+                self.run(worker.beat())
+            self.step(self.managers[1 - n])
+            self.step(self.managers[1 - n])
+
+        self.bus.pause_next_sender = pause
+        self.step(self.managers[n])
+        self.bus.pause_next_sender = None
 
     # --- what must hold ---
 
     @invariant()
     def delivered_at_most_once(self) -> None:
-        ids = [m.sample for m in self._finished()]
-        assert len(ids) == len(set(ids)), "a sample was delivered twice"
+        for no in JOBS:
+            ids = [m.sample for m in self._finished(no)]
+            assert len(ids) == len(set(ids)), "a sample was delivered twice"
 
-    def _finished(self) -> list[SampleFinished | SampleDropped]:
-        entries = self.run(read_all(self.bus, names.rollouts_finished(JOB)))
+    def _finished(self, no: int) -> list[SampleFinished | SampleDropped]:
+        entries = self.run(read_all(self.bus, names.rollouts_finished(JOBS[no])))
         return [e.message for e in entries if isinstance(e.message, SampleFinished | SampleDropped)]
 
     def teardown(self) -> None:
-        """Let a good worker come, and everything must be delivered, whole."""
-        if self.requested:
+        """Let good workers come, and everything must be delivered, whole."""
+        if any(self.requested.values()):
             self.workers.clear()
-            self.clock += 10.0
+            self.clock += 100.0
             self.late_frames_arrive()
-            self.join(reserved=False)
+            for _ in self.jobs:
+                self.join(reserved=False)
             self.turn()
-            for _ in range(60):
-                if not self.manager.world.ledger.samples and self.manager.recovered:
+            self.turn()
+            for _ in range(200):
+                leader = self.leader
+                if leader is not None and not leader.world.ledger.samples and not self._versions_lack():
                     break
                 self.clock += 0.5
                 for worker in self.workers:
                     self.run(worker.beat())
                 self.turn()
+                for no in self.jobs:
+                    if self._versions_lack():
+                        self.the_next_version_is_committed(no)
                 for worker in self.workers:
                     self.run(worker.obey())
                     worker.generate(2)
                     self.run(worker.flush())
-            self._check_everything_delivered()
+            for no in self.jobs:
+                self._check_everything_delivered(no)
+            assert sum(manager.leads for manager in self.managers) == 1
 
-    def _check_everything_delivered(self) -> None:
-        wanted = {r.group + i: r for r in self.requested for i in range(r.n)}
-        finished = self._finished()
+    def _versions_lack(self) -> bool:
+        return any(r.version > self.version[no] for no, requests in self.requested.items() for r in requests)
+
+    def _check_everything_delivered(self, no: int) -> None:
+        wanted = {r.group + i: r for r in self.requested[no] for i in range(r.n)}
+        finished = self._finished(no)
         assert {m.sample for m in finished} == set(wanted), "a sample is missing"
         for message in finished:
             assert isinstance(message, SampleFinished)
-            tokens = ints(message.tokens, I32)
-            assert len(tokens) == wanted[message.sample].sampling.max_tokens
+            request, tokens = wanted[message.sample], ints(message.tokens, I32)
+            assert len(tokens) == request.sampling.max_tokens
             check_completion(tokens, message.spans)
-        audit = Audit.model_validate_json(self.run(self.bus.hash_get(names.job_audit(JOB), "counters")) or "{}")
+            assert all(request.version - STALENESS[no] <= v <= request.version for _, v, _ in message.spans)
+        audit = Audit.model_validate_json(self.run(self.bus.hash_get(names.job_audit(JOBS[no]), "counters")) or "{}")
         made_again = sum(audit.tokens_made_again.values())
         assert audit.requested == audit.delivered == len(wanted)
         assert audit.tokens_delivered == sum(len(ints(m.tokens, I32)) for m in finished)
         assert audit.tokens_generated == audit.tokens_delivered + made_again
-        assert not self.manager.world.ledger.samples
-        assert not self.manager.world.live
+        leader = self.leader
+        assert leader is not None
+        assert not leader.world.ledger.samples
+        assert not leader.world.live
+        assert not leader.world.waiting
 
 
 TestSpot = pytest.mark.timeout(600)(Spot.TestCase)  # finding is quick, shrinking what was found is not

@@ -1,52 +1,27 @@
-"""Placement and the seeding window, as plain decisions."""
+"""The seeding window: when it closes, ends and opens again, and how long it should be."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
-from services.rollout_manager.domain.fleet import Worker
-from services.rollout_manager.domain.placement import capacity, place
+from services.rollout_manager.domain.offload import ETA, Meter, Offload, Seen, wanted
 from services.rollout_manager.domain.seeding import View, Window
-from shared.messages import WorkerJoined
-
-
-def worker(name: str, slots: int, held: int = 0) -> Worker:
-    joined = WorkerJoined(
-        worker=name, role="preemptible", kind="k", slots=slots, host="h", pid=1, price_per_hour=0.0, at=0.0
-    )
-    return Worker(joined, 0.0, samples=set(range(1000, 1000 + held)))
-
-
-def test_samples_go_to_the_worker_with_the_fewest_pending() -> None:
-    chosen = place([1, 2, 3], [worker("full", 4, held=4), worker("free", 4, held=2)])
-    assert chosen["free"][:2] == [1, 2]
-
-
-def test_the_less_loaded_of_two_with_free_slots_gets_more() -> None:
-    chosen = place(range(6), [worker("a", 8, held=6), worker("b", 8)])
-    assert len(chosen["b"]) == 6
-    assert "a" not in chosen
-
-
-@given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 80)), max_size=6), st.integers(0, 200))
-def test_nobody_gets_more_than_fits_and_nothing_waits_beside_room(shape: list[tuple[int, int]], n: int) -> None:
-    workers = [worker(f"w{i}", slots, held) for i, (slots, held) in enumerate(shape)]
-    chosen = place(range(n), workers)
-    placed = [sample for samples in chosen.values() for sample in samples]
-    room = sum(max(0, capacity(w) - len(w.samples)) for w in workers)
-    assert sorted(placed) == list(range(min(n, room)))
-    for w in workers:
-        if got := chosen.get(w.id):
-            assert len(w.samples) + len(got) <= capacity(w)
 
 
 def view(now: float, **changes: int) -> View:
-    fields = {"live": 10, "reserved_awake": 1, "reserved": 1, "preemptible_ready": 2, "preemptible": 2, **changes}
+    fields = {
+        "live": 10,
+        "asked": 12,
+        "reserved_awake": 1,
+        "reserved": 1,
+        "preemptible_ready": 2,
+        "preemptible": 2,
+        **changes,
+    }
     return View(now=now, **fields)
 
 
-def open_window(length_s: float = 5.0) -> Window:
+def open_window(length_s: float | None = 5.0) -> Window:
     window = Window(step=3, length_s=length_s)
     window.placed(100.0)
     return window
@@ -96,3 +71,115 @@ def test_the_window_opens_again_when_the_last_preemptible_worker_goes() -> None:
     assert window.phase == "open"
     assert window.advance(view(108.0, preemptible_ready=1)) is None
     assert window.advance(view(112.1, preemptible_ready=1)) == "close"
+
+
+def test_the_first_window_of_a_job_lasts_until_half_of_the_step_is_finished() -> None:
+    window = open_window(None)
+    assert window.advance(view(1e6, live=7)) is None
+    assert window.advance(view(1e6, live=6)) == "close"
+
+
+def test_a_window_of_no_length_leaves_the_reserved_engines_asleep_while_there_is_a_preemptible_worker() -> None:
+    window = Window(step=0, length_s=0.0)
+    assert not window.seeds(preemptible=1)
+    assert window.seeds(preemptible=0)
+    assert window.advance(view(0.0)) == "close"
+
+
+# --- how long it should be ---
+
+
+def seen(**changes: float) -> Seen:
+    fields = {
+        "window_s": 10.0,
+        "train_wait_s": 0.0,
+        "remote_wait_s": 0.0,
+        "train_s": 20.0,
+        "step_s": 60.0,
+        "remote_s": 50.0,
+        "fleet": 4,
+        "fleet_mean": 4.0,
+        "steady": True,
+        "reserved": 2,
+        **changes,
+    }
+    return Seen(**fields)  # type: ignore[arg-type]  # whole numbers are written as such above
+
+
+def test_the_window_grows_when_the_trainer_waits_and_shrinks_when_the_workers_do() -> None:
+    offload = Offload()
+    offload.learn(seen(train_wait_s=12.0))
+    assert offload.window_s == pytest.approx(10.0 + 12.0 / ETA)
+    offload.learn(seen(remote_wait_s=12.0))
+    assert offload.window_s == pytest.approx(10.0 - 12.0 / ETA)
+
+
+def test_what_the_workers_wait_in_any_case_is_not_weighed_against_the_trainer_s_wait() -> None:
+    offload = Offload()
+    offload.learn(seen(train_wait_s=10.0, remote_wait_s=15.0))
+    assert offload.least_wait_s == 15.0
+    assert offload.window_s == pytest.approx(10.0 + 10.0 / ETA)
+    offload.learn(seen(train_wait_s=0.0, remote_wait_s=15.0))
+    assert offload.window_s == 10.0
+
+
+def test_the_window_never_gets_shorter_than_nothing() -> None:
+    offload = Offload()
+    offload.learn(seen(remote_wait_s=59.0))
+    assert offload.window_s == 0.0
+
+
+def test_a_difference_that_is_small_beside_the_step_changes_nothing() -> None:
+    offload = Offload()
+    offload.learn(seen(train_wait_s=2.0))
+    assert offload.window_s == 10.0
+
+
+def test_what_was_learnt_for_a_fleet_size_comes_back_with_it() -> None:
+    offload = Offload()
+    offload.learn(seen(fleet=4, window_s=10.0))
+    offload.learn(seen(fleet=2, window_s=30.0))
+    assert offload.choose(4) == (10.0, "memory")
+    assert offload.choose(2) == (30.0, "memory")
+    assert offload.choose(3) == (20.0, "between")
+    assert offload.choose(9) == (30.0, "carried")
+
+
+def test_a_step_in_which_workers_came_or_went_is_not_remembered_for_a_size() -> None:
+    offload = Offload()
+    offload.learn(seen(steady=False))
+    assert offload.choose(4) == (10.0, "carried")
+
+
+def test_a_job_that_has_seen_nothing_measures_first() -> None:
+    assert Offload().choose(3) == (None, "first")
+
+
+def test_the_wanted_fleet_is_the_work_of_generation_in_times_of_training() -> None:
+    offload = Offload()
+    told = offload.learn(seen(remote_s=50.0, fleet_mean=4.0, window_s=10.0, reserved=2, train_s=55.0))
+    assert offload.wanted == pytest.approx((50.0 * 4.0 + 10.0 * 2) / 55.0)
+    assert told["wanted"] == 4
+
+
+def test_the_wanted_fleet_of_several_jobs_is_the_sum() -> None:
+    assert wanted([Offload(), Offload()]) is None
+    assert wanted([Offload(wanted=1.2), Offload(), Offload(wanted=2.2)]) == 4
+
+
+def test_every_decision_tells_its_inputs() -> None:
+    told = Offload().learn(seen(train_wait_s=12.0))
+    assert {"train_wait_s", "remote_wait_s", "step_s", "fleet_mean", "window_was_s", "change_s", "window_s"} <= set(
+        told
+    )
+
+
+def test_the_meter_counts_idle_time_only_while_somebody_preemptible_is_there() -> None:
+    meter = Meter(began_at=0.0, at=0.0)
+    meter.update(1.0, fleet=0, reserved=1, working=True)
+    meter.update(4.0, fleet=2, reserved=1, working=True)
+    meter.update(6.0, fleet=2, reserved=1, working=False)
+    measured = meter.seen(2.5, 0.5, 3.0)
+    assert (measured.remote_s, measured.remote_wait_s, measured.step_s) == (3.0, 2.0, 6.0)
+    assert measured.fleet_mean == pytest.approx(10 / 6)
+    assert not measured.steady

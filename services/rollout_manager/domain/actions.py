@@ -56,6 +56,15 @@ class SaveMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveLength:
+    """Remember how long a prompt's samples get, in tokens; None forgets it."""
+
+    job_id: str
+    prompt: str
+    length: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class SaveWorker:
     """Remember that this worker exists."""
 
@@ -79,4 +88,4 @@ class Bury:
     reason: str
 
 
-Action = Record | Send | Deliver | Tell | SaveJob | SaveMetrics | SaveWorker | ForgetWorker | Bury
+Action = Record | Send | Deliver | Tell | SaveJob | SaveMetrics | SaveLength | SaveWorker | ForgetWorker | Bury

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from services.rollout_manager.domain.profile import Profile, speed_after
 from shared.messages import WorkerBeat, WorkerJoined
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
@@ -35,6 +37,19 @@ class Worker:
     """A reserved worker: whether it was last told to generate; None before the first word."""
     noticed: bool = False
     samples: set[int] = field(default_factory=set)
+    releasing: dict[int, float] = field(default_factory=dict)
+    """Those of `samples` that it was asked to hand back -> when (manager's clock)."""
+    profile: Profile = field(default_factory=Profile)
+    """Of its kind."""
+    speed: float = 1.0
+    """Relative to its kind."""
+    batch: int = 0
+    """How many samples it should run at once: its slots, or the batching plateau where that is less."""
+    spare: int = 0
+    """How many more it holds, so that a slot that becomes free is filled without a round trip."""
+    kv_held: int = 0
+    """Tokens that its samples keep in the KV cache, as of its last beat, with those placed since."""
+    _ran: int = 0
 
     @property
     def id(self) -> str:
@@ -47,13 +62,29 @@ class Worker:
         return self.joined.role == "reserved"
 
     @property
+    def load(self) -> int:
+        """Return how many samples it has and keeps."""
+        return len(self.samples) - len(self.releasing)
+
+    @property
+    def job(self) -> str:
+        """Return the job that it was last told to serve."""
+        return self.told_version[0] if self.told_version else ""
+
+    @property
     def pending(self) -> int:
         """Return how many of its samples cannot run yet for want of a slot."""
         return max(0, len(self.samples) - self.joined.slots)
 
-    def serves(self, job_id: str, version: int) -> bool:
-        """Tell whether it can generate for this job with this version now."""
-        return self.state == "ready" and self.known and self.job_id == job_id and self.version == version
+    @property
+    def generates(self) -> bool:
+        """Tell whether it can take samples now, of the job and for the version that it serves."""
+        wanted = self.told_version is None or self.told_version == (self.job_id, self.version)
+        return self.state == "ready" and self.known and wanted and self.told_active is not False
+
+    def serves(self, job_id: str, oldest: int, newest: int) -> bool:
+        """Tell whether it can generate for this job with one of these versions now."""
+        return self.generates and self.job_id == job_id and oldest <= self.version <= newest
 
     def hear(self, beat: WorkerBeat, now: float) -> State | None:
         """Take a beat; return the state it left when the beat changed it."""
@@ -61,7 +92,18 @@ class Worker:
         self.heard_at, self.known, self.last_beat_at = now, True, beat.at
         self.job_id, self.version, self.tokens_per_s = beat.job_id, beat.version, beat.tokens_per_s
         self.state = "draining" if self.noticed else beat.state
+        self._learn(beat)
         return before if before != self.state else None
+
+    def _learn(self, beat: WorkerBeat) -> None:
+        # The speed is of the last seconds: only a batch that has hardly changed says what made it.
+        steady = beat.running and abs(beat.running - self._ran) <= max(1, self._ran // 10)
+        self._ran = beat.running
+        if steady and beat.tokens_per_s > 0 and beat.state == "ready":
+            if self.profile.known:
+                expected = self.profile.tokens_per_s(beat.running, self.kv_held)
+                self.speed = speed_after(self.speed, expected, beat.tokens_per_s)
+            self.profile.observe(beat.running, self.kv_held, beat.tokens_per_s)
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""
@@ -77,6 +119,8 @@ class Worker:
             "running": running,
             "pending": self.pending,
             "tokens_per_s": self.tokens_per_s,
+            "batch": self.batch or self.joined.slots,
+            "speed": round(self.speed, 3),
             "price_per_hour": self.joined.price_per_hour,
             "host": self.joined.host,
             "pid": self.joined.pid,
@@ -93,12 +137,16 @@ class Fleet:
         self.lease_s = lease_s
         self.workers: dict[str, Worker] = {}
         self.gone: dict[str, Worker] = {}
+        self.profiles: dict[str, Profile] = {}
+        """Kind -> what its workers have shown, those that are gone too."""
+        self._suspects_at = -math.inf
 
     def join(self, joined: WorkerJoined, now: float) -> Worker | None:
         """Add a worker; None when it is known already."""
         if joined.worker in self.workers or joined.worker in self.gone:
             return None
-        worker = self.workers[joined.worker] = Worker(joined, now)
+        profile = self.profiles.setdefault(joined.kind, Profile())
+        worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch=joined.slots)
         return worker
 
     def remove(self, worker: Worker, state: Literal["lost", "left"]) -> None:
@@ -109,7 +157,13 @@ class Fleet:
             self.gone.pop(next(iter(self.gone)))
 
     def suspects(self, now: float) -> list[str]:
-        """Return the workers not heard for a lease's time; each is lost if its lease has run out too."""
+        """Return the workers not heard for a lease's time; each is lost if its lease has run out too.
+
+        Looks once in a while only: the answer to a call soon after another is empty.
+        """
+        if now - self._suspects_at < self.lease_s / 20:
+            return []
+        self._suspects_at = now
         return [worker.id for worker in self.workers.values() if now - worker.heard_at > self.lease_s]
 
     def present(self, *, reserved: bool) -> list[Worker]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from services.rollout_manager.domain.actions import ForgetWorker, Record, SaveJob, SaveMetrics, SaveWorker
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.jobs import ENDED, Job
-from services.rollout_manager.domain.ledger import closing
+from services.rollout_manager.domain.ledger import Outcome, closing
 from services.rollout_manager.domain.seeding import Window
+from services.rollout_manager.domain.steps import end_step
 from services.rollout_manager.domain.world import Now, World, revoke
 from shared.errors import Bury
 from shared.ids import SampleId, job_of
@@ -59,13 +61,13 @@ def take(world: World, message: Message, entry_id: str, now: Now) -> None:  # no
         case WorkerLeft():
             _leave(world, message, now)
         case WeightsCommitted():
-            world.committed[message.job_id] = max(message.version, world.committed.get(message.job_id, -1))
+            _committed(world, message)
         case JobCommand():
             _command(world, message, now)
         case JobReport():
             _job_report(world, message, now)
         case StepReport():
-            _step_report(world, message)
+            _step_report(world, message, now)
         case _:
             raise Bury(f"a {message.tag} does not belong in this stream")
 
@@ -81,7 +83,7 @@ def fold(world: World, message: Message, entry_id: str, *, counted: bool) -> Non
     """
     match message:
         case TokenFrame():
-            _frame(world, message, counted=counted)
+            take_frames(world, [message], counted=counted)
         case SampleFailed():
             world.ledger.fail(message)
         case Admitted():
@@ -96,8 +98,14 @@ def fold(world: World, message: Message, entry_id: str, *, counted: bool) -> Non
             raise Bury(f"a {message.tag} does not belong in the token log")
 
 
-def _frame(world: World, frame: TokenFrame, *, counted: bool) -> None:
-    outcome = world.ledger.extend(frame)
+def take_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = True) -> None:
+    """Apply frames that stand one behind the other in the log, at once.
+
+    Raises:
+        Bury: one of them makes no sense, and nothing was changed: give them one by one to know which.
+
+    """
+    outcome = world.ledger.extend(*frames)
     for sample_id in outcome.gaps:
         # Tokens are missing between the ledger and this frame: the owner's later frames cannot be used either.
         sample = world.ledger.samples[sample_id]
@@ -105,8 +113,13 @@ def _frame(world: World, frame: TokenFrame, *, counted: bool) -> None:
         if owner is not None:
             world.send(owner, revoke(sample))
             world.orphan(sample)
-    if not counted:
-        return
+    for sample_id in outcome.released:
+        world.orphan(world.ledger.samples[sample_id])
+    if counted:
+        _count(world, outcome)
+
+
+def _count(world: World, outcome: Outcome) -> None:
     for job_no, tokens in outcome.accepted.items():
         if audit := world.audit_of(job_no):
             audit.tokens_generated += tokens
@@ -123,14 +136,11 @@ def _admit(world: World, request: GroupRequested, entry_id: str) -> None:
     first = world.ledger.samples.get(request.group)
     if first is not None and not first.first_id:
         # The record of an admission that this manager has decided itself: now its place in the log is known.
-        for i in range(request.n):
-            if sample := world.ledger.samples.get(request.group + i):
-                sample.first_id = entry_id
+        world.ledger.recorded(request, entry_id)
         return
     done = world.delivered[request.job_id].get(SampleId.unpack(request.group).step, set())
     added = world.ledger.admit(request, entry_id)
     world.admitted(added)
-    _enter_step(world, request)
     world.close(closing([sample for sample in added if sample.id in done]))
 
 
@@ -148,7 +158,6 @@ def _restate(world: World, message: Restated, entry_id: str) -> None:
     world.ledger.restate(message, entry_id)
     if not known:
         world.admitted([world.ledger.samples[message.sample]])
-        _enter_step(world, message.request)
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -163,15 +172,13 @@ def _request(world: World, request: GroupRequested) -> None:
     world.admitted(world.ledger.admit(request, ""))
     world.audits[job.id].requested += request.n
     world.actions.append(Record(Admitted(request=request)))
-    _enter_step(world, request)
 
 
-def _enter_step(world: World, request: GroupRequested) -> None:
-    job = world.jobs.get(request.job_id)
-    step = SampleId.unpack(request.group).step
-    window = world.windows.get(request.job_id)
-    if job is not None and not job.ended and (window is None or step > window.step):
-        world.windows[job.id] = Window(step, job.spec.elastic.seeding_window_s)
+def _committed(world: World, message: WeightsCommitted) -> None:
+    job = world.jobs.get(message.job_id)
+    if job is not None and not job.ended:
+        world.committed[job.id] = max(message.version, world.committed.get(job.id, -1))
+        world.restless = True
 
 
 def recall_delivered(world: World, job_id: str, message: Message) -> None:
@@ -180,9 +187,8 @@ def recall_delivered(world: World, job_id: str, message: Message) -> None:
         case SampleFinished() | SampleDropped():
             world.note_delivered(job_id, message.sample)
         case SeedingEnded():
-            window = world.windows.setdefault(job_id, Window(message.step, 0.0))
-            window.step, window.phase = message.step, "ended"
-            window.length_s = world.jobs[job_id].spec.elastic.seeding_window_s
+            window = Window(message.step, message.window_s, "ended", lasted_s=message.window_s)
+            world.windows[job_id] = window
         case SeedingReopened():
             if job_id in world.windows:
                 world.windows[job_id].phase = "open"
@@ -195,6 +201,7 @@ def recall_delivered(world: World, job_id: str, message: Message) -> None:
 
 def _join(world: World, message: WorkerJoined, now: Now) -> None:
     if world.fleet.join(message, now.mono) is not None:
+        world.restless = True
         world.actions.append(SaveWorker(message))
         world.tell("worker_joined", now, worker=message.worker, role=message.role, worker_kind=message.kind)
 
@@ -205,9 +212,13 @@ def _beat(world: World, beat: WorkerBeat, now: Now) -> None:
         # Cut off for so long that its dismissal has expired: it is told again, and joins anew.
         world.actions.append(ForgetWorker(beat.worker))
         return
-    before = worker.hear(beat, now.mono)
+    serves, before = (worker.job_id, worker.version, worker.known), worker.hear(beat, now.mono)
+    world.resize(worker)
+    if serves != (worker.job_id, worker.version, worker.known):
+        world.restless = True
     if before is None:
         return
+    world.restless = True
     world.tell("worker_state", now, worker=worker.id, role=worker.joined.role, state=worker.state, before=before)
     if worker.state == "suspended":
         # It flushed before it said so: everything it made is in the ledger.
@@ -218,6 +229,8 @@ def _notice(world: World, notice: WorkerNotice, now: Now) -> None:
     worker = world.fleet.workers.get(notice.worker)
     if worker is not None and not worker.noticed:
         worker.noticed, worker.state = True, "draining"
+        world.changed(worker)
+        world.restless = True
         world.tell("worker_notice", now, worker=worker.id, reason=notice.reason, lead_s=notice.lead_s)
 
 
@@ -225,13 +238,13 @@ def _leave(world: World, left: WorkerLeft, now: Now) -> None:
     worker = world.fleet.workers.get(left.worker)
     if worker is not None:
         if worker.noticed:
-            _count_preemption(world, "with_notice")
+            _count_preemption(world, worker, "with_notice")
         remove_worker(world, worker, now, lost=False, reason=left.reason)
 
 
 def lose_worker(world: World, worker: Worker, now: Now) -> None:
     """Declare a worker dead: neither its lease nor a beat of it is there."""
-    _count_preemption(world, "with_notice" if worker.noticed else "without_notice")
+    _count_preemption(world, worker, "with_notice" if worker.noticed else "without_notice")
     remove_worker(world, worker, now, lost=True, reason="its lease ran out")
 
 
@@ -239,13 +252,15 @@ def remove_worker(world: World, worker: Worker, now: Now, *, lost: bool, reason:
     """Forget a worker; its samples wait for another."""
     world.orphan_all(worker, now, "lost" if lost else "left")
     world.fleet.remove(worker, "lost" if lost else "left")
+    world.changed(worker)
+    world.restless = True
     world.actions.append(ForgetWorker(worker.id))
     world.tell("worker_lost" if lost else "worker_left", now, worker=worker.id, reason=reason)
 
 
-def _count_preemption(world: World, kind: str) -> None:
+def _count_preemption(world: World, worker: Worker, kind: str) -> None:
     for job in world.active_jobs():
-        if job.state in {"running", "paused"}:
+        if job.state in {"running", "paused"} and worker.job in {job.id, ""}:
             world.audits[job.id].preemptions[kind] += 1
 
 
@@ -271,6 +286,8 @@ def _job_report(world: World, report: JobReport, now: Now) -> None:
     job = world.jobs.get(report.job_id)
     if job is None:
         raise Bury(f"a report on the unknown job {report.job_id}")
+    job.trainer = report.trainer or job.trainer
+    world.restless = True
     _enter(world, job, report.state, now, report.error)
 
 
@@ -283,11 +300,10 @@ def _enter(world: World, job: Job, state: JobState, now: Now, error: str) -> Non
     if job.state in ENDED:
         for sample in [s for s in world.ledger.samples.values() if s.request.job_id == job.id]:
             world.drop(sample, f"job {job.state}")
-        world.windows.pop(job.id, None)
-        world.stalled_since.pop(job.id, None)
+        world.end_job(job)
 
 
-def _step_report(world: World, report: StepReport) -> None:
+def _step_report(world: World, report: StepReport, now: Now) -> None:
     job = world.jobs.get(report.job_id)
     if job is None:
         raise Bury(f"a report on the unknown job {report.job_id}")
@@ -296,4 +312,5 @@ def _step_report(world: World, report: StepReport) -> None:
     job.checkpointed_step = max(job.checkpointed_step, report.checkpointed_step)
     for step in [step for step in world.delivered[job.id] if step < job.checkpointed_step]:
         del world.delivered[job.id][step]
+    end_step(world, job, report, now)
     world.actions += [SaveJob(job), SaveMetrics(job.id, report.step, report.metrics)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from services.rollout_manager.domain.offload import Offload
 from shared.jobspec import JobSpec
 from shared.messages import JobState
 
@@ -37,6 +38,9 @@ class Job:
     latest: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step."""
     checkpointed_step: int = 0
+    trainer: str = ""
+    """Name of the trainer that runs it."""
+    offload: Offload = field(default_factory=Offload)
 
     @property
     def ended(self) -> bool:

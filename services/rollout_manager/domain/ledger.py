@@ -13,12 +13,28 @@ oldest entry gives the same ledger as having lived through it, whatever the mana
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from shared.columns import F32, I32, U8, U32, U64, ints, length, pack
+import numpy as np
+import numpy.typing as npt
+
+from services.rollout_manager.domain.rows import (
+    NO_VERSION,
+    Expected,
+    Ints,
+    Rows,
+    changes,
+    first_of_each,
+    rows_of,
+    sort_out,
+    stretches,
+)
+from shared.columns import I32, U32, U64, ints, length, pack
 from shared.errors import Bury
-from shared.ids import MAX_GROUP_SIZE, job_of
-from shared.messages import FINISH_NONE, GroupRequested, Placed, Restated, SampleFailed, TokenFrame
+from shared.ids import JOB_SHIFT, MAX_GROUP_SIZE, job_of
+from shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, Placed, Restated, SampleFailed, TokenFrame
 
 TOKEN_BYTES = I32.itemsize
 FAILURE_LIMIT = 3
@@ -41,33 +57,39 @@ class Sample:
     """The current owner; empty while it waits."""
     tokens: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
-    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    stretches: list[tuple[str, int, int]] = field(default_factory=list)
+    """(worker, weight version, index of the first token), in order: who made what follows, up to the next."""
     finish: int = FINISH_NONE
     failures: int = 0
+    offset: int = 0
+    """How many tokens its owner began this attempt with."""
+    placed_at: float = 0.0
+    """When its owner got it (manager's clock)."""
 
     @property
     def n_tokens(self) -> int:
         """Return how many completion tokens the ledger holds."""
         return len(self.tokens) // TOKEN_BYTES
 
+    @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """Return (worker, weight version, number of tokens), in order."""
+        starts = [start for _, _, start in self.stretches] + [self.n_tokens]
+        return [(worker, version, starts[i + 1] - start) for i, (worker, version, start) in enumerate(self.stretches)]
+
+    def begin_stretch(self, worker: str, version: int, start: int) -> None:
+        """Note who makes the tokens from `start` on."""
+        if not self.stretches or self.stretches[-1][:2] != (worker, version):
+            self.stretches.append((worker, version, start))
+
     def cut(self, n_tokens: int) -> int:
         """Keep the first `n_tokens` and return how many went."""
         gone = self.n_tokens - n_tokens
         if gone > 0:
             del self.tokens[n_tokens * TOKEN_BYTES :], self.logprobs[n_tokens * TOKEN_BYTES :]
-            self.spans = _spans_of(self.spans, n_tokens)
+            self.stretches = [stretch for stretch in self.stretches if stretch[2] < n_tokens]
             self.finish = FINISH_NONE
         return max(0, gone)
-
-
-def _spans_of(spans: list[tuple[str, int, int]], n_tokens: int) -> list[tuple[str, int, int]]:
-    kept = []
-    for worker, version, n in spans:
-        take = min(n, n_tokens)
-        if take > 0:
-            kept.append((worker, version, take))
-        n_tokens -= take
-    return kept
 
 
 @dataclass(slots=True)
@@ -82,6 +104,8 @@ class Outcome:
     """Job number -> rows that repeated what the ledger had."""
     gaps: list[int] = field(default_factory=list)
     """Samples whose frame began beyond the ledger's end: tokens are missing, so they must be placed anew."""
+    released: list[int] = field(default_factory=list)
+    """Samples that their owner has handed back as it was asked to, with all that it had made."""
 
 
 class Ledger:
@@ -99,6 +123,10 @@ class Ledger:
         self.tokens_in_log = 0
         """Tokens that the log has carried since the fold began."""
         self.tokens_live = 0
+        self._by_slot: dict[int, Sample] = {}
+        self._expected = Expected()
+        self._by_age: dict[int, None] = {}
+        """Samples in the order of their oldest log entries, once these are known."""
 
     def knows(self, request: GroupRequested) -> bool:
         """Tell whether any sample of the group is in flight."""
@@ -119,10 +147,28 @@ class Ledger:
             if sample_id in self.samples:
                 continue
             sample = Sample(sample_id, request, entry_id, self.tokens_in_log)
-            self.samples[sample_id] = sample
-            self.open_in_group[request.group] = self.open_in_group.get(request.group, 0) + 1
+            self._add(sample)
             added.append(sample)
         return added
+
+    def recorded(self, request: GroupRequested, entry_id: str) -> None:
+        """Note where in the log an admission stands that was decided before it was written."""
+        for i in range(request.n):
+            sample = self.samples.get(request.group + i)
+            if sample is not None and not sample.first_id:
+                sample.first_id = entry_id
+                self._by_age[sample.id] = None
+
+    def _add(self, sample: Sample) -> None:
+        self.samples[sample.id] = sample
+        self.open_in_group[sample.request.group] = self.open_in_group.get(sample.request.group, 0) + 1
+        if sample.first_id:
+            self._by_age[sample.id] = None
+        self._by_slot[self._expect(sample)] = sample
+
+    def _expect(self, sample: Sample, version: int = NO_VERSION) -> int:
+        ended = sample.finish != FINISH_NONE
+        return self._expected.expect(sample.id, sample.attempt, sample.n_tokens, ended=ended, version=version)
 
     def place(self, message: Placed) -> list[tuple[Sample, int]]:
         """Begin attempts; return each sample whose attempt rose, with the number of tokens that were cut.
@@ -139,66 +185,95 @@ class Ledger:
                 continue
             cut = sample.cut(offset)
             self.tokens_live -= cut
-            sample.attempt, sample.worker = attempt, message.worker
+            sample.attempt, sample.worker, sample.offset = attempt, message.worker, offset
             if sample.finish == FINISH_NONE:
                 self.finished.pop(sample_id, None)
             self.failed.pop(sample_id, None)
+            self._expect(sample)
             placed.append((sample, cut))
         return placed
 
-    def extend(self, frame: TokenFrame) -> Outcome:
-        """Apply a worker's tokens.
+    def extend(self, *frames: TokenFrame) -> Outcome:
+        """Apply workers' tokens: frames that stand one behind the other in the log.
 
         Raises:
-            Bury: the columns do not fit each other.
+            Bury: the columns of a frame do not fit each other, and nothing was changed; with several frames, give them
+                one by one to know which.
 
         """
-        samples, attempts = ints(frame.samples, U64), ints(frame.attempts, U32)
-        offsets, counts = ints(frame.offsets, U32), ints(frame.counts, U32)
-        versions, finish = ints(frame.versions, U32), ints(frame.finish, U8)
-        n_tokens = sum(counts)
-        if (
-            len({len(samples), len(attempts), len(offsets), len(counts), len(versions), len(finish)}) != 1
-            or length(frame.tokens, I32) != n_tokens
-            or length(frame.logprobs, F32) != n_tokens
-        ):
-            raise Bury(f"frame {frame.seq} of {frame.worker}: its columns do not fit each other")
+        rows = rows_of(frames)
+        slots = self._expected.slots(frames)
         out = Outcome()
-        self.tokens_in_log += n_tokens
-        start = 0
-        for sample_id, attempt, offset, count, version, ended in zip(
-            samples, attempts, offsets, counts, versions, finish, strict=True
-        ):
-            end = start + count * TOKEN_BYTES
-            sample = self.samples.get(sample_id)
-            if sample is None or attempt != sample.attempt:
-                out.refused.append((job_of(sample_id), "sample_over" if sample is None else "late", count))
-            elif offset > sample.n_tokens:
-                out.refused.append((job_of(sample_id), "gap", count))
-                out.gaps.append(sample_id)
-            else:
-                known = count if sample.finish else min(count, sample.n_tokens - offset)
-                if known:
-                    _add(out.duplicates, job_of(sample_id), 1)
-                if known < count:
-                    self._extend(sample, frame, start + known * TOKEN_BYTES, end, version)
-                    _add(out.accepted, job_of(sample_id), count - known)
-                if ended and not sample.finish:
-                    sample.finish = ended
-                    self.finished[sample_id] = None
-            start = end
+        self.tokens_in_log += len(rows.tokens)
+        found = sort_out(rows, slots, self._expected)
+        for row in found.refused.tolist():
+            sample_id = int(rows.samples[row])
+            cause = "late" if sample_id in self.samples else "sample_over"
+            out.refused.append((job_of(sample_id), cause, int(rows.counts[row])))
+        self._extend_regular(rows, found.regular, slots, out)
+        for row in found.odd.tolist():
+            self._extend_odd(rows, row, self._by_slot[int(slots[row])], out)
         return out
 
-    def _extend(self, sample: Sample, frame: TokenFrame, start: int, end: int, version: int) -> None:
-        sample.tokens += frame.tokens[start:end]
-        sample.logprobs += frame.logprobs[start:end]
-        added = (end - start) // TOKEN_BYTES
-        self.tokens_live += added
-        spans = sample.spans
-        if spans and spans[-1][:2] == (frame.worker, version):
-            spans[-1] = (frame.worker, version, spans[-1][2] + added)
-        else:
-            spans.append((frame.worker, version, added))
+    def _extend_regular(self, rows: Rows, regular: Ints, slots: Ints, out: Outcome) -> None:
+        made = regular[rows.counts[regular] > 0]
+        slot, counts, versions = slots[made], rows.counts[made], rows.versions[made]
+        first = first_of_each(slot)
+        for i in changes(first, self._expected.version[slot], versions).tolist():
+            row = int(made[i])
+            sample = self._by_slot[int(slot[i])]
+            sample.begin_stretch(rows.worker(row), int(versions[i]), int(rows.offsets[row]))
+        tokens, logprobs = rows.gather(made)
+        start = 0
+        for key, n in stretches(first, slot, counts):
+            sample, end = self._by_slot[key], start + n * TOKEN_BYTES
+            sample.tokens += tokens[start:end]
+            sample.logprobs += logprobs[start:end]
+            start = end
+        # Of several rows of one slot, the last is written last.
+        self._expected.length[slot] = rows.offsets[made] + counts
+        self._expected.version[slot] = versions
+        self._accept(rows.samples[made], counts, out)
+        for row in np.sort(regular[rows.finish[regular] != FINISH_NONE]).tolist():
+            self._end(self._by_slot[int(slots[row])], int(rows.finish[row]), out)
+
+    def _extend_odd(self, rows: Rows, row: int, sample: Sample, out: Outcome) -> None:
+        """Apply one row of a sample that is current but does not simply go on."""
+        offset, count, have = int(rows.offsets[row]), int(rows.counts[row]), sample.n_tokens
+        job = job_of(sample.id)
+        if offset > have:
+            out.refused.append((job, "gap", count))
+            out.gaps.append(sample.id)
+            return
+        known = count if sample.finish else min(count, have - offset)
+        if known:
+            out.duplicates[job] = out.duplicates.get(job, 0) + 1
+        if known < count:
+            version = int(rows.versions[row])
+            sample.begin_stretch(rows.worker(row), version, have)
+            tokens, logprobs = rows.gather(np.array([row]))
+            sample.tokens += tokens[known * TOKEN_BYTES :]
+            sample.logprobs += logprobs[known * TOKEN_BYTES :]
+            self._expect(sample, version)
+            self._accept(rows.samples[row : row + 1], np.array([count - known]), out)
+        if rows.finish[row]:
+            self._end(sample, int(rows.finish[row]), out)
+
+    def _accept(self, samples: npt.NDArray[np.uint64], counts: Ints, out: Outcome) -> None:
+        self.tokens_live += int(counts.sum())
+        jobs = samples >> JOB_SHIFT
+        while jobs.size:
+            job, same = int(jobs[0]), jobs == jobs[0]
+            out.accepted[job] = out.accepted.get(job, 0) + int(counts[same].sum())
+            jobs, counts = jobs[~same], counts[~same]
+
+    def _end(self, sample: Sample, finish: int, out: Outcome) -> None:
+        if finish == FINISH_RELEASED:
+            out.released.append(sample.id)
+        elif not sample.finish:
+            sample.finish = finish
+            self._expect(sample)
+            self.finished[sample.id] = None
 
     def fail(self, message: SampleFailed) -> bool:
         """Note that a sample failed by itself; tell whether the message counts."""
@@ -218,6 +293,8 @@ class Ledger:
                 continue
             self.finished.pop(sample_id, None)
             self.failed.pop(sample_id, None)
+            self._by_age.pop(sample_id, None)
+            del self._by_slot[self._expected.forget(sample_id)]
             self.tokens_live -= sample.n_tokens
             group = sample.request.group
             self.open_in_group[group] -= 1
@@ -241,17 +318,20 @@ class Ledger:
                 message.worker,
                 bytearray(message.tokens),
                 bytearray(message.logprobs),
-                list(message.spans),
                 failures=message.failures,
             )
-            self.samples[message.sample] = sample
-            group = message.request.group
-            self.open_in_group[group] = self.open_in_group.get(group, 0) + 1
+            start = 0
+            for worker, version, n in message.spans:
+                sample.begin_stretch(worker, version, start)
+                start += n
+            self._add(sample)
             self.tokens_live += sample.n_tokens
         elif sample.attempt == message.attempt and len(sample.tokens) == len(message.tokens):
             # A frame or a placement between the decision to restate and the entry itself makes the entry
             # insufficient: then the older entries stay needed, and it is restated another time.
             sample.first_id, sample.first_mark = entry_id, mark
+            self._by_age.pop(sample.id, None)
+            self._by_age[sample.id] = None
 
     def restated(self, sample: Sample) -> Restated:
         """Return the record that restates a sample."""
@@ -266,12 +346,12 @@ class Ledger:
             failures=sample.failures,
         )
 
-    def oldest(self) -> Sample | None:
-        """Return the sample whose history reaches back farthest."""
-        return min(self.samples.values(), key=lambda sample: sample.first_mark, default=None)
+    def oldest(self, n: int) -> list[Sample]:
+        """Return the `n` samples whose entries reach back farthest in the log, the oldest first."""
+        return [self.samples[sample_id] for sample_id in islice(self._by_age, n)]
 
 
-def closing(samples: list[Sample]) -> bytes:
+def closing(samples: Sequence[Sample]) -> bytes:
     """Return the column of `Closed.samples`."""
     return pack([sample.id for sample in samples], U64)
 
@@ -281,7 +361,3 @@ def _rows(samples: bytes, attempts: bytes, offsets: bytes) -> zip[tuple[int, int
     if len({len(column) for column in columns}) != 1:
         raise Bury("a placement's columns do not fit each other")
     return zip(*columns, strict=True)
-
-
-def _add(counter: dict[int, int], key: int, n: int) -> None:
-    counter[key] = counter.get(key, 0) + n

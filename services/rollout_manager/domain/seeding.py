@@ -3,13 +3,15 @@
 A step's phases: `open` (everybody generates), `closing` (the reserved engines were told to suspend), `ended` (they are
 suspended; the device is the trainer's). With no preemptible worker the window is endless: it closes when everything is
 generated, which is a plain co-located trainer. When the last preemptible worker goes away after the end, the window
-opens again.
+opens again. How long it is, `offload` decides.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from services.rollout_manager.domain.offload import Meter
 
 Reason = Literal["window", "finished", "no_reserved"]
 
@@ -21,6 +23,8 @@ class View:
     now: float
     live: int
     """Samples of the step still in flight."""
+    asked: int
+    """Samples of the step in all."""
     reserved_awake: int
     """Reserved workers that are there and not suspended."""
     reserved: int
@@ -35,11 +39,16 @@ class Window:
     """The window of one step. Times are on the manager's clock."""
 
     step: int
-    length_s: float
+    length_s: float | None
+    """None: until half of the step's samples are finished."""
     phase: Literal["open", "closing", "ended"] = "open"
     began_at: float | None = None
     """When the step's first sample was placed."""
     reason: Reason = "window"
+    lasted_s: float = 0.0
+    """How long it was, once it has ended."""
+    meter: Meter | None = None
+    """Measures the step; None after a restart in its middle."""
 
     def placed(self, now: float) -> None:
         """Note that a sample was placed: the window begins with the first."""
@@ -50,6 +59,10 @@ class Window:
         """Return the seconds since the window began."""
         return 0.0 if self.began_at is None else now - self.began_at
 
+    def seeds(self, preemptible: int) -> bool:
+        """Tell whether the reserved engines should generate now."""
+        return self.phase == "open" and (self.length_s != 0 or preemptible == 0)
+
     def advance(self, view: View) -> Literal["close", "end", "reopen"] | None:
         """Decide what happens now, if anything, and enter the phase."""
         match self.phase:
@@ -57,6 +70,7 @@ class Window:
                 reason = self._why_close(view)
                 if reason is not None:
                     self.phase, self.reason = "closing", reason
+                    self.lasted_s = self.length_so_far(view.now)
                     return "close"
             case "closing":
                 if view.reserved_awake == 0:
@@ -73,5 +87,9 @@ class Window:
             return "finished"
         if view.reserved == 0 and view.preemptible:
             return "no_reserved"
-        over = self.began_at is not None and view.now - self.began_at >= self.length_s
-        return "window" if over and view.preemptible_ready else None
+        return "window" if view.preemptible_ready and self._over(view) else None
+
+    def _over(self, view: View) -> bool:
+        if self.length_s is None:
+            return view.live * 2 <= view.asked
+        return self.length_s == 0 or (self.began_at is not None and view.now - self.began_at >= self.length_s)

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from services.rollout_manager.domain.actions import Action, Deliver, Record, Send, Tell
+from services.rollout_manager.domain.actions import Action, Deliver, Record, SaveLength, Send, Tell
 from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.fleet import Fleet, Worker
 from services.rollout_manager.domain.jobs import Job
-from services.rollout_manager.domain.ledger import Ledger, Sample, closing
+from services.rollout_manager.domain.ledger import Ledger, Sample
+from services.rollout_manager.domain.lengths import Lengths
+from services.rollout_manager.domain.placement import Candidates, size
+from services.rollout_manager.domain.profile import Profile
 from services.rollout_manager.domain.seeding import Window
-from shared.columns import U32, U64, pack
+from services.rollout_manager.domain.waiting import Waiting
+from shared.columns import U32, U64, length, pack
 from shared.ids import SampleId
 from shared.messages import (
     FINISH_STOP,
@@ -29,8 +32,29 @@ from shared.messages import (
     SampleFinished,
 )
 
-Need = tuple[str, int]
-"""What a sample needs of a worker: its job and the weight version."""
+
+class Need(NamedTuple):
+    """What a sample needs of a worker: its job, and weights of a version between two."""
+
+    job_id: str
+    version: int
+    """The step that is trained on it, and the newest version that may generate it."""
+    oldest: int
+
+
+Serving = tuple[str, int]
+"""What a worker serves: (job id, weight version)."""
+
+
+class Crew(NamedTuple):
+    """How many workers a job can count on: there, not on their way out, and not another job's."""
+
+    reserved: int = 0
+    reserved_awake: int = 0
+    """Not suspended."""
+    preemptible: int = 0
+    preemptible_ready: int = 0
+    """Can generate for a step in flight now."""
 
 
 class Now(NamedTuple):
@@ -50,17 +74,36 @@ class World:
         self.fleet = Fleet(lease_s)
         self.ledger = Ledger()
         self.windows: dict[str, Window] = {}
+        self.crews: dict[str, Crew] = defaultdict(Crew)
+        self.restless = True
+        """Whether anything has changed that may matter to who serves what."""
+        self.resumed = True
+        """Whether this manager may have come in the middle of a step: until it has decided once."""
         self.audits: dict[str, Audit] = defaultdict(Audit)
+        self.lengths: dict[str, Lengths] = defaultdict(Lengths)
         self.committed: dict[str, int] = {}
         """Job id -> newest committed weight version."""
         self.delivered: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         """Job id -> step -> samples delivered or dropped, for steps that may be asked for again."""
+        self.requested_step: dict[str, int] = {}
+        """Job id -> newest step that groups were asked for."""
         self.live: dict[Need, int] = {}
         """How many samples in flight need what."""
+        self.asked: dict[tuple[str, int], int] = {}
+        """(Job id, step) -> samples of a step that is in flight, the finished ones too."""
         self.stalled_since: dict[str, float] = {}
         """Job id -> since when (Unix) samples of it wait and no worker could take one."""
+        self.below_share_since: dict[str, float] = {}
+        """Job id -> since when (manager's clock) it has fewer workers than its share, and samples that wait."""
+        self.directed_at = self.balanced_at = -1.0e9
+        """When (manager's clock) workers were last given to jobs, and when loads were last evened out."""
         self.actions: list[Action] = []
-        self._waiting: dict[Need, list[tuple[bool, int]]] = defaultdict(list)
+        self.waiting: dict[Need, Waiting] = {}
+        self._active: dict[str, Job] = {}
+        self._closed: list[int] = []
+        self._pools: dict[Serving, Candidates] = {}
+        self._pool_of: dict[str, Serving] = {}
+        self._changed: dict[str, None] = {}
 
     # --- outputs ---
 
@@ -84,6 +127,9 @@ class World:
 
     def take_actions(self) -> list[Action]:
         """Return what is to be done, in order, and start anew."""
+        if self._closed:
+            self.record(Closed(samples=pack(self._closed, U64)))
+            self._closed = []
         actions, self.actions = self.actions, []
         return actions
 
@@ -93,15 +139,29 @@ class World:
         """Know a job."""
         self.jobs[job.id] = job
         self.job_by_no[job.no] = job
+        if not job.ended:
+            self._active[job.id] = job
+            self._active = dict(sorted(self._active.items(), key=lambda item: item[1].no))
 
     def active_jobs(self) -> list[Job]:
         """Return the jobs that have not ended, oldest first."""
-        return sorted((job for job in self.jobs.values() if not job.ended), key=lambda job: job.no)
+        return list(self._active.values())
+
+    def end_job(self, job: Job) -> None:
+        """Forget what only a job that runs needs."""
+        self._active.pop(job.id, None)
+        self.restless = True
+        for by_job in (self.windows, self.crews, self.lengths, self.delivered, self.committed, self.requested_step):
+            by_job.pop(job.id, None)
+        self.stalled_since.pop(job.id, None)
+        self.below_share_since.pop(job.id, None)
 
     def audit_of(self, job_no: int) -> Audit | None:
-        """Return a job's audit, None when the job is unknown."""
+        """Return a job's audit, None when the job is unknown or long over."""
         job = self.job_by_no.get(job_no)
-        return self.audits[job.id] if job else None
+        if job is None:
+            return None
+        return self.audits.get(job.id) if job.ended else self.audits[job.id]
 
     # --- samples ---
 
@@ -114,18 +174,31 @@ class World:
         """Count samples that the ledger has just taken in, and let them wait."""
         for sample in samples:
             need = need_of(sample)
+            if need not in self.live:
+                self.restless = True
             self.live[need] = self.live.get(need, 0) + 1
+            step = need.job_id, need.version
+            self.asked[step] = self.asked.get(step, 0) + 1
+            self.requested_step[need.job_id] = max(need.version, self.requested_step.get(need.job_id, -1))
             self.wait(sample)
 
     def wait(self, sample: Sample) -> None:
-        """Let a sample without an owner wait for one: those that have tokens first, then in order of their ids."""
-        heapq.heappush(self._waiting[need_of(sample)], (not sample.tokens, sample.id))
+        """Let a sample without an owner wait for one."""
+        need = need_of(sample)
+        waiting = self.waiting.get(need)
+        if waiting is None:
+            waiting = self.waiting[need] = Waiting()
+        lengths = self.lengths[need.job_id]
+        waiting.add(sample, lengths.estimate(sample), lengths.rest(sample) if sample.tokens else 0.0)
+
+    def waits(self, sample_id: int) -> bool:
+        """Tell whether a sample has no owner and is not complete."""
+        sample = self.ledger.samples.get(sample_id)
+        return sample is not None and not sample.worker and not sample.finish
 
     def orphan(self, sample: Sample) -> None:
         """Take a sample from its owner and let it wait."""
-        owner = self.fleet.workers.get(sample.worker)
-        if owner is not None:
-            owner.samples.discard(sample.id)
+        self._take_from_owner(sample)
         sample.worker = ""
         if not sample.finish:
             self.wait(sample)
@@ -133,43 +206,33 @@ class World:
     def orphan_all(self, worker: Worker, now: Now, cause: str) -> None:
         """Take all samples from a worker."""
         samples = [self.ledger.samples[i] for i in sorted(worker.samples)]
-        worker.samples.clear()
         for sample in samples:
             self.orphan(sample)
         if samples:
             tokens = sum(sample.n_tokens for sample in samples)
             self.tell("samples_taken", now, worker=worker.id, samples=len(samples), tokens=tokens, cause=cause)
 
-    def waiting(self, need: Need, limit: int) -> list[Sample]:
-        """Take up to `limit` samples that wait for this, in order; put back with `wait` what is not placed."""
-        heap, seen = self._waiting[need], set[int]()
-        taken: list[Sample] = []
-        while heap and len(taken) < limit:
-            _, sample_id = heapq.heappop(heap)
-            sample = self.ledger.samples.get(sample_id)
-            waits = sample is not None and not sample.worker and not sample.finish and need_of(sample) == need
-            if sample is not None and waits and sample_id not in seen:
-                seen.add(sample_id)
-                taken.append(sample)
-        if not heap:
-            del self._waiting[need]
-        return taken
-
-    def waiting_needs(self) -> list[Need]:
-        """Return what samples wait for."""
-        return [need for need, heap in self._waiting.items() if heap]
+    def _take_from_owner(self, sample: Sample) -> Worker | None:
+        owner = self.fleet.workers.get(sample.worker)
+        if owner is not None:
+            owner.samples.discard(sample.id)
+            owner.releasing.pop(sample.id, None)
+            self.changed(owner)
+        return owner
 
     def close(self, column: bytes) -> list[Sample]:
         """End samples in the ledger and in every count that follows it."""
         closed = self.ledger.close(column)
         for sample in closed:
-            owner = self.fleet.workers.get(sample.worker)
-            if owner is not None:
-                owner.samples.discard(sample.id)
+            self._take_from_owner(sample)
             need = need_of(sample)
             self.live[need] -= 1
             if not self.live[need]:
                 del self.live[need]
+                self.restless = True
+                self.waiting.pop(need, None)
+                if not any((live.job_id, live.version) == need[:2] for live in self.live):
+                    self.asked.pop(need[:2], None)
             self.note_delivered(sample.request.job_id, sample.id)
         return closed
 
@@ -179,8 +242,11 @@ class World:
 
     def deliver(self, sample: Sample) -> None:
         """Hand a complete sample to the trainer and close it (invariant 1)."""
-        self._close_one(sample)
-        audit = self.audits[sample.request.job_id]
+        job_id = sample.request.job_id
+        if self.lengths[job_id].finished(sample) and (waiting := self.waiting.get(need_of(sample))):
+            waiting.estimated(sample.request.group, float(sample.n_tokens))
+        group_done = self._close_one(sample)
+        audit = self.audits[job_id]
         audit.delivered += 1
         audit.tokens_delivered += sample.n_tokens
         message = SampleFinished(
@@ -190,32 +256,93 @@ class World:
             finish="stop" if sample.finish == FINISH_STOP else "length",
             spans=list(sample.spans),
             attempts=sample.attempt,
-            group_done=sample.request.group not in self.ledger.open_in_group,
+            group_done=group_done,
         )
-        self.deliver_message(sample.request.job_id, message)
+        self.deliver_message(job_id, message)
 
     def drop(self, sample: Sample, reason: str) -> None:
         """Tell the trainer that a sample will not come, and why, and close it (invariant 1)."""
         owner = self.fleet.workers.get(sample.worker)
         if owner is not None:
             self.send(owner, revoke(sample))
-        self._close_one(sample)
+        group_done = self._close_one(sample)
         audit = self.audits[sample.request.job_id]
         audit.dropped[reason] += 1
         audit.tokens_made_again["dropped"] += sample.n_tokens
-        done = sample.request.group not in self.ledger.open_in_group
-        message = SampleDropped(sample=sample.id, reason=reason, group_done=done)
+        message = SampleDropped(sample=sample.id, reason=reason, group_done=group_done)
         self.deliver_message(sample.request.job_id, message)
 
-    def _close_one(self, sample: Sample) -> None:
-        column = closing([sample])
-        self.close(column)
-        self.record(Closed(samples=column))
+    def _close_one(self, sample: Sample) -> bool:
+        """Close a sample and tell whether its group is over by that."""
+        self.close(pack([sample.id], U64))
+        self._closed.append(sample.id)
+        group_done = sample.request.group not in self.ledger.open_in_group
+        if group_done:
+            job_id = sample.request.job_id
+            if learnt := self.lengths[job_id].group_closed(sample):
+                self.actions.append(SaveLength(job_id, *learnt))
+            for prompt in self.lengths[job_id].forget():
+                self.actions.append(SaveLength(job_id, prompt, None))
+        return group_done
+
+    # --- who could take a sample ---
+
+    def changed(self, worker: Worker) -> None:
+        """Note that a worker may have more or less room than before, or serve something else."""
+        self._changed[worker.id] = None
+
+    def pools(self, need: Need) -> list[Candidates]:
+        """Return the workers that could take a sample now, by what they serve."""
+        self._refresh()
+        versions = range(need.oldest, need.version + 1)
+        return [pool for version in versions if (pool := self._pools.get((need.job_id, version)))]
+
+    def _refresh(self) -> None:
+        changed, self._changed = self._changed, {}
+        for worker_id in changed:
+            self.offer(worker_id)
+
+    def offer(self, worker_id: str) -> None:
+        """Let a worker stand among the candidates as it is now."""
+        worker = self.fleet.workers.get(worker_id)
+        serving = (worker.job_id, worker.version) if worker is not None and worker.generates else None
+        before = self._pool_of.get(worker_id)
+        if before is not None and before != serving:
+            del self._pool_of[worker_id]
+            self._pools[before].leave(worker_id)
+            if not self._pools[before].members:
+                del self._pools[before]
+        if worker is not None and serving is not None:
+            self._pool_of[worker_id] = serving
+            self._pools.setdefault(serving, Candidates()).offer(worker, self.borrowed_profile())
+
+    def serving(self) -> dict[Serving, list[Worker]]:
+        """Return the workers that generate, by what they serve."""
+        self._refresh()
+        workers = self.fleet.workers
+        return {serving: [workers[i] for i in sorted(pool.members)] for serving, pool in self._pools.items()}
+
+    def resize(self, worker: Worker) -> None:
+        """Derive anew how many samples a worker should have, from what its kind has shown."""
+        worker.kv_held = sum(kv_of(self.ledger.samples[i]) for i in worker.samples)
+        size(worker, self.lengths[worker.job_id].mean if worker.job_id in self.lengths else 0.0)
+        self.changed(worker)
+
+    def borrowed_profile(self) -> Profile:
+        """Return the profile for workers of a kind of which nothing is known: the best known one of another kind."""
+        known = [profile for profile in self.fleet.profiles.values() if profile.known]
+        return max(known, key=lambda profile: profile.observed, default=Profile())
+
+
+def kv_of(sample: Sample) -> int:
+    """Return how many tokens a sample keeps in the KV cache of who generates it."""
+    return length(sample.request.prompt) + sample.n_tokens
 
 
 def need_of(sample: Sample) -> Need:
     """Return what a sample needs of a worker."""
-    return sample.request.job_id, sample.request.version
+    request = sample.request
+    return Need(request.job_id, request.version, request.version - request.max_staleness)
 
 
 def revoke(sample: Sample) -> Revoke:

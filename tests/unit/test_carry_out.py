@@ -1,0 +1,28 @@
+"""Actions of the domain as operations on the bus."""
+
+from __future__ import annotations
+
+from services.rollout_manager.carry_out import bookkeeping, operations
+from services.rollout_manager.domain.actions import ForgetWorker
+from shared import names
+from shared.bus import START, Append, HashSet
+from shared.fakes import MemoryBus
+from shared.messages import Dismissed, Suspend
+
+
+async def test_of_a_forgotten_worker_s_commands_only_the_dismissal_is_kept() -> None:
+    bus = MemoryBus()
+    commands = names.worker_commands("w")
+    await bus.transact([Append(commands, Suspend(step=i)) for i in range(3)])
+    (*_, last) = await bus.read({commands: START})
+    await bus.transact(operations([ForgetWorker("w")]))
+    (kept,) = await bus.read({commands: START})
+    assert isinstance(kept.message, Dismissed)
+    assert await bus.read({commands: last.id}) == [kept], "who has read all before finds it"
+
+
+async def test_the_cursor_of_a_stream_that_is_over_is_removed() -> None:
+    bus = MemoryBus()
+    await bus.transact([HashSet(names.MANAGER_CURSORS, {"a": "1-0", "b": "1-0"})])
+    await bus.transact(bookkeeping({"a": "2-0"}, {}, over=["b"]))
+    assert await bus.hash_all(names.MANAGER_CURSORS) == {"a": "2-0"}

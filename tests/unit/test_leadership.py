@@ -1,0 +1,287 @@
+"""Two managers on one bus, under a manual clock: one leads, and whoever led before can do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.rollout_manager.api import build
+from services.rollout_manager.app import Manager
+from services.rollout_manager.domain.world import Now
+from services.rollout_manager.leadership import RECOVERY_LEASE_S, Leader, manager_at
+from services.rollout_manager.metrics import WorldCollector
+from services.rollout_manager.settings import Settings
+from shared import names
+from shared.bus import Append
+from shared.errors import BusUnavailable, ConfigError, Fenced
+from shared.fakes import MemoryBus
+from shared.jobspec import parse, to_json
+from shared.messages import JobCommand, Resume
+from shared.settings import read
+
+LEASE_S = 3.0
+TOKEN = "t"
+SPEC = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 9}
+
+
+class Pair:
+    """Two managers, not leading yet."""
+
+    def __init__(self) -> None:
+        self.clock = 100.0
+        self.bus = MemoryBus(clock=lambda: self.clock)
+        self.first, self.second = self.manager(1), self.manager(2)
+
+    def manager(self, n: int) -> Manager:
+        return Manager(
+            self.bus,
+            lease_s=2.0,
+            redis_limit_s=9.0,
+            clock=lambda: Now(self.clock, self.clock),
+            me=who(n),
+            leader_lease_s=LEASE_S,
+        )
+
+    async def epoch(self) -> int:
+        """Raises the epoch, so ask once."""
+        return await self.bus.increment(names.MANAGER_EPOCH) - 1
+
+    def everything(self) -> str:
+        """All that the broker holds."""
+        streams = {name: stream.entries for name, stream in self.bus._streams.items() if stream.entries}
+        return repr((streams, {key: fields for key, fields in self.bus._hashes.items() if fields}, self.bus._leases))
+
+    async def create(self, job: str) -> None:
+        command = JobCommand(command_id=job, action="create", job_id=job, job_no=1, spec_json=to_json(parse(SPEC)))
+        await self.bus.append(names.JOB_COMMANDS, command)
+
+
+def who(n: int) -> Leader:
+    return manager_at("127.0.0.1", n, "here")
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+async def test_the_second_manager_leads_when_the_lease_of_the_first_has_run_out(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    await pair.create("job")
+    await pair.first.turn()
+    assert not await pair.second.try_lead()
+    assert pair.second.other_leader == pair.first._leadership._me
+    pair.clock += LEASE_S - 0.1
+    assert not await pair.second.try_lead()
+    pair.clock += 0.2
+    assert await pair.second.try_lead()
+    assert set(pair.second.world.jobs) == {"job"}
+    assert await pair.epoch() == 2
+
+
+async def test_a_leader_that_works_keeps_its_lease(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    for _ in range(20):
+        pair.clock += LEASE_S / 3
+        await pair.first.turn()
+        assert not await pair.second.try_lead()
+
+
+async def test_a_lease_that_has_run_out_costs_nothing_until_somebody_takes_it(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    pair.clock += 100 * LEASE_S
+    await pair.create("job")
+    await pair.first.turn()
+    assert await pair.bus.hash_get(names.JOBS, "job")
+    assert not await pair.second.try_lead()
+
+
+async def test_a_recovery_may_take_longer_than_the_lease(pair: Pair) -> None:
+    def time_passes() -> None:
+        pair.clock += RECOVERY_LEASE_S - 1.0
+
+    pair.bus.pause_next_sender = time_passes
+    assert await pair.first.try_lead()
+    assert not await pair.second.try_lead()
+
+
+async def test_a_leader_that_was_paused_in_the_middle_of_a_commit_writes_nothing_and_stands_by(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    await pair.create("job")
+    left: list[str] = []
+
+    def succeed() -> None:
+        pair.clock += LEASE_S + 0.1
+        assert run_at_once(pair.second.try_lead())
+        run_at_once(pair.second.turn())
+        left.append(pair.everything())
+
+    pair.bus.pause_next_sender = succeed
+    with pytest.raises(Fenced):
+        await pair.first.turn()
+    assert [pair.everything()] == left
+    assert not await pair.first.try_lead()
+    assert not pair.first.leads
+    assert not pair.first.world.jobs
+    await pair.second.turn()
+    assert pair.second.leads
+
+
+def run_at_once(coroutine: Any) -> Any:
+    """The in-memory bus never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("the coroutine waits for something")
+
+
+async def test_a_leader_without_an_answer_leads_on_under_a_new_epoch(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    await pair.create("job")
+    pair.bus.lose_next_reply = True
+    with pytest.raises(BusUnavailable):
+        await pair.first.turn()
+    assert await pair.first.try_lead()
+    assert pair.first.leads
+    assert await pair.epoch() == 2
+
+
+async def test_a_manager_that_does_not_know_that_it_took_the_lease_takes_it_again(pair: Pair) -> None:
+    pair.bus.lose_next_reply = True
+    with pytest.raises(BusUnavailable):
+        await pair.first.try_lead()
+    assert not await pair.second.try_lead()
+    assert await pair.first.try_lead()
+    assert await pair.epoch() == 2
+
+
+async def test_a_manager_that_starts_at_its_predecessors_address_need_not_wait(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    again = pair.manager(1)
+    assert await again.try_lead()
+    with pytest.raises(Fenced):
+        await pair.first.turn()
+
+
+async def test_two_that_share_an_address_by_mistake_do_not_take_turns(pair: Pair) -> None:
+    double = pair.manager(1)
+    assert await pair.first.try_lead()
+    assert await double.try_lead()
+    assert not await pair.first.try_lead()
+    assert not await pair.first.try_lead()
+    assert double.leads
+
+
+async def test_what_a_client_asks_of_a_leader_that_was_superseded_is_refused_and_noticed(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    pair.clock += LEASE_S + 0.1
+    assert await pair.second.try_lead()
+    with pytest.raises(Fenced):
+        await pair.first.write([Append("s", Resume(step=1))])
+    assert await pair.bus.length("s") == 0
+    assert not pair.first.leads
+    with pytest.raises(Fenced):
+        await pair.first.turn()
+    await pair.second.write([Append("s", Resume(step=2))])
+    assert await pair.bus.length("s") == 1
+
+
+async def test_a_client_whose_write_had_no_answer_makes_the_leader_read_the_world_anew(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    pair.bus.lose_next_reply = True
+    with pytest.raises(BusUnavailable):
+        await pair.first.write([Append("s", Resume(step=1))])
+    with pytest.raises(Fenced):
+        await pair.first.turn()
+    assert await pair.first.try_lead()
+    await pair.first.turn()
+
+
+@pytest.mark.parametrize(
+    ("host", "public_url", "url"),
+    [
+        ("127.0.0.1", "", "http://127.0.0.1:8700"),
+        ("0.0.0.0", "", "http://box:8700"),
+        ("::", "", "http://box:8700"),
+        ("fe80::1", "", "http://[fe80::1]:8700"),
+        ("0.0.0.0", "https://rl.example/", "https://rl.example"),
+    ],
+)
+def test_a_manager_has_a_url_that_clients_can_reach(host: str, public_url: str, url: str) -> None:
+    assert manager_at(host, 8700, "box", public_url).url == url
+
+
+def test_a_public_url_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_MANAGER_PUBLIC_URL", "box:8700")
+    with pytest.raises(ConfigError, match="public_url"):
+        read(Settings, [])
+
+
+# --- REST -------------------------------------------------------------------------------------------------------------
+
+
+def rest(pair: Pair, manager: Manager) -> httpx.AsyncClient:
+    app = build(manager, pair.bus, Settings(token=TOKEN))
+    transport = httpx.ASGITransport(app=app)
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://standby", headers={"Authorization": f"Bearer {TOKEN}"}
+    )
+
+
+async def test_a_standby_sends_every_request_to_the_leader_and_says_so(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    assert not await pair.second.try_lead()
+    async with rest(pair, pair.second) as client:
+        ready = await client.get("/readyz")
+        assert ready.status_code == 503
+        assert ready.headers["content-type"] == "application/problem+json"
+        assert ready.json()["detail"] == ready.json()["missing"] == "standby; http://127.0.0.1:1 leads"
+        assert (await client.get("/healthz")).status_code == 200
+        for method, path in (
+            ("GET", "/v1/jobs/a%20b/samples?step=3&x=%26"),
+            ("GET", "/v1/jobs"),
+            ("POST", "/v1/jobs"),
+            ("GET", "/v1/join"),
+            ("GET", "/v1/jobs/j/events"),
+        ):
+            answer = await client.request(method, path)
+            assert answer.status_code == 307, path
+            assert answer.headers["location"] == f"http://127.0.0.1:1{path}"
+        stranger = await client.get("/v1/jobs", headers={"Authorization": "Bearer wrong"})
+        assert stranger.status_code == 401
+
+
+async def test_without_a_leader_clients_are_asked_to_come_again(pair: Pair) -> None:
+    async with rest(pair, pair.second) as client:
+        answer = await client.get("/v1/jobs")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["title"] == "No leader"
+        assert (await client.get("/readyz")).status_code == 503
+
+
+async def test_a_leader_that_does_not_know_yet_that_it_was_superseded_creates_no_job(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    pair.clock += LEASE_S + 0.1
+    assert await pair.second.try_lead()
+    async with rest(pair, pair.first) as client:
+        answer = await client.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "once"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert await pair.bus.hash_all(names.JOBS) == {}
+    async with rest(pair, pair.second) as client:
+        answer = await client.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "once"})
+        assert answer.status_code == 201
+    assert set(await pair.bus.hash_all(names.JOBS)) == {answer.json()["id"]}
+
+
+async def test_prometheus_sees_who_leads(pair: Pair) -> None:
+    def leading(manager: Manager) -> float | None:
+        registry = CollectorRegistry()
+        registry.register(WorldCollector(manager))
+        return registry.get_sample_value("rlboost_manager_leading")
+
+    assert await pair.first.try_lead()
+    assert [leading(pair.first), leading(pair.second)] == [1.0, 0.0]

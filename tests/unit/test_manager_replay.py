@@ -1,0 +1,88 @@
+"""A recorded stream gives the same decisions again: nothing in the domain depends on a clock, chance or hashes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import benchmarks.scheduling.ours as driver
+from benchmarks.scheduling.cases import LOGNORMAL
+from benchmarks.scheduling.measure import prepare, run
+from services.rollout_manager.domain.actions import Action
+from services.rollout_manager.domain.decide import decide
+from services.rollout_manager.domain.intake import take
+from services.rollout_manager.domain.world import Now, World
+from shared.messages import Message, decode, encode
+
+Turn = tuple[list[tuple[bytes, str]], Now, list[str]]
+"""What was read, encoded, with its entries' ids; when; whose lease had run out."""
+
+
+class Recorder:
+    """Stands in for `decide` and `take` where the manager is driven, and notes what they were given."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.acted: list[list[str]] = []
+        self._read: list[tuple[bytes, str]] = []
+
+    def take(self, world: World, message: Message, entry_id: str, now: Now) -> None:
+        self._read.append((encode(message), entry_id))
+        take(world, message, entry_id, now)
+
+    def decide(self, world: World, now: Now, dead: Iterable[str]) -> None:
+        gone = list(dead)
+        decide(world, now, gone)
+        self.turns.append((self._read, now, gone))
+        self.acted.append(shown(world.actions))
+        self._read = []
+
+
+def shown(actions: Iterable[Action]) -> list[str]:
+    return [repr(action) for action in actions]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Three steps in which six workers are taken away and come back."""
+    recorder = Recorder()
+    monkeypatch.setattr(driver, "take", recorder.take)
+    monkeypatch.setattr(driver, "decide", recorder.decide)
+    run(prepare(LOGNORMAL.smaller(8, 3), 6, 0), "ours", 6, 0)
+    return recorder
+
+
+def test_a_recorded_stream_gives_the_same_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorded(monkeypatch)
+    assert sum("Assign" in text for turn in recorder.acted for text in turn) > 50
+    world = World(LOGNORMAL.lease_s)
+    for (read, now, dead), acted in zip(recorder.turns, recorder.acted, strict=True):
+        for body, entry_id in read:
+            take(world, decode(body), entry_id, now)
+        decide(world, now, dead)
+        assert shown(world.actions) == acted
+        world.take_actions()
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_the_order_of_hashes_changes_no_decision(seed: str) -> None:
+    program = (
+        "import sys; from benchmarks.scheduling.cases import LOGNORMAL; "
+        "from benchmarks.scheduling.measure import prepare, run; "
+        "print(run(prepare(LOGNORMAL.smaller(8, 3), 6, 0), 'ours', 6, 0)[1].trainer.steps)"
+    )
+    there = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    _, sim = run(prepare(LOGNORMAL.smaller(8, 3), 6, 0), "ours", 6, 0)
+    assert there.stdout.strip() == str(sim.trainer.steps)
