@@ -41,8 +41,9 @@ fmt: $(INSTALLED) ## format the code, and mend what the linter can
 	$(BIN)/ruff format
 
 bench: $(INSTALLED) ## run every benchmark
-	@set -e; for file in benchmarks/[a-z]*.py; do \
-		name=$$(basename $$file .py); echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+	@set -e; for file in benchmarks/[a-z]*.py benchmarks/*/__main__.py; do \
+		name=$${file%/__main__.py}; name=$$(basename $$name .py); \
+		echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 up: $(INSTALLED) ## start a whole system on this machine, in the background
 	$(BIN)/rlboost up --detach $(ARGS)

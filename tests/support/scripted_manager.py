@@ -55,13 +55,14 @@ class ScriptedManager:
     """Steps of which something was asked."""
     withholds: Callable[[int], bool] = lambda _sample: False
     """Samples that are generated but not delivered before `release`."""
-    _withheld: list[Op] = field(default_factory=list)
+    _withheld: dict[int, Op] = field(default_factory=dict)
 
-    async def release(self) -> None:
-        """Deliver what was withheld, and withhold nothing more."""
-        self.withholds = lambda _sample: False
-        ops, self._withheld = self._withheld, []
-        await self.bus.transact(ops)
+    async def release(self, still_withholds: Callable[[int], bool] = lambda _sample: False) -> None:
+        """Deliver what was withheld, and from now on withhold only this."""
+        self.withholds = still_withholds
+        ops = {sample: op for sample, op in self._withheld.items() if not still_withholds(sample)}
+        self._withheld = {sample: op for sample, op in self._withheld.items() if sample not in ops}
+        await self.bus.transact(list(ops.values()))
 
     async def run(self) -> None:
         """Answer until cancelled."""
@@ -95,6 +96,9 @@ class ScriptedManager:
             return ops
         for sample in range(request.group, request.group + request.n):
             self.answered[sample] += 1
-            answers = self._withheld if self.withholds(sample) else ops
-            answers.append(Append(stream, self.script(request, sample)))
+            answer = Append(stream, self.script(request, sample))
+            if self.withholds(sample):
+                self._withheld[sample] = answer
+            else:
+                ops.append(answer)
         return ops

@@ -1,0 +1,172 @@
+"""Time per scheduling decision with 1,000 workers and 100,000 samples in flight, and with a tenth of each.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.decisions [--workers 100 1000] [--samples-each 100] [--ended 16 256]
+
+The manager's own domain code, without Redis and without decoding messages. Every worker runs as many samples as it has
+slots; in each turn `--ended` samples end, anywhere, and whole groups are asked for in their place, so that as many are
+placed as have ended. Two figures a line: `decide_us` is all that is decided in a turn, for each sample placed;
+`turn_us` has the reading of the turn's messages too (frames, requests, and the manager's own records), for each sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.scheduling.cases import LOGNORMAL
+from benchmarks.scheduling.ours import Ours
+from benchmarks.scheduling.trainer import JOB_ID
+from benchmarks.scheduling.workload import JOB_NO
+from shared.columns import F32, I32, U8, U32, U64, pack
+from shared.ids import SampleId
+from shared.messages import (
+    FINISH_STOP,
+    Assign,
+    GroupRequested,
+    Message,
+    Sampling,
+    TokenFrame,
+    WeightsCommitted,
+    WorkerBeat,
+    WorkerJoined,
+)
+
+GROUP_SIZE = 8
+TOKENS = 16
+"""Of each sample when it ends: few, as their bytes are not what is measured."""
+TURN_S = 0.02
+NEVER_S = 1e9
+
+
+class Load:
+    """A manager, workers that are full, and what one turn brings."""
+
+    def __init__(self, workers: int, samples_each: int) -> None:
+        self.manager = Ours(replace(LOGNORMAL, lease_s=NEVER_S, prompts=workers * samples_each // GROUP_SIZE))
+        self.now = 0.0
+        self.held: dict[int, tuple[str, int]] = {}
+        """Sample -> (owner, attempt)."""
+        self.placed = 0
+        self._ids: list[int] = []
+        self._rng = random.Random(0)
+        self._requests = self._make_requests()
+        names = [f"w{i:04}" for i in range(workers)]
+        self.turn([WeightsCommitted(job_id=JOB_ID, version=0, manifest_digest="", n_bytes=1, at=0.0)])
+        self.turn([_joined(name, samples_each) for name in names])
+        self.turn(self.requests(workers * samples_each))
+        self.turn([_beat(name) for name in names])
+        # Placement may take several turns: it goes on until the fleet is as full as the policy wants it.
+        while self.turn([]):
+            pass
+
+    def requests(self, samples: int) -> list[Message]:
+        """Return requests for so many samples."""
+        return [next(self._requests) for _ in range(samples // GROUP_SIZE)]
+
+    def ends(self, samples: int) -> list[Message]:
+        """Return the frames with which so many samples end, drawn from all in flight."""
+        frames: list[Message] = []
+        for _ in range(samples):
+            at = self._rng.randrange(len(self._ids))
+            self._ids[at], self._ids[-1] = self._ids[-1], self._ids[at]
+            sample = self._ids.pop()
+            worker, attempt = self.held.pop(sample)
+            frames.append(_ended(worker, sample, attempt))
+        return frames
+
+    def turn(self, messages: list[Message]) -> int:
+        """Let the manager take a turn; return how many samples it placed."""
+        self.now += TURN_S
+        commands = self.manager.turn(messages, self.now, lambda _: True).commands
+        placed = 0
+        for worker, command in commands:
+            if isinstance(command, Assign):
+                placed += len(command.samples)
+                for assignment in command.samples:
+                    if assignment.sample not in self.held:
+                        self._ids.append(assignment.sample)
+                    self.held[assignment.sample] = worker, assignment.attempt
+        self.placed += placed
+        return placed
+
+    def _make_requests(self) -> Iterator[Message]:
+        prompt = pack(range(64), I32)
+        step, group = 0, 0
+        while True:
+            packed = SampleId(JOB_NO, False, step, group, 0).pack()
+            yield GroupRequested(
+                job_id=JOB_ID, group=packed, n=GROUP_SIZE, prompt=prompt, sampling=Sampling(), version=0, seed=group
+            )
+            group += 1
+            if group == 1 << 15:
+                step, group = step + 1, 0
+
+
+def _joined(worker: str, slots: int) -> WorkerJoined:
+    return WorkerJoined(
+        worker=worker, role="preemptible", kind="k", slots=slots, host=worker, pid=1, price_per_hour=1.0, at=0.0
+    )
+
+
+def _beat(worker: str) -> WorkerBeat:
+    return WorkerBeat(
+        worker=worker, state="ready", job_id=JOB_ID, version=0, running=0, pending=0, tokens_per_s=0.0, at=0.0
+    )
+
+
+def _ended(worker: str, sample: int, attempt: int) -> TokenFrame:
+    return TokenFrame(
+        worker=worker,
+        seq=0,
+        samples=pack([sample], U64),
+        attempts=pack([attempt], U32),
+        offsets=pack([0], U32),
+        counts=pack([TOKENS], U32),
+        versions=pack([0], U32),
+        finish=pack([FINISH_STOP], U8),
+        tokens=bytes(I32.itemsize * TOKENS),
+        logprobs=bytes(F32.itemsize * TOKENS),
+    )
+
+
+def measure(load: Load, ended: int, turns: int) -> dict[str, float]:
+    """Return microseconds a sample that was placed: of the decisions, and of whole turns."""
+    turn_s = 0.0
+    decide_s, placed = load.manager.decide_s, load.placed
+    for _ in range(turns):
+        messages = [*load.requests(ended), *load.ends(ended)]
+        began = time.perf_counter()
+        load.turn(messages)
+        turn_s += time.perf_counter() - began
+    placed = load.placed - placed
+    if not placed:
+        raise RuntimeError("nothing was placed: the fleet is not in a steady state")
+    return {
+        "decide_us": 1e6 * (load.manager.decide_s - decide_s) / placed,
+        "turn_us": 1e6 * turn_s / placed,
+        "placed_a_turn": placed / turns,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--samples-each", type=int, default=100)
+    parser.add_argument("--ended", type=int, nargs="+", default=[16, 256], help="samples that end in a turn")
+    parser.add_argument("--turns", type=int, default=100)
+    args = parser.parse_args()
+    for workers in args.workers:
+        load = Load(workers, args.samples_each)
+        for ended in args.ended:
+            in_flight = len(load.held)
+            figures = measure(load, ended, args.turns)
+            row = {"benchmark": "decisions", "workers": workers, "in_flight": in_flight, "ended_a_turn": ended}
+            print(json.dumps(row | {name: round(value, 1) for name, value in figures.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

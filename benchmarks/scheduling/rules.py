@@ -1,0 +1,364 @@
+"""What the two baselines share: a manager's bookkeeping, without a line of our own domain code.
+
+A baseline follows the same messages as ours and has the same notice of deaths. Which worker gets a sample, what a move
+takes along, and how long the seeding window is, its subclass decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from benchmarks.scheduling.cases import Case
+from benchmarks.scheduling.simulation import Turn
+from benchmarks.scheduling.trainer import JOB_ID
+from shared.columns import I32, U8, U32, U64, ints, pack
+from shared.ids import SampleId
+from shared.messages import (
+    FINISH_NONE,
+    FINISH_RELEASED,
+    Assign,
+    Assignment,
+    GroupRequested,
+    Message,
+    Release,
+    Resume,
+    SampleFinished,
+    SeedingEnded,
+    SeedingReopened,
+    StepReport,
+    Suspend,
+    TokenFrame,
+    UseVersion,
+    WeightsCommitted,
+    WorkerBeat,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNotice,
+)
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One sample in flight."""
+
+    id: int
+    request: GroupRequested
+    tokens: int = 0
+    attempt: int = 0
+    worker: str = ""
+    """Its owner; empty while it waits."""
+    finish: int = FINISH_NONE
+    released: bool = False
+    """Its owner was asked to give it back and has not yet."""
+
+
+@dataclass(slots=True)
+class Instance:
+    """One worker as the manager sees it."""
+
+    id: str
+    reserved: bool
+    heard_at: float
+    state: str = "joining"
+    version: int = -1
+    noticed: bool = False
+    told_version: int = -1
+    told_active: bool | None = None
+    held: dict[int, Tracked] = field(default_factory=dict)
+    """In order of assignment."""
+    queue: int = 0
+    """How many waited at its engine when it last beat."""
+    fresh: int = 0
+    """How many were assigned since."""
+    asked_back: int = 0
+    """How many were asked back since."""
+    idle_since: float = 0.0
+
+    @property
+    def queued(self) -> int:
+        """Return how many are known to wait at its engine."""
+        return max(0, self.queue - self.asked_back)
+
+
+@dataclass(slots=True)
+class Window:
+    """The seeding window of one step."""
+
+    step: int
+    length_s: float
+    phase: Literal["open", "closing", "ended"] = "open"
+    began_at: float = math.inf
+
+
+@dataclass(slots=True)
+class FleetMean:
+    """How many preemptible workers there were in a step."""
+
+    since: float = 0.0
+    at: float = 0.0
+    worker_s: float = 0.0
+    changed: bool = False
+    last: int = -1
+
+    def see(self, n: int, now: float) -> None:
+        """Take the present number."""
+        self.worker_s += max(self.last, 0) * (now - self.at)
+        self.changed |= self.last not in {-1, n}
+        self.at, self.last = now, n
+
+    def begin(self, now: float) -> None:
+        """Begin a step."""
+        self.since = self.at = now
+        self.worker_s, self.changed = 0.0, False
+
+
+class Rules:
+    """A manager; subclasses say `select`, `after` and `learn`."""
+
+    def __init__(self, case: Case) -> None:
+        """Start with nobody and nothing."""
+        self.case = case
+        self.now = 0.0
+        self.workers: dict[str, Instance] = {}
+        self.samples: dict[int, Tracked] = {}
+        self.waiting: dict[int, Tracked] = {}
+        """Without an owner, in the order in which they should go."""
+        self.window: Window | None = None
+        self.window_s = case.first_window_s
+        self.fleet = FleetMean()
+        self.version = -1
+        self.steps_done = 0
+        self._out = Turn()
+
+    # --- what a rule decides ------------------------------------------------------------------------------------------
+
+    def schedule(self) -> None:
+        """Hand out what waits, and move what should move."""
+        raise NotImplementedError
+
+    def learn(self, report: StepReport, remote_wait_s: float) -> None:
+        """Set `window_s` for the next step."""
+        raise NotImplementedError
+
+    def orphaned(self, samples: Iterable[Tracked]) -> None:
+        """Let samples wait that have lost their owner: before all others, with their tokens."""
+        first = {sample.id: sample for sample in samples if not sample.finish}
+        self.waiting = {**first, **self.waiting}
+
+    def finished(self, sample: Tracked) -> None:
+        """Deliver a sample that is complete."""
+        self.deliver(sample)
+
+    @property
+    def ends_early(self) -> bool:
+        """Tell whether the window ends as soon as everything is generated."""
+        return True
+
+    # --- a turn -------------------------------------------------------------------------------------------------------
+
+    def turn(self, messages: Collection[Message], now: float, leases: Callable[[str], bool]) -> Turn:
+        """Read, decide, write."""
+        self.now, self._out = now, Turn()
+        beats = [m for m in messages if isinstance(m, WorkerBeat | WorkerLeft | WorkerNotice)]
+        for message in messages:
+            if not isinstance(message, WorkerBeat | WorkerLeft | WorkerNotice):
+                self._take(message)
+        for message in beats:
+            self._hear(message)
+        for worker in list(self.workers.values()):
+            if now - worker.heard_at > self.case.lease_s and not leases(worker.id):
+                self._remove(worker)
+        self.fleet.see(len(self._preemptible()), now)
+        self._advance_window()
+        for worker in self.workers.values():
+            self._instruct(worker)
+        self.schedule()
+        return self._out
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case TokenFrame():
+                self._frame(message)
+            case GroupRequested():
+                self._request(message)
+            case WeightsCommitted():
+                self.version = message.version
+            case StepReport():
+                idle = [self.now - w.idle_since for w in self._preemptible() if not w.held]
+                n = len(self._preemptible())
+                self.steps_done += 1
+                self.learn(message, sum(idle) / n if n else 0.0)
+                self.fleet.begin(self.now)
+            case WorkerJoined():
+                self.workers[message.worker] = Instance(
+                    message.worker, message.role == "reserved", self.now, idle_since=self.now
+                )
+            case _:
+                raise AssertionError(message)
+
+    def _request(self, request: GroupRequested) -> None:
+        step = SampleId.unpack(request.group).step
+        if self.window is None or step > self.window.step:
+            self.window = Window(step, self.window_s)
+        for i in range(request.n):
+            sample = Tracked(request.group + i, request)
+            self.samples[sample.id] = self.waiting[sample.id] = sample
+
+    def _frame(self, frame: TokenFrame) -> None:
+        worker = self.workers.get(frame.worker)
+        rows = zip(
+            ints(frame.samples, U64),
+            ints(frame.attempts, U32),
+            ints(frame.offsets, U32),
+            ints(frame.counts, U32),
+            ints(frame.finish, U8),
+            strict=True,
+        )
+        for sample_id, attempt, offset, count, finish in rows:
+            sample = self.samples.get(sample_id)
+            if sample is None or worker is None or attempt != sample.attempt or sample.finish:
+                continue
+            assert offset == sample.tokens, "tokens are missing"
+            sample.tokens += count
+            if finish == FINISH_RELEASED:
+                self._let_go(sample)
+                self.orphaned([sample])
+            elif finish:
+                sample.finish = finish
+                self._let_go(sample)
+                self.finished(sample)
+
+    def _let_go(self, sample: Tracked) -> None:
+        worker = self.workers.get(sample.worker)
+        if worker is not None:
+            worker.held.pop(sample.id, None)
+            if not worker.held:
+                worker.idle_since = self.now
+        sample.worker, sample.released = "", False
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case WorkerBeat() if message.worker in self.workers:
+                worker = self.workers[message.worker]
+                before = worker.state
+                worker.heard_at, worker.version = self.now, message.version
+                worker.state = "draining" if worker.noticed else message.state
+                worker.queue, worker.fresh, worker.asked_back = message.pending, 0, 0
+                if worker.state == "suspended" != before:
+                    self._orphan_all(worker)
+            case WorkerNotice() if message.worker in self.workers:
+                worker = self.workers[message.worker]
+                worker.noticed, worker.state = True, "draining"
+            case WorkerLeft() if message.worker in self.workers:
+                self._remove(self.workers[message.worker])
+
+    def _remove(self, worker: Instance) -> None:
+        self._orphan_all(worker)
+        del self.workers[worker.id]
+
+    def _orphan_all(self, worker: Instance) -> None:
+        samples = list(worker.held.values())
+        for sample in samples:
+            self._let_go(sample)
+        self.orphaned(samples)
+
+    def _preemptible(self) -> list[Instance]:
+        return [worker for worker in self.workers.values() if not worker.reserved and worker.state != "draining"]
+
+    def serving(self) -> list[Instance]:
+        """Return the workers that can take samples now."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.state == "ready" and worker.version == self.version and worker.told_active is not False
+        ]
+
+    def _instruct(self, worker: Instance) -> None:
+        if worker.state == "draining" or self.window is None:
+            return
+        if worker.told_version != self.version:
+            worker.told_version = self.version
+            self._send(worker, UseVersion(job_id=JOB_ID, version=self.version))
+        active = self.window.phase == "open"
+        if worker.reserved and worker.told_active is not active:
+            worker.told_active = active
+            step = self.window.step
+            self._send(worker, Resume(step=step) if active else Suspend(step=step))
+
+    # --- the window ---------------------------------------------------------------------------------------------------
+
+    def _advance_window(self) -> None:
+        window, reserved = self.window, [worker for worker in self.workers.values() if worker.reserved]
+        if window is None:
+            return
+        preemptible = self._preemptible()
+        if window.phase == "open":
+            over = self.now - window.began_at >= window.length_s
+            ready = any(worker.state == "ready" and worker.version == self.version for worker in preemptible)
+            nothing_left = not self.samples and (self.ends_early or over or not preemptible)
+            if nothing_left or (over and ready):
+                window.phase = "closing"
+        elif window.phase == "closing":
+            if all(worker.state == "suspended" for worker in reserved):
+                window.phase = "ended"
+                length_s = 0.0 if window.began_at == math.inf else self.now - window.began_at
+                self._out.deliveries.append(SeedingEnded(step=window.step, window_s=length_s, reason="window"))
+        elif self.samples and not preemptible and reserved:
+            window.phase, window.began_at = "open", self.now
+            self._out.deliveries.append(SeedingReopened(step=window.step))
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def _send(self, worker: Instance, message: Message) -> None:
+        self._out.commands.append((worker.id, message))
+
+    def assign(self, worker: Instance, samples: Collection[Tracked]) -> None:
+        """Give waiting samples to a worker."""
+        if self.window is not None:
+            self.window.began_at = min(self.window.began_at, self.now)
+        for sample in samples:
+            del self.waiting[sample.id]
+            sample.attempt += 1
+            sample.worker = worker.id
+            worker.held[sample.id] = sample
+        worker.fresh += len(samples)
+        assignments = [
+            Assignment(
+                sample=sample.id,
+                attempt=sample.attempt,
+                prompt=sample.request.prompt,
+                tokens=bytes(I32.itemsize * sample.tokens),
+                sampling=sample.request.sampling,
+                seed=0,
+            )
+            for sample in samples
+        ]
+        self._send(worker, Assign(job_id=JOB_ID, version=self.version, samples=assignments))
+
+    def release(self, worker: Instance, samples: Collection[Tracked]) -> None:
+        """Ask a worker to give samples back."""
+        for sample in samples:
+            sample.released = True
+        worker.asked_back += len(samples)
+        columns = [sample.id for sample in samples], [sample.attempt for sample in samples]
+        self._send(worker, Release(samples=pack(columns[0], U64), attempts=pack(columns[1], U32)))
+
+    def deliver(self, sample: Tracked) -> None:
+        """Hand a complete sample to the trainer."""
+        del self.samples[sample.id]
+        self._out.deliveries.append(
+            SampleFinished(
+                sample=sample.id,
+                tokens=bytes(I32.itemsize * sample.tokens),
+                logprobs=b"",
+                finish="stop" if sample.tokens < self.case.lengths.cap else "length",
+                spans=[],
+                attempts=sample.attempt,
+                group_done=False,
+            )
+        )
