@@ -28,8 +28,8 @@ Span = Annotated[tuple[str, int, int], Strict(False)]
 """(worker, weight version, number of tokens): who made a stretch. msgpack brings tuples back as lists."""
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_RELEASED = 0, 1, 2, 3
-"""Codes of `TokenFrame.finish`: the row goes on; it ended with a stop token; it ended at `max_tokens`; the sample goes on
-elsewhere, because the manager asked for it back (`Release`)."""
+"""Codes of `TokenFrame.finish`: the row goes on; it ended with a stop token; it ended at `max_tokens`; the sample goes
+on elsewhere, because the manager asked for it back (`Release`)."""
 
 
 class Message(BaseModel):

@@ -46,11 +46,6 @@ def job_events(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:events"
 
 
-def job_logs(job_id: str) -> str:
-    """Stream, all -> people: log lines of all processes that concern one job; capped."""
-    return f"{PREFIX}job:{job_id}:logs"
-
-
 def job_samples(job_id: str) -> str:
     """Stream, trainer -> people: scored samples; capped."""
     return f"{PREFIX}job:{job_id}:samples"

@@ -10,6 +10,7 @@ from services.rollout_manager.domain.actions import (
     Action,
     Bury,
     Deliver,
+    ForgetJob,
     ForgetWorker,
     Record,
     SaveJob,
@@ -20,6 +21,7 @@ from services.rollout_manager.domain.actions import (
     Tell,
 )
 from services.rollout_manager.domain.audit import Audit
+from services.rollout_manager.domain.compaction import ENDED_JOB_KEPT_S
 from services.rollout_manager.domain.jobs import to_json
 from shared import names
 from shared.bus import Append, Expire, HashDelete, HashSet, Op, Trim
@@ -33,7 +35,6 @@ COMMANDS_KEPT = 4096
 """Of one worker: far more than it can fall behind by without being lost."""
 DISMISSED_KEPT_S = 120.0
 """A worker that was cut off this long finds in its commands that it was dismissed."""
-ENDED_JOB_KEPT_S = 7 * 24 * 3600.0
 _KEYS_OF_A_JOB = (
     names.rollouts_requested,
     names.rollouts_finished,
@@ -63,11 +64,13 @@ def operations(actions: Iterable[Action]) -> list[Op]:
     return ops
 
 
-def _state_operations(action: Action) -> list[Op]:
+def _state_operations(action: Action) -> list[Op]:  # noqa: PLR0911 - one flat table
     match action:
         case SaveJob(job):
             save = HashSet(names.JOBS, {job.id: to_json(job)})
             return [save, *(Expire(key(job.id), ENDED_JOB_KEPT_S) for key in _KEYS_OF_A_JOB if job.ended)]
+        case ForgetJob(job_id):
+            return [HashDelete(names.JOBS, (job_id,))]
         case SaveMetrics(job_id, step, metrics):
             return [HashSet(names.job_metrics(job_id), {str(step): json.dumps(metrics)})]
         case SaveLength(job_id, prompt, length):

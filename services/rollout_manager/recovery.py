@@ -53,8 +53,9 @@ async def recover(bus: Bus, lease_s: float, now: Now) -> Recovered:
         world.fleet.join(WorkerJoined.model_validate_json(text), now.mono)
     for job in world.active_jobs():
         await _recall(bus, world, job)
+    active = {job.id for job in world.active_jobs()}
     for entry in await read_all(bus, names.WEIGHTS_COMMITTED):
-        if isinstance(entry.message, WeightsCommitted):
+        if isinstance(entry.message, WeightsCommitted) and entry.message.job_id in active:
             newest = max(entry.message.version, world.committed.get(entry.message.job_id, -1))
             world.committed[entry.message.job_id] = newest
     cursors = {stream: stored.get(stream, START) for stream in SHARED_STREAMS}

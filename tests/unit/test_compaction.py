@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.rollout_manager.domain import compaction
-from services.rollout_manager.domain.actions import Record
+from services.rollout_manager.domain.actions import ForgetJob, Record
 from services.rollout_manager.domain.compaction import compact, forget_ended
 from services.rollout_manager.domain.jobs import Job
 from services.rollout_manager.domain.world import World
@@ -132,3 +132,12 @@ def test_the_audit_of_a_job_that_is_long_over_is_forgotten(
     assert ("j" in world.audits) is kept
     assert (world.audit_of(1) is not None) is kept
     assert ("j" in world.audits) is kept, "looking for it has made it anew"
+
+
+@pytest.mark.parametrize(("days_ago", "kept"), [(6.9, True), (7.1, False)])
+def test_a_job_that_is_over_for_a_week_is_forgotten(world: World, days_ago: float, kept: bool) -> None:
+    now = 1e9
+    world.add_job(Job("j", 1, SPEC, created_at=0.0, state="completed", finished_at=now - days_ago * 86_400))
+    forget_ended(world, now)
+    assert ("j" in world.jobs) is kept
+    assert (ForgetJob("j") in world.take_actions()) is not kept

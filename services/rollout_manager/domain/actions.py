@@ -47,6 +47,13 @@ class SaveJob:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetJob:
+    """Drop the record of a job that ended long ago."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SaveMetrics:
     """Store the metrics of one step."""
 
@@ -88,4 +95,6 @@ class Bury:
     reason: str
 
 
-Action = Record | Send | Deliver | Tell | SaveJob | SaveMetrics | SaveLength | SaveWorker | ForgetWorker | Bury
+Action = (
+    Record | Send | Deliver | Tell | SaveJob | ForgetJob | SaveMetrics | SaveLength | SaveWorker | ForgetWorker | Bury
+)

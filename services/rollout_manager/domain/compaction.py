@@ -20,6 +20,9 @@ RESTATED_AT_ONCE = 1024
 RESTATED_TOKENS_AT_ONCE = 1 << 20
 """About how many tokens one call restates at most: 8 MiB in the log, a few milliseconds of the manager."""
 
+ENDED_JOB_KEPT_S = 7 * 24 * 3600.0
+"""How long people find a job that has ended, and everything of it."""
+
 
 def compact(world: World, read_to: str) -> str:
     """Restate the oldest samples when the log is long; return the oldest entry that a replay needs.
@@ -36,7 +39,9 @@ def compact(world: World, read_to: str) -> str:
 
 
 def forget_ended(world: World, wall: float) -> None:
-    """Forget the audits of jobs that are over for so long that no frame of theirs can be on its way; Redis has them.
+    """Forget what nobody needs of jobs that are over.
+
+    The audit goes when no frame of the job can be on its way any more (Redis has it), the job itself with its streams.
 
     Args:
         world: changed in place.
@@ -47,6 +52,9 @@ def forget_ended(world: World, wall: float) -> None:
         job = world.jobs.get(job_id)
         if job is None or (job.finished_at is not None and wall - job.finished_at > AUDIT_OPEN_S):
             del world.audits[job_id]
+    for job in list(world.jobs.values()):
+        if job.finished_at is not None and wall - job.finished_at > ENDED_JOB_KEPT_S:
+            world.forget_job(job)
 
 
 def _restate(world: World, ledger: Ledger, older_than: int) -> None:

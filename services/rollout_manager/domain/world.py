@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from services.rollout_manager.domain.actions import Action, Deliver, Record, SaveLength, Send, Tell
+from services.rollout_manager.domain.actions import Action, Deliver, ForgetJob, Record, SaveLength, Send, Tell
 from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.fleet import Fleet, Worker
 from services.rollout_manager.domain.jobs import Job
@@ -155,6 +155,11 @@ class World:
             by_job.pop(job.id, None)
         self.stalled_since.pop(job.id, None)
         self.below_share_since.pop(job.id, None)
+
+    def forget_job(self, job: Job) -> None:
+        """Drop a job that ended long ago."""
+        del self.jobs[job.id], self.job_by_no[job.no]
+        self.actions.append(ForgetJob(job.id))
 
     def audit_of(self, job_no: int) -> Audit | None:
         """Return a job's audit, None when the job is unknown or long over."""
