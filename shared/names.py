@@ -18,6 +18,8 @@ TRAINER_GROUP = "trainer"
 # Keys.
 JOBS = PREFIX + "jobs"
 """Hash: job id -> the job's record (JSON)."""
+JOB_TRAINERS = PREFIX + "jobs.trainers"
+"""Hash: job id -> name of the trainer that has taken the job and not ended it."""
 JOB_COUNTER = PREFIX + "jobs.counter"
 IDEMPOTENCY_KEYS = PREFIX + "jobs.idempotency"
 """Hash: Idempotency-Key -> job id."""

@@ -76,6 +76,8 @@ class Held:
     ends_at: float = 0.0
     """The engine's count of decode steps when it is complete."""
     running: bool = False
+    prefill_s: float = 0.0
+    """What its last admission took to prefill, at speed 1."""
 
 
 @dataclass(slots=True)
@@ -228,11 +230,14 @@ class Engine:
             heapq.heappush(self._ends, (held.ends_at, self._admissions, held))
             cached = held.group in self._prefixes
             self._prefixes.add(held.group)
-            self._prefill_s += (held.base + (0 if cached else held.prompt)) / self.spec.prefill_tokens_per_s
+            held.prefill_s = (held.base + (0 if cached else held.prompt)) / self.spec.prefill_tokens_per_s
+            self._prefill_s += held.prefill_s
             self.prefilled_again += held.base
             self._kv += size
 
     def _stop(self, held: Held) -> None:
+        if held.admitted_at == self._steps:  # what was not read in yet of an aborted sample never is
+            self._prefill_s = max(0.0, self._prefill_s - held.prefill_s)
         held.base = self.made(held)
         held.running = False
         self._kv = max(0.0, self._kv - held.prompt - held.base) if self.running else 0.0

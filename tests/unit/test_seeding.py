@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.domain.offload import ETA, Meter, Offload, Seen, wanted
+from services.rollout_manager.domain.offload import ETA, UNSTEADY, Meter, Offload, Seen, wanted
 from services.rollout_manager.domain.seeding import View, Window
 
 
@@ -73,6 +73,18 @@ def test_the_window_opens_again_when_the_last_preemptible_worker_goes() -> None:
     assert window.advance(view(112.1, preemptible_ready=1)) == "close"
 
 
+def test_the_window_opens_again_when_those_that_are_left_would_take_too_long() -> None:
+    window = open_window()
+    window.advance(view(105.0))
+    window.advance(view(105.0, reserved_awake=0))
+    assert window.advance(view(106.0, reserved_awake=0, preemptible=1)) is None
+    assert window.advance(view(107.0, reserved_awake=0, preemptible=1, left_behind=True)) == "reopen"
+
+
+def test_the_window_stays_open_while_those_that_are_left_would_take_too_long() -> None:
+    assert open_window().advance(view(106.0, preemptible=1, left_behind=True)) is None
+
+
 def test_the_first_window_of_a_job_lasts_until_half_of_the_step_is_finished() -> None:
     window = open_window(None)
     assert window.advance(view(1e6, live=7)) is None
@@ -110,8 +122,9 @@ def test_the_window_grows_when_the_trainer_waits_and_shrinks_when_the_workers_do
     offload = Offload()
     offload.learn(seen(train_wait_s=12.0))
     assert offload.window_s == pytest.approx(10.0 + 12.0 / ETA)
-    offload.learn(seen(remote_wait_s=12.0))
-    assert offload.window_s == pytest.approx(10.0 - 12.0 / ETA)
+    offload = Offload()
+    offload.learn(seen(remote_wait_s=8.0))
+    assert offload.window_s == pytest.approx(10.0 - 8.0 / ETA)
 
 
 def test_what_the_workers_wait_in_any_case_is_not_weighed_against_the_trainer_s_wait() -> None:
@@ -123,10 +136,20 @@ def test_what_the_workers_wait_in_any_case_is_not_weighed_against_the_trainer_s_
     assert offload.window_s == 10.0
 
 
-def test_the_window_never_gets_shorter_than_nothing() -> None:
+def test_one_step_halves_or_doubles_the_window_at_most() -> None:
     offload = Offload()
     offload.learn(seen(remote_wait_s=59.0))
-    assert offload.window_s == 0.0
+    assert offload.window_s == 5.0
+    offload.learn(seen(train_wait_s=590.0, step_s=600.0))
+    assert offload.window_s == 160.0
+    offload.learn(seen(train_wait_s=59.0, window_s=20.0))
+    assert offload.window_s == 40.0
+
+
+def test_a_step_in_which_workers_came_or_went_teaches_less() -> None:
+    offload = Offload()
+    offload.learn(seen(train_wait_s=12.0, steady=False))
+    assert offload.window_s == pytest.approx(10.0 + 12.0 / ETA / UNSTEADY)
 
 
 def test_a_difference_that_is_small_beside_the_step_changes_nothing() -> None:

@@ -37,7 +37,7 @@ class Running:
     tokens: int
     """Tokens that it keeps in the KV cache, prompt included."""
     begun: bool
-    """Whether it has made a token there."""
+    """Whether it has tokens, there or from elsewhere."""
     there_s: float
     """How long it has been there."""
 

@@ -11,6 +11,8 @@ from shared.messages import WorkerBeat, WorkerJoined
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
 
+DISTURBED_S = 2.0
+"""How long moved samples show in a worker's speed: reading them in takes time, and speeds are of the last second."""
 GONE_KEPT = 200
 """How many workers that are gone stay in the list for people."""
 
@@ -49,6 +51,9 @@ class Worker:
     """How many more it holds, so that a slot that becomes free is filled without a round trip."""
     kv_held: int = 0
     """Tokens that its samples keep in the KV cache, as of its last beat, with those placed since."""
+    disturbed_at: float = -math.inf
+    """When it last got samples with tokens to read in (manager's clock): for a while its speed is not that of
+    generating alone."""
     _ran: int = 0
 
     @property
@@ -82,6 +87,13 @@ class Worker:
         wanted = self.told_version is None or self.told_version == (self.job_id, self.version)
         return self.state == "ready" and self.known and wanted and self.told_active is not False
 
+    def could_make_per_s(self) -> float:
+        """Return the tokens a second that it would make with a full batch, as far as its kind is known."""
+        if not self.profile.known or self.state == "draining":
+            return 0.0
+        tokens_each = self.kv_held / len(self.samples) if self.samples else 0.0
+        return self.profile.tokens_per_s(self.batch, self.batch * tokens_each) * self.speed
+
     def serves(self, job_id: str, oldest: int, newest: int) -> bool:
         """Tell whether it can generate for this job with one of these versions now."""
         return self.generates and self.job_id == job_id and oldest <= self.version <= newest
@@ -92,12 +104,13 @@ class Worker:
         self.heard_at, self.known, self.last_beat_at = now, True, beat.at
         self.job_id, self.version, self.tokens_per_s = beat.job_id, beat.version, beat.tokens_per_s
         self.state = "draining" if self.noticed else beat.state
-        self._learn(beat)
+        self._learn(beat, now)
         return before if before != self.state else None
 
-    def _learn(self, beat: WorkerBeat) -> None:
-        # The speed is of the last seconds: only a batch that has hardly changed says what made it.
-        steady = beat.running and abs(beat.running - self._ran) <= max(1, self._ran // 10)
+    def _learn(self, beat: WorkerBeat, now: float) -> None:
+        # The speed is of the last moments: only a batch that has hardly changed says what made it.
+        undisturbed = now - self.disturbed_at > DISTURBED_S
+        steady = undisturbed and beat.running and abs(beat.running - self._ran) <= max(1, self._ran // 10)
         self._ran = beat.running
         if steady and beat.tokens_per_s > 0 and beat.state == "ready":
             if self.profile.known:
@@ -139,6 +152,8 @@ class Fleet:
         self.gone: dict[str, Worker] = {}
         self.profiles: dict[str, Profile] = {}
         """Kind -> what its workers have shown, those that are gone too."""
+        self.borrowed = Profile()
+        """For workers of a kind of which nothing is known: the best known profile of another kind."""
         self._suspects_at = -math.inf
 
     def join(self, joined: WorkerJoined, now: float) -> Worker | None:
@@ -148,6 +163,13 @@ class Fleet:
         profile = self.profiles.setdefault(joined.kind, Profile())
         worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch=joined.slots)
         return worker
+
+    def hear(self, worker: Worker, beat: WorkerBeat, now: float) -> State | None:
+        """Take a beat; return the state that the worker left when the beat changed it."""
+        before = worker.hear(beat, now)
+        if worker.profile.known and worker.profile.observed > self.borrowed.observed:
+            self.borrowed = worker.profile
+        return before
 
     def remove(self, worker: Worker, state: Literal["lost", "left"]) -> None:
         """Move a worker to those that are gone."""

@@ -212,7 +212,7 @@ def _beat(world: World, beat: WorkerBeat, now: Now) -> None:
         # Cut off for so long that its dismissal has expired: it is told again, and joins anew.
         world.actions.append(ForgetWorker(beat.worker))
         return
-    serves, before = (worker.job_id, worker.version, worker.known), worker.hear(beat, now.mono)
+    serves, before = (worker.job_id, worker.version, worker.known), world.fleet.hear(worker, beat, now.mono)
     world.resize(worker)
     if serves != (worker.job_id, worker.version, worker.known):
         world.restless = True

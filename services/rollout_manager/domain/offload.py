@@ -21,6 +21,8 @@ ETA = 2.0
 """What the difference of the waits is divided by; the paper's released code has 3."""
 FLOOR_RISES = 0.2
 """How far one step moves the workers' least wait upwards; downwards it follows at once."""
+UNSTEADY = 1.5
+"""What that is divided by once more when workers came or went: the waits tell of that, too."""
 DEAD_BAND = 0.05
 """Differences below this part of the step are noise."""
 Source = Literal["fixed", "off", "first", "memory", "between", "carried"]
@@ -36,6 +38,8 @@ class Offload:
     """Number of preemptible workers -> window (M in the paper)."""
     least_wait_s: float = 0.0
     """What the workers wait even when the trainer waits for them: the part that no window changes."""
+    train_s: float = 0.0
+    """How long the last step was trained."""
     wanted: float | None = None
     """How many preemptible workers would balance generation and training (N_prem in the paper)."""
 
@@ -63,9 +67,14 @@ class Offload:
             self.least_wait_s = min(seen.remote_wait_s, risen_s) if self.least_wait_s else seen.remote_wait_s
         difference = seen.train_wait_s - max(0.0, seen.remote_wait_s - self.least_wait_s)
         change_s = difference / ETA if abs(difference) > noise_s else 0.0
+        if not seen.steady:
+            change_s /= UNSTEADY
+        # One step may mislead: it halves or doubles the window at most, or adds a quarter of the step.
+        change_s = min(max(change_s, -seen.window_s / 2), max(seen.window_s, 0.25 * seen.step_s))
         self.window_s = max(0.0, seen.window_s + change_s)
         if seen.steady:
             self.memory[seen.fleet] = self.window_s
+        self.train_s = seen.train_s
         if seen.train_s > 0:
             work_s = seen.remote_s * seen.fleet_mean + seen.window_s * seen.reserved
             self.wanted = work_s / seen.train_s

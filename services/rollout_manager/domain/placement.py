@@ -72,9 +72,9 @@ class Candidates:
             return
         self.entries += 1
         self.newest[worker.id] = self.entries
-        load = worker.load
-        over = max(0, load + 1 - worker.batch)
-        rank = (over, token_s(worker, load + 1, borrowed), load / worker.joined.slots, worker.id, self.entries)
+        running = worker.load + 1
+        over = max(0, running - worker.batch)
+        rank = (over, token_s(worker, running, borrowed), running / worker.joined.slots, worker.id, self.entries)
         heapq.heappush(self.heap, rank)
         if len(self.heap) > 4 * len(self.newest) + 64:
             self.heap = [entry for entry in self.heap if self.newest.get(entry[3]) == entry[4]]

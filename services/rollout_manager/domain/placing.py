@@ -63,6 +63,7 @@ def _assign(world: World, worker: Worker, samples: list[Sample], now: Now) -> No
     moved = [sample for sample in samples if sample.attempt]
     job_id = samples[0].request.job_id
     if moved:
+        worker.disturbed_at = now.mono
         tokens = sum(sample.n_tokens for sample in moved)
         audit = world.audits[job_id]
         audit.migrations += len(moved)
@@ -106,7 +107,7 @@ def balance(world: World, now: Now) -> None:
 
 
 def _load_of(world: World, worker: Worker, now: Now) -> Load:
-    profile = worker.profile if worker.profile.known else world.borrowed_profile()
+    profile = worker.profile if worker.profile.known else world.fleet.borrowed
     return Load(
         worker=worker.id,
         batch=worker.batch,
@@ -127,7 +128,7 @@ def _running(world: World, worker: Worker, now: Now) -> Iterable[Running]:
                 id=sample_id,
                 rest=lengths.rest(sample),
                 tokens=kv_of(sample),
-                begun=sample.n_tokens > sample.offset,
+                begun=sample.n_tokens > 0,
                 there_s=now.mono - sample.placed_at,
             )
 

@@ -67,7 +67,8 @@ class Profile:
             if (found > 0).all() and float(found @ targets[chosen]) > explained * 1.0001:
                 best, explained = np.zeros(3), float(found @ targets[chosen])
                 best[chosen] = found
-        self.fixed_s, self.each_s, self.token_s = (float(value) for value in best / scale)
+        fixed_s, self.each_s, self.token_s = (float(value) for value in best / scale)
+        self.fixed_s = max(fixed_s, 1e-9)  # no step is for nothing, whatever explains most of it
 
     def step_s(self, running: float, tokens: float) -> float:
         """Return the seconds of one step, which is also the time between two tokens of a sample."""

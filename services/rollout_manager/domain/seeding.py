@@ -2,8 +2,8 @@
 
 A step's phases: `open` (everybody generates), `closing` (the reserved engines were told to suspend), `ended` (they are
 suspended; the device is the trainer's). With no preemptible worker the window is endless: it closes when everything is
-generated, which is a plain co-located trainer. When the last preemptible worker goes away after the end, the window
-opens again. How long it is, `offload` decides.
+generated, which is a plain co-located trainer. When preemptible workers go away, and those that are left would keep the
+trainer waiting for long, or none is left, the window stays open or opens again. How long it is, `offload` decides.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class View:
     """Preemptible workers that can generate for the step now."""
     preemptible: int
     """Preemptible workers that are there, ready or about to be."""
+    left_behind: bool = False
+    """The preemptible workers that are left would keep the trainer waiting for long."""
 
 
 @dataclass(slots=True)
@@ -47,6 +49,11 @@ class Window:
     reason: Reason = "window"
     lasted_s: float = 0.0
     """How long it was, once it has ended."""
+    crew: int = 0
+    """The most preemptible workers that the step has had."""
+    left_behind: bool = False
+    """Whether those that are left would keep the trainer waiting for long, when that was last looked at."""
+    looked_at: float = 0.0
     meter: Meter | None = None
     """Measures the step; None after a restart in its middle."""
 
@@ -77,7 +84,7 @@ class Window:
                     self.phase = "ended"
                     return "end"
             case "ended":
-                if view.live and view.preemptible == 0 and view.reserved:
+                if view.live and view.reserved and (view.preemptible == 0 or view.left_behind):
                     self.phase, self.began_at = "open", view.now
                     return "reopen"
         return None
@@ -87,7 +94,7 @@ class Window:
             return "finished"
         if view.reserved == 0 and view.preemptible:
             return "no_reserved"
-        return "window" if view.preemptible_ready and self._over(view) else None
+        return "window" if view.preemptible_ready and not view.left_behind and self._over(view) else None
 
     def _over(self, view: View) -> bool:
         if self.length_s is None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from services.rollout_manager.domain.jobs import Job
 from services.rollout_manager.domain.offload import Meter, Source
 from services.rollout_manager.domain.seeding import View, Window
 from services.rollout_manager.domain.world import Now, World
 from shared.messages import SeedingEnded, SeedingReopened, StepReport
+
+LOOK_EVERY_S = 1.0
+"""How often it is asked how long the workers that are left would take."""
+TOO_LONG = 2.0
+"""They take too long when it is so many times what training a step takes."""
 
 
 def begin_step(world: World, job: Job, now: Now) -> None:
@@ -73,7 +80,31 @@ def _view(world: World, job: Job, window: Window, now: Now) -> View:
         reserved_awake=crew.reserved_awake,
         preemptible=crew.preemptible,
         preemptible_ready=crew.preemptible_ready,
+        left_behind=_left_behind(world, job, window, now),
     )
+
+
+def _left_behind(world: World, job: Job, window: Window, now: Now) -> bool:
+    """Tell whether so many preemptible workers have gone since the step began that the rest takes too long."""
+    there = world.crews[job.id].preemptible
+    window.crew = max(window.crew, there)
+    if there >= window.crew or not job.offload.train_s:
+        window.left_behind = False
+    elif now.mono - window.looked_at >= LOOK_EVERY_S:
+        window.looked_at = now.mono
+        window.left_behind = _rest_s(world, job, window.step) > TOO_LONG * job.offload.train_s
+    return window.left_behind
+
+
+def _rest_s(world: World, job: Job, step: int) -> float:
+    """Return how long the preemptible workers would take for what is left of a step, in seconds."""
+    rest, lengths = 0.0, world.lengths[job.id]
+    for sample in world.ledger.samples.values():
+        if sample.request.job_id == job.id and sample.request.version == step:
+            rest += lengths.rest(sample)
+    workers = [worker for worker in world.fleet.workers.values() if worker.job == job.id and not worker.reserved]
+    tokens_per_s = sum(worker.could_make_per_s() for worker in workers)
+    return rest / tokens_per_s if tokens_per_s else math.inf
 
 
 def end_step(world: World, job: Job, report: StepReport, now: Now) -> None:

@@ -16,7 +16,6 @@ from services.rollout_manager.domain.jobs import Job
 from services.rollout_manager.domain.ledger import Ledger, Sample
 from services.rollout_manager.domain.lengths import Lengths
 from services.rollout_manager.domain.placement import Candidates, size
-from services.rollout_manager.domain.profile import Profile
 from services.rollout_manager.domain.seeding import Window
 from services.rollout_manager.domain.waiting import Waiting
 from shared.columns import U32, U64, length, pack
@@ -319,7 +318,7 @@ class World:
                 del self._pools[before]
         if worker is not None and serving is not None:
             self._pool_of[worker_id] = serving
-            self._pools.setdefault(serving, Candidates()).offer(worker, self.borrowed_profile())
+            self._pools.setdefault(serving, Candidates()).offer(worker, self.fleet.borrowed)
 
     def serving(self) -> dict[Serving, list[Worker]]:
         """Return the workers that generate, by what they serve."""
@@ -332,11 +331,6 @@ class World:
         worker.kv_held = sum(kv_of(self.ledger.samples[i]) for i in worker.samples)
         size(worker, self.lengths[worker.job_id].mean if worker.job_id in self.lengths else 0.0)
         self.changed(worker)
-
-    def borrowed_profile(self) -> Profile:
-        """Return the profile for workers of a kind of which nothing is known: the best known one of another kind."""
-        known = [profile for profile in self.fleet.profiles.values() if profile.known]
-        return max(known, key=lambda profile: profile.observed, default=Profile())
 
 
 def kv_of(sample: Sample) -> int:

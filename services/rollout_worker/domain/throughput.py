@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-WINDOW_S = 3.0
+WINDOW_S = 1.0
 
 
 class Throughput:
