@@ -50,7 +50,7 @@ class Case:
     first_window_s: float
     """T_seed of the first step for the two baselines, tuned by hand for the first fleet; ours is given nothing."""
     theta: int
-    """The paper's Theta, of 4, 16 and 64 the one with which its policy does best here."""
+    """The paper's Theta: of 4, 16 and 64 one with which its policy did best, or nearly so, on seed 0."""
     prompts: int = 128
     group_size: int = 8
     prompt_tokens: tuple[int, int] = (64, 512)
