@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+_WORD = "literal["
+"""So begins the last part of a place where a value is none of the words that a field takes beside a number."""
+_SHOULD = "Input should be "
 
 
 def describe(error: ValidationError) -> list[str]:
     """Return one line a wrong field: `data.train: Field required`."""
+    items = error.errors()
+    either = {item["loc"][:-1] for item in items if item["loc"] and str(item["loc"][-1]).startswith(_WORD)}
+    found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for item in items:
+        found.setdefault(item["loc"][:-1] if item["loc"][:-1] in either else item["loc"], []).append(item)
     lines = []
-    for item in error.errors():
-        place = ".".join(str(part) for part in item["loc"]) or "job"
-        text = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            text = "unknown key: remove it or mend its spelling"
-        elif item["type"] == "literal_error":
-            text += "; nothing else is supported"
-        lines.append(f"{place}: {text}")
+    for place, wrong in found.items():
+        texts = [_alternatives(wrong)] if place in either else map(_text, wrong)
+        lines += [f"{'.'.join(map(str, place)) or 'job'}: {text}" for text in texts]
     return lines
+
+
+def _text(item: ErrorDetails) -> str:
+    if item["type"] == "extra_forbidden":
+        return "unknown key: remove it or mend its spelling"
+    text = item["msg"].removeprefix("Value error, ")
+    return f"{text}; nothing else is supported" if item["type"] == "literal_error" else text
+
+
+def _alternatives(items: Sequence[ErrorDetails]) -> str:
+    """Say in one sentence what each kind of value should have been."""
+    texts = [item["msg"].removeprefix(_SHOULD).partition(", unable to parse")[0] for item in items]
+    return _SHOULD + ", or ".join(texts)

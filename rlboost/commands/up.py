@@ -36,8 +36,9 @@ def register(app: typer.Typer) -> None:
 
 
 def up(  # noqa: PLR0913, PLR0917 - the options of a command
-    reserved: Annotated[int, typer.Option(min=0, help="Workers that share their device with the trainer.")] = 1,
+    reserved: Annotated[int, typer.Option(min=0, help="Workers that share a trainer's device.")] = 1,
     workers: Annotated[int, typer.Option(min=0, help="Preemptible workers.")] = 3,
+    trainers: Annotated[int, typer.Option(min=1, help="Trainers; each runs one job at a time.")] = 1,
     engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.TORCH,
     state: StateOption = DEFAULT_STATE,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the REST API; 0 takes a free one.")] = 0,
@@ -52,6 +53,9 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 ) -> None:
     """Start everything on this machine: Redis, weight store, manager, trainer and workers.
 
+    With --trainers 2, two jobs run at once: the reserved workers are dealt out to the trainers in turn, the preemptible
+    ones serve whichever job needs them.
+
     A process that dies is started again; with --standby another manager takes over meanwhile. A spot worker that the
     chaos schedule takes, or that 'rlboost worker drain' sends away, stays away. Settings of the services in the
     environment (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) reach them; RLBOOST_TOKEN is the system's token, a random
@@ -62,7 +66,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 
     StateDir(state).require_free()
     require_packages(*SERVICE_PACKAGES)
-    options = LocalOptions(state, reserved, workers, engine.value, port, standby=standby)
+    options = LocalOptions(state, reserved, workers, engine.value, port, standby=standby, trainers=trainers)
     schedule = _schedule(chaos, options) if chaos else []
     if detach:
         _up_in_background(options, chaos, as_json=as_json)
@@ -130,6 +134,7 @@ def _up_in_background(options: LocalOptions, chaos: Path | None, *, as_json: boo
     arguments = [
         f"--reserved={options.reserved}",
         f"--workers={options.workers}",
+        f"--trainers={options.trainers}",
         f"--engine={options.engine}",
         f"--state={options.state_dir}",
         f"--port={options.port}",

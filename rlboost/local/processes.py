@@ -59,6 +59,7 @@ class LocalOptions:
 
     state_dir: Path = Path(".rlboost")
     reserved: int = 1
+    """Workers that share a trainer's device, dealt out to the trainers in turn."""
     workers: int = 3
     engine: Literal["torch", "vllm"] = "torch"
     port: int = 0
@@ -66,6 +67,8 @@ class LocalOptions:
     env: Mapping[str, str] = field(default_factory=dict)
     standby: bool = False
     """A second manager, which takes over from the first."""
+    trainers: int = 1
+    """How many jobs run at once."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,8 @@ def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
         ("manager", "manager"),
     ]
     named += [("standby", "standby")] if options.standby else []
-    named += [("trainer", "trainer")]
-    named += [(f"reserved-{i + 1}", "reserved") for i in range(options.reserved)]
+    named += [(name, "trainer") for name in trainer_names(options)]
+    named += [(name, "reserved") for name in _reserved_names(options)]
     named += [(name, "preemptible") for name in spot_names(options)]
     return named
 
@@ -114,6 +117,21 @@ def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
 def spot_names(options: LocalOptions) -> list[str]:
     """Return the names of the preemptible workers that a system starts with."""
     return [f"worker-{i + 1}" for i in range(options.workers)]
+
+
+def trainer_names(options: LocalOptions) -> list[str]:
+    """Return the names of the trainers: a number only where there are several."""
+    return ["trainer"] if options.trainers == 1 else [f"trainer-{i + 1}" for i in range(options.trainers)]
+
+
+def trainer_of(options: LocalOptions, reserved: str) -> str:
+    """Return the name of the trainer whose device a reserved worker shares."""
+    trainers = trainer_names(options)
+    return trainers[_reserved_names(options).index(reserved) % len(trainers)]
+
+
+def _reserved_names(options: LocalOptions) -> list[str]:
+    return [f"reserved-{i + 1}" for i in range(options.reserved)]
 
 
 def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
@@ -165,7 +183,12 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
     if role in ("manager", "standby"):
         return _prefixed("RLBOOST_MANAGER_", {**here, "WEIGHT_STORE_URL": site.url_of("weight-store")})
     if role == "trainer":
-        own = {**here, "WEIGHT_STORE_URL": site.url_of("weight-store"), "DIR": str(site.state_dir / "runs")}
+        own = {
+            **here,
+            "NAME": name,
+            "WEIGHT_STORE_URL": site.url_of("weight-store"),
+            "DIR": str(site.state_dir / "runs"),
+        }
         return _prefixed("RLBOOST_TRAINER_", own)
     own = {
         **here,
@@ -175,6 +198,8 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
         "ENGINE": site.options.engine,
         "CACHE_DIR": str(cache_dir(site.state_dir)),
     }
+    if role == "reserved":
+        own["TRAINER"] = trainer_of(site.options, name)
     return _prefixed("RLBOOST_WORKER_", own)
 
 

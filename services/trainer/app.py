@@ -1,10 +1,10 @@
 """The trainer's loops.
 
-*Commands* consumes `jobs.commands`, produces the queue of jobs and their pauses and cancellations, waits for the next
-command, ends at the stop. A command stays pending until its job has ended: what a killed trainer knew of a job, its
-successor is told again.
-*Jobs* consumes the queue, runs one job at a time, produces its last report together with the acknowledgement of its
-commands, ends at the stop: a job under way is left pending then.
+*Commands* consumes `jobs.commands`, produces the next job, and pauses and cancellations of the one under way, waits for
+the next command, ends at the stop. All trainers read all commands; a job is taken from the consumer group that they
+share, by one that has none. Its command stays pending until the job has ended, so that a successor finds it.
+*Jobs* runs the job that was taken, produces its last report together with the acknowledgement of its command, ends at
+the stop: a job under way is left pending then.
 *Lease* renews the lease of the job under way each second, with what the job does and waits for, and ends at the stop.
 """
 
@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Awaitable
 from typing import NamedTuple
 
 import structlog
 
 from services.trainer.device import DeviceThread
+from services.trainer.domain.board import Board
 from services.trainer.job import LEASE_TTL_S, Handle, JobRun
 from services.trainer.link import PatientBus
 from services.trainer.ports import WorkshopFactory
 from shared import jobspec, names
-from shared.bus import Ack, Append, Bus, Delete, Entry
+from shared.bus import START, Ack, Append, Bus, Delete, Entry, HashDelete, HashSet
 from shared.errors import BusUnavailable, Retryable, RLBoostError
 from shared.ids import new_token
 from shared.lifecycle import until_stop
@@ -33,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 LEASE_EVERY_S = 1.0
 _BLOCK_S = 0.2
+_LOOK_EVERY_S = 1.0
+"""How often a trainer without a job looks for one whose trainer is gone."""
 _CLAIMED_AT_ONCE = 10_000
 
 
@@ -70,60 +75,100 @@ class Trainer:
         self._waits = waits
         self._samples_limit_s = samples_limit_s
         self._device = device
-        self._jobs: dict[str, Handle] = {}
+        self._board = Board(name)
+        self._cursor = START
         self._queue: asyncio.Queue[Handle] = asyncio.Queue()
         self._current: Handle | None = None
-        self._claimed = False
+        self._looked_at = -math.inf
+        self._looked = False
 
     def missing(self) -> str | None:
         """Return what the trainer lacks to do its work, None when it is ready."""
-        return None if self._claimed else "the jobs that were under way have not been asked for yet"
+        return None if self._looked else "the jobs that were under way have not been asked for yet"
 
     # --- commands ---
 
     async def commands(self, stop: asyncio.Event) -> None:
-        """Follow `jobs.commands` until the stop."""
+        """Follow `jobs.commands` until the stop, and take a job whenever there is none."""
+        await self._follow()
+        while not stop.is_set():
+            if self._current is None and (handle := await self._next_job()) is not None:
+                self._current = handle
+                self._apply(handle)
+                self._queue.put_nowait(handle)
+            self._looked = True
+            await self._follow(block_s=_BLOCK_S)
+
+    async def _follow(self, block_s: float = 0.0) -> None:
+        """Take in all commands that are there, having waited for the first."""
+        entries = await self._read(block_s)
+        while entries:
+            for entry in entries:
+                self._cursor = entry.id
+                if isinstance(command := entry.message, JobCommand):
+                    self._board.note(entry.id, command)
+                    if self._looked:  # not the history
+                        log.info("command", action=command.action, job=command.job_id)
+            if self._current is not None:
+                self._apply(self._current)
+            entries = await self._read(0.0)
+
+    async def _read(self, block_s: float) -> list[Entry]:
+        return await self._bus(lambda bus: bus.read({names.JOB_COMMANDS: self._cursor}, block_s=block_s))
+
+    def _apply(self, handle: Handle) -> None:
+        if self._board.cancelled(handle.job_id):
+            handle.cancelled.set()
+        if self._board.paused(handle.job_id):
+            handle.unpaused.clear()
+        else:
+            handle.unpaused.set()
+
+    async def _next_job(self) -> Handle | None:
+        """Return a job that is this trainer's from now on, if there is one for it."""
+        if (now := time.monotonic()) - self._looked_at >= _LOOK_EVERY_S:
+            self._looked_at = now
+            for entry in await self._begun():
+                if (handle := await self._take(entry)) is not None:
+                    return handle
+        stream = names.JOB_COMMANDS
+        new = await self._bus(lambda bus: bus.consume(stream, names.TRAINER_GROUP, self._incarnation, count=1))
+        if not new:
+            return None
+        await self._follow()  # it may be younger than what was read, and repeat something between
+        return await self._take(new[0])
+
+    async def _begun(self) -> list[Entry]:
+        """Return the commands of jobs that were begun and have not ended, if they may be taken over."""
         stream, group = names.JOB_COMMANDS, names.TRAINER_GROUP
         claimed = await self._bus(
             lambda bus: bus.claim(stream, group, self._incarnation, min_idle_s=0, count=_CLAIMED_AT_ONCE)
         )
-        for entry, _ in claimed:
-            await self._take(entry)
-        self._claimed = True
-        while not stop.is_set():
-            for entry in await self._bus(lambda bus: bus.consume(stream, group, self._incarnation, block_s=_BLOCK_S)):
-                await self._take(entry)
+        jobs = {e.id: e.message.job_id for e, _ in claimed if isinstance(e.message, JobCommand)}
+        if not jobs:
+            return []
+        owners = await self._bus(lambda bus: bus.hash_all(names.JOB_TRAINERS))
+        held = await self._bus(lambda bus: bus.holders([names.trainer_lease(job) for job in jobs.values()]))
+        free = {
+            entry_id
+            for (entry_id, job), holder in zip(jobs.items(), held, strict=True)
+            if self._board.may_take_over(job, owners.get(job), held=holder is not None)
+        }
+        return [entry for entry, _ in claimed if entry.id in free]
 
-    async def _take(self, entry: Entry) -> None:
+    async def _take(self, entry: Entry) -> Handle | None:
         command = entry.message
         if not isinstance(command, JobCommand):
             reason = f"a {command.tag} does not belong in this stream"
             await self._bus(lambda bus: bus.bury(entry.stream, names.TRAINER_GROUP, entry, reason))
-            return
-        handle = self._jobs.get(command.job_id)
-        log.info("command", action=command.action, job=command.job_id, known=handle is not None)
-        match command.action, handle:
-            case "create", None:
-                handle = Handle(command.job_id, command.job_no, command.spec_json, commands=[entry.id])
-                handle.unpaused.set()
-                self._jobs[command.job_id] = handle
-                self._queue.put_nowait(handle)
-            case "pause", Handle():
-                handle.pauses.append(entry.id)
-                handle.unpaused.clear()
-            case "resume", Handle():
-                await self._ack([*handle.pauses, entry.id])
-                handle.pauses.clear()
-                handle.unpaused.set()
-            case "cancel", Handle():
-                handle.commands.append(entry.id)
-                handle.cancelled.set()
-            case _:
-                # A job that has ended, or a command that was sent twice.
-                await self._ack([entry.id])
-
-    async def _ack(self, ids: list[str]) -> None:
-        await self._bus.transact([Ack(names.JOB_COMMANDS, names.TRAINER_GROUP, tuple(ids))])
+            return None
+        if not self._board.creates(entry.id, command):
+            # What users want of a job, each trainer reads for itself.
+            await self._bus.transact([Ack(entry.stream, names.TRAINER_GROUP, (entry.id,))])
+            return None
+        await self._bus.transact([HashSet(names.JOB_TRAINERS, {command.job_id: self._name})])
+        log.info("job_taken", job=command.job_id)
+        return Handle(command.job_id, command.job_no, command.spec_json, entry.id)
 
     # --- jobs ---
 
@@ -135,7 +180,7 @@ class Trainer:
             if not coming.done():
                 coming.cancel()
                 return
-            handle = self._current = coming.result()
+            handle = coming.result()
             with structlog.contextvars.bound_contextvars(job=handle.job_id):
                 await self._finish(handle, await self._run(handle, stop))
             self._current = None
@@ -173,9 +218,9 @@ class Trainer:
         report = JobReport(
             job_id=handle.job_id, state=ending.state, step=handle.step, error=ending.error, trainer=self._name
         )
-        done = Ack(names.JOB_COMMANDS, names.TRAINER_GROUP, (*handle.commands, *handle.pauses))
-        await self._bus.transact([Append(names.JOB_REPORTS, report), done])
-        del self._jobs[handle.job_id]
+        done = Ack(names.JOB_COMMANDS, names.TRAINER_GROUP, (handle.command,))
+        owned = HashDelete(names.JOB_TRAINERS, (handle.job_id,))
+        await self._bus.transact([Append(names.JOB_REPORTS, report), done, owned])
 
     # --- lease ---
 

@@ -43,10 +43,8 @@ class Handle:
     job_id: str
     job_no: int
     spec_json: str
-    commands: list[str] = field(default_factory=list)
-    """Entries of `jobs.commands` that stay pending until the job has ended, so that a successor gets them too."""
-    pauses: list[str] = field(default_factory=list)
-    """Those of them that a resume makes void."""
+    command: str
+    """The entry of `jobs.commands` that created it; it stays pending until the job has ended."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     unpaused: asyncio.Event = field(default_factory=asyncio.Event)
     owns_lease: asyncio.Event = field(default_factory=asyncio.Event)

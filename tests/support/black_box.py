@@ -11,9 +11,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import msgpack
@@ -34,11 +35,13 @@ class Observer:
         # Without redis-py's own back-off of seconds: what is trimmed meanwhile would never be seen.
         self._redis = redis.Redis.from_url(redis_url, socket_timeout=5, retry=Retry(NoBackoff(), 0))
         self._streams = {b"rlboost:rollouts.tokens": b"0", f"rlboost:job:{job_id}:rollouts.finished".encode(): b"0"}
-        self.flushed: dict[tuple[int, str], dict[int, int]] = defaultdict(dict)
-        """(sample, worker) -> offset -> token, of every frame that was seen."""
+        self._job_id = job_id
+        self.flushed: dict[tuple[int, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        """(sample, worker) -> offset -> tokens, of every frame that was seen; more than one where it was made again."""
         self._seqs: dict[str, set[int]] = defaultdict(set)
         self.finished: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        self.admitted: set[int] = set()
+        self.admitted: dict[int, dict[str, Any]] = {}
+        """Sample -> its group's request."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="observer")
         self._thread.start()
@@ -70,7 +73,8 @@ class Observer:
                 self._take_frame(body)
             case "Admitted":
                 request = body["request"]
-                self.admitted.update(request["group"] + i for i in range(request["n"]))
+                if request["job_id"] == self._job_id:
+                    self.admitted |= {request["group"] + i: request for i in range(request["n"])}
             case "SampleFinished" | "SampleDropped":
                 self.finished[body["sample"]].append(body)
 
@@ -86,7 +90,7 @@ class Observer:
         )
         for sample, offset, count in rows:
             for i in range(count):
-                self.flushed[sample, body["worker"]][offset + i] = tokens[start + i]
+                self.flushed[sample, body["worker"]][offset + i].add(tokens[start + i])
             start += count
 
     def _saw_every_frame_of(self, worker: str) -> bool:
@@ -94,7 +98,7 @@ class Observer:
         return self._seqs[worker] == set(range(max(self._seqs[worker], default=-1) + 1))
 
     def check(self) -> int:
-        """Assert that each sample came once and that each of its tokens is one that its span's worker flushed."""
+        """Assert that each sample came once, of weights that it may be of, and each token from its span's worker."""
         for sample, messages in self.finished.items():
             assert len(messages) == 1, f"sample {sample} was delivered {len(messages)} times"
             (body,) = messages
@@ -104,31 +108,35 @@ class Observer:
             assert len(logprobs) == len(tokens)
             assert (logprobs <= 0).all()
             assert sum(n for _, _, n in body["spans"]) == len(tokens)
-            at = 0
-            for worker, _, n in body["spans"]:
-                made = self.flushed[sample, worker]
-                unseen = {} if self._saw_every_frame_of(worker) else dict(enumerate(tokens))
-                assert [made.get(i, unseen.get(i)) for i in range(at, at + n)] == tokens[at : at + n], (
+            at, request = 0, self.admitted[sample]
+            for worker, version, n in body["spans"]:
+                assert request["version"] - request["max_staleness"] <= version <= request["version"]
+                made, whole = self.flushed[sample, worker], self._saw_every_frame_of(worker)
+                assert all(tokens[i] in made[i] if i in made else not whole for i in range(at, at + n)), (
                     f"sample {sample}: {worker} did not flush what its span says"
                 )
                 at += n
-        assert set(self.finished) == self.admitted
+        assert set(self.finished) == set(self.admitted)
         return len(self.finished)
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Return (step, weight version) of each span of the finished samples."""
+        spans = [(sample, span) for sample, bodies in self.finished.items() for span in bodies[0]["spans"]]
+        return [(self.admitted[sample]["version"], version) for sample, (_, version, _) in spans]
 
 
 class BlackBox:
     """One `rlboost up` in its own state folder."""
 
-    def __init__(self, state: Path, **options: int) -> None:
+    def __init__(self, state: Path, *, standby: bool = False, **options: int) -> None:
         self.state = state
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        flags += ["--standby"] if standby else []
         line = self.command("up", "--detach", "--json", *flags, limit_s=UP_LIMIT_S)
         ready = json.loads(line)
         self.redis_url: str = ready["redis_url"]
-        self.http = httpx.Client(
-            base_url=ready["url"], headers={"Authorization": f"Bearer {ready['token']}"}, timeout=10
-        )
         self.url, self.token = ready["url"], ready["token"]
+        self.http = httpx.Client(headers={"Authorization": f"Bearer {self.token}"}, timeout=10)
 
     def command(self, *args: str, limit_s: float = 60) -> str:
         """Run `rlboost ARGS` and return what it prints; it must succeed."""
@@ -152,18 +160,35 @@ class BlackBox:
         )
 
     def get(self, path: str, *, within_s: float = 30) -> Any:
-        """GET as JSON, for a while again when the manager is away."""
-        limit = time.monotonic() + within_s
+        """GET as JSON from the manager that leads, for a while again when there is none."""
+        return self._ask("GET", path, within_s).json()
+
+    def _ask(self, method: str, path: str, within_s: float = 30, **arguments: Any) -> httpx.Response:
+        url, limit = self.url + path, time.monotonic() + within_s
         while True:
             try:
-                answer = self.http.get(path)
-                if answer.status_code == 200:
-                    return answer.json()
+                answer = self.http.request(method, url, **arguments)
+                if answer.status_code < 300:
+                    return answer
                 trouble = answer.text
             except httpx.TransportError as error:
-                trouble = repr(error)
-            assert time.monotonic() < limit, f"GET {path}: {trouble}"
-            time.sleep(0.2)
+                answer, trouble = None, repr(error)
+            assert time.monotonic() < limit, f"{method} {url}: {trouble}{self.logs()}"
+            if answer is not None and answer.status_code == 307:
+                url = answer.headers["Location"]
+            else:
+                url = self.url + path
+                time.sleep(0.2)
+
+    def events(self, job_id: str) -> list[dict[str, Any]]:
+        """Return what happened in a job that has ended."""
+        text = self._ask("GET", f"/v1/jobs/{job_id}/events").text
+        return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+    def leader(self) -> str:
+        """Return the role of the manager that leads."""
+        url = str(self._ask("GET", "/v1/fleet").url)
+        return "manager" if url.startswith(self.url) else "standby"
 
     def until(self, condition: Callable[[], bool], what: str, within_s: float = 120) -> None:
         """Wait for a condition."""
@@ -174,20 +199,26 @@ class BlackBox:
 
     def submit(self, spec: dict[str, Any]) -> str:
         """Create a job; return its id."""
-        answer = self.http.post("/v1/jobs", json=spec)
-        assert answer.status_code == 201, answer.text
-        job_id: str = answer.json()["id"]
+        headers = {"Idempotency-Key": uuid4().hex}
+        job_id: str = self._ask("POST", "/v1/jobs", json=spec, headers=headers).json()["id"]
         return job_id
 
     def processes(self, role: str | None = None) -> list[dict[str, Any]]:
         """Return the local processes that run."""
         found = json.loads(self.command("ps", "--json"))["processes"]
-        return [p for p in found if p["pid"] and (role is None or p["role"] == role)]
+        return [p for p in found if p["alive"] and (role is None or p["role"] == role)]
 
     def kill(self, role: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the first process of a role."""
-        process = self.processes(role)[0]
-        os.kill(process["pid"], number)
+        """Send a signal to the first process of a role, once there is one."""
+
+        def sent() -> bool:
+            for process in self.processes(role)[:1]:
+                with suppress(ProcessLookupError):  # it died since it was listed
+                    os.kill(process["pid"], number)
+                    return True
+            return False
+
+        self.until(sent, f"a process of the role {role} lives")
 
     def until_step(self, job_id: str, step: int, within_s: float = 180) -> None:
         """Wait until a job has done so many steps."""
@@ -199,27 +230,30 @@ class BlackBox:
 
         self.until(there, f"step {step} of {job_id}", within_s)
 
-    def until_busy(self, job_id: str) -> None:
-        """Wait until a step is under way: some of its samples are in flight, with tokens."""
+    def until_busy(self, job_id: str) -> bool:
+        """Wait until a step is under way: samples are in flight, and tokens are made; False: the job is completed."""
         before = self.get(f"/v1/jobs/{job_id}/audit")["tokens_generated"]
+        completed = False
 
         def busy() -> bool:
+            nonlocal completed
+            completed = self._is_completed(job_id)
             audit = self.get(f"/v1/jobs/{job_id}/audit")
-            return bool(audit["in_flight"] and audit["tokens_generated"] > before)
+            return completed or bool(audit["in_flight"] and audit["tokens_generated"] > before)
 
         self.until(busy, "samples in flight")
+        return not completed
 
     def until_completed(self, job_id: str, within_s: float = 300) -> dict[str, Any]:
         """Wait until a job is done; return its record."""
-
-        def ended() -> bool:
-            job = self.get(f"/v1/jobs/{job_id}")
-            assert job["state"] not in {"failed", "cancelled"}, f"{job}{self.logs()}"
-            return bool(job["state"] == "completed")
-
-        self.until(ended, f"{job_id} completed", within_s)
+        self.until(lambda: self._is_completed(job_id), f"{job_id} completed", within_s)
         job: dict[str, Any] = self.get(f"/v1/jobs/{job_id}")
         return job
+
+    def _is_completed(self, job_id: str) -> bool:
+        job = self.get(f"/v1/jobs/{job_id}")
+        assert job["state"] not in {"failed", "cancelled"}, f"{job}{self.logs()}"
+        return bool(job["state"] == "completed")
 
     def down(self) -> None:
         """Stop everything."""
@@ -228,9 +262,9 @@ class BlackBox:
 
 
 @contextmanager
-def black_box(state: Path, **options: int) -> Iterator[BlackBox]:
+def black_box(state: Path, *, standby: bool = False, **options: int) -> Iterator[BlackBox]:
     """A system that is stopped at the end."""
-    box = BlackBox(state, **options)
+    box = BlackBox(state, standby=standby, **options)
     try:
         yield box
     finally:

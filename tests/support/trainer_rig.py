@@ -60,6 +60,7 @@ class Rig:
         self.samples_limit_s = 20.0
         self.outage_limit_s = 20.0
         self.waits = Waits()
+        self._trainers = 0
 
     def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
         prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(10)]
@@ -75,14 +76,14 @@ class Rig:
             folder=self.folder,
         )
 
-    async def command(self, action: Any, job: JobSpec | None = None) -> None:
+    async def command(self, action: Any, job: JobSpec | None = None, *, job_id: str = JOB) -> None:
         text = to_json(job or self.job) if action == "create" else ""
-        command = JobCommand(command_id=action, action=action, job_id=JOB, job_no=1, spec_json=text)
+        command = JobCommand(command_id=action, action=action, job_id=job_id, job_no=1, spec_json=text)
         await self.bus.append(names.JOB_COMMANDS, command)
 
     @asynccontextmanager
-    async def trainer(self, *, killed: bool = False) -> AsyncIterator[Trainer]:
-        """Run a trainer and the manager; at the end stop it in order, or as SIGKILL would."""
+    async def trainer(self, *, name: str = "t", killed: bool = False) -> AsyncIterator[Trainer]:
+        """Run a trainer, and with the first one the manager; at the end stop it in order, or as SIGKILL would."""
         device, stop = DeviceThread(), asyncio.Event()
         self.waits = Waits()
         trainer = Trainer(
@@ -90,22 +91,24 @@ class Rig:
             self.build,
             device,
             self.waits,
-            name="t",
+            name=name,
             outage_limit_s=self.outage_limit_s,
             samples_limit_s=self.samples_limit_s,
         )
         loops = [asyncio.create_task(loop(stop)) for loop in (trainer.commands, trainer.jobs, trainer.lease)]
-        manager = asyncio.create_task(self.manager.run())
+        managers = [] if self._trainers else [asyncio.create_task(self.manager.run())]
+        self._trainers += 1
         try:
             yield trainer
         finally:
+            self._trainers -= 1
             if not killed:
                 stop.set()
                 await asyncio.wait(loops, timeout=10)
-            for task in (*loops, manager):
+            for task in (*loops, *managers):
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*loops, manager)
+                await asyncio.gather(*loops, *managers)
             device.close()
 
     def lease_runs_out(self) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,23 @@ def test_a_standby_is_a_second_manager_that_starts_when_the_first_one_leads() ->
     assert standby.ready == HttpReady("http://127.0.0.1:8/healthz")
     stages = {role: n for n, stage in enumerate(STARTING_ORDER) for role in stage}
     assert stages["manager"] < stages["standby"] < stages["reserved"]
+
+
+def test_the_reserved_workers_are_dealt_out_to_the_trainers_in_turn() -> None:
+    options = LocalOptions(reserved=3, workers=0, trainers=2)
+    names = [name for name, role in roster(options) if role in {"trainer", "reserved"}]
+    assert names == ["trainer-1", "trainer-2", "reserved-1", "reserved-2", "reserved-3"]
+    there = replace(site(options), port_of=lambda _: 9)
+    told = [spec_of(there, name, "reserved").env["RLBOOST_WORKER_TRAINER"] for name in names[2:]]
+    assert told == ["trainer-1", "trainer-2", "trainer-1"]
+    own = [spec_of(there, name, "trainer").env["RLBOOST_TRAINER_NAME"] for name in names[:2]]
+    assert own == ["trainer-1", "trainer-2"]
+
+
+def test_a_single_trainer_needs_no_number() -> None:
+    assert spec_of(site(), "trainer", "trainer").env["RLBOOST_TRAINER_NAME"] == "trainer"
+    assert spec_of(site(), "reserved-1", "reserved").env["RLBOOST_WORKER_TRAINER"] == "trainer"
+    assert "RLBOOST_WORKER_TRAINER" not in spec_of(site(), "worker-1", "preemptible").env
 
 
 def test_a_worker_is_told_the_manager_its_role_and_its_port() -> None:

@@ -330,7 +330,7 @@ async def test_a_job_that_cannot_be_built_fails_with_the_reason_and_the_next_one
 
     rig.make_engine = refuse
     async with rig.trainer():
-        await rig.command("create")
+        await rig.command("create", job_id="refused")
         assert (await rig.ended()).error == "model: 'm' is no directory here"
         rig.make_engine = FakeEngine
         await rig.command("create")

@@ -1,0 +1,35 @@
+"""`elastic.seeding: auto`: the window is measured, remembered for the size of the fleet, and used."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.black_box import Observer, black_box
+from tests.support.small_job import check, small_job
+
+pytestmark = pytest.mark.timeout(600)
+
+WORKERS = 2
+
+
+def test_a_window_that_was_learnt_is_used_and_a_fleet_is_wanted(tmp_path: Path) -> None:
+    spec = small_job(steps=5, elastic={"seeding": "auto"})
+    with black_box(tmp_path / "state", workers=WORKERS) as box:
+        job_id = box.submit(spec)
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            assert box.get("/v1/fleet")["wanted"] is None
+            box.until(lambda: box.get("/v1/fleet")["wanted"] is not None, "a fleet is wanted")
+            box.until_completed(job_id)
+        check(box, job_id, observer, spec)
+        events = [event for event in box.events(job_id) if event["kind"] in {"seeding_began", "seeding_learnt"}]
+        first, *later = [event["fields"] for event in events if event["kind"] == "seeding_began"]
+        assert (first["source"], first["window_s"]) == ("first", None)
+        learnt = [event["fields"] for event in events if event["kind"] == "seeding_learnt"]
+        remembered = {seen["step"]: seen["window_s"] for seen in learnt if seen["remembered_for"] == WORKERS}
+        used = [began for began in later if began["source"] == "memory" and began["fleet"] == WORKERS]
+        assert used
+        for began in used:
+            assert began["window_s"] == remembered[max(step for step in remembered if step < began["step"])]

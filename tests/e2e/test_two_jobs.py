@@ -1,0 +1,42 @@
+"""Two jobs at once, each with a trainer and a reserved worker of its own, on one fleet of spot workers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.black_box import Observer, black_box
+from tests.support.small_job import check, small_job
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> None:
+    specs = [small_job(steps=10, seed=1, elastic={"share": 2.0}), small_job(steps=6, seed=2)]
+    with black_box(tmp_path / "state", trainers=2, reserved=2, workers=3) as box, ExitStack() as stack:
+
+        def begin(spec: dict[str, Any]) -> tuple[str, Observer]:
+            job = box.submit(spec)
+            observer = stack.enter_context(closing(Observer(box.redis_url, job)))
+            box.until_step(job, 1)
+            return job, observer
+
+        # Until the second begins, all spot workers are the first one's.
+        (first, _), (second, _) = begun = [begin(spec) for spec in specs]
+        assert [box.get(f"/v1/jobs/{job}")["state"] for job in (first, second)] == ["running", "running"]
+        for role in ("trainer", "preemptible", "manager"):
+            box.until_busy(second)
+            box.kill(role)
+        for (job, observer), spec in zip(begun, specs, strict=True):
+            box.until_completed(job)
+            check(box, job, observer, spec)
+        changes = [event["fields"] for event in box.events(second) if event["kind"] == "worker_changes_job"]
+        assert first in {change["before"] for change in changes}
+        made = [{worker for body in o.finished.values() for worker, _, _ in body[0]["spans"]} for _, o in begun]
+        assert any(worker.startswith("worker-") for worker in made[0] & made[1])
+        own = [{worker for worker in workers if worker.startswith("reserved-")} for workers in made]
+        assert all(own)
+        assert own[0].isdisjoint(own[1])
