@@ -1,0 +1,177 @@
+"""The payload of a sparse delta: its parameters, then sections of whole words of 8 bytes, then a guard.
+
+The layout is in `docs/weights-format.md`. Every length is checked against the bytes that are there before anything is
+allocated for them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from shared.weights.codec.arrays import Bits, Magnitudes, Positions, Steps, padded
+from shared.weights.codec.blob import Buffer, CorruptDelta, Info, Kind
+from shared.weights.codec.kernels import Kernels
+
+MAX_K = 24
+"""Largest parameter of a Rice code."""
+MAX_MAGNITUDE_K = 30
+"""Largest parameter of the code of magnitudes: below the bits of a step."""
+GUARD = bytes(8)
+"""Ends the payload, so that 8 bytes can be read from wherever a section has a bit."""
+PARAMS = struct.Struct("<BBBxIIIII")
+_SAMPLE = 512
+"""Magnitudes that are looked at to choose their parameter."""
+
+
+class Params(NamedTuple):
+    """What precedes the sections; all lengths are bytes."""
+
+    k: int = 0
+    escape_k: int = 0
+    magnitude_k: int = 0
+    unary_bytes: int = 0
+    """Of the positions; of a bitmap delta the bitmap."""
+    n_escapes: int = 0
+    escape_unary_bytes: int = 0
+    magnitude_unary_bytes: int = 0
+    magnitude_bytes: int = 0
+
+
+class Sections:
+    """The sections of a sparse delta, cut out of its payload but not decoded."""
+
+    def __init__(self, info: Info, payload: memoryview) -> None:
+        if len(payload) < PARAMS.size + len(GUARD):
+            raise CorruptDelta(f"the delta's payload has only {len(payload)} bytes")
+        self.params = params = Params(*PARAMS.unpack_from(payload))
+        if params.k > MAX_K or params.escape_k > MAX_K or params.magnitude_k > MAX_MAGNITUDE_K:
+            raise CorruptDelta(f"the delta's codes have parameters beyond {MAX_K} and {MAX_MAGNITUDE_K}")
+        if params.n_escapes > info.n_changed:
+            raise CorruptDelta(f"the delta escapes {params.n_escapes} of {info.n_changed} changes")
+        if info.kind == Kind.BITMAP and (params.k or params.unary_bytes != padded(info.n_values)):
+            raise CorruptDelta("the delta's bitmap does not have a bit for every value")
+        steps = info.kind != Kind.OVERWRITE
+        lengths = (
+            padded(info.n_changed * params.k),
+            params.unary_bytes,
+            padded(info.n_changed) if steps else padded(info.n_changed * info.width * 8),
+            padded(params.n_escapes * params.escape_k),
+            params.escape_unary_bytes,
+            params.magnitude_unary_bytes,
+            params.magnitude_bytes,
+        )
+        if any(length % 8 for length in lengths) or PARAMS.size + sum(lengths) + len(GUARD) != len(payload):
+            raise CorruptDelta(f"the delta's sections do not make up its payload of {len(payload)} bytes")
+        rest, cut = payload[PARAMS.size :], []
+        # A section that is read by bits keeps what follows it: its last bits are read with the bytes behind them.
+        for length in lengths:
+            cut.append((np.frombuffer(rest, dtype=np.uint8), length))
+            rest = rest[length:]
+        low, unary, signs, escape_low, escape_unary, magnitude_unary, magnitudes = cut
+        self.low = low[0]
+        self.unary = unary[0][: unary[1]]
+        self.signs = signs[0][: signs[1]]
+        """Of an overwriting delta, the new values."""
+        self.escape_low = escape_low[0]
+        self.escape_unary = escape_unary[0][: escape_unary[1]]
+        self.magnitude_unary = magnitude_unary[0][: magnitude_unary[1]]
+        self.magnitudes = magnitudes[0]
+        self.info = info
+
+    def positions(self, kernels: Kernels) -> Positions:
+        """Decode the positions of the changed values."""
+        info, params = self.info, self.params
+        if info.kind == Kind.BITMAP:
+            return kernels.bitmap_unpack(self.unary, info.n_changed, info.n_values)
+        return kernels.rice_unpack(self.low, self.unary, info.n_changed, params.k, info.n_values)
+
+    def steps(self, kernels: Kernels) -> Steps:
+        """Decode the steps, in the order of their positions."""
+        info, params = self.info, self.params
+        escapes = kernels.rice_unpack(
+            self.escape_low, self.escape_unary, params.n_escapes, params.escape_k, info.n_changed
+        )
+        magnitudes = kernels.golomb_unpack(
+            self.magnitude_unary,
+            self.magnitudes,
+            params.magnitude_bytes,
+            params.n_escapes,
+            params.magnitude_k,
+            info.width,
+        )
+        return kernels.join(self.signs, escapes, magnitudes, info.n_changed, info.width)
+
+
+def pack_overwrite(kernels: Kernels, positions: Positions, values: Buffer, n_values: int) -> list[Buffer]:
+    """Return the payload of an overwriting delta; `values` are those at the positions, end to end."""
+    k = rice_k(n_values, len(positions))
+    low, unary = kernels.rice_pack(positions, k)
+    params = PARAMS.pack(*Params(k=k, unary_bytes=len(unary)))
+    padding = bytes(-len(values) % 8)
+    return [params, _bytes(low), _bytes(unary), values, padding, GUARD]
+
+
+def pack_steps(kernels: Kernels, kind: Kind, positions: Positions, steps: Steps, n_values: int) -> list[Buffer]:
+    """Return the payload of a rice or bitmap delta."""
+    k = rice_k(n_values, len(positions)) if kind == Kind.RICE else 0
+    if kind == Kind.RICE:
+        low, unary = kernels.rice_pack(positions, k)
+    else:
+        low, unary = np.empty(0, dtype=np.uint8), kernels.bitmap_pack(positions, n_values)
+    signs, escapes, magnitudes = kernels.split(steps)
+    escape_k = rice_k(len(steps), len(escapes))
+    escape_low, escape_unary = kernels.rice_pack(escapes, escape_k)
+    magnitude_k = golomb_k(magnitudes)
+    magnitude_unary, magnitude_bits = kernels.golomb_pack(magnitudes, magnitude_k)
+    params = Params(
+        k,
+        escape_k,
+        magnitude_k,
+        len(unary),
+        len(escapes),
+        len(escape_unary),
+        len(magnitude_unary),
+        len(magnitude_bits),
+    )
+    sections = (low, unary, signs, escape_low, escape_unary, magnitude_unary, magnitude_bits)
+    return [PARAMS.pack(*params), *map(_bytes, sections), GUARD]
+
+
+def rice_bits(n: int, m: int, k: int) -> float:
+    """Return the bits of a Rice code of parameter k for each of m positions drawn from n, all sets alike."""
+    unchanged = (1.0 - m / n) ** (1 << k)
+    return k + 1 + unchanged / (1.0 - unchanged)
+
+
+def rice_k(n: int, m: int) -> int:
+    """Return the parameter of the shortest Rice code for m of n positions."""
+    if m in (0, n):
+        return 0
+    # The best parameter is near log2(0.69 n / m); its neighbours are tried.
+    guess = max(0, math.floor(math.log2(0.69 * n / m)))
+    candidates = range(max(0, guess - 1), min(MAX_K, guess + 2) + 1)
+    return min(candidates, key=lambda k: rice_bits(n, m, k), default=MAX_K)
+
+
+def golomb_k(magnitudes: Magnitudes) -> int:
+    """Return the parameter of the shortest exponential Golomb code, judged by a sample."""
+    if not len(magnitudes):
+        return 0
+    sample = magnitudes[:: len(magnitudes) // _SAMPLE + 1].astype(np.float64)
+
+    def bits(k: int) -> int:
+        width = np.frexp(sample + (1 << k))[1] - 1
+        return int((2 * width + 1 - k).sum())
+
+    best, k = bits(0), 0
+    while k < MAX_MAGNITUDE_K and (longer := bits(k + 1)) <= best:
+        best, k = longer, k + 1
+    return k
+
+
+def _bytes(section: Bits) -> Buffer:
+    return section.data
