@@ -112,7 +112,11 @@ class ElasticSpec(_Section):
     """
     share: float = Field(1.0, gt=0, allow_inf_nan=False)
     """The job's part of the preemptible workers, relative to the other jobs' shares."""
-    weights: Literal["full"] = "full"
+    weights: Literal["full", "delta"] = "full"
+    """How a version is published: whole chunks only, or deltas to the last version beside them.
+
+    `delta` makes pulls small where workers are far, and costs the trainer host memory for one copy of the model.
+    """
 
     @field_validator("seeding", mode="before")
     @classmethod
@@ -153,7 +157,8 @@ class JobSpec(_Section):
 
 
 def _off(value: object) -> object:
-    return "off" if value is False else value  # YAML reads a bare off as false
+    # YAML reads a bare off as false; a bare on means nothing here.
+    return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
 
 
 def parse(raw: object) -> JobSpec:

@@ -37,7 +37,15 @@ def build(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> Worksho
         data=data,
         rewards=RewardPool(spec.reward, waits),
         checkpoints=CheckpointFolder(folder / "checkpoints"),
-        weights=StorePublisher(client, job_id, config_json, folder / "pulled", waits, config.outage_limit_s),
+        weights=StorePublisher(
+            client,
+            job_id,
+            config_json,
+            folder / "pulled",
+            waits,
+            config.outage_limit_s,
+            deltas=spec.elastic.weights == "delta",
+        ),
         folder=JobFolder(folder, model),
     )
 

@@ -94,6 +94,10 @@ def _model_routes(store: WeightStore) -> APIRouter:
         data, digest = await store.manifest(job_id, version)
         return Response(data, media_type="application/json", headers={"ETag": f'"{digest}"'})
 
+    @router.get("/{job_id}/versions/{version}/edges")
+    async def edges(job_id: JobId, version: Number) -> Response:
+        return Response(await store.edges(job_id, version), media_type="application/json")
+
     @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204)
     async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
         await store.put_part(job_id, version, rank, await request.body())

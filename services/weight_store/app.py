@@ -1,9 +1,10 @@
 """The weight store at work: parts come in, a commit makes them a version, the bus hears of it, old chunks go.
 
-Two loops, both without end until the stop:
+Three loops, all without end until the stop:
 
 - `announce` consumes commits in order and produces `WeightsCommitted`; it waits for Redis. A commit stands whether or
   not it was announced; every head is announced again at start, which covers a crash in between.
+- `compose` joins deltas to longer ones: see `deltas`.
 - `collect` consumes nothing and removes, once a minute, what no version and no upload in progress needs.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 import structlog
 from pydantic import ValidationError
 
+from services.weight_store.deltas import Deltas
 from services.weight_store.domain.garbage import garbage
 from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
 from services.weight_store.metrics import Metrics
@@ -46,6 +48,7 @@ class WeightStore:
         self,
         chunks: Chunks,
         documents: Documents,
+        deltas: Deltas,
         bus: Bus,
         waits: Waits,
         metrics: Metrics,
@@ -56,6 +59,7 @@ class WeightStore:
         """Nothing is read before `load`; `clock` gives Unix seconds."""
         self._chunks = chunks
         self._documents = documents
+        self._deltas = deltas
         self._bus = bus
         self._waits = waits
         self._metrics = metrics
@@ -67,12 +71,14 @@ class WeightStore:
         self._announcements: asyncio.Queue[WeightsCommitted | None] = asyncio.Queue()
 
     async def load(self) -> None:
-        """Read every model, and announce every head."""
+        """Read every model, announce every head, and have composed what a killed process had not."""
         for job_id in await self._documents.jobs():
             model = await self._documents.model(job_id)
             self._models[job_id] = model
             if model.versions:
                 self._announcements.put_nowait(_announcement(job_id, model.versions[-1]))
+            for version in model.versions:
+                self._deltas.committed(job_id, version.version)
 
     def models(self) -> list[Model]:
         """Return every model with a version, by job id."""
@@ -96,6 +102,12 @@ class WeightStore:
         if found is None:
             raise NotFound(f"version {version} of job {job_id} is not kept")
         return await self._documents.manifest(job_id, version), found.digest
+
+    async def edges(self, job_id: str, version: int) -> bytes:
+        """Return the edges to a committed version, an old one's too, as `VersionEdges`; raises `NotFound`."""
+        if version > self.model(job_id).head:
+            raise NotFound(f"version {version} of job {job_id} is not committed")
+        return (await self._deltas.document(job_id, version)).encode()
 
     async def put_chunk(self, digest: str, blocks: Sequence[bytes]) -> None:
         """Take a chunk, in blocks.
@@ -132,6 +144,7 @@ class WeightStore:
             Conflict: the head is another than expected, the version exists with another content, a part or a chunk is
                 not there, or the shards do not make up whole tensors.
             StoreFull: there is no room for the manifest.
+            Undecodable: a list of edges is not one.
 
         """
         async with self._changing[job_id]:
@@ -148,11 +161,13 @@ class WeightStore:
                     f"version {version} of job {job_id} lacks {len(lacking)} of {len(refs)} chunks: publish it again"
                 )
             data = await asyncio.to_thread(manifest.encode)
+            await self._deltas.record(job_id, version, manifest)
             await self._documents.put_manifest(job_id, version, data)
             new = Version(version, digest_of(data), manifest.n_bytes, now)
             await self._save(commit(model, new, keep=self._keep))
         self._metrics.commits.inc()
         self._announcements.put_nowait(_announcement(job_id, new))
+        self._deltas.committed(job_id, version)
         log.info("version_committed", job=job_id, version=version, n_bytes=new.n_bytes, digest=new.digest)
         return new
 
@@ -205,7 +220,7 @@ class WeightStore:
         last_used = await self._chunks.last_used()
         referenced: set[str] = set()
         retired: dict[str, float] = {}
-        seen: list[Model] = []
+        seen: list[tuple[Model, list[int]]] = []
         for job_id in await self._documents.jobs():
             async with self._changing[job_id]:
                 model = self._models.get(job_id, Model(job_id))
@@ -214,11 +229,15 @@ class WeightStore:
                     referenced |= await self._chunks_of(job_id, version)
                 for version in model.retired:
                     retired |= dict.fromkeys(await self._chunks_of(job_id, version), version.committed_at)
-                seen.append(model)
+                deltas = await self._deltas.survey(model)
+                referenced |= deltas.referenced
+                retired |= deltas.dropped
+                seen.append((model, deltas.outdated))
         victims = garbage(last_used, referenced, retired, now=now, grace_s=UPLOAD_GRACE_S)
         await self._chunks.remove(victims)
         self._metrics.chunks_removed.inc(len(victims))
-        for model in seen:
+        for model, outdated in seen:
+            await self._deltas.forget(model.job_id, outdated)
             await self._forget(model)
 
     async def _waiting_chunks(self, model: Model, now: float) -> set[str]:
@@ -228,7 +247,8 @@ class WeightStore:
                 await self._documents.remove_part(model.job_id, part)
             else:
                 data = await self._documents.part(model.job_id, part.version, part.rank)
-                chunks |= {chunk.digest for chunk in (await asyncio.to_thread(Part.decode, data)).chunks}
+                content = await asyncio.to_thread(Part.decode, data)
+                chunks |= {blob.digest for blob in (*content.chunks, *content.edges)}
         return chunks
 
     async def _chunks_of(self, job_id: str, version: Version) -> set[str]:

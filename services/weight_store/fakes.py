@@ -39,6 +39,13 @@ class MemoryChunks:
                 self.held[chunk.digest] = self.held[chunk.digest][0], now
         return lacking
 
+    async def read(self, digest: str) -> bytes:
+        """See `Chunks.read`."""
+        try:
+            return self.held[digest][0]
+        except KeyError as error:
+            raise NotFound(f"no chunk {digest}") from error
+
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""
         return {digest: used_at for digest, (_, used_at) in self.held.items()}
@@ -57,6 +64,7 @@ class MemoryDocuments:
         """Start empty."""
         self._models: dict[str, Model] = {}
         self._manifests: dict[tuple[str, int], bytes] = {}
+        self._edges: dict[tuple[str, int], bytes] = {}
         self._parts: dict[tuple[str, int, int], tuple[StagedPart, bytes]] = {}
 
     async def jobs(self) -> list[str]:
@@ -85,6 +93,25 @@ class MemoryDocuments:
     async def remove_manifest(self, job_id: str, version: int) -> None:
         """See `Documents.remove_manifest`."""
         self._manifests.pop((job_id, version), None)
+
+    async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
+        """See `Documents.put_edges`."""
+        self._edges[job_id, version] = data
+
+    async def edges(self, job_id: str, version: int) -> bytes:
+        """See `Documents.edges`."""
+        try:
+            return self._edges[job_id, version]
+        except KeyError as error:
+            raise NotFound(f"no edges to version {version} of job {job_id}") from error
+
+    async def edge_versions(self, job_id: str) -> list[int]:
+        """See `Documents.edge_versions`."""
+        return sorted(version for owner, version in self._edges if owner == job_id)
+
+    async def remove_edges(self, job_id: str, version: int) -> None:
+        """See `Documents.remove_edges`."""
+        self._edges.pop((job_id, version), None)
 
     async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
         """See `Documents.put_part`."""

@@ -13,6 +13,11 @@ class Metrics:
         self.bytes_in = Counter("rlboost_weight_store_bytes_in", "bytes of chunks received", registry=registry)
         self.bytes_out = Counter("rlboost_weight_store_bytes_out", "bytes of chunks sent", registry=registry)
         self.commits = Counter("rlboost_weight_store_commits", "versions committed", registry=registry)
+        self.deltas_composed = Counter(
+            "rlboost_weight_store_deltas_composed",
+            "deltas over several versions made of shorter ones",
+            registry=registry,
+        )
         self.chunks_removed = Counter(
             "rlboost_weight_store_chunks_removed", "chunks removed as garbage", registry=registry
         )

@@ -37,6 +37,9 @@ class Chunks(Protocol):
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
         """Return the digests that are not there in the right size, and mark the others as used at `now`."""
 
+    async def read(self, digest: str) -> bytes:
+        """Return a chunk's bytes as they are on the disk, raising `NotFound`."""
+
     async def last_used(self) -> dict[str, float]:
         """Return when each chunk was last used."""
 
@@ -76,6 +79,18 @@ class Documents(Protocol):
 
     async def remove_manifest(self, job_id: str, version: int) -> None:
         """Remove a manifest; nothing happens when it is not there."""
+
+    async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
+        """Replace the edges to a version; they count once its model names it."""
+
+    async def edges(self, job_id: str, version: int) -> bytes:
+        """Return the edges to a version, raising `NotFound`."""
+
+    async def edge_versions(self, job_id: str) -> list[int]:
+        """Return the versions of a job to which there are edges, in order."""
+
+    async def remove_edges(self, job_id: str, version: int) -> None:
+        """Remove the edges to a version; nothing happens when there are none."""
 
     async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
         """Write a part, in place of the one of that version and rank."""

@@ -21,3 +21,4 @@ class Settings(ServiceSettings):
     port: int = Field(8701, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     dir: Path = Field(Path(".rlboost/weights"), description="directory of the chunks and manifests")
     keep_versions: int = Field(4, ge=1, description="newest versions kept of each job, besides pinned ones")
+    keep_deltas: int = Field(16, ge=1, description="newest versions of each job whose deltas are kept")

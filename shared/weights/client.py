@@ -12,7 +12,8 @@ import httpcore
 import httpx
 import stamina
 
-from shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable
+from shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
+from shared.weights.edges import VersionEdges
 from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, VersionInfo
 
@@ -83,6 +84,14 @@ class StoreClient:
         if response.headers.get("ETag") != f'"{digest_of(response.content)}"':
             raise Corrupt(f"{self.url}: the manifest of version {version} of job {job_id} does not have its digest")
         return await asyncio.to_thread(Manifest.decode, response.content)
+
+    async def edges(self, job_id: str, version: int) -> VersionEdges | None:
+        """Return the deltas that lead to a version's chunks; None where there are none, or none that can be read."""
+        try:
+            response = await self._request("GET", f"/v1/models/{job_id}/versions/{version}/edges")
+            return await asyncio.to_thread(VersionEdges.decode, response.content)
+        except (NotFound, Undecodable):
+            return None
 
     async def missing(self, chunks: Iterable[ChunkRef]) -> frozenset[str]:
         """Return the digests of those chunks that the store lacks; it keeps the others for an hour at least."""

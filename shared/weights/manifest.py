@@ -55,7 +55,9 @@ class ChunkRef(NamedTuple):
     n_bytes: Annotated[int, Field(ge=1, le=CHUNK_BYTES)]
 
 
-class _Document(BaseModel):
+class Document(BaseModel):
+    """What is kept and sent as canonical JSON."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     def encode(self) -> bytes:
@@ -114,12 +116,14 @@ class TensorEntry(BaseModel):
         return self
 
 
-class Part(_Document):
+class Part(Document):
     """What one rank publishes."""
 
     rank: NonNegativeInt
     chunks: tuple[ChunkRef, ...]
     tensors: tuple[TensorEntry, ...]
+    edges: tuple[ChunkRef, ...] = ()
+    """Blobs beside the chunks, each an `EdgeList`: how to get some chunks from older ones."""
 
     @model_validator(mode="after")
     def _tensors_fill_chunks(self) -> Self:
@@ -138,7 +142,7 @@ class Part(_Document):
         return sum(chunk.n_bytes for chunk in self.chunks)
 
 
-class Manifest(_Document):
+class Manifest(Document):
     """One version, whole: part i is rank i's."""
 
     job_id: JobId

@@ -1,15 +1,21 @@
-"""Publishing: one rank's shards become chunks in the weight store; the bytes that it has already are not sent."""
+"""Publishing: one rank's shards become chunks in the weight store; the bytes that it has already are not sent.
+
+With `deltas` the last published bytes are remembered, and what a chunk has become is uploaded as a delta beside it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 from shared.waiting import Waits
 from shared.weights.client import StoreClient, persistently
+from shared.weights.deltas import Cut, Delta, Memory
+from shared.weights.edges import Edge, lists_of
 from shared.weights.manifest import CHUNK_BYTES, ChunkRef, Part, TensorEntry, digest_of
 from shared.weights.parallel import for_each
 from shared.weights.wire import CommitRequest, VersionInfo
@@ -17,8 +23,8 @@ from shared.weights.wire import CommitRequest, VersionInfo
 _WINDOW = 32
 """Chunks that are hashed while as many before them are uploaded: what is held of tensors made on the fly."""
 
-
-_Cut = tuple[ChunkRef, memoryview]
+_Blob = tuple[ChunkRef, memoryview]
+_Piece = tuple[Cut, Delta | None]
 
 
 class Shard(NamedTuple):
@@ -46,13 +52,15 @@ class Publisher:
         concurrency: int = 8,
         limit_s: float = 600.0,
         chunk_bytes: int = CHUNK_BYTES,
+        deltas: bool = False,
     ) -> None:
-        """Use an open client."""
+        """Use an open client; `deltas` costs host memory for one copy of the rank's part."""
         self._client = client
         self._waits = waits
         self._concurrency = concurrency
         self._limit_s = limit_s
         self._chunk_bytes = chunk_bytes
+        self._memory = Memory() if deltas else None
 
     async def publish(self, job_id: str, version: int, rank: int, shards: Iterable[Shard]) -> Part:
         """Upload one rank's part. It is visible to nobody until `commit`, which wants its `digest`.
@@ -66,21 +74,43 @@ class Publisher:
         """
         entries: list[TensorEntry] = []
         refs: list[ChunkRef] = []
-        cuts = _cut(shards, self._chunk_bytes, entries)
-        async with self._wait(f"publish version {version} of job {job_id}, rank {rank}"):
-            window = await asyncio.to_thread(_take, cuts)
-            while window:
-                coming = asyncio.create_task(asyncio.to_thread(_take, cuts), name="weights-cut")
-                try:
-                    await self._upload(window)
-                finally:
-                    # A thread cannot be stopped: it must be through with the shards before the caller has them back.
-                    upcoming = await coming
-                refs += [ref for ref, _ in window]
-                window = upcoming
-            part = Part(rank=rank, chunks=tuple(refs), tensors=tuple(entries))
-            await persistently(lambda: self._client.put_part(job_id, version, part))
+        edges: list[Edge] = []
+        base = self._memory.begin(job_id, rank, version) if self._memory else -1
+        pieces = _with_deltas(_cut(shards, self._chunk_bytes, entries), self._memory)
+        try:
+            async with self._wait(f"publish version {version} of job {job_id}, rank {rank}"):
+                async for window in self._windows(pieces):
+                    refs += [cut.ref for cut, _ in window]
+                    edges += [delta.edge for _, delta in window if delta]
+                # Without any change there is a list too: it keeps the versions in a chain.
+                encoded = lists_of(base, edges) if base >= 0 else []
+                lists = [(ChunkRef(digest_of(data), len(data)), memoryview(data)) for data in encoded]
+                await self._upload(lists)
+                part = Part(rank=rank, chunks=tuple(refs), tensors=tuple(entries), edges=tuple(ref for ref, _ in lists))
+                await persistently(lambda: self._client.put_part(job_id, version, part))
+        except BaseException:
+            self._forget()
+            raise
+        if self._memory:
+            self._memory.end(version, len(refs))
         return part
+
+    async def _windows(self, pieces: Iterator[_Piece]) -> AsyncIterator[list[_Piece]]:
+        """Upload all pieces, and yield them when they are there."""
+        window = await asyncio.to_thread(_take, pieces)
+        while window:
+            coming = asyncio.create_task(asyncio.to_thread(_take, pieces), name="weights-cut")
+            try:
+                await self._upload([blob for piece in window for blob in _blobs(piece)])
+            finally:
+                # A thread cannot be stopped: it must be through with the shards before the caller has them back.
+                upcoming = await coming
+            yield window
+            window = upcoming
+
+    def _forget(self) -> None:
+        if self._memory:
+            self._memory.forget()
 
     async def commit(
         self, job_id: str, version: int, *, expect: int, part_digests: Iterable[str], config_json: str
@@ -100,8 +130,13 @@ class Publisher:
 
         """
         request = CommitRequest(expect=expect, parts=tuple(part_digests), config_json=config_json)
-        async with self._wait(f"commit version {version} of job {job_id}"):
-            return await persistently(lambda: self._client.commit(job_id, version, request))
+        try:
+            async with self._wait(f"commit version {version} of job {job_id}"):
+                return await persistently(lambda: self._client.commit(job_id, version, request))
+        except BaseException:
+            # Workers have what was committed: deltas to anything else would be of no use to them.
+            self._forget()
+            raise
 
     async def head(self, job_id: str) -> VersionInfo | None:
         """Return the newest committed version, None before the first."""
@@ -121,9 +156,11 @@ class Publisher:
     def _wait(self, what: str) -> AbstractAsyncContextManager[None]:
         return self._waits.on(f"the weight store at {self._client.url}", because=what, limit_s=self._limit_s)
 
-    async def _upload(self, window: list[_Cut]) -> None:
-        by_digest = {ref.digest: (ref, data) for ref, data in window}
+    async def _upload(self, blobs: list[_Blob]) -> None:
+        by_digest = {ref.digest: (ref, data) for ref, data in blobs}
         refs = [ref for ref, _ in by_digest.values()]
+        if not refs:
+            return
         missing = await persistently(lambda: self._client.missing(refs))
 
         async def send(digest: str) -> None:
@@ -133,13 +170,25 @@ class Publisher:
         await for_each(missing, send, concurrency=self._concurrency, name="weights-upload")
 
 
-def _take(cuts: Iterator[_Cut]) -> list[_Cut]:
-    return list(itertools.islice(cuts, _WINDOW))
+def _take(pieces: Iterator[_Piece]) -> list[_Piece]:
+    return list(itertools.islice(pieces, _WINDOW))
 
 
-def _cut(shards: Iterable[Shard], chunk_bytes: int, entries: list[TensorEntry]) -> Iterator[_Cut]:
+def _blobs(piece: _Piece) -> Iterator[_Blob]:
+    cut, delta = piece
+    yield cut.ref, cut.data
+    if delta:
+        yield delta.edge.blob, memoryview(delta.data)
+
+
+def _with_deltas(cuts: Iterator[Cut], memory: Memory | None) -> Iterator[_Piece]:
+    for index, cut in enumerate(cuts):
+        yield cut, memory.exchange(index, cut) if memory else None
+
+
+def _cut(shards: Iterable[Shard], chunk_bytes: int, entries: list[TensorEntry]) -> Iterator[Cut]:
     """Lay the shards end to end and cut; add each shard to `entries`. Only chunks of several shards are copied."""
-    pieces: list[memoryview] = []
+    pieces: list[tuple[memoryview, str]] = []
     start, room = 0, chunk_bytes
     for shard in shards:
         data = _flat(shard.data)
@@ -157,9 +206,9 @@ def _cut(shards: Iterable[Shard], chunk_bytes: int, entries: list[TensorEntry]) 
         )
         start += len(data)
         while data:
-            pieces.append(data[:room])
-            data = data[room:]
-            room -= len(pieces[-1])
+            piece, data = data[:room], data[room:]
+            pieces.append((piece, shard.dtype))
+            room -= len(piece)
             if not room:
                 yield _chunk(pieces)
                 pieces, room = [], chunk_bytes
@@ -167,9 +216,12 @@ def _cut(shards: Iterable[Shard], chunk_bytes: int, entries: list[TensorEntry]) 
         yield _chunk(pieces)
 
 
-def _chunk(pieces: list[memoryview]) -> _Cut:
-    data = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-    return ChunkRef(digest_of(data), len(data)), data
+def _chunk(pieces: list[tuple[memoryview, str]]) -> Cut:
+    data = pieces[0][0] if len(pieces) == 1 else memoryview(b"".join(piece for piece, _ in pieces))
+    share: Counter[str] = Counter()
+    for piece, dtype in pieces:
+        share[dtype] += len(piece)
+    return Cut(ChunkRef(digest_of(data), len(data)), data, share.most_common(1)[0][0])
 
 
 def _flat(data: memoryview | bytes | bytearray) -> memoryview:

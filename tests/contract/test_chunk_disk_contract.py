@@ -152,3 +152,24 @@ def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"directory .*file.* name one that can be written"):
         Directory(tmp_path / "file")
+
+
+async def test_a_chunk_is_read_as_it_is(chunks: Chunks) -> None:
+    with pytest.raises(NotFound):
+        await chunks.read(CHUNK.digest)
+    await chunks.put(CHUNK.digest, [DATA], NOW)
+    assert await chunks.read(CHUNK.digest) == DATA
+
+
+async def test_edges_come_back_and_are_listed_in_order(documents: Documents) -> None:
+    assert await documents.edge_versions("job-1") == []
+    for version in (10, 9, 11):
+        await documents.put_edges("job-1", version, b"edges %d" % version)
+    await documents.put_edges("job-1", 10, b"more edges")
+    assert await documents.edges("job-1", 10) == b"more edges"
+    assert await documents.edge_versions("job-1") == [9, 10, 11]
+    for _ in range(2):
+        await documents.remove_edges("job-1", 10)
+    assert await documents.edge_versions("job-1") == [9, 11]
+    with pytest.raises(NotFound):
+        await documents.edges("job-1", 10)

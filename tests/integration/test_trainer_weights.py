@@ -26,14 +26,17 @@ def store(tmp_path: Path, redis_url: str) -> Iterator[ServiceProcess]:
     process.kill()
 
 
-@pytest.fixture(params=["store", "fake"])
+@pytest.fixture(params=["store", "store with deltas", "fake"])
 async def weights(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[WeightPublisher]:
     if request.param == "fake":
         yield MemoryWeights()
         return
     store = request.getfixturevalue("store")
     client = StoreClient(store.url, TOKEN)
-    publisher = StorePublisher(client, "job", '{"model_type": "qwen3"}', tmp_path / "pulled", Waits(), 60.0)
+    deltas = request.param == "store with deltas"
+    publisher = StorePublisher(
+        client, "job", '{"model_type": "qwen3"}', tmp_path / "pulled", Waits(), 60.0, deltas=deltas
+    )
     yield publisher
     await publisher.close()
     assert not (tmp_path / "pulled").exists()

@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from services.weight_store.adapters.disk import Directory, DiskChunks, DiskDocuments
 from services.weight_store.app import WeightStore
+from services.weight_store.deltas import Deltas
 from services.weight_store.metrics import Metrics
 from shared.fakes import MemoryBus
 from shared.waiting import Waits
+from shared.weights.edges import Edge, VersionEdges, lists_of
 from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 from shared.weights.wire import CommitRequest
 
@@ -56,6 +58,15 @@ def content(version: int) -> bytes:
     return b"weights of version %d" % version
 
 
+def deltas(version: int) -> list[bytes]:
+    """Return a stand-in for the delta to a version, which nobody applies here, and the list that names it."""
+    if not version:
+        return []
+    delta = b"delta %d" % version
+    edge = Edge(digest_of(content(version)), digest_of(content(version - 1)), digest_of(delta), len(delta))
+    return [delta, *lists_of(version - 1, [edge])]
+
+
 async def publish(store: WeightStore, version: int) -> None:
     data = content(version)
     entry = TensorEntry(
@@ -68,7 +79,11 @@ async def publish(store: WeightStore, version: int) -> None:
         n_bytes=len(data),
         digest=digest_of(data),
     )
-    part = Part(rank=0, chunks=(ChunkRef(digest_of(data), len(data)),), tensors=(entry,))
+    blobs = deltas(version)
+    for blob in blobs:
+        await store.put_chunk(digest_of(blob), [blob])
+    edges = tuple(ChunkRef(digest_of(blob), len(blob)) for blob in blobs[1:])
+    part = Part(rank=0, chunks=(ChunkRef(digest_of(data), len(data)),), tensors=(entry,), edges=edges)
     await store.put_chunk(digest_of(data), [data])
     await store.put_part(JOB, version, 0, part.encode())
     request = CommitRequest(expect=version - 1, parts=(part.digest,), config_json="{}")
@@ -81,14 +96,20 @@ async def opened(root: Path) -> tuple[WeightStore, DiskChunks, Directory]:
     chunks = DiskChunks(directory)
     metrics = Metrics(CollectorRegistry())
     clock = iter(range(1_000_000, 2_000_000))
+    documents = DiskDocuments(directory)
+
+    def now() -> float:
+        return float(next(clock))
+
     store = WeightStore(
         chunks,
-        DiskDocuments(directory),
+        documents,
+        Deltas(chunks, documents, metrics, keep=1, clock=now),
         MemoryBus(),
         Waits(),
         metrics,
         keep_versions=1,
-        clock=lambda: float(next(clock)),
+        clock=now,
     )
     await store.load()
     return store, chunks, directory
@@ -103,12 +124,16 @@ async def assert_head_is_whole(root: Path, *, at_least: int) -> int:
     assert digest_of(data) == digest
     for chunk in Manifest.decode(data).chunks():
         assert chunks.path(chunk.digest).read_bytes() == content(model.head)
+    if model.head == 1:
+        (edge,) = VersionEdges.decode(await store.edges(JOB, 1)).edges()
+        assert chunks.path(edge.delta).read_bytes() == deltas(1)[0]
     head = model.head
     # And work goes on from there.
     await publish(store, 1)
     assert store.model(JOB).head == 1
     assert store.model(JOB).retired == ()
-    assert [path.name for path in (root / "chunks").glob("*/*")] == [digest_of(content(1))]
+    needed = {digest_of(blob) for blob in (content(1), *deltas(1))}
+    assert {path.name for path in (root / "chunks").glob("*/*")} == needed
     directory.close()
     return head
 

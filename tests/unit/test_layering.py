@@ -14,7 +14,15 @@ ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
 SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
 HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
-WIRE = {"shared.messages", "shared.columns", "shared.ids", "shared.errors", "shared.jobspec", "shared.bus"}
+WIRE = {
+    "shared.bus",
+    "shared.columns",
+    "shared.errors",
+    "shared.ids",
+    "shared.jobspec",
+    "shared.messages",
+    "shared.weights.edges",
+}
 """What a domain may see of `shared`: values and names, nothing that acts."""
 PURE_LIBRARIES = {"pydantic", "numpy"}
 IMPURE = {"asyncio", "time", "random", "os", "socket", "subprocess", "pathlib", "secrets", "threading"}

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from services.weight_store.deltas import Deltas
 from services.weight_store.domain.versions import Version
 from services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from services.weight_store.metrics import Metrics
@@ -36,8 +37,16 @@ class World:
 
     def store(self) -> WeightStore:
         metrics = Metrics(CollectorRegistry())
+        self.deltas = Deltas(self.chunks, self.documents, metrics, keep=3, clock=lambda: self.now)
         return WeightStore(
-            self.chunks, self.documents, self.bus, self.waits, metrics, keep_versions=2, clock=lambda: self.now
+            self.chunks,
+            self.documents,
+            self.deltas,
+            self.bus,
+            self.waits,
+            metrics,
+            keep_versions=2,
+            clock=lambda: self.now,
         )
 
     async def announced(self) -> list[int]:

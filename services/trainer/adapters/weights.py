@@ -18,7 +18,17 @@ from shared.weights.puller import Puller
 class StorePublisher:
     """`WeightPublisher` for one job whose trainer is one process (rank 0)."""
 
-    def __init__(self, client: StoreClient, job_id: str, config_json: str, cache: Path, waits: Waits, limit_s: float):
+    def __init__(
+        self,
+        client: StoreClient,
+        job_id: str,
+        config_json: str,
+        cache: Path,
+        waits: Waits,
+        limit_s: float,
+        *,
+        deltas: bool = False,
+    ) -> None:
         """Use an open client.
 
         Args:
@@ -28,6 +38,7 @@ class StorePublisher:
             cache: a directory for what `fetch` brings; removed by `close`.
             waits: where waits for the store are listed.
             limit_s: how long the store may be away.
+            deltas: publish deltas beside the chunks, and keep a copy of the weights in host memory for that.
 
         """
         self._client = client
@@ -36,7 +47,7 @@ class StorePublisher:
         self._cache = cache
         self._waits = waits
         self._limit_s = limit_s
-        self._publisher = Publisher(client, waits, limit_s=limit_s)
+        self._publisher = Publisher(client, waits, limit_s=limit_s, deltas=deltas)
         self._puller: Puller | None = None
 
     async def head(self) -> int:

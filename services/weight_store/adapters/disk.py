@@ -3,6 +3,7 @@
     chunks/ab/abcdef...           a chunk, named by its digest; its time of change is when it was last used
     models/JOB/model.json         the model: what is visible
     models/JOB/manifests/7.json   manifest of version 7
+    models/JOB/edges/7.json       which deltas lead to the chunks of version 7
     models/JOB/parts/7-0.json     rank 0's part of version 7, waiting for the commit
     tmp/                          files being written; emptied at start
     lock                          held by the process that uses the directory
@@ -134,6 +135,17 @@ class DiskChunks:
                     lacking.append(chunk.digest)
         return lacking
 
+    async def read(self, digest: str) -> bytes:
+        """See `Chunks.read`."""
+        return await asyncio.to_thread(self._read, digest)
+
+    def _read(self, digest: str) -> bytes:
+        with self._directory.errors():
+            try:
+                return self.path(digest).read_bytes()
+            except FileNotFoundError as error:
+                raise NotFound(f"there is no chunk {digest}") from error
+
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""
         return await asyncio.to_thread(self._last_used)
@@ -188,6 +200,23 @@ class DiskDocuments:
         """See `Documents.remove_manifest`."""
         await asyncio.to_thread(self._manifest(job_id, version).unlink, missing_ok=True)
 
+    async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
+        """See `Documents.put_edges`."""
+        await self._write(self._edges(job_id, version), data)
+
+    async def edges(self, job_id: str, version: int) -> bytes:
+        """See `Documents.edges`."""
+        return await self._read(self._edges(job_id, version))
+
+    async def edge_versions(self, job_id: str) -> list[int]:
+        """See `Documents.edge_versions`."""
+        folder = self._job(job_id) / "edges"
+        return await asyncio.to_thread(lambda: sorted(int(path.stem) for path in folder.glob("*.json")))
+
+    async def remove_edges(self, job_id: str, version: int) -> None:
+        """See `Documents.remove_edges`."""
+        await asyncio.to_thread(self._edges(job_id, version).unlink, missing_ok=True)
+
     async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
         """See `Documents.put_part`."""
         await self._write(self._part(job_id, part.version, part.rank), data, part.staged_at)
@@ -217,6 +246,9 @@ class DiskDocuments:
 
     def _manifest(self, job_id: str, version: int) -> Path:
         return self._job(job_id) / "manifests" / f"{version}.json"
+
+    def _edges(self, job_id: str, version: int) -> Path:
+        return self._job(job_id) / "edges" / f"{version}.json"
 
     def _part(self, job_id: str, version: int, rank: int) -> Path:
         return self._job(job_id) / "parts" / f"{version}-{rank}.json"

@@ -1,0 +1,219 @@
+"""Deltas with the weight store as a process: what a laggard pulls, and what happens when one of them is bad."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from shared.errors import Conflict, StoreUnavailable
+from shared.waiting import Waits
+from shared.weights.client import StoreClient, persistently
+from shared.weights.manifest import CHUNK_BYTES
+from shared.weights.publisher import Publisher, Shard
+from shared.weights.puller import Puller
+from tests.support.eventually import eventually
+from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.tcp_proxy import TcpProxy
+
+JOB = "job-1"
+Bits = npt.NDArray[np.uint16]
+N_BYTES = 2 * CHUNK_BYTES + 1_000_000
+
+
+@pytest.fixture
+def store(tmp_path: Path, redis_url: str) -> Iterator[ServiceProcess]:
+    env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store")}
+    process = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+async def client(store: ServiceProcess) -> AsyncIterator[StoreClient]:
+    async with StoreClient(store.url, TOKEN) as client:
+        yield client
+
+
+@pytest.fixture
+def publisher(client: StoreClient) -> Publisher:
+    return Publisher(client, Waits(), limit_s=60, deltas=True)
+
+
+@pytest.fixture
+def puller(client: StoreClient, tmp_path: Path) -> Iterator[Puller]:
+    puller = Puller(client, tmp_path / "cache", Waits(), limit_s=60)
+    yield puller
+    puller.close()
+
+
+def bits(version: int) -> Bits:
+    """Any bit patterns at all, of which one in a hundred moves by one step at every version."""
+    rng = np.random.default_rng(0)
+    found = rng.integers(0, 1 << 16, N_BYTES // 2, dtype=np.uint16)
+    for _ in range(version):
+        found[rng.integers(0, found.size, found.size // 100)] += 1
+    return found
+
+
+async def publish(publisher: Publisher, version: int, weights: Bits | None = None) -> None:
+    weights = bits(version) if weights is None else weights
+    shard = Shard("w", "bfloat16", weights.shape, (0,), weights.shape, weights.data)
+    part = await publisher.publish(JOB, version, 0, [shard])
+    await publisher.commit(JOB, version, expect=version - 1, part_digests=[part.digest], config_json="{}")
+
+
+async def assert_pulls(puller: Puller, version: int) -> None:
+    pulled = await puller.pull(JOB, version)
+    ((_, data),) = pulled.tensors()
+    assert data == bits(version).tobytes()
+
+
+async def publish_composed(publisher: Publisher, client: StoreClient, first: int, last: int) -> None:
+    """Publish versions, each when the store has composed all hops to the one before it."""
+    for version in range(first, last + 1):
+        await publish(publisher, version)
+        expected = [version - span for span in (1, 2, 4, 8) if version >= span]
+
+        async def composed(version: int = version, expected: list[int] = expected) -> bool:
+            document = await client.edges(JOB, version)
+            return [hop.base for hop in document.hops] == expected if document else not expected
+
+        await eventually(composed, within_s=30)
+
+
+def delta_files(tmp_path: Path, version: int) -> list[Path]:
+    document = json.loads((tmp_path / "store" / "models" / JOB / "edges" / f"{version}.json").read_text())
+    deltas = [edge[2] for hop in document["hops"] for edge in hop["edges"]]
+    return [tmp_path / "store" / "chunks" / digest[:2] / digest for digest in deltas]
+
+
+async def test_who_has_the_last_version_pulls_a_small_part_of_the_bytes(
+    store: ServiceProcess, publisher: Publisher, tmp_path: Path
+) -> None:
+    async with TcpProxy(store.port) as proxy, StoreClient(proxy.url, TOKEN) as far:
+        puller = Puller(far, tmp_path / "cache", Waits(), limit_s=60)
+        await publish(publisher, 0)
+        await assert_pulls(puller, 0)
+        assert proxy.bytes_down > N_BYTES
+        before = proxy.bytes_down
+        await publish(publisher, 1)
+        await assert_pulls(puller, 1)
+        assert proxy.bytes_down - before < N_BYTES / 10
+        assert (puller.last.chunks_delta, puller.last.chunks_dense, puller.last.fallbacks) == (3, 0, 0)
+        puller.close()
+
+
+async def test_a_laggard_takes_the_longest_hops_even_after_a_restart(
+    client: StoreClient, publisher: Publisher, tmp_path: Path
+) -> None:
+    puller = Puller(client, tmp_path / "cache", Waits(), limit_s=60)
+    await publish(publisher, 0)
+    await assert_pulls(puller, 0)
+    puller.close()
+    await publish_composed(publisher, client, 1, 11)
+    # 11 -> 3 -> 1 -> 0, though versions 0, 1 and 3 are no longer kept.
+    puller = Puller(client, tmp_path / "cache", Waits(), limit_s=60)
+    await assert_pulls(puller, 11)
+    assert (puller.last.chunks_delta, puller.last.chunks_dense) == (3, 0)
+    single = sum(path.stat().st_size for path in delta_files(tmp_path, 11)[:3])
+    assert puller.last.bytes_delta < 9 * single, "longer hops have less bytes than a chain of eleven"
+    await assert_pulls(puller, 11)
+    assert puller.last.chunks_held == 3
+    puller.close()
+
+
+async def test_full_and_delta_publish_the_same_chunks(client: StoreClient, publisher: Publisher) -> None:
+    await publish(publisher, 0)
+    await publish(publisher, 1)
+    whole = Publisher(client, Waits())
+    shard = Shard("w", "bfloat16", (N_BYTES // 2,), (0,), (N_BYTES // 2,), bits(1).data)
+    part = await whole.publish("job-2", 0, 0, [shard])
+    assert (await client.manifest(JOB, 1)).parts[0].chunks == part.chunks
+    await whole.commit("job-2", 0, expect=-1, part_digests=[part.digest], config_json="{}")
+    assert await client.edges("job-2", 0) is None
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "too long", "gone"])
+async def test_a_delta_that_is_bad_on_the_stores_disk_costs_a_whole_chunk_and_nothing_else(
+    publisher: Publisher, puller: Puller, tmp_path: Path, damage: str
+) -> None:
+    await publish(publisher, 0)
+    await assert_pulls(puller, 0)
+    await publish(publisher, 1)
+    victim = delta_files(tmp_path, 1)[0]
+    data = bytearray(victim.read_bytes())
+    data[1000] ^= 1
+    if damage == "gone":
+        victim.unlink()
+    else:
+        victim.write_bytes({"flipped bit": data, "truncated": data[:1000], "too long": data + b"!"}[damage])
+    await assert_pulls(puller, 1)
+    assert (puller.last.fallbacks, puller.last.chunks_dense, puller.last.chunks_delta) == (1, 1, 2)
+
+
+async def test_a_base_that_rotted_in_the_cache_costs_a_whole_chunk_and_nothing_else(
+    publisher: Publisher, puller: Puller, tmp_path: Path
+) -> None:
+    await publish(publisher, 0)
+    await assert_pulls(puller, 0)
+    await publish(publisher, 1)
+    for path in (tmp_path / "cache" / "chunks").iterdir():
+        path.write_bytes(path.read_bytes()[::-1])
+    await assert_pulls(puller, 1)
+    assert (puller.last.fallbacks, puller.last.chunks_dense) == (3, 3)
+
+
+async def test_a_version_that_changed_everywhere_is_pulled_whole(publisher: Publisher, puller: Puller) -> None:
+    await publish(publisher, 0)
+    await assert_pulls(puller, 0)
+    await publish(publisher, 1, np.random.default_rng(1).integers(0, 1 << 16, N_BYTES // 2, dtype=np.uint16))
+    await puller.pull(JOB, 1)
+    assert (puller.last.chunks_dense, puller.last.chunks_delta, puller.last.fallbacks) == (3, 0, 0)
+
+
+async def test_a_publisher_that_lost_the_race_begins_again_without_deltas(
+    client: StoreClient, publisher: Publisher, puller: Puller
+) -> None:
+    await publish(publisher, 0)
+    await assert_pulls(puller, 0)
+    part = await publisher.publish(JOB, 2, 0, [Shard("w", "bfloat16", (4,), (0,), (4,), bits(0)[:4].data)])
+    with pytest.raises(Conflict, match="somebody else has committed"):
+        await publisher.commit(JOB, 2, expect=1, part_digests=[part.digest], config_json="{}")
+    await publish(publisher, 1)
+    assert await client.edges(JOB, 1) is None
+    await assert_pulls(puller, 1)
+    await publish(publisher, 2)
+    await assert_pulls(puller, 2)
+    assert puller.last.chunks_delta == 3
+
+
+async def test_killed_at_any_moment_of_composing_the_store_shows_whole_hops_only(
+    store: ServiceProcess, client: StoreClient, publisher: Publisher, puller: Puller
+) -> None:
+    await publish(publisher, 0)
+    await assert_pulls(puller, 0)
+    for version in range(1, 5):
+        await publish(publisher, version)
+        await asyncio.to_thread(store.kill)
+        with pytest.raises(StoreUnavailable):
+            await client.edges(JOB, version)
+        await asyncio.to_thread(store.start)
+        document = await persistently(lambda version=version: client.edges(JOB, version))  # type: ignore[misc]
+        assert document is not None
+        assert [hop.base for hop in document.hops] == [version - 1, version - 2, version - 4][: len(document.hops)]
+        assert all(len(hop.edges) == 3 for hop in document.hops)
+    await assert_pulls(puller, 4)
+    assert puller.last.fallbacks == 0
+
+    async def composed() -> bool:
+        document = await client.edges(JOB, 4)
+        return document is not None and [hop.base for hop in document.hops] == [3, 2, 0]
+
+    await eventually(composed, within_s=30)

@@ -1,0 +1,328 @@
+"""Deltas over fakes: what the publisher remembers, and what the store makes of its edges."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from services.weight_store.deltas import Deltas
+from services.weight_store.fakes import MemoryChunks, MemoryDocuments
+from services.weight_store.metrics import Metrics
+from services.weight_store.ports import StoreFull
+from shared.errors import NotFound, Undecodable
+from shared.fakes import MemoryBus
+from shared.waiting import Waits
+from shared.weights import codec
+from shared.weights.deltas import Cut, Delta, Memory
+from shared.weights.edges import VersionEdges, lists_of
+from shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
+from shared.weights.wire import CommitRequest
+from tests.support.eventually import eventually
+
+JOB = "job-1"
+VALUES = 4000
+
+
+def content(version: int) -> bytes:
+    """A few of many values move by a step at every version."""
+    values = np.arange(VALUES, dtype=np.uint16)
+    for past in range(1, version + 1):
+        values[past::97] += 1
+    return values.tobytes()
+
+
+def cut(data: bytes, dtype: str = "bfloat16") -> Cut:
+    return Cut(ChunkRef(digest_of(data), len(data)), memoryview(data), dtype)
+
+
+def remembering(data: bytes, dtype: str = "bfloat16") -> Memory:
+    memory = Memory()
+    assert memory.begin(JOB, 0, 0) == -1
+    assert memory.exchange(0, cut(data, dtype)) is None
+    memory.end(0, 1)
+    return memory
+
+
+class World:
+    def __init__(self) -> None:
+        self.chunks, self.documents = MemoryChunks(), MemoryDocuments()
+        self.memory = Memory()
+        self.now = 1_000_000.0
+        self.restart()
+
+    def restart(self) -> None:
+        metrics = Metrics(CollectorRegistry())
+        self.deltas = Deltas(self.chunks, self.documents, metrics, keep=12, clock=lambda: self.now)
+        self.store = WeightStore(
+            self.chunks,
+            self.documents,
+            self.deltas,
+            MemoryBus(),
+            Waits(),
+            metrics,
+            keep_versions=2,
+            clock=lambda: self.now,
+        )
+
+    async def publish(self, version: int, *, lists: list[bytes] | None = None) -> None:
+        """Commit `content(version)`, with the edge that the publisher's memory gives, or with other lists."""
+        self.now += 1
+        data = content(version)
+        base = self.memory.begin(JOB, 0, version)
+        delta = self.memory.exchange(0, cut(data))
+        self.memory.end(version, 1)
+        if delta:
+            await self.store.put_chunk(delta.edge.delta, [delta.data])
+        if lists is None:
+            lists = lists_of(base, [delta.edge] if delta else []) if base >= 0 else []
+        for encoded in lists:
+            await self.store.put_chunk(digest_of(encoded), [encoded])
+        entry = TensorEntry(
+            name="w",
+            dtype="bfloat16",
+            global_shape=(VALUES,),
+            offset=(0,),
+            local_shape=(VALUES,),
+            start=0,
+            n_bytes=len(data),
+            digest=digest_of(data),
+        )
+        edges = tuple(ChunkRef(digest_of(encoded), len(encoded)) for encoded in lists)
+        part = Part(rank=0, chunks=(cut(data).ref,), tensors=(entry,), edges=edges)
+        await self.store.put_chunk(digest_of(data), [data])
+        await self.store.put_part(JOB, version, 0, part.encode())
+        request = CommitRequest(expect=version - 1, parts=(part.digest,), config_json="{}")
+        await self.store.commit(JOB, version, request)
+
+    async def composing(self, done: Callable[[], Awaitable[object]]) -> None:
+        """Run the loop until `done`, and stop it."""
+        stop = asyncio.Event()
+        loop = asyncio.create_task(self.deltas.compose(stop), name="compose")
+        try:
+            await eventually(done)
+        finally:
+            stop.set()
+            await loop
+
+    async def hops(self, version: int) -> list[int]:
+        """Return the versions that edges lead from."""
+        try:
+            return [hop.base for hop in (await self.document(version)).hops]
+        except NotFound:
+            return []
+
+    async def document(self, version: int) -> VersionEdges:
+        return VersionEdges.decode(await self.store.edges(JOB, version))
+
+    def has_hops(self, version: int, *bases: int) -> Callable[[], Awaitable[bool]]:
+        async def check() -> bool:
+            return await self.hops(version) == list(bases)
+
+        return check
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# What the publisher remembers.
+
+
+def test_the_next_version_of_a_chunk_is_a_delta_to_the_last_one() -> None:
+    memory = remembering(content(0))
+    assert memory.begin(JOB, 0, 1) == 0
+    delta = memory.exchange(0, cut(content(1)))
+    assert isinstance(delta, Delta)
+    assert (delta.edge.new, delta.edge.base) == (digest_of(content(1)), digest_of(content(0)))
+    assert (delta.edge.delta, delta.edge.n_bytes) == (digest_of(delta.data), len(delta.data))
+    assert codec.apply(content(0), delta.data) == content(1)
+    assert memory.exchange(0, cut(content(1))) is None, "it is what it was"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "dtype"),
+    [
+        (b"1234", b"123456", "bfloat16"),
+        (b"12345678", b"12345679", "int64"),
+        (b"123", b"124", "bfloat16"),
+        (bytes(1000), bytes(range(250)) * 4, "bfloat16"),
+    ],
+    ids=["another size", "no float", "half a value", "all of it changed"],
+)
+def test_where_a_delta_makes_no_sense_there_is_none(old: bytes, new: bytes, dtype: str) -> None:
+    assert remembering(old, dtype).exchange(0, cut(new, dtype)) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "rank", "version"),
+    [(JOB, 1, 1), ("job-2", 0, 1), (JOB, 0, 0)],
+    ids=["another rank", "another job", "the same version again"],
+)
+def test_what_was_published_last_is_not_always_a_base(job: str, rank: int, version: int) -> None:
+    memory = remembering(content(0))
+    assert memory.begin(job, rank, version) == -1
+    assert memory.exchange(0, cut(content(1))) is None
+
+
+def test_what_is_forgotten_or_no_longer_there_is_no_base() -> None:
+    memory = remembering(content(0))
+    memory.forget()
+    assert memory.begin(JOB, 0, 1) == -1
+    assert memory.exchange(0, cut(content(1))) is None
+    memory.end(1, 0)
+    assert memory.exchange(0, cut(content(2))) is None
+
+
+# What the store makes of it.
+
+
+async def test_nobody_sees_edges_before_the_commit_and_everybody_after_it(world: World) -> None:
+    await world.publish(0)
+    with pytest.raises(NotFound):
+        await world.store.edges(JOB, 0)
+    with pytest.raises(NotFound, match="not committed"):
+        await world.store.edges(JOB, 1)
+    await world.publish(1)
+    (edge,) = (await world.document(1)).edges()
+    assert codec.apply(content(0), world.chunks.held[edge.delta][0]) == content(1)
+
+
+def bases(version: int) -> list[int]:
+    return [version - span for span in (1, 2, 4, 8) if version >= span]
+
+
+async def with_hops(world: World, versions: int) -> None:
+    """Publish versions 0, 1, ..., each when the hops to the one before it are composed."""
+    for version in range(versions):
+        await world.publish(version)
+        await world.composing(world.has_hops(version, *bases(version)))
+
+
+async def test_hops_of_two_four_and_eight_versions_are_composed_and_lead_where_they_say(world: World) -> None:
+    await with_hops(world, 10)
+    found = await world.document(9)
+    assert [hop.base for hop in found.hops] == [8, 7, 5, 1]
+    for hop in found.hops:
+        (edge,) = hop.edges
+        assert codec.apply(content(hop.base), world.chunks.held[edge.delta][0]) == content(9)
+
+
+async def test_a_loop_that_is_late_leaves_out_the_versions_that_have_gone(world: World) -> None:
+    for version in range(6):
+        await world.publish(version)
+    await world.store.collect_once()
+    await world.composing(world.has_hops(5, 4, 3))
+    assert await world.hops(3) == [2], "version 3 is not kept"
+
+
+async def test_what_a_killed_process_had_not_composed_is_composed_by_the_next_one(world: World) -> None:
+    for version in range(3):
+        await world.publish(version)
+    assert await world.hops(2) == [1]
+    world.restart()
+    await world.store.load()
+    await world.composing(world.has_hops(2, 1, 0))
+
+
+async def test_a_delta_that_rotted_is_not_composed_any_further(world: World) -> None:
+    await world.publish(0)
+    await world.publish(1)
+    (edge,) = (await world.document(1)).edges()
+    data, used_at = world.chunks.held[edge.delta]
+    world.chunks.held[edge.delta] = data[:-1] + b"!", used_at
+    await world.publish(2)
+    await world.composing(world.has_hops(2, 1, 0))
+    assert [len(hop.edges) for hop in (await world.document(2)).hops] == [1, 0]
+
+
+async def test_a_composed_delta_that_does_not_lead_there_is_not_published(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.publish(0)
+    await world.publish(1)
+    await world.publish(2)
+    monkeypatch.setattr(codec, "compose", lambda *deltas: deltas[0])
+    await world.composing(world.has_hops(2, 1, 0))
+    assert [len(hop.edges) for hop in (await world.document(2)).hops] == [1, 0]
+
+
+async def test_a_full_disk_stops_composing_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in range(3):
+        await world.publish(version)
+
+    tries: list[int] = []
+
+    async def no_room(*_: object) -> None:
+        tries.append(1)
+        raise StoreFull("no room")
+
+    async def tried() -> bool:
+        return bool(tries)
+
+    with monkeypatch.context() as full:
+        full.setattr(world.chunks, "put", no_room)
+        await world.composing(tried)
+    assert await world.hops(2) == [1]
+    await world.publish(3)
+    await world.composing(world.has_hops(3, 2, 1))
+
+
+async def test_edges_outlive_their_versions_and_go_in_the_end_with_their_deltas(world: World) -> None:
+    await with_hops(world, 14)
+    await world.store.collect_once()
+    assert await world.documents.edge_versions(JOB) == list(range(2, 14))
+    needed = {edge.delta for version in range(2, 14) for edge in (await world.document(version)).edges()}
+    lists = {digest for digest in world.chunks.held if digest not in needed}
+    dense = {digest_of(content(version)) for version in (12, 13)}
+    assert dense <= lists
+    for digest in lists - dense:
+        assert world.chunks.held[digest][0].startswith(b'{"base"'), "only lists wait for the end of the grace"
+    world.now += UPLOAD_GRACE_S + 1
+    await world.store.collect_once()
+    assert set(world.chunks.held) == needed | dense
+
+
+async def test_a_part_that_waits_keeps_its_edges(world: World) -> None:
+    await world.publish(0)
+    with pytest.raises(Undecodable):
+        await world.publish(1, lists=[b"no list"])
+    world.now += UPLOAD_GRACE_S - 10
+    await world.store.collect_once()
+    assert digest_of(b"no list") in world.chunks.held
+
+
+@pytest.mark.parametrize("data", [b"no list", b'{"base":1,"edges":[]}'], ids=["no list", "from itself"])
+async def test_a_commit_with_bad_edges_is_refused_and_the_head_stays(world: World, data: bytes) -> None:
+    await world.publish(0)
+    with pytest.raises(Undecodable):
+        await world.publish(1, lists=[data])
+    assert world.store.model(JOB).head == 0
+    world.memory.forget()
+    await world.publish(1)
+    assert world.store.model(JOB).head == 1
+
+
+async def test_edges_whose_delta_is_not_there_are_left_out(world: World) -> None:
+    await world.publish(0)
+    delta = remembering(content(0)).exchange(0, cut(content(1)))
+    assert delta is not None
+    lost = delta.edge._replace(delta="0" * 64)
+    await world.publish(1, lists=lists_of(0, [lost]))
+    assert list((await world.document(1)).edges()) == []
+
+
+async def test_a_document_of_edges_that_rotted_counts_as_none(world: World) -> None:
+    for version in range(3):
+        await world.publish(version)
+    await world.documents.put_edges(JOB, 2, b"rotten")
+    with pytest.raises(NotFound):
+        await world.store.edges(JOB, 2)
+    await world.store.collect_once()
+    await world.publish(3)
+    await world.composing(world.has_hops(3, 2))

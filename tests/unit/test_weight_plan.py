@@ -1,0 +1,115 @@
+"""The cheapest way to every chunk, against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.weights.edges import Edge, EdgeList, VersionEdges
+from shared.weights.manifest import CHUNK_BYTES, ChunkRef
+from shared.weights.plan import FETCH_BYTES, Way, next_stop, plan
+
+
+def digest(name: int | str) -> str:
+    return str(name).rjust(64, "0")
+
+
+def edge(base: int | str, new: int | str, n_bytes: int) -> Edge:
+    return Edge(digest(new), digest(base), digest(f"de17a{base}{new}"), n_bytes)
+
+
+def chunk(name: int | str, n_bytes: int = CHUNK_BYTES) -> ChunkRef:
+    return ChunkRef(digest(name), n_bytes)
+
+
+def way(wanted: ChunkRef, edges: list[Edge], *held: int | str) -> Way:
+    return plan([wanted], edges, {digest(name) for name in held}).ways[0]
+
+
+def test_what_is_held_costs_nothing() -> None:
+    assert way(chunk("a"), [edge("b", "a", 10)], "a", "b") == Way(chunk("a"), held=True)
+    assert way(chunk("a"), [], "a").n_bytes == 0
+
+
+def test_what_cannot_be_reached_is_fetched_whole() -> None:
+    assert way(chunk("a"), [edge("b", "a", 10)], "c") == Way(chunk("a"))
+    assert way(chunk("a"), [edge("b", "a", 10)]).n_bytes == CHUNK_BYTES
+
+
+def test_a_delta_from_what_is_held_is_taken() -> None:
+    assert way(chunk("a"), [edge("b", "a", 10)], "b") == Way(chunk("a"), path=(edge("b", "a", 10),))
+
+
+def test_a_chain_and_a_longer_hop_are_compared_by_bytes() -> None:
+    chain = [edge("a", "b", 1000), edge("b", "c", 1000)]
+    assert way(chunk("c"), [*chain, edge("a", "c", 2400)], "a").path == (edge("a", "c", 2400),)
+    assert way(chunk("c"), [*chain, edge("a", "c", 1000 + 1000 + FETCH_BYTES + 1)], "a").path == tuple(chain)
+
+
+def test_deltas_that_cost_more_than_the_chunk_are_left_alone() -> None:
+    assert way(chunk("c", 1500), [edge("a", "b", 1000), edge("b", "c", 1000)], "a") == Way(chunk("c", 1500))
+
+
+def test_cycles_self_loops_and_edges_to_nowhere_do_no_harm() -> None:
+    edges = [edge("a", "b", 1), edge("b", "a", 1), edge("b", "b", 1), edge("b", "x", 1), edge("b", "c", 1)]
+    assert way(chunk("c"), edges, "a").path == (edge("a", "b", 1), edge("b", "c", 1))
+
+
+def test_a_plan_adds_up() -> None:
+    found = plan([chunk("b"), chunk("c", 700), chunk("d")], [edge("a", "b", 10)], {digest("a"), digest("d")})
+    assert found.n_bytes == 10 + 700
+
+
+NODES = st.integers(0, 5)
+EDGES = st.lists(st.builds(edge, NODES, NODES, st.integers(1, 4000)), max_size=12)
+
+
+def paths(target: str, edges: list[Edge], held: set[str], seen: frozenset[str]) -> Iterator[int]:
+    """Yield what every simple path from a held chunk to `target` costs."""
+    for step in edges:
+        if step.new == target and step.base not in seen:
+            cost = step.n_bytes + FETCH_BYTES
+            if step.base in held:
+                yield cost
+            else:
+                yield from (cost + rest for rest in paths(step.base, edges, held, seen | {step.base}))
+
+
+@settings(deadline=None)
+@given(edges=EDGES, held=st.sets(NODES.map(digest)), wanted=NODES, n_bytes=st.integers(1, 9000))
+def test_no_way_is_cheaper_than_the_planned_one(edges: list[Edge], held: set[str], wanted: int, n_bytes: int) -> None:
+    target = chunk(wanted, n_bytes)
+    found = plan([target], edges, held).ways[0]
+    if target.digest in held:
+        assert found.held
+        return
+    dense = n_bytes + FETCH_BYTES
+    best = min([dense, *paths(target.digest, edges, held, frozenset({target.digest}))])
+    cost = found.n_bytes + FETCH_BYTES * max(len(found.path), 1)
+    assert cost == best
+    at = found.path[0].base if found.path else None
+    assert at is None or at in held
+    for step in found.path:
+        assert step.base == at
+        at = step.new
+    assert at in (None, target.digest)
+
+
+def document(version: int, *bases: int) -> VersionEdges:
+    return VersionEdges(version=version, at=0.0, hops=tuple(EdgeList(base=base, edges=()) for base in bases))
+
+
+def test_the_way_back_takes_the_longest_hops_that_do_not_overshoot() -> None:
+    stops, at = [], 107
+    while (stop := next_stop(document(at, at - 1, at - 2, at - 4, at - 8), have=80)) is not None:
+        stops.append(stop)
+        at = stop
+    assert stops == [99, 91, 83, 81]
+
+
+def test_the_way_back_ends_where_there_is_nothing_nearer() -> None:
+    assert next_stop(document(7), have=3) is None
+    assert next_stop(document(7, 2), have=3) is None
+    assert next_stop(document(7, 6, 5, 3), have=3) is None
