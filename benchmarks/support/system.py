@@ -39,10 +39,14 @@ class System:
     def start_manager(self) -> int:
         """Start `python -m services.rollout_manager`; return its process id when it is ready."""
         port = self._ports.of("manager")
-        os.environ.update(
-            RLBOOST_REDIS_URL=self.url, RLBOOST_TOKEN="benchmark", RLBOOST_MANAGER_PORT=str(port), OMP_NUM_THREADS="1"
+        self.manager = self._start(
+            "manager",
+            [sys.executable, "-m", "services.rollout_manager"],
+            RLBOOST_REDIS_URL=self.url,
+            RLBOOST_TOKEN="benchmark",
+            RLBOOST_MANAGER_PORT=str(port),
+            OMP_NUM_THREADS="1",
         )
-        self.manager = self._start("manager", [sys.executable, "-m", "services.rollout_manager"])
         self._wait_for("manager", lambda: _is_ready(port))
         return self.manager.pid
 
@@ -77,9 +81,9 @@ class System:
             self._ports.of(name)
             self._ports.release(name)
 
-    def _start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
         with (self._directory / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log)
+            return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
 
     def _wait_for(self, name: str, ready: object) -> None:
         assert callable(ready)
