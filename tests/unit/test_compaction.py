@@ -73,7 +73,7 @@ def test_the_log_is_kept_from_the_oldest_sample_on(world: World) -> None:
     admit(world, 0, "3-0")
     admit(world, 1, "5-0")
     assert compact(world, "7-0") == "3-0"
-    world.close(pack([group(0)], U64))
+    world.close([group(0)])
     assert compact(world, "7-0") == "5-0"
 
 
@@ -86,13 +86,13 @@ def test_a_long_log_s_oldest_samples_are_written_again_and_what_is_before_them_m
     old, passing = admit(world, 0, "3-0"), admit(world, 1, "4-0")
     make(world, old, 5)
     make(world, passing, 200, FINISH_STOP)
-    world.close(pack([passing], U64))
+    world.close([passing])
     young = admit(world, 2, "6-0")
     assert compact(world, "7-0") == "3-0"
     assert restated(world) == [old]
     assert compact(world, "8-0") == "6-0"
     assert restated(world) == []
-    world.close(pack([young], U64))
+    world.close([young])
     assert compact(world, "9-0") == "99-0"
 
 
@@ -100,7 +100,7 @@ def test_a_complete_sample_is_not_written_again(world: World) -> None:
     old, passing = admit(world, 0, "3-0"), admit(world, 1, "4-0")
     make(world, old, 5, FINISH_STOP)
     make(world, passing, 200)
-    world.close(pack([passing], U64))
+    world.close([passing])
     assert compact(world, "7-0") == "3-0"
     assert restated(world) == []
 
@@ -112,7 +112,7 @@ def test_no_more_is_written_again_at_once_than_a_turn_can_carry(world: World, mo
         make(world, sample, 5)
     passing = admit(world, 9, "10-0")
     make(world, passing, 200, FINISH_STOP)
-    world.close(pack([passing], U64))
+    world.close([passing])
     compact(world, "11-0")
     assert restated(world) == samples[:2]
     compact(world, "12-0")

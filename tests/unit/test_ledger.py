@@ -146,8 +146,8 @@ def test_a_restatement_that_missed_a_frame_does_not_free_the_older_entries(ledge
 
 
 def test_closing_the_last_sample_of_a_group_closes_the_group(ledger: Ledger) -> None:
-    ledger.close(pack([GROUP], U64))
+    ledger.close([GROUP])
     assert ledger.open_in_group == {GROUP: 1}
-    ledger.close(pack([GROUP + 1, GROUP + 1], U64))
+    ledger.close([GROUP + 1, GROUP + 1])
     assert not ledger.open_in_group
     assert not ledger.samples

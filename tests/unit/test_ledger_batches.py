@@ -111,7 +111,7 @@ def test_a_frame_that_names_a_sample_twice_extends_it_twice() -> None:
 
 def test_a_closed_sample_s_place_is_not_mistaken_for_that_of_the_next() -> None:
     ledger = ledger_with_samples()
-    ledger.close(pack([SAMPLES[0]], U64))
+    ledger.close([SAMPLES[0]])
     group = SampleId(1, False, 0, 1, 0).pack()
     ledger.admit(
         GroupRequested(job_id="j", group=group, n=1, prompt=b"1234", sampling=Sampling(), version=0, seed=1), "2-0"

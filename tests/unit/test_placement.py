@@ -14,7 +14,7 @@ from services.rollout_manager.domain.ledger import Sample
 from services.rollout_manager.domain.lengths import Lengths
 from services.rollout_manager.domain.placement import Candidates, best_of, has_room, size
 from services.rollout_manager.domain.profile import ENOUGH, Profile
-from services.rollout_manager.domain.shares import Demand, Member, fair, reassign
+from services.rollout_manager.domain.shares import Demand, Member, due_of, fair, reassign
 from services.rollout_manager.domain.waiting import TURN_OF_OLDEST, Waiting
 from shared.columns import I32, pack
 from shared.ids import SampleId
@@ -317,6 +317,10 @@ def demand(job: str, samples: int, waiting: int, share: float = 1.0, waited_s: f
     return Demand(job, share, samples, waiting, waited_s)
 
 
+def changes_of(demands: list[Demand], members: list[Member]) -> dict[str, str]:
+    return reassign(demands, members, due_of(demands, members))
+
+
 def test_workers_are_due_in_proportion_to_the_shares() -> None:
     demands = [demand("a", 9999, 9999, share=2.0), demand("b", 9999, 9999)]
     assert fair(demands, 9, batch=8) == {"a": 6, "b": 3}
@@ -328,28 +332,28 @@ def test_no_job_is_due_more_than_it_can_fill() -> None:
 
 def test_workers_of_a_job_with_nothing_to_do_go_to_one_whose_samples_wait() -> None:
     members = [Member(f"w{i}", "a", 0, 8) for i in range(4)]
-    assert set(reassign([demand("a", 0, 0), demand("b", 99, 99)], members).values()) == {"b"}
+    assert set(changes_of([demand("a", 0, 0), demand("b", 99, 99)], members).values()) == {"b"}
 
 
 def test_nobody_changes_for_a_job_whose_samples_all_run() -> None:
     members = [Member("w0", "a", 0, 8), Member("w1", "b", 8, 8)]
-    assert reassign([demand("a", 0, 0), demand("b", 8, 0)], members) == {}
+    assert changes_of([demand("a", 0, 0), demand("b", 8, 0)], members) == {}
 
 
 def test_a_busy_worker_changes_only_after_a_while_and_only_from_a_job_above_its_share() -> None:
     members = [Member(f"w{i}", "a", 8, 8) for i in range(4)]
     hurried = [demand("a", 99, 60), demand("b", 99, 99, waited_s=0.1)]
     patient = [demand("a", 99, 60), demand("b", 99, 99, waited_s=2.0)]
-    assert reassign(hurried, members) == {}
-    assert list(reassign(patient, members).values()) == ["b", "b"]
+    assert changes_of(hurried, members) == {}
+    assert list(changes_of(patient, members).values()) == ["b", "b"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.floats(0.1, 5.0)), min_size=1, max_size=5), st.integers(1, 40))
 def test_sharing_out_again_changes_nothing(jobs: list[tuple[int, float]], n: int) -> None:
     demands = [demand(f"j{i}", samples, samples, share) for i, (samples, share) in enumerate(jobs)]
     members = [Member(f"w{i}", "", 0, 8) for i in range(n)]
-    changes = reassign(demands, members)
+    changes = changes_of(demands, members)
     after = [Member(m.id, changes.get(m.id, m.job_id), 0, 8) for m in members]
     assert all(member.job_id for member in after if member.id in changes)
-    again = reassign(demands, after)
+    again = changes_of(demands, after)
     assert not {w for w in again if w in changes}

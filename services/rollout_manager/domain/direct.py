@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.jobs import Job
-from services.rollout_manager.domain.shares import Demand, Member, fair, reassign
+from services.rollout_manager.domain.shares import Demand, Member, due_of, reassign
 from services.rollout_manager.domain.world import Crew, Now, World
 from shared.messages import Resume, Suspend, UseVersion
 
@@ -99,9 +99,12 @@ def _share_out(world: World, jobs: list[Job], now: Now) -> None:
         for worker in world.fleet.workers.values()
         if not worker.reserved and worker.state != "draining"
     ]
+    if not members:
+        return
     demands = [_demand(world, job, now) for job in jobs]
-    _note_who_is_below(world, demands, members, now)
-    for worker_id, job_id in reassign(demands, members).items():
+    due = due_of(demands, members)
+    _note_who_is_below(world, demands, members, due, now)
+    for worker_id, job_id in reassign(demands, members, due).items():
         worker = world.fleet.workers[worker_id]
         world.tell("worker_changes_job", now, job_id, worker=worker_id, before=worker.job, samples=len(worker.samples))
         _serve(world, worker, job_id, _version(world, job_id))
@@ -116,10 +119,9 @@ def _demand(world: World, job: Job, now: Now) -> Demand:
     return Demand(job.id, job.spec.elastic.share, samples, max(0, samples - held), now.mono - since)
 
 
-def _note_who_is_below(world: World, demands: list[Demand], members: list[Member], now: Now) -> None:
-    if not members:
-        return
-    due = fair(demands, len(members), sum(member.batch for member in members) / len(members))
+def _note_who_is_below(
+    world: World, demands: list[Demand], members: list[Member], due: dict[str, int], now: Now
+) -> None:
     for demand in demands:
         have = sum(member.job_id == demand.job_id for member in members)
         if demand.waiting and have < due[demand.job_id]:

@@ -188,10 +188,6 @@ class Fleet:
         self._suspects_at = now
         return [worker.id for worker in self.workers.values() if now - worker.heard_at > self.lease_s]
 
-    def present(self, *, reserved: bool) -> list[Worker]:
-        """Return the workers of one role that are there and not on their way out."""
-        return [w for w in self.workers.values() if w.reserved is reserved and w.state != "draining"]
-
     def give_everyone_time(self, now: float) -> None:
         """Forget the silence so far, after a time in which nobody could be heard."""
         for worker in self.workers.values():

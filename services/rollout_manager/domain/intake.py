@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from services.rollout_manager.domain.actions import ForgetWorker, Record, SaveJob, SaveMetrics, SaveWorker
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.jobs import ENDED, Job
-from services.rollout_manager.domain.ledger import Outcome, closing
+from services.rollout_manager.domain.ledger import Outcome
 from services.rollout_manager.domain.seeding import Window
 from services.rollout_manager.domain.steps import end_step
 from services.rollout_manager.domain.world import Now, World, revoke
+from shared.columns import U64, ints
 from shared.errors import Bury
 from shared.ids import SampleId, job_of
 from shared.jobspec import parse
@@ -91,7 +92,7 @@ def fold(world: World, message: Message, entry_id: str, *, counted: bool) -> Non
         case Placed():
             _place(world, message, counted=counted)
         case Closed():
-            world.close(message.samples)
+            world.close(ints(message.samples, U64))
         case Restated():
             _restate(world, message, entry_id)
         case _:
@@ -141,7 +142,7 @@ def _admit(world: World, request: GroupRequested, entry_id: str) -> None:
     done = world.delivered[request.job_id].get(SampleId.unpack(request.group).step, set())
     added = world.ledger.admit(request, entry_id)
     world.admitted(added)
-    world.close(closing([sample for sample in added if sample.id in done]))
+    world.close([sample.id for sample in added if sample.id in done])
 
 
 def _place(world: World, message: Placed, *, counted: bool) -> None:

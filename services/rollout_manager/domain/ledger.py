@@ -13,7 +13,7 @@ oldest entry gives the same ledger as having lived through it, whatever the mana
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -31,7 +31,7 @@ from services.rollout_manager.domain.rows import (
     sort_out,
     stretches,
 )
-from shared.columns import I32, U32, U64, ints, length, pack
+from shared.columns import I32, U32, U64, ints, length
 from shared.errors import Bury
 from shared.ids import JOB_SHIFT, MAX_GROUP_SIZE, job_of
 from shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, Placed, Restated, SampleFailed, TokenFrame
@@ -284,10 +284,10 @@ class Ledger:
         self.failed[message.sample] = message.reason
         return True
 
-    def close(self, column: bytes) -> list[Sample]:
+    def close(self, sample_ids: Iterable[int]) -> list[Sample]:
         """End samples; return those that were in flight."""
         closed = []
-        for sample_id in ints(column, U64):
+        for sample_id in sample_ids:
             sample = self.samples.pop(sample_id, None)
             if sample is None:
                 continue
@@ -349,11 +349,6 @@ class Ledger:
     def oldest(self, n: int) -> list[Sample]:
         """Return the `n` samples whose entries reach back farthest in the log, the oldest first."""
         return [self.samples[sample_id] for sample_id in islice(self._by_age, n)]
-
-
-def closing(samples: Sequence[Sample]) -> bytes:
-    """Return the column of `Closed.samples`."""
-    return pack([sample.id for sample in samples], U64)
 
 
 def _rows(samples: bytes, attempts: bytes, offsets: bytes) -> zip[tuple[int, int, int]]:

@@ -61,11 +61,13 @@ def fair(demands: Sequence[Demand], workers: int, batch: float) -> dict[str, int
     return due
 
 
-def reassign(demands: Sequence[Demand], members: Sequence[Member]) -> dict[str, str]:
-    """Return which workers should change to which job."""
-    if not demands or not members:
-        return {}
-    due = fair(demands, len(members), sum(member.batch for member in members) / len(members))
+def due_of(demands: Sequence[Demand], members: Sequence[Member]) -> dict[str, int]:
+    """Return how many of these workers, at least one, each job is due."""
+    return fair(demands, len(members), sum(member.batch for member in members) / len(members))
+
+
+def reassign(demands: Sequence[Demand], members: Sequence[Member], due: Mapping[str, int]) -> dict[str, str]:
+    """Return which workers should change to which job, where each job is due so many."""
     have = {demand.job_id: 0 for demand in demands}
     for member in members:
         if member.job_id in have:

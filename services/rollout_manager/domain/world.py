@@ -216,18 +216,16 @@ class World:
             tokens = sum(sample.n_tokens for sample in samples)
             self.tell("samples_taken", now, worker=worker.id, samples=len(samples), tokens=tokens, cause=cause)
 
-    def _take_from_owner(self, sample: Sample) -> Worker | None:
+    def _take_from_owner(self, sample: Sample) -> None:
         owner = self.fleet.workers.get(sample.worker)
         if owner is not None:
             owner.samples.discard(sample.id)
             owner.releasing.pop(sample.id, None)
             self.changed(owner)
-        return owner
 
-    def close(self, column: bytes) -> list[Sample]:
+    def close(self, sample_ids: Iterable[int]) -> None:
         """End samples in the ledger and in every count that follows it."""
-        closed = self.ledger.close(column)
-        for sample in closed:
+        for sample in self.ledger.close(sample_ids):
             self._take_from_owner(sample)
             need = need_of(sample)
             self.live[need] -= 1
@@ -238,7 +236,6 @@ class World:
                 if not any((live.job_id, live.version) == need[:2] for live in self.live):
                     self.asked.pop(need[:2], None)
             self.note_delivered(sample.request.job_id, sample.id)
-        return closed
 
     def note_delivered(self, job_id: str, sample_id: int) -> None:
         """Remember that the trainer has this sample, or knows that it will not come."""
@@ -278,7 +275,7 @@ class World:
 
     def _close_one(self, sample: Sample) -> bool:
         """Close a sample and tell whether its group is over by that."""
-        self.close(pack([sample.id], U64))
+        self.close([sample.id])
         self._closed.append(sample.id)
         group_done = sample.request.group not in self.ledger.open_in_group
         if group_done:
