@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from shared.errors import Bury
 from shared.weights import codec
-from shared.weights.codec import CorruptDelta, Info, Kind, kernels
+from shared.weights.codec import BaseNeeded, CorruptDelta, Info, Kind, kernels
+from shared.weights.codec.arrays import Params
 from shared.weights.codec.blob import HEADER, MAX_VALUES, WIDTHS, seal, unseal
-from shared.weights.codec.sections import GUARD, PARAMS, Params, Sections, golomb_k, rice_bits, rice_k
+from shared.weights.codec.classes import TABLE
+from shared.weights.codec.sections import GUARD, PARAMS, Sections, golomb_k, rice_bits, rice_k
+from tests.support.golden_deltas import GOLDEN, golden_case
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "codec"
 STEPPED = sorted(WIDTHS)
-SPARSE = [Kind.OVERWRITE, Kind.RICE, Kind.BITMAP]
+SPARSE = [Kind.OVERWRITE, Kind.RICE, Kind.BITMAP, Kind.CLASS]
 IMPLEMENTATIONS = list(kernels.available())
 TYPES = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "int8": np.uint8}
 SPECIAL = {2: [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x8001, 0x7C00, 0x7E01, 0x3F80]}
@@ -79,6 +79,14 @@ def weights(n: int, changed: float, seed: int = 0) -> tuple[bytes, bytes]:
     return before.tobytes(), np.where(rng.random(n) < changed, before + steps, before).astype(np.uint16).tobytes()
 
 
+def adam_weights(n: int) -> tuple[bytes, bytes]:
+    """Return bfloat16 patterns before and after all weights moved alike, so that small ones change more often."""
+    rng = np.random.default_rng(5)
+    before = rng.normal(0, 0.02, n).astype(np.float32)
+    after = before + rng.choice([-1e-6, 1e-6], n).astype(np.float32)
+    return tuple((values.view(np.uint32) >> 16).astype(np.uint16).tobytes() for values in (before, after))
+
+
 def bf16(*values: int) -> bytes:
     return np.array(values, dtype=np.uint16).tobytes()
 
@@ -132,7 +140,7 @@ def test_a_composed_delta_does_what_both_do(data: st.DataObject, kinds: tuple[Ki
         assert composed == codec.encode(base, new, dtype, codec.inspect(composed).kind)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data(), kinds=st.tuples(st.sampled_from(list(Kind)), st.sampled_from(list(Kind))))
 def test_any_two_kinds_compose_when_the_base_is_given(data: st.DataObject, kinds: tuple[Kind, Kind]) -> None:
     base, middle, new = data.draw(versions("bfloat16", 3))
@@ -163,6 +171,81 @@ def test_an_inverted_delta_leads_back(data: st.DataObject, kind: Kind, dtype: st
     assert codec.apply(new, back) == base
     assert codec.invert(back) == delta
     assert codec.inspect(codec.compose(delta, back)).n_changed == 0
+
+
+@pytest.mark.parametrize("dtype", STEPPED)
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_class_delta_is_inverted_and_composed_with_its_base(data: st.DataObject, dtype: str) -> None:
+    base, middle, new = data.draw(versions(dtype, 3))
+    first, second = (codec.encode(a, b, dtype, Kind.CLASS) for a, b in pairwise((base, middle, new)))
+    assert codec.apply(middle, codec.invert(first, base)) == base
+    made = set()
+    for name in IMPLEMENTATIONS:
+        with kernels.using(name):
+            made.add(codec.compose(first, second, base))
+    (composed,) = made
+    assert codec.apply(base, composed) == new
+    assert composed == codec.encode(base, new, dtype)
+
+
+def test_without_its_base_a_class_delta_is_neither_inverted_nor_composed() -> None:
+    base, new = weights(1000, 0.1)
+    ranked, steps = (codec.encode(base, new, "bfloat16", kind) for kind in (Kind.CLASS, Kind.RICE))
+    for work in (
+        lambda: codec.invert(ranked),
+        lambda: codec.compose(ranked, ranked),
+        lambda: codec.compose(steps, ranked),
+        lambda: codec.compose(ranked, steps),
+    ):
+        with pytest.raises(BaseNeeded, match="give it"):
+            work()
+
+
+@pytest.mark.parametrize("dtype", STEPPED)
+@pytest.mark.parametrize("exponents", [(0, 0), (0, 3), (100, 140), (0, 255)])
+def test_classes_follow_from_the_base_whatever_its_exponents(dtype: str, exponents: tuple[int, int]) -> None:
+    shift, mask = {"bfloat16": (7, 255), "float16": (10, 31), "float32": (23, 255)}[dtype]
+    rng = np.random.default_rng(3)
+    exponent = rng.integers(exponents[0], exponents[1], 4001, endpoint=True) & mask
+    patterns = (exponent << shift | rng.integers(0, 1 << shift, 4001)).astype(TYPES[dtype])
+    patterns[::2] |= TYPES[dtype](1 << (8 * WIDTHS[dtype] - 1))
+    base = patterns.tobytes()
+    moved = rng.random(4001) < 0.3
+    patterns[moved] += rng.integers(1, 3, int(moved.sum())).astype(TYPES[dtype])
+    made = set()
+    for name in IMPLEMENTATIONS:
+        with kernels.using(name):
+            made.add(codec.encode(base, patterns.tobytes(), dtype, Kind.CLASS))
+    (delta,) = made
+    for name in IMPLEMENTATIONS:
+        with kernels.using(name):
+            assert codec.apply(base, delta) == patterns.tobytes()
+
+
+@pytest.mark.parametrize("changed", [0.0, 0.01, 0.05, 0.28, 0.6, 1.0])
+def test_asked_for_the_fewest_bytes_it_is_never_larger_than_otherwise(changed: float) -> None:
+    for n in (10, 3000, 100_000):
+        base, new = weights(n, changed)
+        usual, small = codec.encode(base, new, "bfloat16"), codec.encode(base, new, "bfloat16", small=True)
+        assert len(small) <= len(usual)
+        assert codec.apply(base, small) == new
+        assert codec.inspect(usual).kind != Kind.CLASS
+
+
+def test_where_small_weights_change_more_often_classes_are_smaller() -> None:
+    base, new = adam_weights(300_000)
+    usual, small = codec.encode(base, new, "bfloat16"), codec.encode(base, new, "bfloat16", small=True)
+    assert codec.inspect(small).kind == Kind.CLASS
+    assert len(small) < 0.85 * len(usual)
+
+
+def test_a_class_delta_for_other_exponents_is_refused(implementation: str) -> None:
+    base, new = weights(5000, 0.2)
+    delta = codec.encode(base, new, "bfloat16", Kind.CLASS)
+    ones = bf16(*[0x3F80] * 5000)
+    with pytest.raises(CorruptDelta, match="class"):
+        codec.apply(ones, delta)
 
 
 def test_minus_zero_and_nan_payloads_are_changes(implementation: str) -> None:
@@ -197,21 +280,43 @@ def test_values_that_are_all_different_are_sent_as_they_are(dtype: str) -> None:
     assert codec.compose(codec.encode(base, new, dtype, Kind.OVERWRITE), delta) == delta
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", [None, Kind.CLASS])
 @pytest.mark.parametrize("changed", [0.01, 0.05, 0.28, 0.5])
-def test_a_whole_chunk_comes_out_the_same_from_every_implementation(changed: float) -> None:
-    base, new = weights(200_003, changed)
+def test_a_whole_chunk_comes_out_the_same_from_every_implementation(
+    changed: float, kind: Kind | None, dtype: str
+) -> None:
+    base, new = weights(200_002, changed)
     made = set()
     for name in IMPLEMENTATIONS:
         with kernels.using(name):
-            made.add(codec.encode(base, new, "bfloat16"))
+            made.add(codec.encode(base, new, dtype, kind))
             assert codec.apply(base, next(iter(made))) == new
     assert len(made) == 1
 
 
-def test_buffers_may_begin_anywhere_in_memory(implementation: str) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_long_delta_whose_last_position_is_outside_changes_nothing(dtype: str, implementation: str) -> None:
+    base, new = weights(200_000, 0.05)
+    info, payload = unseal(codec.encode(base, new, dtype, Kind.RICE))
+    last = int(Sections(info, payload).positions(kernels.active())[-1])
+    for n_values, inside in ((last, False), (last + 1, True)):
+        target = bytearray(base[: n_values * info.width])
+        delta = seal(info._replace(n_values=n_values), [payload])
+        if inside:
+            codec.apply_into(target, delta)
+            assert target == new[: len(target)]
+        else:
+            with pytest.raises(CorruptDelta):
+                codec.apply_into(target, delta)
+            assert target == base[: len(target)]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_buffers_may_begin_anywhere_in_memory(kind: Kind, implementation: str) -> None:
     base, new = weights(3001, 0.1)
     before, after = memoryview(b"x" + base)[1:], memoryview(b"yyy" + new)[3:]
-    delta = codec.encode(before, after, "bfloat16")
+    delta = codec.encode(before, after, "bfloat16", kind)
     target = memoryview(bytearray(b"z" + base))[1:]
     codec.apply_into(target, memoryview(b"?" + delta)[1:])
     assert bytes(target) == new
@@ -262,7 +367,7 @@ def test_only_steps_can_be_inverted_and_mixed_kinds_need_the_base() -> None:
     steps, over = (codec.encode(base, new, "bfloat16", kind) for kind in (Kind.RICE, Kind.OVERWRITE))
     with pytest.raises(ValueError, match="cannot be inverted"):
         codec.invert(over)
-    with pytest.raises(ValueError, match="needs the base"):
+    with pytest.raises(BaseNeeded, match="needs the base"):
         codec.compose(steps, over)
 
 
@@ -359,7 +464,7 @@ HUGE = (1 << 32) - 8
         Params(magnitude_bytes=HUGE),
     ],
 )
-@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("kind", [Kind.OVERWRITE, Kind.RICE, Kind.BITMAP])
 def test_sizes_that_nothing_backs_are_refused_before_memory_is_taken(kind: Kind, params: Params) -> None:
     for n_changed in (0, 3, 64, MAX_VALUES):
         info = Info(kind, "bfloat16", MAX_VALUES, n_changed)
@@ -368,6 +473,27 @@ def test_sizes_that_nothing_backs_are_refused_before_memory_is_taken(kind: Kind,
             codec.compose(delta, delta)
         with pytest.raises(CorruptDelta):
             Sections(info, memoryview(delta)[HEADER.size :])
+
+
+@pytest.mark.parametrize(
+    ("top", "counts", "lengths"),
+    [
+        (0, [3], [0]),
+        (0, [3], [HUGE]),
+        (0, [2, 1], [40, 40]),
+        (0, [3], [PARAMS.size + 64 + len(GUARD)]),
+        (255, [0], [PARAMS.size + 64 + len(GUARD)]),
+        (0, [1 << 31, 1 << 31], [0]),
+    ],
+)
+def test_classes_that_do_not_add_up_are_refused(top: int, counts: list[int], lengths: list[int]) -> None:
+    payload = TABLE.pack(top, *counts, *[0] * (8 - len(counts)), *lengths, *[0] * (8 - len(lengths)))
+    rest = PARAMS.pack(*Params(unary_bytes=HUGE)) + bytes(64) + GUARD
+    for n_changed in (0, 3, 100):
+        with pytest.raises(CorruptDelta):
+            codec.apply(bytes(200), seal(Info(Kind.CLASS, "bfloat16", 100, n_changed), [payload, rest]))
+    with pytest.raises(CorruptDelta):
+        codec.apply(bytes(200), seal(Info(Kind.CLASS, "bfloat16", 100, 3), [payload[:-8]]))
 
 
 @pytest.mark.parametrize(
@@ -385,6 +511,7 @@ def test_a_header_that_is_not_ours_says_so(at: int, value: int, text: str) -> No
     "info",
     [
         Info(Kind.RICE, "bytes", 4, 1),
+        Info(Kind.CLASS, "bytes", 4, 1),
         Info(Kind.RICE, "bfloat16", 4, 5),
         Info(Kind.DENSE, "float32", MAX_VALUES + 1, MAX_VALUES + 1),
         Info(Kind.DENSE, "bfloat16", 4, 3),
@@ -393,23 +520,6 @@ def test_a_header_that_is_not_ours_says_so(at: int, value: int, text: str) -> No
 def test_a_header_that_contradicts_itself_is_refused(info: Info) -> None:
     with pytest.raises(CorruptDelta):
         codec.apply(bytes(8), seal(info, [bytes(8)]))
-
-
-def golden_case(name: str) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger], str, Kind]:
-    """Return what is in a golden file, from arithmetic that any language has."""
-    kind, dtype = name.split("-")
-    index = np.arange(1000, dtype=np.uint64)
-    top = 1 << (8 * WIDTHS.get(dtype, 1))
-    before = (index * 40503 + 12345) % top
-    moved = (index * 7919) % 100 < (60 if kind == "bitmap" else 12)
-    step = np.where(index % 9 == 0, index % 37 + 2, 1)
-    after = np.where(moved, (before + step) % top, before)
-    return (
-        before.astype(TYPES.get(dtype, np.uint8)),
-        after.astype(TYPES.get(dtype, np.uint8)),
-        dtype,
-        Kind[kind.upper()],
-    )
 
 
 GOLDEN_NAMES = [

@@ -3,7 +3,18 @@
 Pure: bytes in, bytes out, the same on every machine. The format is in `docs/weights-format.md`.
 """
 
-from shared.weights.codec.blob import CorruptDelta, Info, Kind, inspect
+from shared.weights.codec.blob import BaseNeeded, CorruptDelta, Info, Kind, inspect
 from shared.weights.codec.delta import apply, apply_into, compose, encode, invert
 
-__all__ = ["CorruptDelta", "Info", "Kind", "apply", "apply_into", "compose", "encode", "inspect", "invert"]
+__all__ = [
+    "BaseNeeded",
+    "CorruptDelta",
+    "Info",
+    "Kind",
+    "apply",
+    "apply_into",
+    "compose",
+    "encode",
+    "inspect",
+    "invert",
+]

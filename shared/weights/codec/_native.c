@@ -25,7 +25,8 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 enum { SLACK = 64 }; /* elements that an output has beyond what is asked for: vectors are stored whole */
-enum { MAX_K = 24, MAX_FIELD = 31, MAX_VALUES = 1 << 30 };
+enum { BLOCK = 4096 }; /* changes that are decoded at a time, where they need not all be held */
+enum { MAX_K = 24, MAX_FIELD = 31, MAX_VALUES = 1 << 30, PARAMS_BYTES = 24 };
 static int level = 0;
 
 static inline u16 ld16(const u8 *p) { u16 v; memcpy(&v, p, 2); return v; }
@@ -334,45 +335,68 @@ static int ones_scalar(const u8 *unary, size_t bytes, size_t count, u32 *out) {
 }
 
 #ifdef X86
+AVX512 static inline void spread_ones(u64 x, size_t found, u32 first_bit, u32 *out) {
+    __m512i places = _mm512_maskz_compress_epi8(x, iota8()), first = _mm512_set1_epi32((int)first_bit);
+    _mm512_storeu_si512(out, _mm512_add_epi32(first, _mm512_cvtepu8_epi32(_mm512_castsi512_si128(places))));
+    if (found > 16) {
+        __m512i next = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(places, 1));
+        _mm512_storeu_si512(out + 16, _mm512_add_epi32(first, next));
+    }
+    if (found > 32) {
+        __m512i next = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(places, 2));
+        _mm512_storeu_si512(out + 32, _mm512_add_epi32(first, next));
+        next = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(places, 3));
+        _mm512_storeu_si512(out + 48, _mm512_add_epi32(first, next));
+    }
+}
+
 AVX512 static int ones_avx512(const u8 *unary, size_t bytes, size_t count, u32 *out) {
-    const __m512i index = iota8();
     size_t i = 0;
     for (size_t at = 0; at < bytes; at += 8) {
         u64 x = ld64(unary + at);
         size_t found = (size_t)__builtin_popcountll(x);
         if (found > count - i) return 0;
-        __m512i places = _mm512_maskz_compress_epi8(x, index), first = _mm512_set1_epi32((int)(at * 8));
-        _mm512_storeu_si512(out + i, _mm512_add_epi32(first, _mm512_cvtepu8_epi32(_mm512_castsi512_si128(places))));
-        if (found > 16) {
-            __m512i next = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(places, 1));
-            _mm512_storeu_si512(out + i + 16, _mm512_add_epi32(first, next));
-        }
-        if (found > 32) {
-            __m512i next = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(places, 2));
-            _mm512_storeu_si512(out + i + 32, _mm512_add_epi32(first, next));
-            next = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(places, 3));
-            _mm512_storeu_si512(out + i + 48, _mm512_add_epi32(first, next));
-        }
+        spread_ones(x, found, (u32)(at * 8), out + i);
         i += found;
     }
     return i == count;
 }
 
-/* Sixteen at a time: sixteen fields of k bits begin at a whole byte. */
-AVX512 static int rice_blocks_avx512(const u8 *low, size_t low_bytes, size_t count, int k, u64 n, u32 *out, Place *at) {
-    const __m512i index = iota32(), bit = _mm512_mullo_epi32(index, _mm512_set1_epi32(k));
-    const __m512i shift = _mm512_and_si512(bit, _mm512_set1_epi32(7));
-    const __m512i mask = _mm512_set1_epi32((1 << k) - 1), zero = _mm512_setzero_si512();
+/* The next ones, from where the last call ended, until `out` has `enough`; it has room for SLACK more. */
+typedef struct { const u8 *bits; size_t bytes, at; } Words;
+AVX512 static size_t ones_until(Words *words, u32 *out, size_t held, size_t enough) {
+    for (; held < enough && words->at < words->bytes; words->at += 8) {
+        u64 x = ld64(words->bits + words->at);
+        size_t found = (size_t)__builtin_popcountll(x);
+        spread_ones(x, found, (u32)(words->at * 8), out + held);
+        held += found;
+    }
+    return held;
+}
+
+/* Sixteen fields of k bits at a time: they begin at a whole byte. */
+typedef struct { __m512i bytes, shift, mask; } Fields;
+AVX512 static inline Fields fields_of(int k) {
+    __m512i bit = _mm512_mullo_epi32(iota32(), _mm512_set1_epi32(k));
     /* Lane j takes bytes first .. first + 3, first = j * k / 8. */
     __m512i bytes = _mm512_mullo_epi32(_mm512_srli_epi32(bit, 3), _mm512_set1_epi32(0x01010101));
-    bytes = _mm512_add_epi32(bytes, _mm512_set1_epi32(0x03020100));
+    return (Fields){_mm512_add_epi32(bytes, _mm512_set1_epi32(0x03020100)), _mm512_and_si512(bit, _mm512_set1_epi32(7)),
+                    _mm512_set1_epi32((1 << k) - 1)};
+}
+AVX512 static inline __m512i fields_at(const Fields *f, const u8 *p) {
+    __m512i raw = _mm512_permutexvar_epi8(f->bytes, _mm512_loadu_si512(p));
+    return _mm512_and_si512(_mm512_srlv_epi32(raw, f->shift), f->mask);
+}
+
+AVX512 static int rice_blocks_avx512(const u8 *low, size_t low_bytes, size_t count, int k, u64 n, u32 *out, Place *at) {
+    const Fields fields = fields_of(k);
+    const __m512i index = iota32(), zero = _mm512_setzero_si512();
     for (; at->i + 16 <= count; at->i += 16) {
         size_t from = at->i / 16 * 2 * (size_t)k;
         if (k && from + 64 > low_bytes) break;
         __m512i sum = zero;
         if (k) {
-            __m512i raw = _mm512_permutexvar_epi8(bytes, _mm512_loadu_si512(low + from));
-            sum = _mm512_and_si512(_mm512_srlv_epi32(raw, shift), mask);
+            sum = fields_at(&fields, low + from);
             sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 15));
             sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 14));
             sum = _mm512_add_epi32(sum, _mm512_alignr_epi32(sum, zero, 12));
@@ -444,6 +468,22 @@ AVX512 static int rice1_bitmap(const u8 *low, const u8 *unary, size_t bytes, siz
     return 1;
 }
 
+AVX512 static u64 sum_of_fields(const u8 *low, size_t low_bytes, size_t count, int k) {
+    const Fields fields = fields_of(k);
+    u64 sum = 0;
+    size_t i = 0;
+    while (i + 16 <= count && i / 16 * 2 * (size_t)k + 64 <= low_bytes) {
+        __m512i part = _mm512_setzero_si512();
+        /* 2^8 fields of 24 bits do not overflow a lane. */
+        for (int few = 0; few < 256 && i + 16 <= count && i / 16 * 2 * (size_t)k + 64 <= low_bytes; few++, i += 16)
+            part = _mm512_add_epi32(part, fields_at(&fields, low + i / 16 * 2 * (size_t)k));
+        sum += (u64)_mm512_reduce_add_epi64(_mm512_and_si512(part, _mm512_set1_epi64(0xffffffff)));
+        sum += (u64)_mm512_reduce_add_epi64(_mm512_srli_epi64(part, 32));
+    }
+    for (; i < count; i++) sum += field_at(low, (u64)i * (u64)k, (unsigned)k);
+    return sum;
+}
+
 /* Magnitudes from their code, sixteen at a time while their fields are within 64 bytes; `out` has where the ones are. */
 AVX512 static int golomb_blocks_avx512(const u8 *fields, size_t size, size_t count, int k, u64 limit, u32 *out, Place *at) {
     const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1), seven = _mm512_set1_epi32(7);
@@ -513,6 +553,11 @@ static size_t split_from(const u8 *steps, size_t from, size_t m, int width, u8 *
     return e;
 }
 
+static inline void lengthen(u8 *steps, size_t i, u32 magnitude, int width) {
+    if (width == 2) st16(steps + 2 * i, (u16)(ld16(steps + 2 * i) * (magnitude + 2)));
+    else st32(steps + 4 * i, ld32(steps + 4 * i) * (magnitude + 2));
+}
+
 static void join_signs(u8 *steps, size_t from, size_t m, int width, const u8 *signs) {
     for (size_t i = from; i < m; i++) {
         int s = 1 - 2 * ((signs[i >> 3] >> (i & 7)) & 1);
@@ -554,6 +599,42 @@ AVX512 static void join16_avx512(u8 *steps, size_t m, const u8 *signs) {
 }
 #endif
 
+#ifdef X86
+/* Takes steps at the positions of a Rice code, block by block, so that what is decoded stays in the nearest caches.
+ * All of the code is checked before. Escapes ascend below `count`. */
+AVX512 static int add_rice_avx512(u8 *w, u64 n, const u8 *low, size_t low_bytes, const u8 *unary, size_t bytes, size_t count,
+                                  int k, const u8 *signs, const u32 *escapes, const u32 *mags, size_t e, int width) {
+    u64 ones = 0;
+    for (size_t at = 0; at < bytes; at += 8) ones += (u64)__builtin_popcountll(ld64(unary + at));
+    if (ones != count || (bytes != 0) != (count != 0)) return 0;
+    if (!count) return 1;
+    u64 end = ld64(unary + bytes - 8);
+    if (!end) return 0;
+    u64 last = (u64)bytes * 8 - 1 - (u64)__builtin_clzll(end) - (count - 1);
+    if ((last << k) + (k ? sum_of_fields(low, low_bytes, count, k) : 0) + count - 1 >= n) return 0;
+
+    u32 pos[BLOCK + 2 * SLACK];
+    u8 steps[BLOCK * 4];
+    Words words = {unary, bytes, 0};
+    Place at = {0, 0, 0};
+    for (size_t i = 0, held = 0, j = 0; i < count; i += BLOCK) {
+        size_t take = count - i < BLOCK ? count - i : BLOCK;
+        held = ones_until(&words, pos, held, take) - take;
+        at.i = 0;
+        rice_blocks_avx512(low, low_bytes, take, k, n, pos, &at);
+        rice_tail(low, take, k, n, pos, &at);
+        low += BLOCK / 8 * (size_t)k;
+        low_bytes -= BLOCK / 8 * (size_t)k;
+        if (width == 2) join16_avx512(steps, take, signs + i / 8);
+        else join_signs(steps, 0, take, 4, signs + i / 8);
+        for (; j < e && escapes[j] < i + take; j++) lengthen(steps, escapes[j] - i, mags[j], width);
+        add_at(w, pos, steps, take, width);
+        memmove(pos, pos + take, held * 4);
+    }
+    return 1;
+}
+#endif
+
 static size_t merge(const u32 *p, const u8 *s, size_t np, const u32 *q, const u8 *t, size_t nq, int width, u32 *pos, u8 *out) {
     size_t i = 0, j = 0, m = 0;
     while (i < np || j < nq) {
@@ -569,6 +650,8 @@ static size_t merge(const u32 *p, const u8 *s, size_t np, const u32 *q, const u8
     }
     return m;
 }
+
+#include "_classes.h"
 
 static int best_level(void) {
 #ifdef X86
@@ -698,6 +781,48 @@ static PyObject *py_rice_unpack(PyObject *self, PyObject *args) {
     return answer(&h, good, (size_t)count);
 }
 
+static PyObject *py_add_payload(PyObject *self, PyObject *args) {
+    enum { LOW, HIGH, SIGNS, ESCAPES_LOW, ESCAPES_HIGH, LENGTHS, MAGNITUDES, SECTIONS };
+    Held h = {.n = 2};
+    int k, ek, mk, width, good = 0;
+    unsigned count, e, bytes[SECTIONS];
+    if (!PyArg_ParseTuple(args, "w*y*IiiiiIIIII", &h.b[0], &h.b[1], &count, &width, &k, &ek, &mk, &bytes[HIGH], &e,
+                          &bytes[ESCAPES_HIGH], &bytes[LENGTHS], &bytes[MAGNITUDES])) return NULL;
+    size_t n = is_width(width) ? (size_t)h.b[0].len / (size_t)width : 0, size = (size_t)h.b[1].len, end = PARAMS_BYTES;
+    if (!is_width(width) || n > (size_t)MAX_VALUES || count > n || e > count || k < 0 || k > MAX_K || ek < 0 || ek > MAX_K ||
+        mk < 0 || mk >= MAX_FIELD)
+        return refuse(&h, "add_payload: numbers beyond their range");
+    const u64 lengths[SECTIONS] = {padded((u64)count * (u64)k), bytes[HIGH], padded(count), padded((u64)e * (u64)ek),
+                                   bytes[ESCAPES_HIGH], bytes[LENGTHS], bytes[MAGNITUDES]};
+    const u8 *payload = h.b[1].buf, *sections[SECTIONS];
+    for (int i = 0; i < SECTIONS; i++) {
+        sections[i] = payload + end;
+        if (lengths[i] % 8 || lengths[i] >= (u64)1 << 32 || end + lengths[i] + 8 > size)
+            return refuse(&h, "add_payload: sections beyond the payload");
+        end += (size_t)lengths[i];
+    }
+    if (bytes[HIGH] >= 1u << 29 || bytes[ESCAPES_HIGH] >= 1u << 29 || bytes[LENGTHS] >= 1u << 29) return answer(&h, 0, 0);
+#ifdef X86
+    if (best_level() < 2) return refuse(&h, "add_payload: this processor does not have it");
+    u32 *escapes = PyMem_Malloc(2 * ((size_t)e + SLACK) * 4);
+    if (!escapes) { release(&h); return PyErr_NoMemory(); }
+    u32 *mags = escapes + e + SLACK;
+    const u8 *past = payload + size;
+    Py_BEGIN_ALLOW_THREADS
+    good = rice_decode(sections[ESCAPES_LOW], (size_t)(past - sections[ESCAPES_LOW]), sections[ESCAPES_HIGH],
+                       bytes[ESCAPES_HIGH], e, ek, count, escapes) &&
+           golomb_decode(sections[LENGTHS], bytes[LENGTHS], sections[MAGNITUDES], bytes[MAGNITUDES],
+                         (size_t)(past - sections[MAGNITUDES]), e, mk, width, mags) &&
+           add_rice_avx512(h.b[0].buf, n, sections[LOW], (size_t)(past - sections[LOW]), sections[HIGH], bytes[HIGH], count,
+                           k, sections[SIGNS], escapes, mags, e, width);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(escapes);
+#else
+    (void)sections;
+#endif
+    return answer(&h, good, count);
+}
+
 static PyObject *py_bitmap_pack(PyObject *self, PyObject *args) {
     Held h = {.n = 2};
     if (!PyArg_ParseTuple(args, "y*w*", &h.b[0], &h.b[1])) return NULL;
@@ -776,12 +901,8 @@ static PyObject *py_join(PyObject *self, PyObject *args) {
 #endif
         join_signs(steps, 0, m, width, h.b[0].buf);
     for (size_t j = 0; j < e && good; j++) {
-        size_t i = escapes[j];
-        good = i < m;
-        if (!good) break;
-        u32 magnitude = mags[j] + 2;
-        if (width == 2) st16(steps + 2 * i, (u16)(ld16(steps + 2 * i) * magnitude));
-        else st32(steps + 4 * i, ld32(steps + 4 * i) * magnitude);
+        good = escapes[j] < m;
+        if (good) lengthen(steps, escapes[j], mags[j], width);
     }
     Py_END_ALLOW_THREADS
     if (!good) return refuse(&h, "join: an escape outside the steps");
@@ -863,6 +984,56 @@ static PyObject *py_merge(PyObject *self, PyObject *args) {
     return answer(&h, 1, m);
 }
 
+static int are_exponents(const Exponents *x) {
+    return is_width(x->width) && x->shift >= 0 && x->shift < 8 * x->width && x->mask <= 255 && x->top <= x->mask;
+}
+
+static PyObject *py_rank(PyObject *self, PyObject *args) {
+    Held h = {.n = 6};
+    Exponents x;
+    int good;
+    if (!PyArg_ParseTuple(args, "y*y*y*iiIIw*w*w*", &h.b[0], &h.b[1], &h.b[2], &x.width, &x.shift, &x.mask, &x.top, &h.b[3],
+                          &h.b[4], &h.b[5])) return NULL;
+    size_t m = (size_t)h.b[1].len / 4, n = is_width(x.width) ? (size_t)h.b[0].len / (size_t)x.width : 0;
+    if (!are_exponents(&x) || n > (size_t)MAX_VALUES || (size_t)h.b[2].len < m * (size_t)x.width ||
+        (size_t)h.b[3].len < 2 * CLASSES * 4 || (size_t)h.b[4].len < m * 4 || (size_t)h.b[5].len < m * (size_t)x.width)
+        return refuse(&h, "rank: buffers of the wrong size");
+    int (*rank)(RANK_ARGS) = rank_scalar;
+#ifdef X86
+    if (level >= 2) rank = rank_avx512;
+    else if (level == 1) rank = rank_avx2;
+#endif
+    Py_BEGIN_ALLOW_THREADS
+    good = rank(h.b[0].buf, n, &x, h.b[1].buf, h.b[2].buf, m, h.b[3].buf, h.b[4].buf, h.b[5].buf);
+    Py_END_ALLOW_THREADS
+    if (!good) return refuse(&h, "rank: positions that do not ascend within the base");
+    return answer(&h, 1, m);
+}
+
+static PyObject *py_unrank(PyObject *self, PyObject *args) {
+    Held h = {.n = 6};
+    Exponents x;
+    int good;
+    u64 m = 0;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*iiIIw*w*", &h.b[0], &h.b[1], &h.b[2], &h.b[3], &x.width, &x.shift, &x.mask, &x.top,
+                          &h.b[4], &h.b[5])) return NULL;
+    size_t n = is_width(x.width) ? (size_t)h.b[0].len / (size_t)x.width : 0;
+    for (int c = 0; c < CLASSES && (size_t)h.b[1].len >= CLASSES * 4; c++) m += ((const u32 *)h.b[1].buf)[c];
+    if (!are_exponents(&x) || n > (size_t)MAX_VALUES || (size_t)h.b[1].len < CLASSES * 4 || m > n ||
+        (size_t)h.b[2].len < m * 4 || (size_t)h.b[3].len < m * (u64)x.width || (size_t)h.b[4].len < m * 4 ||
+        (size_t)h.b[5].len < m * (u64)x.width)
+        return refuse(&h, "unrank: buffers of the wrong size");
+    int (*unrank)(UNRANK_ARGS) = unrank_scalar;
+#ifdef X86
+    if (level >= 2) unrank = unrank_avx512;
+    else if (level == 1) unrank = unrank_avx2;
+#endif
+    Py_BEGIN_ALLOW_THREADS
+    good = unrank(h.b[0].buf, n, &x, h.b[1].buf, h.b[2].buf, h.b[3].buf, (size_t)m, h.b[4].buf, h.b[5].buf);
+    Py_END_ALLOW_THREADS
+    return answer(&h, good, (size_t)m);
+}
+
 static PyObject *py_best_level(PyObject *self, PyObject *none) { return PyLong_FromLong(best_level()); }
 
 static PyObject *py_use_level(PyObject *self, PyObject *arg) {
@@ -879,6 +1050,7 @@ static PyObject *py_use_level(PyObject *self, PyObject *arg) {
 static PyMethodDef functions[] = {
     {"diff", py_diff, METH_VARARGS, NULL},
     {"add", py_add, METH_VARARGS, NULL},
+    {"add_payload", py_add_payload, METH_VARARGS, NULL},
     {"add_bitmap", py_add_bitmap, METH_VARARGS, NULL},
     {"rice_pack", py_rice_pack, METH_VARARGS, NULL},
     {"rice_unpack", py_rice_unpack, METH_VARARGS, NULL},
@@ -890,6 +1062,8 @@ static PyMethodDef functions[] = {
     {"golomb_pack", py_golomb_pack, METH_VARARGS, NULL},
     {"golomb_unpack", py_golomb_unpack, METH_VARARGS, NULL},
     {"merge", py_merge, METH_VARARGS, NULL},
+    {"rank", py_rank, METH_VARARGS, NULL},
+    {"unrank", py_unrank, METH_VARARGS, NULL},
     {"best_level", py_best_level, METH_NOARGS, NULL},
     {"use_level", py_use_level, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -6,6 +6,21 @@ from numpy.typing import NDArray
 
 def diff(base: NDArray[Any], new: NDArray[Any], width: int, positions: NDArray[Any], steps: NDArray[Any], /) -> int: ...
 def add(target: NDArray[Any], positions: NDArray[Any], steps: NDArray[Any], width: int, /) -> int: ...
+def add_payload(
+    target: NDArray[Any],
+    payload: memoryview,
+    count: int,
+    width: int,
+    k: int,
+    escape_k: int,
+    magnitude_k: int,
+    unary_bytes: int,
+    n_escapes: int,
+    escape_unary_bytes: int,
+    magnitude_unary_bytes: int,
+    magnitude_bytes: int,
+    /,
+) -> int | None: ...
 def add_bitmap(
     target: NDArray[Any], bitmap: NDArray[Any], steps: NDArray[Any], count: int, width: int, /
 ) -> int | None: ...
@@ -43,5 +58,31 @@ def merge(
     steps: NDArray[Any],
     /,
 ) -> int: ...
+def rank(
+    base: NDArray[Any],
+    positions: NDArray[Any],
+    steps: NDArray[Any],
+    width: int,
+    shift: int,
+    mask: int,
+    top: int,
+    counts: NDArray[Any],
+    ranks: NDArray[Any],
+    ranked: NDArray[Any],
+    /,
+) -> int: ...
+def unrank(
+    base: NDArray[Any],
+    counts: NDArray[Any],
+    ranks: NDArray[Any],
+    ranked: NDArray[Any],
+    width: int,
+    shift: int,
+    mask: int,
+    top: int,
+    positions: NDArray[Any],
+    steps: NDArray[Any],
+    /,
+) -> int | None: ...
 def best_level() -> int: ...
 def use_level(level: int, /) -> None: ...

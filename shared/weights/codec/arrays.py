@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,44 @@ Steps = NDArray[Any]
 
 VALUE_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 STEP_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<i2"), 4: np.dtype("<i4")}
+
+N_CLASSES = 8
+
+
+class Params(NamedTuple):
+    """What precedes the sections; all lengths are bytes."""
+
+    k: int = 0
+    escape_k: int = 0
+    magnitude_k: int = 0
+    unary_bytes: int = 0
+    """Of the positions; of a bitmap delta the bitmap."""
+    n_escapes: int = 0
+    escape_unary_bytes: int = 0
+    magnitude_unary_bytes: int = 0
+    magnitude_bytes: int = 0
+
+
+class Exponents(NamedTuple):
+    """Where the exponent is in a bit pattern, and from where down it makes classes.
+
+    A value's class is `top` less its exponent, at least 0 and at most N_CLASSES - 1.
+    """
+
+    shift: int
+    mask: int
+    """After the shift."""
+    top: int
+
+
+class Ranked(NamedTuple):
+    """Changes by the classes of what they change, class after class."""
+
+    counts: NDArray[np.uint32]
+    """Changes of each class."""
+    ranks: Positions
+    """Of each change among its class's values; within a class as `Positions` are."""
+    steps: Steps
 
 
 def padded(n_bits: int) -> int:

@@ -32,6 +32,10 @@ class CorruptDelta(Bury):
     """A delta that is truncated, damaged or made up, or not one for this base. The target was not touched."""
 
 
+class BaseNeeded(Bury, ValueError):
+    """What is asked for cannot be done without the values that the delta is for: give them."""
+
+
 class Kind(IntEnum):
     """How a delta says what changed; the numbers are the format's."""
 
@@ -43,10 +47,14 @@ class Kind(IntEnum):
     """Positions as Rice-coded gaps, and steps."""
     BITMAP = 3
     """A bit for every value, and steps."""
+    CLASS = 4
+    """As rice, but positions are ranks within the classes of the base's exponent: the smallest, and the slowest."""
 
 
+_KINDS = {kind.value: kind for kind in Kind}
 STEP_KINDS = frozenset({Kind.RICE, Kind.BITMAP})
-"""Kinds that say by how much a value changed: right for one base only, composed by addition, invertible."""
+"""Kinds that say by how much a value changed: right for one base only, composed by addition, invertible. `CLASS` says
+it too, but where the changes are can be told with the base alone."""
 
 
 class Info(NamedTuple):
@@ -108,12 +116,12 @@ def inspect(delta: Buffer) -> Info:
         raise CorruptDelta("this is not a delta: it does not begin with RBWD")
     if version != FORMAT_VERSION:
         raise CorruptDelta(f"the delta has format version {version}, this reads {FORMAT_VERSION}")
-    if kind not in Kind.__members__.values() or dtype not in _DTYPES or zero:
+    if kind not in _KINDS or dtype not in _DTYPES or zero:
         raise CorruptDelta(f"the delta's header is none: kind {kind}, dtype {dtype}, reserved byte {zero}")
-    info = Info(Kind(kind), _DTYPES[dtype], n_values, n_changed)
+    info = Info(_KINDS[kind], _DTYPES[dtype], n_values, n_changed)
     if n_values > MAX_VALUES or n_changed > n_values:
         raise CorruptDelta(f"the delta speaks of {n_changed} changes among {n_values} values")
-    if info.kind in STEP_KINDS and info.dtype not in WIDTHS:
+    if info.kind in STEP_KINDS | {Kind.CLASS} and info.dtype not in WIDTHS:
         raise CorruptDelta(f"the delta has steps between {info.dtype}, which have none")
     return info
 

@@ -11,6 +11,7 @@ from shared.weights.codec.blob import (
     MAX_VALUES,
     STEP_KINDS,
     WIDTHS,
+    BaseNeeded,
     Buffer,
     CorruptDelta,
     Info,
@@ -18,10 +19,11 @@ from shared.weights.codec.blob import (
     seal,
     unseal,
 )
-from shared.weights.codec.sections import Sections, pack_overwrite, pack_steps, rice_k
+from shared.weights.codec.classes import pack_classes, unpack_classes
+from shared.weights.codec.sections import HIGH, LOW, SIGNS, Sections, pack_overwrite, pack_steps, rice_k
 
 
-def encode(base: Buffer, new: Buffer, dtype: str, kind: Kind | None = None) -> bytes:
+def encode(base: Buffer, new: Buffer, dtype: str, kind: Kind | None = None, *, small: bool = False) -> bytes:
     """Return what turns `base` into `new`, bit for bit.
 
     Args:
@@ -30,6 +32,8 @@ def encode(base: Buffer, new: Buffer, dtype: str, kind: Kind | None = None) -> b
         dtype: its name as torch's. One without steps (see `WIDTHS`) is taken as bytes.
         kind: None for steps, rice or bitmap by density, or dense where that is not larger. A kind that is named is
             what is made, whatever its size.
+        small: also try the class kind, and take the smallest. For slow or costly links: it costs both sides a pass
+            over all of the base (`docs/performance.md` says from where on that pays).
 
     Raises:
         ValueError: the lengths differ, or are no multiple of the dtype's, or the dtype has no steps.
@@ -47,7 +51,11 @@ def encode(base: Buffer, new: Buffer, dtype: str, kind: Kind | None = None) -> b
     if info.dtype not in WIDTHS:
         raise ValueError(f"{dtype} has no steps: encode it as overwrite or dense")
     positions, steps = kernels.active().diff(before, after)
+    if kind == Kind.CLASS:
+        return _encode_classes(before, positions, steps, info)
     delta = _encode_steps(positions, steps, info, kind)
+    if small and kind is None:
+        delta = min(delta, _encode_classes(before, positions, steps, info), key=len)
     return delta if kind is not None or len(delta) < HEADER.size + info.n_bytes else seal(info, [new])
 
 
@@ -92,7 +100,7 @@ def compose(first: Buffer, second: Buffer, base: Buffer | None = None) -> bytes:
 
     Raises:
         CorruptDelta: one is damaged, or they are for bases of different lengths or dtypes.
-        ValueError: these kinds need the base, and it is not given.
+        BaseNeeded: these kinds need the base, and it is not given.
 
     """
     (one, one_payload), (two, two_payload) = unseal(first), unseal(second)
@@ -108,22 +116,29 @@ def compose(first: Buffer, second: Buffer, base: Buffer | None = None) -> bytes:
         mine, theirs = Sections(one, one_payload), Sections(two, two_payload)
         positions, steps = run.merge(mine.positions(run), mine.steps(run), theirs.positions(run), theirs.steps(run))
         return _encode_steps(positions, steps, one, None)
-    if one.kind == two.kind:
+    if one.kind == two.kind == Kind.OVERWRITE:
         return _compose_overwrite(Sections(one, one_payload), Sections(two, two_payload))
     if base is None:
-        raise ValueError(f"composing {one.kind.name} and {two.kind.name} needs the base of the first: give it")
+        raise BaseNeeded(f"composing {one.kind.name} and {two.kind.name} needs the base of the first: give it")
     return encode(base, apply(apply(base, first), second), one.dtype)
 
 
-def invert(delta: Buffer) -> bytes:
-    """Return the delta that turns the result back into the base.
+def invert(delta: Buffer, base: Buffer | None = None) -> bytes:
+    """Return the delta that turns the result back into the base, which only one of the class kind needs to be given.
 
     Raises:
-        CorruptDelta: the delta is damaged.
+        CorruptDelta: the delta is damaged, or is not for this base.
+        BaseNeeded: it is of the class kind, and the base is not given.
         ValueError: it has no steps, so that what it replaced is not in it.
 
     """
     info, payload = unseal(delta)
+    if info.kind == Kind.CLASS:
+        if base is None:
+            raise BaseNeeded("a delta of kind CLASS says where it changes its base only together with it: give it")
+        _check_length(base, info)
+        positions, steps = unpack_classes(kernels.active(), _values(base, info), info, payload)
+        return _encode_steps(positions, -steps, info, None)
     if info.kind not in STEP_KINDS:
         raise ValueError(f"a delta of kind {info.kind.name} cannot be inverted: it does not say what it replaces")
     run = kernels.active()
@@ -164,6 +179,11 @@ def _encode_steps(positions: Positions, steps: Steps, info: Info, kind: Kind | N
     return seal(info._replace(kind=kind, n_changed=len(positions)), payload)
 
 
+def _encode_classes(before: Values, positions: Positions, steps: Steps, info: Info) -> bytes:
+    payload = pack_classes(kernels.active(), before, positions, steps, info.dtype)
+    return seal(info._replace(kind=Kind.CLASS, n_changed=len(positions)), payload)
+
+
 def _compose_overwrite(first: Sections, second: Sections) -> bytes:
     run, info = kernels.active(), first.info
     positions = np.concatenate([second.positions(run), first.positions(run)])
@@ -175,7 +195,7 @@ def _compose_overwrite(first: Sections, second: Sections) -> bytes:
 
 def _new_values(sections: Sections) -> Values:
     info = sections.info
-    return sections.signs.view(VALUE_TYPES[info.width])[: info.n_changed]
+    return sections.cut_off(SIGNS).view(VALUE_TYPES[info.width])[: info.n_changed]
 
 
 def _check_length(base: Buffer, info: Info) -> None:
@@ -192,10 +212,13 @@ def _check_dense(payload: memoryview, info: Info) -> None:
 def _apply(target: Values, info: Info, payload: memoryview) -> None:
     """Change the target, but only when all of the delta is decoded and checked."""
     run = kernels.active()
+    if info.kind == Kind.CLASS:
+        run.add(target, *unpack_classes(run, target, info, payload))
+        return
     sections = Sections(info, payload)
     if info.kind == Kind.OVERWRITE:
         target[sections.positions(run)] = _new_values(sections)
     elif info.kind == Kind.BITMAP:
-        run.add_bitmap(target, sections.unary, sections.steps(run))
-    else:
-        run.add_rice(target, sections.low, sections.unary, sections.params.k, sections.steps(run))
+        run.add_bitmap(target, sections.cut_off(HIGH), sections.steps(run))
+    elif not run.add_payload(target, payload, info.n_changed, sections.params):
+        run.add_rice(target, sections.cut(LOW), sections.cut_off(HIGH), sections.params.k, sections.steps(run))

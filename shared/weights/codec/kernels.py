@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from shared.weights.codec.arrays import Bits, Magnitudes, Positions, Steps, Values
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.weights.codec.arrays import Bits, Exponents, Magnitudes, Params, Positions, Ranked, Steps, Values
 from shared.weights.codec.numpy_kernels import NumpyKernels
 
 
@@ -19,6 +22,15 @@ class Kernels(Protocol):
 
     def diff(self, base: Values, new: Values) -> tuple[Positions, Steps]:
         """Return where two arrays of one length differ, and the steps from one to the other."""
+
+    def add(self, target: Values, positions: Positions, steps: Steps) -> None:
+        """Take the steps at the positions, in place."""
+
+    def add_payload(self, target: Values, payload: memoryview, count: int, params: Params) -> bool:
+        """Decode a rice delta's payload, checked by `Sections`, and take its steps, in place, at once.
+
+        False where this implementation has nothing better than to decode and add.
+        """
 
     def add_rice(self, target: Values, low: Bits, unary: Bits, k: int, steps: Steps) -> None:
         """Take the steps at the positions of this Rice code, in place."""
@@ -54,6 +66,14 @@ class Kernels(Protocol):
         self, first: Positions, first_steps: Steps, second: Positions, second_steps: Steps
     ) -> tuple[Positions, Steps]:
         """Return the sum of two sets of steps, without those that cancel."""
+
+    def rank(
+        self, base: Values, exponents: Exponents, positions: Positions, steps: Steps
+    ) -> tuple[Ranked, NDArray[np.uint32]]:
+        """Return the changes by classes of the base, and how many values each class has."""
+
+    def unrank(self, base: Values, exponents: Exponents, ranked: Ranked) -> tuple[Positions, Steps]:
+        """Invert `rank`; ranks are below their class's values."""
 
 
 def available() -> dict[str, Kernels]:

@@ -4,14 +4,27 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.weights.codec import _native
-from shared.weights.codec.arrays import STEP_TYPES, Bits, Magnitudes, Positions, Steps, Values, padded
+from shared.weights.codec.arrays import (
+    N_CLASSES,
+    STEP_TYPES,
+    Bits,
+    Exponents,
+    Magnitudes,
+    Params,
+    Positions,
+    Ranked,
+    Steps,
+    Values,
+    padded,
+)
 from shared.weights.codec.blob import CorruptDelta
 
 LEVELS = ("scalar", "avx2", "avx512")
-_BITMAP_LEVEL = 2
-"""From here on it is faster to add by a bitmap than by a list of many positions."""
+_FUSED_LEVEL = 2
+"""From here on a payload is decoded and added block by block, and many positions by a bitmap."""
 _SLACK = 64
 """Elements that an output has beyond what is asked for: vectors are stored whole."""
 
@@ -34,15 +47,30 @@ class NativeKernels:
         count = _native.diff(base, new, width, positions, steps)
         return positions[:count], steps[:count]
 
+    def add(self, target: Values, positions: Positions, steps: Steps) -> None:
+        _native.use_level(self._level)
+        _native.add(target, positions, steps, target.itemsize)
+
+    def add_payload(self, target: Values, payload: memoryview, count: int, params: Params) -> bool:
+        if self._level < _FUSED_LEVEL or self._by_bitmap(target, params.k):
+            return False
+        _native.use_level(self._level)
+        if _native.add_payload(target, payload, count, target.itemsize, *params) is None:
+            raise CorruptDelta(f"the delta does not have {count} positions and steps among {len(target)}")
+        return True
+
     def add_rice(self, target: Values, low: Bits, unary: Bits, k: int, steps: Steps) -> None:
         n, count = len(target), len(steps)
-        if k == 1 and target.itemsize == 2 and self._level >= _BITMAP_LEVEL:
+        if self._by_bitmap(target, k):
             bitmap = _bits(padded(n) + 32)
             if _native.rice1_bitmap(low, unary, count, n, bitmap) is None:
                 raise CorruptDelta(f"the delta does not have {count} positions among {n}")
             self.add_bitmap(target, bitmap[: padded(n)], steps)
         else:
-            _native.add(target, self.rice_unpack(low, unary, count, k, n), steps, target.itemsize)
+            self.add(target, self.rice_unpack(low, unary, count, k, n), steps)
+
+    def _by_bitmap(self, target: Values, k: int) -> bool:
+        return k == 1 and target.itemsize == 2 and self._level >= _FUSED_LEVEL
 
     def add_bitmap(self, target: Values, bitmap: Bits, steps: Steps) -> None:
         _native.use_level(self._level)
@@ -111,6 +139,23 @@ class NativeKernels:
         positions, steps = _numbers(room), _steps(room, width)
         count = _native.merge(first, first_steps, second, second_steps, width, positions, steps)
         return positions[:count], steps[:count]
+
+    def rank(
+        self, base: Values, exponents: Exponents, positions: Positions, steps: Steps
+    ) -> tuple[Ranked, NDArray[np.uint32]]:
+        _native.use_level(self._level)
+        counts, width = np.empty(2 * N_CLASSES, dtype=np.uint32), base.itemsize
+        ranks, ranked = np.empty_like(positions), np.empty_like(steps)
+        _native.rank(base, positions, steps, width, *exponents, counts, ranks, ranked)
+        return Ranked(counts[:N_CLASSES], ranks, ranked), counts[N_CLASSES:]
+
+    def unrank(self, base: Values, exponents: Exponents, ranked: Ranked) -> tuple[Positions, Steps]:
+        _native.use_level(self._level)
+        positions, steps = np.empty_like(ranked.ranks), np.empty_like(ranked.steps)
+        width = base.itemsize
+        if _native.unrank(base, ranked.counts, ranked.ranks, ranked.steps, width, *exponents, positions, steps) is None:
+            raise CorruptDelta("the delta has ranks beyond their class: it is not one for this base")
+        return positions, steps
 
 
 def native_kernels() -> dict[str, NativeKernels]:

@@ -6,7 +6,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.weights.codec.arrays import STEP_TYPES, Bits, Magnitudes, Positions, Steps, Values, padded
+from shared.weights.codec.arrays import (
+    N_CLASSES,
+    STEP_TYPES,
+    Bits,
+    Exponents,
+    Magnitudes,
+    Params,
+    Positions,
+    Ranked,
+    Steps,
+    Values,
+    padded,
+)
 from shared.weights.codec.blob import CorruptDelta
 
 _U64 = NDArray[np.uint64]
@@ -21,6 +33,12 @@ class NumpyKernels:
         positions = np.flatnonzero(base != new).astype(np.uint32)
         steps = _ordered(new[positions]) - _ordered(base[positions])
         return positions, steps.view(STEP_TYPES[base.itemsize])
+
+    def add(self, target: Values, positions: Positions, steps: Steps) -> None:
+        _add(target, positions, steps)
+
+    def add_payload(self, target: Values, payload: memoryview, count: int, params: Params) -> bool:  # noqa: ARG002
+        return False
 
     def add_rice(self, target: Values, low: Bits, unary: Bits, k: int, steps: Steps) -> None:
         _add(target, self.rice_unpack(low, unary, len(steps), k, len(target)), steps)
@@ -93,6 +111,38 @@ class NumpyKernels:
         steps[places[len(first) :]] += second_steps
         kept = steps != 0
         return positions[kept], steps[kept]
+
+    def rank(
+        self, base: Values, exponents: Exponents, positions: Positions, steps: Steps
+    ) -> tuple[Ranked, NDArray[np.uint32]]:
+        classes = _classes(base, exponents)
+        ranks, order = [], []
+        for number in range(N_CLASSES):
+            mine = classes == number
+            changes = np.flatnonzero(mine[positions])
+            order.append(changes)
+            ranks.append(np.cumsum(mine)[positions[changes]] - 1)
+        counts = np.array([len(changes) for changes in order], dtype=np.uint32)
+        ranked = Ranked(counts, np.concatenate(ranks).astype(np.uint32), steps[np.concatenate(order)])
+        return ranked, np.bincount(classes, minlength=N_CLASSES).astype(np.uint32)
+
+    def unrank(self, base: Values, exponents: Exponents, ranked: Ranked) -> tuple[Positions, Steps]:
+        classes = _classes(base, exponents)
+        places, begin = [], 0
+        for number, count in enumerate(ranked.counts.tolist()):
+            members, ranks = np.flatnonzero(classes == number), ranked.ranks[begin : begin + count]
+            if count and int(ranks[-1]) >= len(members):
+                raise CorruptDelta(f"the delta has a rank of {ranks[-1]} in a class of {len(members)}")
+            places.append(members[ranks])
+            begin += count
+        positions = np.concatenate(places)
+        order = np.argsort(positions)
+        return positions[order].astype(np.uint32), ranked.steps[order]
+
+
+def _classes(base: Values, exponents: Exponents) -> NDArray[np.int64]:
+    found: NDArray[np.int64] = ((base >> exponents.shift) & exponents.mask).astype(np.int64)
+    return (exponents.top - found).clip(0, N_CLASSES - 1)
 
 
 def _add(target: Values, positions: Positions, steps: Steps) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 
-from shared.weights.codec.arrays import Bits, Magnitudes, Positions, Steps, padded
+from shared.weights.codec.arrays import Bits, Magnitudes, Params, Positions, Steps, padded
 from shared.weights.codec.blob import Buffer, CorruptDelta, Info, Kind
 from shared.weights.codec.kernels import Kernels
 
@@ -23,22 +23,10 @@ MAX_MAGNITUDE_K = 30
 GUARD = bytes(8)
 """Ends the payload, so that 8 bytes can be read from wherever a section has a bit."""
 PARAMS = struct.Struct("<BBBxIIIII")
+LOW, HIGH, SIGNS, ESCAPES_LOW, ESCAPES_HIGH, LENGTHS, MAGNITUDES = range(7)
+"""The sections. Of an overwriting delta the signs are the new values; of a bitmap delta the bitmap is `HIGH`."""
 _SAMPLE = 512
 """Magnitudes that are looked at to choose their parameter."""
-
-
-class Params(NamedTuple):
-    """What precedes the sections; all lengths are bytes."""
-
-    k: int = 0
-    escape_k: int = 0
-    magnitude_k: int = 0
-    unary_bytes: int = 0
-    """Of the positions; of a bitmap delta the bitmap."""
-    n_escapes: int = 0
-    escape_unary_bytes: int = 0
-    magnitude_unary_bytes: int = 0
-    magnitude_bytes: int = 0
 
 
 class Sections:
@@ -66,44 +54,40 @@ class Sections:
         )
         if any(length % 8 for length in lengths) or PARAMS.size + sum(lengths) + len(GUARD) != len(payload):
             raise CorruptDelta(f"the delta's sections do not make up its payload of {len(payload)} bytes")
-        rest, cut = payload[PARAMS.size :], []
-        # A section that is read by bits keeps what follows it: its last bits are read with the bytes behind them.
-        for length in lengths:
-            cut.append((np.frombuffer(rest, dtype=np.uint8), length))
-            rest = rest[length:]
-        low, unary, signs, escape_low, escape_unary, magnitude_unary, magnitudes = cut
-        self.low = low[0]
-        self.unary = unary[0][: unary[1]]
-        self.signs = signs[0][: signs[1]]
-        """Of an overwriting delta, the new values."""
-        self.escape_low = escape_low[0]
-        self.escape_unary = escape_unary[0][: escape_unary[1]]
-        self.magnitude_unary = magnitude_unary[0][: magnitude_unary[1]]
-        self.magnitudes = magnitudes[0]
         self.info = info
+        self._payload, self._ends = payload, tuple(accumulate(lengths, initial=PARAMS.size))
+
+    def cut(self, number: int) -> Bits:
+        """Return a section and what follows it: its last fields are read with the bytes behind them."""
+        return np.frombuffer(self._payload, dtype=np.uint8, offset=self._ends[number])
+
+    def cut_off(self, number: int) -> Bits:
+        """Return a section alone."""
+        begin, end = self._ends[number : number + 2]
+        return np.frombuffer(self._payload, dtype=np.uint8, offset=begin, count=end - begin)
 
     def positions(self, kernels: Kernels) -> Positions:
         """Decode the positions of the changed values."""
         info, params = self.info, self.params
         if info.kind == Kind.BITMAP:
-            return kernels.bitmap_unpack(self.unary, info.n_changed, info.n_values)
-        return kernels.rice_unpack(self.low, self.unary, info.n_changed, params.k, info.n_values)
+            return kernels.bitmap_unpack(self.cut_off(HIGH), info.n_changed, info.n_values)
+        return kernels.rice_unpack(self.cut(LOW), self.cut_off(HIGH), info.n_changed, params.k, info.n_values)
 
     def steps(self, kernels: Kernels) -> Steps:
         """Decode the steps, in the order of their positions."""
         info, params = self.info, self.params
         escapes = kernels.rice_unpack(
-            self.escape_low, self.escape_unary, params.n_escapes, params.escape_k, info.n_changed
+            self.cut(ESCAPES_LOW), self.cut_off(ESCAPES_HIGH), params.n_escapes, params.escape_k, info.n_changed
         )
         magnitudes = kernels.golomb_unpack(
-            self.magnitude_unary,
-            self.magnitudes,
+            self.cut_off(LENGTHS),
+            self.cut(MAGNITUDES),
             params.magnitude_bytes,
             params.n_escapes,
             params.magnitude_k,
             info.width,
         )
-        return kernels.join(self.signs, escapes, magnitudes, info.n_changed, info.width)
+        return kernels.join(self.cut_off(SIGNS), escapes, magnitudes, info.n_changed, info.width)
 
 
 def pack_overwrite(kernels: Kernels, positions: Positions, values: Buffer, n_values: int) -> list[Buffer]:
