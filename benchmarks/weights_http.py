@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.waiting import Waits
+from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
@@ -116,7 +117,7 @@ async def store_and_clients(store: ServiceProcess, weights: npt.NDArray[np.uint8
                 part = await publisher.publish(JOB, version, 0, shards)
                 await publisher.commit(JOB, version, expect=version - 1, part_digests=[part.digest], config_json="{}")
         for what in ["pull", "pull_again"]:
-            puller = Puller(client, directory / "cache", Waits())
+            puller = Puller(client, Cache(directory / "cache"), Waits())
             with measured(what, n_bytes, store.pid):
                 pulled = await puller.pull(JOB, 1)
             puller.close()

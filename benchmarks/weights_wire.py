@@ -1,6 +1,6 @@
 """What a worker waits for and what goes over its link: a fresh one, one with an old version, whole and as deltas.
 
-    python -m benchmarks.weights_wire [--mib 112] [--versions 8] [--gbit 1] [--dir DIR]
+    python -m benchmarks.weights_wire [--mib 64] [--versions 68] [--gbit 1] [--dir DIR]
 
 The weight store is the real process; between it and the worker is a link of `--gbit` (a token bucket for all of the
 worker's connections). The model is synthetic: normal values of standard deviation 0.02 in bf16 with a float32 master
@@ -9,7 +9,8 @@ that agree and noise; its size is chosen so that about 1 % of the bf16 values ch
 printed first. Each row is one pull, verified, of the newest version:
 
 - `full`: no deltas; `chain`: only those between neighbours; `composed`: all that the store has;
-- `fresh`: nothing is cached; `lag N`: the version N steps earlier is.
+- `fresh`: nothing is cached; `base`: the first version is, as in a machine image with the public model; `lag N`: the
+  version N steps earlier is.
 
 `wire_mb` is what the link carried (10^6 bytes, headers and documents included), `seconds` what the pull took.
 """
@@ -31,6 +32,7 @@ import numpy.typing as npt
 
 from benchmarks.support.shaped_link import ShapedLink
 from shared.waiting import Waits
+from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.edges import VersionEdges
 from shared.weights.publisher import Publisher, Shard
@@ -89,31 +91,37 @@ class Restricted(StoreClient):
         super().__init__(url, TOKEN)
         self._mode = mode
 
-    async def edges(self, job_id: str, version: int) -> VersionEdges | None:
+    async def route(self, job_id: str, version: int, have: int) -> tuple[VersionEdges, ...]:
         if self._mode == "full":
-            return None
-        document = await super().edges(job_id, version)
-        if document is None or self._mode == "composed":
-            return document
-        return document.model_copy(update={"hops": document.hops[:1]})
+            return ()
+        if self._mode == "composed":
+            return await super().route(job_id, version, have)
+        documents = [await self.edges(job_id, at) for at in range(version, have, -1)]
+        only_next = {"from_base": None}
+        return tuple(
+            document.model_copy(update={**only_next, "hops": document.hops[:1]}) for document in documents if document
+        )
 
 
 async def publish(client: StoreClient, publisher: Publisher, version: int, model: Model) -> None:
     """Publish and commit; return when the store has composed what there is to compose."""
     part = await publisher.publish(JOB, version, 0, model.shards())
     await publisher.commit(JOB, version, expect=version - 1, part_digests=[part.digest], config_json="{}")
-    expected = sum(version >= span for span in (1, 2, 4, 8))
+    if version == 0:
+        await client.pin(JOB, 0)
+        return
+    expected = sum(version >= span for span in (1, 2, 4, 8)) + (version > 8 and version % 8 == 0)
     async with asyncio.timeout(_COMPOSE_LIMIT_S):
-        while expected:
+        while True:
             document = await client.edges(JOB, version)
-            if document is not None and len(document.hops) == expected:
+            if document is not None and len(list(document.lists())) == expected:
                 break
             await asyncio.sleep(0.05)
 
 
 async def cached(client: StoreClient, version: int, cache: Path) -> None:
     """Fill a cache with a version, not over the slow link."""
-    puller = Puller(client, cache, Waits())
+    puller = Puller(client, Cache(cache), Waits())
     await puller.pull(JOB, version)
     puller.close()
 
@@ -121,7 +129,7 @@ async def cached(client: StoreClient, version: int, cache: Path) -> None:
 async def pull(link: ShapedLink, mode: str, version: int, cache: Path, expected: bytes) -> dict[str, float]:
     """Pull over the link; return what it took."""
     async with Restricted(link.url, mode) as client:
-        puller = Puller(client, cache, Waits())
+        puller = Puller(client, Cache(cache), Waits())
         before, began = link.bytes_down, time.perf_counter()
         pulled = await puller.pull(JOB, version)
         row = {
@@ -137,7 +145,7 @@ async def pull(link: ShapedLink, mode: str, version: int, cache: Path, expected:
 async def measure(store: ServiceProcess, directory: Path, options: argparse.Namespace) -> None:
     model = Model(options.mib << 20)
     newest = options.versions
-    lags = sorted({1, 8, newest} & set(range(newest + 1)))
+    lags = [lag for lag in (1, 8, 64) if lag < newest]
     changed: list[float] = []
     async with StoreClient(store.url, TOKEN) as client:
         publisher = Publisher(client, Waits(), deltas=True)
@@ -145,12 +153,14 @@ async def measure(store: ServiceProcess, directory: Path, options: argparse.Name
             if version:
                 changed.append(model.step())
             await publish(client, publisher, version, model)
-            if newest - version in lags:
+            if version == 0:
+                await cached(client, version, directory / "base")
+            elif newest - version in lags:
                 await cached(client, version, directory / f"lag {newest - version}")
         print(json.dumps({"model_mb": model.bits.nbytes / 1e6, "changed_a_step": round(float(np.mean(changed)), 4)}))
         rows: list[dict[str, str | float]] = []
         with ShapedLink(store.port, bits_per_s=options.gbit * 1e9) as link:
-            for what in ("fresh", *(f"lag {lag}" for lag in lags)):
+            for what in ("fresh", "base", *(f"lag {lag}" for lag in lags)):
                 for mode in MODES if what != "fresh" else MODES[:1]:
                     cache = directory / f"{what} {mode}"
                     if what != "fresh":
@@ -171,8 +181,8 @@ def table(rows: list[dict[str, str | float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=112, help="size of the model, a multiple of 16")
-    parser.add_argument("--versions", type=int, default=8, help="how many steps are published, 8 at least")
+    parser.add_argument("--mib", type=int, default=64, help="size of the model, a multiple of 16")
+    parser.add_argument("--versions", type=int, default=68, help="how many steps are published, 9 at least")
     parser.add_argument("--gbit", type=float, default=1.0, help="speed of the link, 10^9 bits a second")
     parser.add_argument("--dir", type=Path, default=None, help="where store and caches are; a temporary directory")
     options = parser.parse_args()

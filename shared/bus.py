@@ -181,6 +181,9 @@ class Bus(Protocol):
     async def renew(self, lease: str, value: str, ttl_s: float) -> None:
         """Hold a lease for `ttl_s` more seconds."""
 
+    async def acquire(self, leases: Sequence[str], value: str, ttl_s: float) -> list[bool]:
+        """Take each lease that nobody holds, for `ttl_s` seconds; tell of each whether it now has this value."""
+
     async def holders(self, leases: Sequence[str]) -> list[str | None]:
         """Return each lease's value, None for one that has run out."""
 

@@ -245,6 +245,14 @@ class MemoryBus:
         self._check()
         self._leases[lease] = (value, self._clock() + ttl_s)
 
+    async def acquire(self, leases: Sequence[str], value: str, ttl_s: float) -> list[bool]:
+        """See `Bus.acquire`."""
+        for lease, holder in zip(leases, await self.holders(leases), strict=True):
+            if holder is None:
+                self._leases[lease] = (value, self._clock() + ttl_s)
+        self._reply()
+        return [holder == value for holder in await self.holders(leases)]
+
     async def holders(self, leases: Sequence[str]) -> list[str | None]:
         """See `Bus.holders`."""
         self._check()

@@ -118,12 +118,22 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
 
     code = EXIT_OK
     try:
-        asyncio.run(body())
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(body())
     except* ConfigError as group:
         code = _complain(name, group, EXIT_CONFIG)
     except* RLBoostError as group:
         code = code or _complain(name, group, EXIT_FAILED)
     return code
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's where it is installed: it moves bulk data at two thirds of the CPU time."""
+    try:
+        import uvloop  # noqa: PLC0415
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _complain(name: str, group: BaseExceptionGroup[RLBoostError], code: int) -> int:

@@ -29,6 +29,8 @@ MANAGER_LEASE = PREFIX + "manager.lease"
 """Lease: the manager that leads, and where (JSON)."""
 MANAGER_EPOCH = PREFIX + "manager.epoch"
 """Counter: raised by each taking of the lease; a leader's every transaction is fenced by it."""
+WEIGHT_PEERS = PREFIX + "weights.peers"
+"""Hash: peer -> nothing; who may hold a lease `weight_peer`."""
 FLEET = PREFIX + "fleet"
 """Hash: worker id -> its last known record (JSON), so that a restarted manager knows whom to expect."""
 
@@ -71,6 +73,16 @@ def job_audit(job_id: str) -> str:
 def trainer_lease(job_id: str) -> str:
     """Lease: the trainer that runs the job, and what it waits for (JSON)."""
     return f"{PREFIX}job:{job_id}:trainer"
+
+
+def weight_peer(peer: str) -> str:
+    """Lease: a worker that serves weights to others, where, and which (JSON)."""
+    return f"{PREFIX}weights:peer:{peer}"
+
+
+def weight_claim(digest: str) -> str:
+    """Lease: the peer that fetches this blob from the weight store, so that the others can have it from there."""
+    return f"{PREFIX}weights:claim:{digest}"
 
 
 def worker_commands(worker: str) -> str:

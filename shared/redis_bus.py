@@ -198,6 +198,15 @@ class RedisBus:
         """See `Bus.renew`."""
         await self._call(self._redis.set(lease, value, px=int(ttl_s * 1000)))
 
+    async def acquire(self, leases: Sequence[str], value: str, ttl_s: float) -> list[bool]:
+        """See `Bus.acquire`."""
+        pipe = self._redis.pipeline(transaction=False)
+        for lease in leases:
+            pipe.set(lease, value, px=int(ttl_s * 1000), nx=True)
+        if leases:
+            await self._call(pipe.execute())
+        return [holder == value for holder in await self.holders(leases)]
+
     async def holders(self, leases: Sequence[str]) -> list[str | None]:
         """See `Bus.holders`."""
         if not leases:

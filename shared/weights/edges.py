@@ -19,6 +19,7 @@ LIST_EDGES = 16_384
 MAX_EDGES = 1 << 18
 """Edges of one hop: a terabyte of weights."""
 MAX_HOPS = 16
+MAX_DOCUMENTS = 1024
 
 
 class Edge(NamedTuple):
@@ -58,18 +59,36 @@ class VersionEdges(Document):
     at: float
     """When this was written, Unix seconds: no delta in it was uploaded later."""
     hops: Annotated[tuple[EdgeList, ...], Field(max_length=MAX_HOPS)]
+    from_base: EdgeList | None = None
+    """All the way from the job's first version, which a machine may have from elsewhere."""
 
     @model_validator(mode="after")
     def _leads_forward(self) -> Self:
-        for hop in self.hops:
+        for hop in self.lists():
             if hop.base >= self.version:
                 raise ValueError(f"a hop to version {self.version} begins at {hop.base}, which is not before it")
         return self
 
+    def lists(self) -> Iterator[EdgeList]:
+        """Yield every hop, the shortest first."""
+        yield from self.hops
+        if self.from_base is not None:
+            yield self.from_base
+
     def edges(self) -> Iterator[Edge]:
-        """Yield every edge, shortest hop first."""
-        for hop in self.hops:
+        """Yield every edge, those of the shortest hop first."""
+        for hop in self.lists():
             yield from hop.edges
+
+    def hop_from(self, base: int) -> EdgeList | None:
+        """Return the hop that begins at a version."""
+        return next((hop for hop in self.lists() if hop.base == base), None)
+
+
+class Route(Document):
+    """What leads to a version from an older one, as far as there is anything: newest version first."""
+
+    documents: Annotated[tuple[VersionEdges, ...], Field(max_length=MAX_DOCUMENTS)]
 
 
 def lists_of(base: int, edges: Sequence[Edge]) -> list[bytes]:

@@ -3,6 +3,9 @@
 A *part* is what one trainer rank publishes: the bytes of its shards (row major, little endian) laid end to end in one
 stream, which is cut into chunks. A *manifest* is all parts of one version. Neither can be built unless it is whole: a
 part's shards fill its chunks exactly, and a manifest's shards cover every tensor exactly once.
+
+An *adapter version* has the tensors of a LoRA adapter only, under PEFT's names, and names the version with the model
+that the adapter belongs to.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from shared.errors import Undecodable
 CHUNK_BYTES = 4 << 20
 """Size of a chunk; only the last one of a part is smaller."""
 
+MAX_SHARDS = 4096
+"""Of one tensor: each is compared with each."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -150,9 +155,27 @@ class Manifest(Document):
     config_json: str
     """The model's Hugging Face `config.json`, so that a worker needs no model directory."""
     parts: tuple[Part, ...] = Field(min_length=1)
+    base_version: NonNegativeInt | None = None
+    """An adapter version: the older one with the whole model below the adapter."""
+    adapter_json: str = ""
+    """An adapter version: PEFT's `adapter_config.json`."""
+
+    def encode(self) -> bytes:
+        """Return canonical JSON; what only adapter versions have is left out of the others."""
+        absent = None if self.is_adapter else {"base_version", "adapter_json"}
+        return self.model_dump_json(exclude=absent).encode()
+
+    @property
+    def is_adapter(self) -> bool:
+        """Tell whether it needs another version to be a model."""
+        return self.base_version is not None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if self.is_adapter != bool(self.adapter_json):
+            raise ValueError("base_version and adapter_json come together: an adapter version has both")
+        if self.base_version is not None and self.base_version >= self.version:
+            raise ValueError(f"the base of version {self.version} is version {self.base_version}, which is not older")
         ranks = [part.rank for part in self.parts]
         if ranks != list(range(len(ranks))):
             raise ValueError(f"the parts are those of ranks {ranks}, expected 0..{len(ranks) - 1}")
@@ -180,6 +203,8 @@ def check_coverage(shards: Iterable[TensorEntry]) -> None:
     for entry in shards:
         by_name.setdefault(entry.name, []).append(entry)
     for name, group in by_name.items():
+        if len(group) > MAX_SHARDS:
+            raise ValueError(f"tensor {name}: {len(group)} shards, at most {MAX_SHARDS} are allowed")
         if len({(entry.dtype, entry.global_shape) for entry in group}) > 1:
             raise ValueError(f"tensor {name}: its shards disagree on dtype or global shape")
         if _overlap(group):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from shared.weights.edges import Edge, VersionEdges
 from shared.weights.manifest import ChunkRef
 
-FETCH_BYTES = 512
-"""What a request and its headers weigh: many tiny deltas are no bargain."""
+FETCH_BYTES = 16 << 10
+"""What a request weighs, headers and turnaround: many tiny deltas are no bargain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,6 @@ def next_stop(document: VersionEdges, have: int) -> int | None:
 
     The longest hop that does not go back beyond `have`: a lag of n takes about as many documents as n has hops.
     """
-    stops = [hop.base for hop in document.hops if hop.base > have]
-    arrived = any(hop.base == have for hop in document.hops)
+    stops = [hop.base for hop in document.lists() if hop.base > have]
+    arrived = document.hop_from(have) is not None
     return None if arrived or not stops else min(stops)

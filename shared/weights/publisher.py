@@ -113,7 +113,15 @@ class Publisher:
             self._memory.forget()
 
     async def commit(
-        self, job_id: str, version: int, *, expect: int, part_digests: Iterable[str], config_json: str
+        self,
+        job_id: str,
+        version: int,
+        *,
+        expect: int,
+        part_digests: Iterable[str],
+        config_json: str,
+        base_version: int | None = None,
+        adapter_json: str = "",
     ) -> VersionInfo:
         """Make published parts the new head, if the head is `expect` (-1: none). To repeat it is safe.
 
@@ -123,13 +131,22 @@ class Publisher:
             expect: the version that must be the head.
             part_digests: `Part.digest` of every rank, rank 0 first.
             config_json: the model's Hugging Face configuration.
+            base_version: where the parts are an adapter's, the version with the model that it belongs to.
+            adapter_json: and PEFT's `adapter_config.json`.
 
         Raises:
-            Conflict: somebody else committed, or the parts do not make up whole tensors; the text says which.
+            Conflict: somebody else committed, the parts do not make up whole tensors, or the base is not kept; the
+                text says which.
             Timeout: the store was away for too long.
 
         """
-        request = CommitRequest(expect=expect, parts=tuple(part_digests), config_json=config_json)
+        request = CommitRequest(
+            expect=expect,
+            parts=tuple(part_digests),
+            config_json=config_json,
+            base_version=base_version,
+            adapter_json=adapter_json,
+        )
         try:
             async with self._wait(f"commit version {version} of job {job_id}"):
                 return await persistently(lambda: self._client.commit(job_id, version, request))

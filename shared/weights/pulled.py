@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
@@ -22,16 +22,18 @@ _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 class PulledVersion:
     """One verified version in a puller's cache."""
 
-    def __init__(self, manifest: Manifest, chunks: Path) -> None:
-        """Read `manifest`'s chunks, by digest, from the directory `chunks`."""
+    def __init__(self, manifest: Manifest, chunks: Path, base: PulledVersion | None = None) -> None:
+        """Read `manifest`'s chunks, by digest, from the directory `chunks`; an adapter comes with its `base`."""
         self.manifest = manifest
+        self.base = base
         self._chunks = chunks
 
-    def tensors(self) -> Iterator[tuple[TensorEntry, memoryview]]:
-        """Yield every tensor whole: its entry (`offset` zeros, `local_shape` = `global_shape`) and its own bytes.
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[TensorEntry, memoryview]]:
+        """Yield every tensor, or those of these names: its entry, and its own bytes.
 
-        A tensor that ranks published in shards is put together, and its entry has the digest of the whole. What is
-        held at a time is one tensor. Reads files: call it outside the event loop.
+        Each is whole: `offset` is zeros, and `local_shape` is `global_shape`. A tensor that ranks published in shards
+        is put together, and its entry has the digest of the whole. What is held at a time is one tensor. Reads files:
+        call it outside the event loop.
 
         Raises:
             NotFound: two later versions were pulled meanwhile, and this one's chunks are gone.
@@ -40,7 +42,8 @@ class PulledVersion:
         shards: dict[str, list[tuple[Part, TensorEntry]]] = {}
         for part in self.manifest.parts:
             for entry in part.tensors:
-                shards.setdefault(entry.name, []).append((part, entry))
+                if names is None or entry.name in names:
+                    shards.setdefault(entry.name, []).append((part, entry))
         with _Reader(self._chunks, self.manifest) as reader:
             for held in shards.values():
                 yield _whole(held, reader)

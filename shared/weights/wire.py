@@ -31,6 +31,10 @@ class CommitRequest(_Body):
     parts: tuple[Digest, ...] = Field(min_length=1)
     """Digest of each rank's part, rank 0 first: what one rank published in an earlier attempt is never mixed in."""
     config_json: str
+    base_version: NonNegativeInt | None = None
+    """As in `Manifest`."""
+    adapter_json: str = ""
+    """As in `Manifest`."""
 
 
 class VersionInfo(_Body):
@@ -42,6 +46,8 @@ class VersionInfo(_Body):
     n_bytes: NonNegativeInt
     committed_at: float
     pinned: bool
+    delta_bytes: NonNegativeInt | None = None
+    """Of the deltas from the version before it; None where there are none."""
 
 
 class ModelInfo(_Body):

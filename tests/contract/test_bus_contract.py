@@ -156,6 +156,18 @@ async def test_a_lease_that_is_not_renewed_runs_out(bus: Bus) -> None:
     assert await bus.holders([]) == []
 
 
+async def test_a_lease_is_acquired_by_one_until_it_runs_out(bus: Bus) -> None:
+    assert await bus.acquire(["lease:a", "lease:b"], "me", 0.2) == [True, True]
+    assert await bus.acquire(["lease:b", "lease:c"], "you", 60.0) == [False, True]
+    assert await bus.acquire(["lease:b", "lease:c"], "me", 0.2) == [True, False]
+    assert await bus.acquire([], "me", 0.2) == []
+
+    async def ran_out() -> bool:
+        return await bus.acquire(["lease:a"], "you", 60.0) == [True]
+
+    await eventually(ran_out)
+
+
 async def take(bus: Bus, who: str, *, ttl_s: float = 60.0, instead_of: str | None = None) -> int | None:
     return await bus.take("lead", who, ttl_s, epoch="epoch", instead_of=instead_of)
 

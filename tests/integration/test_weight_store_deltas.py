@@ -13,8 +13,9 @@ import pytest
 
 from shared.errors import Conflict, StoreUnavailable
 from shared.waiting import Waits
+from shared.weights.cache import Cache
 from shared.weights.client import StoreClient, persistently
-from shared.weights.manifest import CHUNK_BYTES
+from shared.weights.manifest import CHUNK_BYTES, Manifest
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
 from tests.support.eventually import eventually
@@ -48,7 +49,7 @@ def publisher(client: StoreClient) -> Publisher:
 
 @pytest.fixture
 def puller(client: StoreClient, tmp_path: Path) -> Iterator[Puller]:
-    puller = Puller(client, tmp_path / "cache", Waits(), limit_s=60)
+    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
     yield puller
     puller.close()
 
@@ -98,7 +99,7 @@ async def test_who_has_the_last_version_pulls_a_small_part_of_the_bytes(
     store: ServiceProcess, publisher: Publisher, tmp_path: Path
 ) -> None:
     async with TcpProxy(store.port) as proxy, StoreClient(proxy.url, TOKEN) as far:
-        puller = Puller(far, tmp_path / "cache", Waits(), limit_s=60)
+        puller = Puller(far, Cache(tmp_path / "cache"), Waits(), limit_s=60)
         await publish(publisher, 0)
         await assert_pulls(puller, 0)
         assert proxy.bytes_down > N_BYTES
@@ -113,19 +114,48 @@ async def test_who_has_the_last_version_pulls_a_small_part_of_the_bytes(
 async def test_a_laggard_takes_the_longest_hops_even_after_a_restart(
     client: StoreClient, publisher: Publisher, tmp_path: Path
 ) -> None:
-    puller = Puller(client, tmp_path / "cache", Waits(), limit_s=60)
+    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
     await publish(publisher, 0)
     await assert_pulls(puller, 0)
     puller.close()
     await publish_composed(publisher, client, 1, 11)
     # 11 -> 3 -> 1 -> 0, though versions 0, 1 and 3 are no longer kept.
-    puller = Puller(client, tmp_path / "cache", Waits(), limit_s=60)
+    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
     await assert_pulls(puller, 11)
     assert (puller.last.chunks_delta, puller.last.chunks_dense) == (3, 0)
     single = sum(path.stat().st_size for path in delta_files(tmp_path, 11)[:3])
     assert puller.last.bytes_delta < 9 * single, "longer hops have less bytes than a chain of eleven"
     await assert_pulls(puller, 11)
     assert puller.last.chunks_held == 3
+    puller.close()
+
+
+async def test_who_has_the_first_version_from_elsewhere_pulls_the_way_from_it(
+    store: ServiceProcess, client: StoreClient, publisher: Publisher, tmp_path: Path
+) -> None:
+    await publish(publisher, 0)
+    await client.pin(JOB, 0)
+    await publish_composed(publisher, client, 1, 18)
+
+    def seed(manifest: Manifest, cache: Cache) -> int:
+        (part,) = manifest.parts
+        data = bits(0).tobytes()
+        starts = [sum(chunk.n_bytes for chunk in part.chunks[:index]) for index in range(len(part.chunks))]
+        return sum(
+            cache.keep(chunk, data[start : start + chunk.n_bytes])
+            for chunk, start in zip(part.chunks, starts, strict=True)
+        )
+
+    async def from_base() -> bool:
+        document = await client.edges(JOB, 16)
+        return document is not None and document.hop_from(0) is not None
+
+    await eventually(from_base, within_s=30)
+    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), seed=seed, limit_s=60)
+    await assert_pulls(puller, 18)
+    assert (puller.last.chunks_delta, puller.last.chunks_dense, puller.last.fallbacks) == (3, 0, 0)
+    single = sum(path.stat().st_size for path in delta_files(tmp_path, 18)[:3])
+    assert puller.last.bytes_delta < 12 * single
     puller.close()
 
 

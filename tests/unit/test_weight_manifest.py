@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from dataclasses import dataclass
@@ -184,6 +185,41 @@ def test_documents_survive_the_wire_byte_for_byte() -> None:
     assert again.encode() == manifest.encode()
     assert Part.decode(left.encode()).digest == left.digest
     assert manifest.n_bytes == 16 + 2
+
+
+def test_a_version_without_an_adapter_has_the_bytes_that_it_always_had() -> None:
+    manifest = Manifest(job_id="job-1", version=7, config_json="{}", parts=(part(0, [entry("a", (1,))]),))
+    expected = (
+        '{"job_id":"job-1","version":7,"config_json":"{}","parts":[{"rank":0,"chunks":[["%s",2]],"tensors":[{"name":"a",'
+        '"dtype":"bfloat16","global_shape":[1],"offset":[0],"local_shape":[1],"start":0,"n_bytes":2,"digest":"%s"}],'
+        '"edges":[]}]}'
+    )
+    assert manifest.encode() == (expected % (DIGEST, DIGEST)).encode()
+    assert not manifest.is_adapter
+
+
+def test_an_adapter_version_names_its_base() -> None:
+    adapter = {"base_version": 0, "adapter_json": '{"r": 8}'}
+    manifest = Manifest(job_id="j", version=3, config_json="{}", parts=(part(0, [entry("a", (4,))]),), **adapter)
+    again = Manifest.decode(manifest.encode())
+    assert again == manifest
+    assert again.is_adapter
+    assert (again.base_version, again.adapter_json) == (0, '{"r": 8}')
+
+
+@pytest.mark.parametrize(
+    ("adapter", "text"),
+    [
+        ({"base_version": 0}, "come together"),
+        ({"adapter_json": "{}"}, "come together"),
+        ({"base_version": 3, "adapter_json": "{}"}, "not older"),
+        ({"base_version": -1, "adapter_json": "{}"}, "greater than or equal to 0"),
+    ],
+)
+def test_an_adapter_version_without_an_older_base_is_refused(adapter: dict[str, object], text: str) -> None:
+    manifest = Manifest(job_id="j", version=3, config_json="{}", parts=(part(0, [entry("a", (4,))]),))
+    with pytest.raises(Undecodable, match=text):
+        Manifest.decode(json.dumps(json.loads(manifest.encode()) | adapter).encode())
 
 
 def test_what_is_no_manifest_is_undecodable() -> None:

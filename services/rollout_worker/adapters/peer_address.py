@@ -1,0 +1,39 @@
+"""Where other workers reach this one."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+OFF = "off"
+_ANY_PORT = 9  # discard: a UDP socket that is connected sends nothing
+
+
+def peer_url(setting: str, host: str, port: int, manager_url: str) -> str:
+    """Return the URL to tell other workers, empty for none.
+
+    Args:
+        setting: the URL itself, `off`, or nothing: then it follows from the rest.
+        host: that the worker listens on; of a wildcard it is the address that packets to the manager leave from.
+        port: that it listens on.
+        manager_url: who shows which of the machine's networks is meant.
+
+    """
+    if setting:
+        return "" if setting == OFF else setting.rstrip("/")
+    if host in {"0.0.0.0", "::", ""}:  # noqa: S104 - compared, not listened on
+        host = _outbound(urlsplit(manager_url).hostname or "", host)
+    if not host:
+        return ""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _outbound(manager: str, wildcard: str) -> str:
+    family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((manager, _ANY_PORT))
+            return str(ipaddress.ip_address(probe.getsockname()[0]))
+    except (OSError, ValueError):
+        return ""

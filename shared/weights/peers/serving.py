@@ -1,0 +1,54 @@
+"""What a peer serves over HTTP: the blobs in its cache, to whoever has the token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from fastapi import APIRouter, Depends, Response
+from prometheus_client import Counter
+from starlette.types import Receive, Scope, Send
+
+from shared.errors import NotFound
+from shared.http import Problem, bearer
+from shared.weights.cache import Cache
+from shared.weights.manifest import Digest
+from shared.weights.peers.transport import BUSY_STATUS
+from shared.weights.serving import BlobResponse
+
+AT_A_TIME = 16
+"""Blobs that one peer sends at a time: it has an engine to run."""
+
+
+def blob_routes(cache: Cache, token: str, sent: Counter) -> APIRouter:
+    """Return `GET /v1/chunks/{digest}` for verified blobs; `sent` counts bytes."""
+    router = APIRouter(prefix="/v1/chunks", tags=["weights"], dependencies=[Depends(bearer(token))])
+    places = asyncio.Semaphore(AT_A_TIME)
+
+    @router.get("/{digest}", response_class=Response)
+    async def get(digest: Digest) -> Response:
+        if digest not in cache.verified:
+            raise NotFound(f"there is no blob {digest} here")
+        if places.locked():
+            raise Problem(BUSY_STATUS, "Busy", f"{AT_A_TIME} blobs are being sent: ask another peer")
+        path = cache.path(digest)
+        try:
+            status = await asyncio.to_thread(os.stat, path)
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no blob {digest} here any more") from error
+        return _Placed(places, BlobResponse(path, status, digest, sent))
+
+    return router
+
+
+class _Placed(Response):
+    """An answer that takes a place while it is sent."""
+
+    def __init__(self, places: asyncio.Semaphore, answer: BlobResponse) -> None:
+        super().__init__()
+        self._places = places
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._places:
+            await self._answer(scope, receive, send)

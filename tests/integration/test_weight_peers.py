@@ -1,0 +1,258 @@
+"""Pullers that serve each other: what leaves the store, and what a peer can do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fastapi import FastAPI, Response
+from fastapi.responses import StreamingResponse
+
+from shared.bus import Bus
+from shared.fakes import MemoryBus
+from shared.http import bind, server_loop
+from shared.waiting import Waits
+from shared.weights.cache import Cache
+from shared.weights.client import StoreClient
+from shared.weights.manifest import digest_of
+from shared.weights.peers.catalogue import ALL, Catalogue
+from shared.weights.peers.directory import Directory
+from shared.weights.peers.swarm import Swarm
+from shared.weights.peers.transport import PeerTransport
+from shared.weights.publisher import Publisher, Shard
+from shared.weights.puller import Puller
+from shared.weights.source import StoreSource
+from tests.support.eventually import eventually
+from tests.support.service_process import TOKEN, ServiceProcess
+
+JOB = "job-1"
+KIB = 1 << 10
+WEIGHTS = np.random.default_rng(0).integers(0, 256, 16 << 20, dtype=np.uint8)
+CHUNK_BYTES = 256 * KIB
+
+
+@pytest.fixture
+def store(tmp_path: Path, redis_url: str) -> Iterator[ServiceProcess]:
+    env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store")}
+    process = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+async def client(store: ServiceProcess) -> AsyncIterator[StoreClient]:
+    async with StoreClient(store.url, TOKEN) as client:
+        yield client
+
+
+async def publish(client: StoreClient, weights: np.typing.NDArray[np.uint8] = WEIGHTS) -> list[str]:
+    """Publish version 0; return its chunks' digests."""
+    publisher = Publisher(client, Waits(), chunk_bytes=CHUNK_BYTES)
+    part = await publisher.publish(JOB, 0, 0, [Shard("w", "uint8", weights.shape, (0,), weights.shape, weights.data)])
+    await publisher.commit(JOB, 0, expect=-1, part_digests=[part.digest], config_json="{}")
+    return [chunk.digest for chunk in part.chunks]
+
+
+async def sent(client: StoreClient) -> float:
+    answer = await client._request("GET", "/metrics")
+    (line,) = [
+        line for line in answer.body.decode().splitlines() if line.startswith("rlboost_weight_store_bytes_out_total ")
+    ]
+    return float(line.split()[1])
+
+
+def n_cached(directory: Path) -> int:
+    return sum(1 for _ in directory.glob("peer-*/chunks/*"))
+
+
+async def test_of_16_pullers_of_which_some_are_killed_the_store_sends_each_byte_about_once(
+    store: ServiceProcess, client: StoreClient, tmp_path: Path, redis_url: str
+) -> None:
+    chunks = await publish(client)
+    command = [sys.executable, "-m", "tests.support.weight_peers", "--peers", "16", "--dir", str(tmp_path)]
+    command += ["--store", store.url, "--redis", redis_url, "--token", TOKEN, "--job", JOB, "--version", "0"]
+    with (tmp_path / "peers.log").open("wb") as log:
+        swarm = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)  # noqa: ASYNC220 - forks
+    assert swarm.stdout is not None
+    pids = [int(pid) for pid in (await asyncio.to_thread(swarm.stdout.readline)).split()]
+    try:
+        await eventually(lambda: n_cached(tmp_path) > 16 * len(chunks) / 2, within_s=60)
+        for pid in pids[:3]:
+            os.kill(pid, signal.SIGKILL)
+        alive = [f"peer-{number}" for number in range(3, 16)]
+        await eventually(lambda: all((tmp_path / f"{name}.digest").exists() for name in alive), within_s=90)
+    finally:
+        for pid in pids[3:]:
+            os.kill(pid, signal.SIGTERM)
+        await asyncio.to_thread(swarm.wait, 30)
+        swarm.stdout.close()
+    results = [(tmp_path / f"{name}.digest").read_text().split() for name in alive]
+    assert {digest for digest, _, _ in results} == {digest_of(digest_of(WEIGHTS.data).encode())}
+    assert not any((tmp_path / f"peer-{number}.digest").exists() for number in range(3)), "they died in the middle"
+    assert await sent(client) <= 1.2 * WEIGHTS.nbytes
+    assert sum(int(from_peers) for *_, from_peers in results) > 10 * WEIGHTS.nbytes
+
+
+class Rig:
+    """One puller in this process, and peers that a test makes up."""
+
+    def __init__(self, client: StoreClient, bus: Bus, directory: Path) -> None:
+        self.bus = bus
+        self.cache = Cache(directory)
+        self.transport = PeerTransport(TOKEN)
+        store = StoreSource(client, self.cache, concurrency=8)
+        me = Directory(bus, "me", "here")
+        self.swarm = Swarm(me, self.transport, store, self.cache, concurrency=8, alone_bytes=0)
+        self.puller = Puller(client, self.cache, Waits(), source=self.swarm, limit_s=60)
+
+    async def assert_pulls(self, weights: np.typing.NDArray[np.uint8] = WEIGHTS) -> None:
+        pulled = await self.puller.pull(JOB, 0)
+        ((_, data),) = pulled.tensors()
+        assert data == weights.tobytes()
+
+    @property
+    def from_peers(self) -> int:
+        return self.puller.last.from_peers
+
+    @property
+    def from_store(self) -> int:
+        return self.puller.last.from_store
+
+
+@pytest.fixture
+async def rig(client: StoreClient, tmp_path: Path) -> AsyncIterator[Rig]:
+    rig = Rig(client, MemoryBus(), tmp_path / "cache")
+    yield rig
+    await rig.transport.close()
+    rig.puller.close()
+
+
+@asynccontextmanager
+async def served(answer: Callable[[str], Response]) -> AsyncIterator[str]:
+    """A peer that answers as it likes; its URL."""
+    app = FastAPI()
+
+    @app.get("/v1/chunks/{digest}")
+    async def get(digest: str) -> Response:
+        return answer(digest)
+
+    sock, stop = bind("127.0.0.1", 0), asyncio.Event()
+    serving = asyncio.create_task(server_loop(app, sock)(stop), name="peer")
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    stop.set()
+    await serving
+
+
+async def listed(rig: Rig, url: str, chunks: list[str], name: str = "other") -> None:
+    await Directory(rig.bus, name, "here").tell(url, {Catalogue(chunks).id: ALL})
+
+
+def chunks_by_digest() -> dict[str, bytes]:
+    pieces = [WEIGHTS[at : at + CHUNK_BYTES].tobytes() for at in range(0, WEIGHTS.nbytes, CHUNK_BYTES)]
+    return {digest_of(piece): piece for piece in pieces}
+
+
+async def test_what_peers_hold_does_not_come_from_the_store(client: StoreClient, rig: Rig) -> None:
+    chunks, pieces = await publish(client), chunks_by_digest()
+    async with served(lambda digest: Response(pieces[digest])) as url:
+        await listed(rig, url, chunks)
+        await rig.assert_pulls()
+    assert rig.from_peers + rig.from_store == WEIGHTS.nbytes
+    assert rig.from_store <= 2 * CHUNK_BYTES, "what began before the directory had been read"
+
+
+async def test_a_peer_that_sends_wrong_bytes_is_asked_once_a_transfer_and_never_again(
+    client: StoreClient, rig: Rig
+) -> None:
+    chunks, asked = await publish(client), list[str]()
+
+    def lie(digest: str) -> Response:
+        asked.append(digest)
+        return Response(bytes(CHUNK_BYTES + len(asked) % 3 - 1))
+
+    async with served(lie) as url:
+        await listed(rig, url, chunks)
+        await rig.assert_pulls()
+        assert 1 <= len(asked) <= 4
+        asked.clear()
+        rig.cache.prune(set(), [])
+        await rig.assert_pulls()
+        assert asked == []
+    assert rig.from_store == WEIGHTS.nbytes
+
+
+async def test_a_slow_peer_is_left_and_what_it_has_comes_from_elsewhere(client: StoreClient, rig: Rig) -> None:
+    chunks, pieces, asked = await publish(client), chunks_by_digest(), list[str]()
+
+    def trickle(digest: str) -> Response:
+        asked.append(digest)
+
+        async def body() -> AsyncIterator[bytes]:
+            for at in range(0, CHUNK_BYTES, KIB):
+                yield pieces[digest][at : at + KIB]
+                await asyncio.sleep(0.05)
+
+        return StreamingResponse(body())
+
+    async with served(trickle) as slow, served(lambda digest: Response(pieces[digest])) as fast:
+        await listed(rig, slow, chunks, "slow")
+        await listed(rig, fast, chunks, "fast")
+        async with asyncio.timeout(10.0):  # the slow one alone would take 20 minutes
+            await rig.assert_pulls()
+    assert 1 <= len(asked) <= 4
+
+
+@pytest.mark.parametrize("status", [302, 404, 500])
+async def test_a_peer_that_does_not_have_what_it_says_costs_nothing_but_time(
+    client: StoreClient, rig: Rig, status: int
+) -> None:
+    chunks = await publish(client)
+    async with served(lambda _: Response(status_code=status, headers={"Location": "http://127.0.0.1:9/"})) as url:
+        await listed(rig, url, chunks)
+        await rig.assert_pulls()
+    assert rig.from_store == WEIGHTS.nbytes
+
+
+async def test_a_peer_that_is_gone_costs_nothing_but_time(client: StoreClient, rig: Rig) -> None:
+    await listed(rig, "http://127.0.0.1:9", await publish(client))
+    await rig.assert_pulls()
+    assert rig.from_store == WEIGHTS.nbytes
+
+
+async def test_what_another_one_claimed_and_never_brings_is_fetched_after_a_while(
+    client: StoreClient, rig: Rig
+) -> None:
+    chunks = await publish(client)
+    other = Directory(rig.bus, "other", "here")
+    assert all([await other.claim(digest) for digest in chunks[:5]])
+    await rig.assert_pulls()
+    assert rig.from_store == WEIGHTS.nbytes
+
+
+async def test_without_redis_everything_comes_from_the_store(client: StoreClient, tmp_path: Path) -> None:
+    bus = MemoryBus()
+    bus.available = False
+    rig = Rig(client, bus, tmp_path / "cache")
+    await publish(client)
+    await rig.assert_pulls()
+    assert rig.from_store == WEIGHTS.nbytes
+    await rig.transport.close()
+    rig.puller.close()
+
+
+async def test_a_small_pull_asks_nobody_else(client: StoreClient, rig: Rig) -> None:
+    chunks, asked = await publish(client), list[str]()
+    rig.swarm._alone_bytes = WEIGHTS.nbytes + 1
+    async with served(lambda digest: Response(asked.append(digest))) as url:
+        await listed(rig, url, chunks)
+        await rig.assert_pulls()
+    assert asked == []

@@ -1,0 +1,99 @@
+"""Pullers that serve each other, each a process: `python -m tests.support.weight_peers --help`.
+
+The processes are forked from one that has imported everything, so that many of them start at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Counter
+
+from shared import logs
+from shared.http import bind, create_app, server_loop
+from shared.lifecycle import supervise
+from shared.redis_bus import connect
+from shared.waiting import Waits
+from shared.weights.cache import Cache
+from shared.weights.client import StoreClient
+from shared.weights.manifest import digest_of
+from shared.weights.peers.directory import Directory
+from shared.weights.peers.serving import blob_routes
+from shared.weights.peers.swarm import Swarm
+from shared.weights.peers.transport import PeerTransport
+from shared.weights.puller import Puller
+from shared.weights.source import StoreSource
+
+
+async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> None:
+    """Pull and serve until the stop; the digest of all tensors goes to `DIR/NAME.digest`."""
+    directory = options.dir / name
+    bus = await connect(options.redis, name)
+    cache, transport = Cache(directory), PeerTransport(options.token)
+    sock = bind("127.0.0.1", 0)
+    app: FastAPI = create_app(name, token=options.token, ready=lambda: None)
+    app.include_router(blob_routes(cache, options.token, Counter("sent", "bytes", registry=CollectorRegistry())))
+    async with StoreClient(options.store, options.token) as client:
+        store = StoreSource(client, cache, concurrency=8)
+        swarm = Swarm(Directory(bus, name, "here"), transport, store, cache, concurrency=8, alone_bytes=0)
+        swarm.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        puller = Puller(client, cache, Waits(), source=swarm, limit_s=100.0)
+
+        async def pull(stop: asyncio.Event) -> None:
+            pulled = await puller.pull(options.job, options.version)
+            digests = await asyncio.to_thread(lambda: [digest_of(data) for _, data in pulled.tensors()])
+            result = f"{digest_of(''.join(digests).encode())} {puller.last.from_store} {puller.last.from_peers}"
+            (options.dir / f"{name}.new").write_text(result)
+            (options.dir / f"{name}.new").rename(options.dir / f"{name}.digest")
+            await stop.wait()
+
+        await supervise({"http": server_loop(app, sock), "announce": swarm.announce, "pull": pull}, stop)
+    await transport.close()
+    await bus.close()
+
+
+def run(options: argparse.Namespace, name: str) -> None:
+    """Be one peer."""
+    logs.configure(name, level="DEBUG", form="json")
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        await peer(options, name, stop)
+
+    asyncio.run(main())
+
+
+def main() -> None:
+    """Fork the peers, print their process ids, and wait for them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peers", type=int, required=True)
+    parser.add_argument("--dir", type=Path, required=True)
+    for name in ["store", "redis", "token", "job"]:
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--version", type=int, required=True)
+    options = parser.parse_args()
+    pids = []
+    for number in range(options.peers):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run(options, f"peer-{number}")
+                os._exit(0)
+            except BaseException as error:  # noqa: BLE001 - the process ends
+                print(repr(error), file=sys.stderr, flush=True)
+                os._exit(1)
+        pids.append(pid)
+    print(*pids, flush=True)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()
