@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.redis_server import RedisServer
+from tests.support.s3_server import S3Server
+
+_PREFIXES = itertools.count()
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +34,24 @@ def redis_url(redis_server: RedisServer) -> str:
     """URL of an empty Redis."""
     redis_server.flush()
     return redis_server.url
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One S3-compatible server for the whole run, with one bucket."""
+    if importlib.util.find_spec("moto") is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("no moto: install the extra 'dev'")
+        pytest.skip("no moto")
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of an empty prefix of that bucket; the environment says how to get there."""
+    for name, value in s3_server.env.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{s3_server.bucket}/test-{next(_PREFIXES)}"

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi import Path as PathParameter
-from fastapi.responses import FileResponse, JSONResponse
-from prometheus_client import Counter
+from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
 
 from services.weight_store.app import WeightStore
 from services.weight_store.domain.versions import Model, Version
 from services.weight_store.metrics import Metrics
 from services.weight_store.ports import StoreFull
-from shared.errors import NotFound
+from services.weight_store.serving import answer
 from shared.http import PROBLEM, Problem, bearer, create_app
 from shared.waiting import Waits
 from shared.weights.manifest import CHUNK_BYTES, Digest, JobId
 from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
-_READ_BYTES = 1 << 20
-
 Number = Annotated[int, PathParameter(ge=0)]
 
 
 def create(
-    store: WeightStore, *, chunk_file: Callable[[str], Path], token: str, waits: Waits, metrics: Metrics
+    store: WeightStore, *, token: str, ready: Callable[[], str | None], waits: Waits, metrics: Metrics
 ) -> FastAPI:
-    """Return the service's app; chunks are served straight from the files that `chunk_file` names."""
-    app = create_app("RLBoost weight store", token=token, ready=lambda: None, waits=waits)
+    """Return the service's app; `ready` tells what the origin lacks, None when nothing."""
+    app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
     guarded = [Depends(bearer(token))]
-    app.include_router(_chunk_routes(store, chunk_file, metrics), dependencies=guarded)
-    app.include_router(_model_routes(store), dependencies=guarded)
+    app.include_router(_chunk_routes(store, metrics), dependencies=guarded)
+    app.include_router(_version_routes(store), dependencies=guarded)
+    app.include_router(_publishing_routes(store), dependencies=guarded)
 
     @app.exception_handler(StoreFull)
     async def _(_: Request, error: StoreFull) -> JSONResponse:
@@ -47,7 +41,7 @@ def create(
     return app
 
 
-def _chunk_routes(store: WeightStore, chunk_file: Callable[[str], Path], metrics: Metrics) -> APIRouter:
+def _chunk_routes(store: WeightStore, metrics: Metrics) -> APIRouter:
     router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
 
     @router.put("/{digest}", status_code=204)
@@ -57,14 +51,9 @@ def _chunk_routes(store: WeightStore, chunk_file: Callable[[str], Path], metrics
         metrics.bytes_in.inc(sum(map(len, blocks)))
 
     @router.head("/{digest}")
-    @router.get("/{digest}", response_class=FileResponse)
-    async def get(digest: Digest) -> Response:
-        path = chunk_file(digest)
-        try:
-            status = await asyncio.to_thread(os.stat, path)
-        except FileNotFoundError as error:
-            raise NotFound(f"there is no chunk {digest}") from error
-        return _ChunkResponse(path, status, digest, metrics.bytes_out)
+    @router.get("/{digest}", response_class=Response)
+    async def get(digest: Digest, request: Request) -> Response:
+        return await answer(await store.source(digest), digest, request, metrics)
 
     @router.post("/missing")
     async def missing(body: ChunkList) -> MissingChunks:
@@ -73,7 +62,7 @@ def _chunk_routes(store: WeightStore, chunk_file: Callable[[str], Path], metrics
     return router
 
 
-def _model_routes(store: WeightStore) -> APIRouter:
+def _version_routes(store: WeightStore) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
     @router.get("")
@@ -97,6 +86,16 @@ def _model_routes(store: WeightStore) -> APIRouter:
     @router.get("/{job_id}/versions/{version}/edges")
     async def edges(job_id: JobId, version: Number) -> Response:
         return Response(await store.edges(job_id, version), media_type="application/json")
+
+    @router.get("/{job_id}/versions/{version}/route")
+    async def route(job_id: JobId, version: Number, have: int = -1) -> Response:
+        return Response(await store.route(job_id, version, have), media_type="application/json")
+
+    return router
+
+
+def _publishing_routes(store: WeightStore) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", tags=["models"])
 
     @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204)
     async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
@@ -142,23 +141,5 @@ def _version_info(model: Model, version: Version) -> VersionInfo:
         n_bytes=version.n_bytes,
         committed_at=version.committed_at,
         pinned=version.version in model.pins,
+        delta_bytes=version.delta_bytes,
     )
-
-
-class _ChunkResponse(FileResponse):
-    """A chunk's file, or the range of it that was asked for; counts the bytes that leave."""
-
-    chunk_size = _READ_BYTES
-
-    def __init__(self, path: Path, status: os.stat_result, digest: str, sent: Counter) -> None:
-        super().__init__(
-            path, stat_result=status, media_type="application/octet-stream", headers={"ETag": f'"{digest}"'}
-        )
-        self._sent = sent
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            await send(message)
-            self._sent.inc(len(message.get("body", b"")))
-
-        await super().__call__(scope, receive, counted)

@@ -21,9 +21,9 @@ from services.weight_store.deltas import Deltas
 from services.weight_store.domain.garbage import garbage
 from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
 from services.weight_store.metrics import Metrics
-from services.weight_store.ports import Chunks, Documents, StagedPart
+from services.weight_store.ports import Chunks, Documents, Source, StagedPart
 from shared.bus import Bus
-from shared.errors import BusUnavailable, Conflict, NotFound, Undecodable
+from shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
 from shared.lifecycle import until_stop
 from shared.messages import WeightsCommitted
 from shared.names import WEIGHTS_COMMITTED
@@ -78,7 +78,7 @@ class WeightStore:
             if model.versions:
                 self._announcements.put_nowait(_announcement(job_id, model.versions[-1]))
             for version in model.versions:
-                self._deltas.committed(job_id, version.version)
+                self._deltas.committed(job_id, version.version, model.base)
 
     def models(self) -> list[Model]:
         """Return every model with a version, by job id."""
@@ -109,6 +109,13 @@ class WeightStore:
             raise NotFound(f"version {version} of job {job_id} is not committed")
         return (await self._deltas.document(job_id, version)).encode()
 
+    async def route(self, job_id: str, version: int, have: int) -> bytes:
+        """Return the edges from version `have` to a committed version, as `Route`; raises `NotFound`."""
+        model = self.model(job_id)
+        if version > model.head:
+            raise NotFound(f"version {version} of job {job_id} is not committed")
+        return (await self._deltas.route(job_id, version, have, model.base)).encode()
+
     async def put_chunk(self, digest: str, blocks: Sequence[bytes]) -> None:
         """Take a chunk, in blocks.
 
@@ -122,6 +129,10 @@ class WeightStore:
     async def missing(self, chunks: Sequence[ChunkRef]) -> list[str]:
         """Return the digests that are not there; the others stay for the grace at least."""
         return await self._chunks.missing(chunks, self._now())
+
+    async def source(self, digest: str) -> Source:
+        """Return where a chunk's bytes are, raising `NotFound`."""
+        return await self._chunks.source(digest)
 
     async def put_part(self, job_id: str, version: int, rank: int, data: bytes) -> None:
         """Take what one rank published; it waits for the commit.
@@ -152,7 +163,7 @@ class WeightStore:
             if found := model.find(version):
                 await self._check_same(job_id, found, request)
                 return found
-            check_commit(model, version, request.expect)
+            check_commit(model, version, request.expect, request.base_version)
             manifest = await self._assemble(job_id, version, request)
             now = self._now()
             refs = list(manifest.chunks())
@@ -161,13 +172,13 @@ class WeightStore:
                     f"version {version} of job {job_id} lacks {len(lacking)} of {len(refs)} chunks: publish it again"
                 )
             data = await asyncio.to_thread(manifest.encode)
-            await self._deltas.record(job_id, version, manifest)
+            delta_bytes = await self._deltas.record(job_id, version, manifest)
             await self._documents.put_manifest(job_id, version, data)
-            new = Version(version, digest_of(data), manifest.n_bytes, now)
+            new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
             await self._save(commit(model, new, keep=self._keep))
         self._metrics.commits.inc()
         self._announcements.put_nowait(_announcement(job_id, new))
-        self._deltas.committed(job_id, version)
+        self._deltas.committed(job_id, version, self._models[job_id].base)
         log.info("version_committed", job=job_id, version=version, n_bytes=new.n_bytes, digest=new.digest)
         return new
 
@@ -211,7 +222,10 @@ class WeightStore:
     async def collect(self, stop: asyncio.Event) -> None:
         """Remove garbage, once a minute."""
         while not await until_stop(stop, _COLLECT_INTERVAL_S):
-            await self.collect_once()
+            try:
+                await self.collect_once()
+            except StoreUnavailable as error:
+                log.warning("collection_put_off", error=str(error))
 
     async def collect_once(self) -> None:
         """Remove retired versions, abandoned parts, and the chunks that nothing needs any more."""
@@ -283,7 +297,14 @@ class WeightStore:
                 )
             parts.append(await asyncio.to_thread(Part.decode, data))
         try:
-            return Manifest(job_id=job_id, version=version, config_json=request.config_json, parts=tuple(parts))
+            return Manifest(
+                job_id=job_id,
+                version=version,
+                config_json=request.config_json,
+                parts=tuple(parts),
+                base_version=request.base_version,
+                adapter_json=request.adapter_json,
+            )
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
             raise Conflict(f"version {version} of job {job_id} is not whole: {reason}") from error
@@ -291,8 +312,9 @@ class WeightStore:
     async def _check_same(self, job_id: str, found: Version, request: CommitRequest) -> None:
         data = await self._documents.manifest(job_id, found.version)
         manifest = await asyncio.to_thread(Manifest.decode, data)
-        same_parts = tuple(part.digest for part in manifest.parts) == request.parts
-        if not same_parts or manifest.config_json != request.config_json:
+        parts = tuple(part.digest for part in manifest.parts)
+        committed = (parts, manifest.config_json, manifest.base_version, manifest.adapter_json)
+        if committed != (request.parts, request.config_json, request.base_version, request.adapter_json):
             raise Conflict(f"version {found.version} of job {job_id} is committed already, with another content")
 
     async def _save(self, model: Model) -> None:

@@ -1,13 +1,13 @@
-"""Fakes of `ports`, held to the same contract as the disk by `tests/contract/test_chunk_disk_contract.py`."""
+"""Fakes of `ports`, held to the contract of `tests/contract/test_weight_origin_contract.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from blake3 import blake3
 
 from services.weight_store.domain.versions import Model
-from services.weight_store.ports import BadChunk, StagedPart, StoreFull
+from services.weight_store.ports import BadChunk, StagedPart, StoreFull, Through
 from shared.errors import NotFound
 from shared.weights.manifest import ChunkRef
 
@@ -45,6 +45,18 @@ class MemoryChunks:
             return self.held[digest][0]
         except KeyError as error:
             raise NotFound(f"no chunk {digest}") from error
+
+    async def source(self, digest: str) -> Through:
+        """See `Chunks.source`."""
+        data = await self.read(digest)
+
+        async def blocks(start: int, stop: int) -> AsyncIterator[bytes]:
+            async def all_at_once() -> AsyncIterator[bytes]:
+                yield data[start:stop]
+
+            return all_at_once()
+
+        return Through(len(data), blocks)
 
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""

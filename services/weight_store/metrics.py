@@ -12,6 +12,11 @@ class Metrics:
         """Register the counters."""
         self.bytes_in = Counter("rlboost_weight_store_bytes_in", "bytes of chunks received", registry=registry)
         self.bytes_out = Counter("rlboost_weight_store_bytes_out", "bytes of chunks sent", registry=registry)
+        self.bytes_redirected = Counter(
+            "rlboost_weight_store_bytes_redirected",
+            "bytes of chunks that were asked for here and left to the object store",
+            registry=registry,
+        )
         self.commits = Counter("rlboost_weight_store_commits", "versions committed", registry=registry)
         self.deltas_composed = Counter(
             "rlboost_weight_store_deltas_composed",

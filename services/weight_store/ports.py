@@ -5,8 +5,10 @@ Times are given by the caller (Unix seconds): "used at" is when a chunk was uplo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from services.weight_store.domain.versions import Model
@@ -22,8 +24,39 @@ class StoreFull(Fatal):
     """There is no room; nothing of what was to be written remains."""
 
 
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """A chunk's bytes are in this file."""
+
+    path: Path
+    status: os.stat_result
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A chunk's bytes can be had at this URL, for some minutes, by whoever knows it."""
+
+    url: str
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Through:
+    """A chunk's bytes come through this process."""
+
+    n_bytes: int
+    blocks: Callable[[int, int], Awaitable[AsyncIterator[bytes]]]
+    """Of the bytes from a first one up to, and without, a last one; raises what `Chunks.read` raises."""
+
+
+Source = InFile | Elsewhere | Through
+
+
 class Chunks(Protocol):
-    """Chunks, by BLAKE3 digest. A chunk is there whole or not at all, whenever the process is killed."""
+    """Chunks, by BLAKE3 digest. A chunk is there whole or not at all, whenever the process is killed.
+
+    Where they are in an object store, every method raises `StoreUnavailable` while that does not answer.
+    """
 
     async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
         """Store the blocks, joined; replaces what is there.
@@ -38,7 +71,10 @@ class Chunks(Protocol):
         """Return the digests that are not there in the right size, and mark the others as used at `now`."""
 
     async def read(self, digest: str) -> bytes:
-        """Return a chunk's bytes as they are on the disk, raising `NotFound`."""
+        """Return a chunk's bytes as they are stored, raising `NotFound`."""
+
+    async def source(self, digest: str) -> Source:
+        """Return where a chunk's bytes are, raising `NotFound`."""
 
     async def last_used(self) -> dict[str, float]:
         """Return when each chunk was last used."""
@@ -59,7 +95,8 @@ class StagedPart:
 class Documents(Protocol):
     """Models, manifests and parts. Each is replaced atomically: a reader, and a restart, finds the old or the new.
 
-    Every write raises `StoreFull` when there is no room.
+    Every write raises `StoreFull` when there is no room. Where they are in an object store, every method raises
+    `StoreUnavailable` while that does not answer, and every write `Fenced` when another process has taken over.
     """
 
     async def jobs(self) -> list[str]:

@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from services.weight_store.adapters.disk import Directory, DiskChunks, DiskDocuments
 from services.weight_store.app import WeightStore
-from services.weight_store.deltas import Deltas
-from services.weight_store.metrics import Metrics
-from shared.fakes import MemoryBus
-from shared.waiting import Waits
-from shared.weights.edges import Edge, VersionEdges, lists_of
-from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from shared.weights.wire import CommitRequest
-
-JOB = "job-1"
+from shared.weights.edges import VersionEdges
+from shared.weights.manifest import Manifest, digest_of
+from tests.support.tiny_versions import JOB, content, deltas, publish, store_on
 
 
 class Killed(BaseException):
@@ -54,63 +47,10 @@ class Reaper:
         return call
 
 
-def content(version: int) -> bytes:
-    return b"weights of version %d" % version
-
-
-def deltas(version: int) -> list[bytes]:
-    """Return a stand-in for the delta to a version, which nobody applies here, and the list that names it."""
-    if not version:
-        return []
-    delta = b"delta %d" % version
-    edge = Edge(digest_of(content(version)), digest_of(content(version - 1)), digest_of(delta), len(delta))
-    return [delta, *lists_of(version - 1, [edge])]
-
-
-async def publish(store: WeightStore, version: int) -> None:
-    data = content(version)
-    entry = TensorEntry(
-        name="w",
-        dtype="uint8",
-        global_shape=(len(data),),
-        offset=(0,),
-        local_shape=(len(data),),
-        start=0,
-        n_bytes=len(data),
-        digest=digest_of(data),
-    )
-    blobs = deltas(version)
-    for blob in blobs:
-        await store.put_chunk(digest_of(blob), [blob])
-    edges = tuple(ChunkRef(digest_of(blob), len(blob)) for blob in blobs[1:])
-    part = Part(rank=0, chunks=(ChunkRef(digest_of(data), len(data)),), tensors=(entry,), edges=edges)
-    await store.put_chunk(digest_of(data), [data])
-    await store.put_part(JOB, version, 0, part.encode())
-    request = CommitRequest(expect=version - 1, parts=(part.digest,), config_json="{}")
-    await store.commit(JOB, version, request)
-    await store.collect_once()
-
-
 async def opened(root: Path) -> tuple[WeightStore, DiskChunks, Directory]:
     directory = Directory(root)
     chunks = DiskChunks(directory)
-    metrics = Metrics(CollectorRegistry())
-    clock = iter(range(1_000_000, 2_000_000))
-    documents = DiskDocuments(directory)
-
-    def now() -> float:
-        return float(next(clock))
-
-    store = WeightStore(
-        chunks,
-        documents,
-        Deltas(chunks, documents, metrics, keep=1, clock=now),
-        MemoryBus(),
-        Waits(),
-        metrics,
-        keep_versions=1,
-        clock=now,
-    )
+    store = store_on(chunks, DiskDocuments(directory))
     await store.load()
     return store, chunks, directory
 

@@ -23,12 +23,23 @@ class TcpProxy:
         self.break_after: int | None = None
         """Once so many bytes have gone down, every connection breaks, once."""
         self.on_break: Callable[[], None] = lambda: None
+        self._away = False
 
     @property
     def url(self) -> str:
         """Return where it listens."""
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def go_away(self) -> None:
+        """Break every connection, and take none until `come_back`."""
+        self._away = True
+        for task in self._connections:
+            task.cancel()
+
+    def come_back(self) -> None:
+        """Take connections again."""
+        self._away = False
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
@@ -45,6 +56,9 @@ class TcpProxy:
         await self._server.wait_closed()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._away:
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)

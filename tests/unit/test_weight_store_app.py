@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.weight_store import app, deltas
 from services.weight_store.app import UPLOAD_GRACE_S, WeightStore
 from services.weight_store.deltas import Deltas
 from services.weight_store.domain.versions import Version
@@ -15,7 +16,7 @@ from services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from services.weight_store.metrics import Metrics
 from services.weight_store.ports import StoreFull
 from shared.bus import START
-from shared.errors import Conflict, NotFound, Undecodable
+from shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable
 from shared.fakes import MemoryBus
 from shared.messages import WeightsCommitted
 from shared.names import WEIGHTS_COMMITTED
@@ -35,7 +36,7 @@ class World:
     waits: Waits = field(default_factory=Waits)
     now: float = 1_000_000.0
 
-    def store(self) -> WeightStore:
+    def store(self, keep: int = 2) -> WeightStore:
         metrics = Metrics(CollectorRegistry())
         self.deltas = Deltas(self.chunks, self.documents, metrics, keep=3, clock=lambda: self.now)
         return WeightStore(
@@ -45,7 +46,7 @@ class World:
             self.bus,
             self.waits,
             metrics,
-            keep_versions=2,
+            keep_versions=keep,
             clock=lambda: self.now,
         )
 
@@ -103,6 +104,33 @@ async def test_nobody_sees_a_version_before_its_commit(store: WeightStore) -> No
     assert digest == committed.digest == digest_of(data)
     assert Manifest.decode(data).parts[0].digest == request.parts[0]
     assert store.models() == [store.model(JOB)]
+
+
+async def test_an_adapter_keeps_its_base_and_the_chunks_of_it(world: World) -> None:
+    store = world.store(keep=1)
+    await commit(store, 0, b"the whole model")
+    for version in (1, 2, 3):
+        request = await publish(store, version, b"adapter %d" % version)
+        request = request.model_copy(update={"base_version": 0, "adapter_json": "{}"})
+        committed = await store.commit(JOB, version, request)
+        assert await store.commit(JOB, version, request) == committed
+        with pytest.raises(Conflict, match="with another content"):
+            await store.commit(JOB, version, request.model_copy(update={"adapter_json": "{ }"}))
+    world.now += 10 * UPLOAD_GRACE_S
+    await store.collect_once()
+    data, _ = await store.manifest(JOB, 3)
+    manifest = Manifest.decode(data)
+    assert (manifest.base_version, manifest.adapter_json) == (0, "{}")
+    base = Manifest.decode((await store.manifest(JOB, 0))[0])
+    assert await store.missing([*base.chunks(), *manifest.chunks()]) == []
+    assert [known.version for known in store.model(JOB).versions] == [0, 3]
+
+
+async def test_an_adapter_without_its_base_is_refused(store: WeightStore) -> None:
+    await commit(store, 0, b"the whole model")
+    request = await publish(store, 1, b"adapter")
+    with pytest.raises(Conflict, match="its base 5 is no whole model"):
+        await store.commit(JOB, 1, request.model_copy(update={"base_version": 5, "adapter_json": "{}"}))
 
 
 async def test_the_same_commit_again_changes_nothing_and_is_not_announced_twice(
@@ -315,3 +343,34 @@ async def test_a_collection_that_was_killed_in_the_middle_is_done_again(
     await again.collect_once()
     assert again.model(JOB).retired == ()
     assert set(world.chunks.held) == {digest_of(b"weights 1"), digest_of(b"weights 2")}
+
+
+async def test_while_the_object_store_is_away_collecting_and_composing_wait_and_go_on(
+    world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        await commit(store, number, b"weights %d" % number)
+    monkeypatch.setattr(app, "_COLLECT_INTERVAL_S", 0.001)
+    monkeypatch.setattr(deltas, "_RETRY_S", 0.001)
+    asked = {"last_used": 0, "edges": 0}
+
+    def away(port: object, name: str) -> None:
+        answer = getattr(port, name)
+
+        async def call(*args: object) -> object:
+            asked[name] += 1
+            if asked[name] < 3:
+                raise StoreUnavailable("no answer")
+            return await answer(*args)
+
+        monkeypatch.setattr(port, name, call)
+
+    away(world.chunks, "last_used")
+    away(world.documents, "edges")
+    stop = asyncio.Event()
+    loops = [asyncio.create_task(loop(stop)) for loop in (store.collect, world.deltas.compose)]
+    await eventually(lambda: digest_of(b"weights 0") not in world.chunks.held)
+    # Each of the three commits was asked for once in the end.
+    await eventually(lambda: asked["edges"] == 5)
+    stop.set()
+    await asyncio.gather(*loops)

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.weight_store.domain.garbage import garbage
+from services.weight_store.domain.ranges import requested
 from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
 from shared.errors import Conflict, NotFound
 
 
-def version(number: int) -> Version:
-    return Version(number, f"digest {number}", 100, float(number))
+def version(number: int, base: int | None = None) -> Version:
+    return Version(number, f"digest {number}", 100, float(number), base)
 
 
 def with_versions(*numbers: int, keep: int = 3) -> Model:
@@ -58,17 +59,37 @@ def test_a_pinned_version_stays_until_it_is_unpinned() -> None:
     assert numbers(unpin(model, 0, keep=3)) == [2, 3, 4]
 
 
+def test_the_base_of_an_adapter_stays_as_long_as_the_adapter() -> None:
+    model = with_versions(0)
+    for number in (1, 2, 3):
+        check_commit(model, number, number - 1, base=0)
+        model = commit(model, version(number, base=0), keep=1)
+        assert numbers(model) == [0, number]
+    model = unpin(pin(model, 0), 0, keep=1)
+    assert numbers(model) == [0, 3], "a pin more or less changes nothing"
+    assert numbers(commit(model, version(4), keep=1)) == [4]
+
+
+@pytest.mark.parametrize("base", [0, 2, 4])
+def test_a_base_is_a_whole_model_that_is_kept(base: int) -> None:
+    model = commit(with_versions(0, 1, keep=1), version(2, base=1), keep=2)
+    with pytest.raises(Conflict, match=f"version 5 of job job-1: its base {base} is no whole model"):
+        check_commit(model, 5, 2, base=base)
+
+
 def test_what_is_not_kept_cannot_be_pinned() -> None:
     with pytest.raises(NotFound):
         pin(with_versions(0, 1, 2, 3), 0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["commit", "pin", "unpin"]), st.integers(0, 20))), st.integers(1, 4))
+@given(st.lists(st.tuples(st.sampled_from(["commit", "adapt", "pin", "unpin"]), st.integers(0, 20))), st.integers(1, 4))
 def test_the_newest_and_the_pinned_are_always_there(steps: list[tuple[str, int]], keep: int) -> None:
     model = Model("job-1")
     for action, number in steps:
         if action == "commit" and number > model.head:
             model = commit(model, version(number), keep=keep)
+        elif action == "adapt" and number > model.head and (bases := _whole(model)):
+            model = commit(model, version(number, bases[number % len(bases)]), keep=keep)
         elif action == "pin" and model.find(number):
             model = pin(model, number)
         elif action == "unpin":
@@ -79,7 +100,13 @@ def test_the_newest_and_the_pinned_are_always_there(steps: list[tuple[str, int]]
         assert model.pins <= set(numbers(model))
         newest = sorted(known, key=lambda one: one.version)[-keep:]
         assert set(newest) <= set(model.versions)
-        assert set(numbers(model)) == model.pins | {one.version for one in newest}
+        wanted = model.pins | {one.version for one in newest}
+        bases = {one.base for one in model.versions if one.version in wanted and one.base is not None}
+        assert set(numbers(model)) == wanted | bases
+
+
+def _whole(model: Model) -> list[int]:
+    return [known.version for known in model.versions if known.base is None]
 
 
 def test_an_unreferenced_chunk_waits_for_the_grace() -> None:
@@ -92,3 +119,30 @@ def test_a_chunk_of_a_retired_version_goes_at_once_unless_somebody_asked_for_it_
     retired = dict.fromkeys(used, 90.0)
     found = garbage(used, {"shared with the head"}, retired, now=100.0, grace_s=60.0)
     assert found == {"untouched": 90.0}
+
+
+@pytest.mark.parametrize(
+    ("header", "wanted"),
+    [
+        (None, range(10)),
+        ("bytes=0-", range(10)),
+        ("bytes=4-", range(4, 10)),
+        ("bytes=4-4", range(4, 5)),
+        ("bytes=4-100", range(4, 10)),
+        ("bytes=10-", None),
+        ("bytes=99999999999999999999-", range(10)),
+        # What is not understood, or no range, asks for the whole.
+        ("bytes=5-4", range(10)),
+        ("bytes=-3", range(10)),
+        ("bytes=0-1,3-4", range(10)),
+        ("lines=1-2", range(10)),
+        ("", range(10)),
+    ],
+)
+def test_a_range_is_understood_or_the_whole_is_sent(header: str | None, wanted: range | None) -> None:
+    assert requested(header, 10) == wanted
+
+
+def test_nothing_can_be_asked_of_an_empty_chunk() -> None:
+    assert requested(None, 0) == range(0)
+    assert requested("bytes=0-", 0) is None

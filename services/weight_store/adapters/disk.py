@@ -26,7 +26,7 @@ from blake3 import blake3
 from pydantic import TypeAdapter
 
 from services.weight_store.domain.versions import Model
-from services.weight_store.ports import BadChunk, StagedPart, StoreFull
+from services.weight_store.ports import BadChunk, InFile, StagedPart, StoreFull
 from shared.errors import Fatal, NotFound
 from shared.ids import new_token
 from shared.weights.exclusive import hold
@@ -145,6 +145,14 @@ class DiskChunks:
                 return self.path(digest).read_bytes()
             except FileNotFoundError as error:
                 raise NotFound(f"there is no chunk {digest}") from error
+
+    async def source(self, digest: str) -> InFile:
+        """See `Chunks.source`."""
+        path = self.path(digest)
+        try:
+            return InFile(path, await asyncio.to_thread(path.stat))
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no chunk {digest}") from error
 
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""

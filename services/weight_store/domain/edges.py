@@ -13,6 +13,10 @@ LONGEST_HOPS = 4
 """Hops of 1, 2, 4 and 8 versions: beyond that a delta has most of the values in it."""
 
 
+LONGEST_SPAN = 2 ** (LONGEST_HOPS - 1)
+"""Versions that the longest hop spans; every so many versions there is a hop from the job's first one besides."""
+
+
 class Joint(NamedTuple):
     """Two edges that meet in one chunk."""
 
@@ -71,6 +75,12 @@ def span(earlier: EdgeList, later: EdgeList, digests: AbstractSet[str]) -> Span:
     changed = {edge.new for edge in later.edges}
     copies = tuple(edge for edge in earlier.edges if edge.new in digests and edge.new not in changed)
     return Span(earlier.base, joints, copies)
+
+
+def anchor(version: int, base: int) -> int | None:
+    """Return the newest version up to this one to which a hop from the base may lead; None when there is none yet."""
+    newest = version - (version - base) % LONGEST_SPAN
+    return newest if newest > base else None
 
 
 def worth(delta_bytes: int, joint: Joint, chunk_bytes: int) -> bool:

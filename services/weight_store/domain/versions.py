@@ -15,6 +15,10 @@ class Version:
     digest: str
     n_bytes: int
     committed_at: float
+    base: int | None = None
+    """An adapter version: the one with the model below the adapter, which stays as long as this one."""
+    delta_bytes: int | None = None
+    """Of the deltas from the version before it; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +37,35 @@ class Model:
         """Return the newest version, -1 before the first."""
         return self.versions[-1].version if self.versions else -1
 
+    @property
+    def base(self) -> int | None:
+        """Return the first version if it stays: pinned, with the model that everything began with."""
+        first = min(self.pins, default=None)
+        return first if first is not None and self.versions and first == self.versions[0].version else None
+
     def find(self, version: int) -> Version | None:
         """Return a visible version."""
         return next((known for known in self.versions if known.version == version), None)
 
 
-def check_commit(model: Model, version: int, expect: int) -> None:
+def check_commit(model: Model, version: int, expect: int, base: int | None = None) -> None:
     """Check that a new version may become the head.
 
     Raises:
-        Conflict: the head is not the expected one, or not below the version.
+        Conflict: the head is not the expected one, or not below the version; or the base is no whole model that is
+            kept.
 
     """
     if model.head != expect:
         raise Conflict(f"the head of job {model.job_id} is {model.head}, not {expect}: somebody else has committed")
     if version <= expect:
         raise Conflict(f"version {version} of job {model.job_id} is not above the head {expect}")
+    if base is not None and ((found := model.find(base)) is None or found.base is not None):
+        raise Conflict(f"version {version} of job {model.job_id}: its base {base} is no whole model that is kept")
 
 
 def commit(model: Model, new: Version, *, keep: int) -> Model:
-    """Return the model with a new head, and what is no longer among the `keep` newest or pinned retired."""
+    """Return the model with a new head, and what is not among the `keep` newest, pinned or a base of these retired."""
     return _retire(replace(model, versions=(*model.versions, new)), keep)
 
 
@@ -79,7 +92,8 @@ def forget_retired(model: Model, removed: tuple[Version, ...]) -> Model:
 
 
 def _retire(model: Model, keep: int) -> Model:
-    newest = {version.version for version in model.versions[-keep:]}
-    stays = tuple(version for version in model.versions if version.version in newest | model.pins)
+    wanted = {version.version for version in model.versions[-keep:]} | model.pins
+    wanted |= {version.base for version in model.versions if version.version in wanted and version.base is not None}
+    stays = tuple(version for version in model.versions if version.version in wanted)
     goes = tuple(version for version in model.versions if version not in stays)
     return replace(model, versions=stays, retired=(*model.retired, *goes))

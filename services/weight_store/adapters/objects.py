@@ -1,0 +1,266 @@
+"""The weight store below a URL of an object store.
+
+    chunks/abcdef...              a chunk, named by its digest
+    models/JOB/model.json         the model: what is visible
+    models/JOB/manifests/7.json   manifest of version 7
+    models/JOB/edges/7.json       which deltas lead to the chunks of version 7
+    models/JOB/parts/7-0.json     rank 0's part of version 7, waiting for the commit
+    owner.json                    the process that uses the prefix: see `lease`
+
+Every object appears whole or not at all. When a chunk was last used is known only to the process that holds the lease:
+an object has no time that can be set, and to copy it onto itself for each question would cost a request a chunk. What
+was there when the process began counts as used at that moment, since its predecessor may have promised it to somebody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from blake3 import blake3
+from pydantic import TypeAdapter
+
+from services.weight_store.adapters.bucket import Bucket, Register
+from services.weight_store.adapters.lease import Lease
+from services.weight_store.domain.versions import Model
+from services.weight_store.ports import BadChunk, Elsewhere, StagedPart, Through
+from shared.errors import NotFound, StoreUnavailable
+from shared.weights.manifest import ChunkRef
+
+_CHUNKS, _MODELS = "chunks", "models"
+_STAGED_AT = "staged"
+_MODEL = TypeAdapter(Model)
+
+
+@dataclass(slots=True)
+class _Held:
+    n_bytes: int
+    used_at: float
+
+
+class ObjectChunks:
+    """`ports.Chunks` in an object store.
+
+    What is there is kept in memory, and compared with the object store whenever garbage is looked for.
+    """
+
+    def __init__(self, bucket: Bucket, lease: Lease, began_at: float, *, redirect: bool) -> None:
+        """Use `opened`, which finds out what is there."""
+        self._bucket = bucket
+        self._lease = lease
+        self._began_at = began_at
+        self._redirect = redirect
+        self._held: dict[str, _Held] = {}
+        self._sending: dict[str, float] = {}
+        """Since when: uploads under way, and those of which nobody knows whether they took place."""
+        self._leaving: set[str] = set()
+        """Being removed, or maybe removed: neither promised nor taken until the object store has said that it is so."""
+
+    @classmethod
+    async def opened(cls, bucket: Bucket, lease: Lease, now: float, *, redirect: bool) -> Self:
+        """Find out what is there; all of it counts as used now.
+
+        Args:
+            bucket: where the chunks are.
+            lease: held by this process.
+            now: the time, in Unix seconds.
+            redirect: send those who read a chunk to the object store.
+
+        Raises:
+            StoreUnavailable: the object store does not answer.
+
+        """
+        chunks = cls(bucket, lease, now, redirect=redirect)
+        await chunks.last_used()
+        return chunks
+
+    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+        """See `Chunks.put`. Bytes with another digest are never sent on."""
+        data = await asyncio.to_thread(_verified, digest, blocks)
+        self._lease.check()
+        if digest in self._leaving:
+            raise StoreUnavailable(f"chunk {digest} is being removed as garbage")
+        self._sending[digest] = now
+        if digest in self._held:
+            self._held[digest].used_at = now
+        await self._bucket.put(_chunk(digest), data)
+        self._held[digest] = _Held(len(data), now)
+        self._sending.pop(digest, None)
+
+    async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
+        """See `Chunks.missing`."""
+        self._lease.check()
+        lacking = []
+        for chunk in chunks:
+            held = self._held.get(chunk.digest)
+            if held is None or held.n_bytes != chunk.n_bytes or chunk.digest in self._leaving:
+                lacking.append(chunk.digest)
+            else:
+                held.used_at = now
+        return lacking
+
+    async def read(self, digest: str) -> bytes:
+        """See `Chunks.read`."""
+        try:
+            return (await self._bucket.get(_chunk(digest))).data
+        except NotFound as error:
+            raise NotFound(f"there is no chunk {digest}") from error
+
+    async def source(self, digest: str) -> Elsewhere | Through:
+        """See `Chunks.source`."""
+        held = self._held.get(digest)
+        if held is None:
+            raise NotFound(f"there is no chunk {digest}")
+        if self._redirect:
+            return Elsewhere(await self._bucket.link(_chunk(digest)), held.n_bytes)
+
+        async def blocks(start: int, stop: int) -> AsyncIterator[bytes]:
+            return await self._bucket.blocks(_chunk(digest), start, stop)
+
+        return Through(held.n_bytes, blocks)
+
+    async def last_used(self) -> dict[str, float]:
+        """See `Chunks.last_used`. Forgets what somebody else has removed."""
+        before = set(self._held)
+        sizes = await self._bucket.sizes(_CHUNKS)
+        for digest in before - sizes.keys():
+            self._held.pop(digest, None)
+        for digest, n_bytes in sizes.items():
+            if digest in self._held:
+                self._held[digest].n_bytes = n_bytes
+            elif digest not in self._leaving:
+                self._held[digest] = _Held(n_bytes, self._sending.pop(digest, self._began_at))
+        return {digest: held.used_at for digest, held in self._held.items() if digest not in self._leaving}
+
+    async def remove(self, unused_since: Mapping[str, float]) -> None:
+        """See `Chunks.remove`. What may not have gone the last time is removed again."""
+        self._lease.check()
+        self._leaving |= {
+            digest
+            for digest, used_at in unused_since.items()
+            if digest in self._held and self._held[digest].used_at <= used_at
+        }
+        if self._leaving:
+            async with self._lease.limiting():
+                await self._bucket.remove([_chunk(digest) for digest in sorted(self._leaving)])
+        for digest in self._leaving:
+            self._held.pop(digest, None)
+        self._leaving.clear()
+
+
+class ObjectDocuments:
+    """`ports.Documents` in an object store."""
+
+    def __init__(self, bucket: Bucket, lease: Lease) -> None:
+        """Use an object store to which this process holds the lease."""
+        self._bucket = bucket
+        self._lease = lease
+        self._models: dict[str, Register] = {}
+
+    async def jobs(self) -> list[str]:
+        """See `Documents.jobs`."""
+        return await self._bucket.folders(_MODELS)
+
+    async def model(self, job_id: str) -> Model:
+        """See `Documents.model`."""
+        try:
+            found = await self._bucket.get(_model(job_id))
+        except NotFound:
+            self._models[job_id] = Register(self._bucket, _model(job_id), None)
+            return Model(job_id)
+        self._models[job_id] = Register(self._bucket, _model(job_id), found.version)
+        return _MODEL.validate_json(found.data)
+
+    async def save_model(self, model: Model) -> None:
+        """See `Documents.save_model`. A compare-and-set with what this process has read or written last."""
+        self._lease.check()
+        register = self._models.setdefault(model.job_id, Register(self._bucket, _model(model.job_id), None))
+        await register.write(_MODEL.dump_json(model))
+
+    async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
+        """See `Documents.put_manifest`."""
+        await self._write(_manifest(job_id, version), data)
+
+    async def manifest(self, job_id: str, version: int) -> bytes:
+        """See `Documents.manifest`."""
+        return (await self._bucket.get(_manifest(job_id, version))).data
+
+    async def remove_manifest(self, job_id: str, version: int) -> None:
+        """See `Documents.remove_manifest`."""
+        await self._remove(_manifest(job_id, version))
+
+    async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
+        """See `Documents.put_edges`."""
+        await self._write(_edges(job_id, version), data)
+
+    async def edges(self, job_id: str, version: int) -> bytes:
+        """See `Documents.edges`."""
+        return (await self._bucket.get(_edges(job_id, version))).data
+
+    async def edge_versions(self, job_id: str) -> list[int]:
+        """See `Documents.edge_versions`."""
+        names = await self._bucket.sizes(f"{_MODELS}/{job_id}/edges")
+        return sorted(int(name.removesuffix(".json")) for name in names)
+
+    async def remove_edges(self, job_id: str, version: int) -> None:
+        """See `Documents.remove_edges`."""
+        await self._remove(_edges(job_id, version))
+
+    async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
+        """See `Documents.put_part`."""
+        await self._write(_part(job_id, part.version, part.rank), data, {_STAGED_AT: repr(part.staged_at)})
+
+    async def part(self, job_id: str, version: int, rank: int) -> bytes:
+        """See `Documents.part`."""
+        return (await self._bucket.get(_part(job_id, version, rank))).data
+
+    async def parts(self, job_id: str) -> list[StagedPart]:
+        """See `Documents.parts`."""
+        found = []
+        for name in await self._bucket.sizes(f"{_MODELS}/{job_id}/parts"):
+            version, _, rank = name.removesuffix(".json").partition("-")
+            notes = await self._bucket.notes(_part(job_id, int(version), int(rank)))
+            found.append(StagedPart(int(version), int(rank), float(notes.get(_STAGED_AT, 0.0))))
+        return sorted(found, key=lambda part: (part.version, part.rank))
+
+    async def remove_part(self, job_id: str, part: StagedPart) -> None:
+        """See `Documents.remove_part`."""
+        await self._remove(_part(job_id, part.version, part.rank))
+
+    async def _write(self, path: str, data: bytes, notes: Mapping[str, str] | None = None) -> None:
+        self._lease.check()
+        await self._bucket.replace(path, data, notes)
+
+    async def _remove(self, path: str) -> None:
+        self._lease.check()
+        await self._bucket.remove([path])
+
+
+def _verified(digest: str, blocks: Sequence[bytes]) -> bytes:
+    data = b"".join(blocks)
+    found = blake3(data).hexdigest()
+    if found != digest:
+        raise BadChunk(f"the bytes have the digest {found}, not {digest}: send them again")
+    return data
+
+
+def _chunk(digest: str) -> str:
+    return f"{_CHUNKS}/{digest}"
+
+
+def _model(job_id: str) -> str:
+    return f"{_MODELS}/{job_id}/model.json"
+
+
+def _manifest(job_id: str, version: int) -> str:
+    return f"{_MODELS}/{job_id}/manifests/{version}.json"
+
+
+def _edges(job_id: str, version: int) -> str:
+    return f"{_MODELS}/{job_id}/edges/{version}.json"
+
+
+def _part(job_id: str, version: int, rank: int) -> str:
+    return f"{_MODELS}/{job_id}/parts/{version}-{rank}.json"

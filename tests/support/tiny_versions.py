@@ -1,0 +1,76 @@
+"""Versions of a few bytes, with deltas, and a weight store on any origin that keeps one of them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from services.weight_store.app import WeightStore
+from services.weight_store.deltas import Deltas
+from services.weight_store.metrics import Metrics
+from services.weight_store.ports import Chunks, Documents
+from shared.fakes import MemoryBus
+from shared.waiting import Waits
+from shared.weights.edges import Edge, lists_of
+from shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
+from shared.weights.wire import CommitRequest
+
+JOB = "job-1"
+
+
+def store_on(chunks: Chunks, documents: Documents) -> WeightStore:
+    """Return a store, not yet loaded, whose clock gives another second each time."""
+    metrics = Metrics(CollectorRegistry())
+    clock = iter(range(1_000_000, 2_000_000))
+
+    def now() -> float:
+        return float(next(clock))
+
+    return WeightStore(
+        chunks,
+        documents,
+        Deltas(chunks, documents, metrics, keep=1, clock=now),
+        MemoryBus(),
+        Waits(),
+        metrics,
+        keep_versions=1,
+        clock=now,
+    )
+
+
+def content(version: int) -> bytes:
+    """Return the weights of a version, one chunk."""
+    return b"weights of version %d" % version
+
+
+def deltas(version: int) -> list[bytes]:
+    """Return a stand-in for the delta to a version, which nobody applies here, and the list that names it."""
+    if not version:
+        return []
+    delta = b"delta %d" % version
+    edge = Edge(digest_of(content(version)), digest_of(content(version - 1)), digest_of(delta), len(delta))
+    return [delta, *lists_of(version - 1, [edge])]
+
+
+async def publish(store: WeightStore, version: int) -> None:
+    """Upload and commit a version, and remove what it makes superfluous."""
+    data = content(version)
+    entry = TensorEntry(
+        name="w",
+        dtype="uint8",
+        global_shape=(len(data),),
+        offset=(0,),
+        local_shape=(len(data),),
+        start=0,
+        n_bytes=len(data),
+        digest=digest_of(data),
+    )
+    blobs = deltas(version)
+    for blob in blobs:
+        await store.put_chunk(digest_of(blob), [blob])
+    edges = tuple(ChunkRef(digest_of(blob), len(blob)) for blob in blobs[1:])
+    part = Part(rank=0, chunks=(ChunkRef(digest_of(data), len(data)),), tensors=(entry,), edges=edges)
+    await store.put_chunk(digest_of(data), [data])
+    await store.put_part(JOB, version, 0, part.encode())
+    request = CommitRequest(expect=version - 1, parts=(part.digest,), config_json="{}")
+    await store.commit(JOB, version, request)
+    await store.collect_once()
