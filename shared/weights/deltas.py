@@ -31,8 +31,9 @@ class Delta(NamedTuple):
 class Memory:
     """The bytes that one rank published last, in host memory: never more than one copy of its part."""
 
-    def __init__(self) -> None:
-        """Remember nothing."""
+    def __init__(self, *, small: bool = False) -> None:
+        """Remember nothing; `small` makes the smallest deltas there are, which take longer on both sides."""
+        self._small = small
         self._owner = ("", -1)
         self._version = -1
         self._digests: list[str] = []
@@ -59,7 +60,7 @@ class Memory:
         base, old = self._digests[index], self._chunks[index]
         if base == cut.ref.digest:
             return None
-        delta = _delta(base, old, cut) if len(old) == cut.ref.n_bytes else None
+        delta = _delta(base, old, cut, small=self._small) if len(old) == cut.ref.n_bytes else None
         # In place, where it has the same size: new pages would cost more than the copy.
         old[:] = cut.data
         self._digests[index] = cut.ref.digest
@@ -71,10 +72,10 @@ class Memory:
         self._version = version
 
 
-def _delta(base: str, old: bytearray, cut: Cut) -> Delta | None:
+def _delta(base: str, old: bytearray, cut: Cut, *, small: bool) -> Delta | None:
     if cut.dtype not in DELTA_DTYPES or cut.ref.n_bytes % ITEM_BYTES[cut.dtype]:
         return None
-    data = codec.encode(old, cut.data, cut.dtype)
+    data = codec.encode(old, cut.data, cut.dtype, small=small)
     if 2 * len(data) > cut.ref.n_bytes:
         return None
     return Delta(Edge(cut.ref.digest, base, digest_of(data), len(data)), data)

@@ -53,14 +53,26 @@ class Publisher:
         limit_s: float = 600.0,
         chunk_bytes: int = CHUNK_BYTES,
         deltas: bool = False,
+        small: bool = False,
     ) -> None:
-        """Use an open client; `deltas` costs host memory for one copy of the rank's part."""
+        """Use an open client.
+
+        Args:
+            client: of the store to publish to.
+            waits: where waits for it are listed.
+            concurrency: chunks uploaded at a time.
+            limit_s: how long the store may be away.
+            chunk_bytes: size of a chunk.
+            deltas: upload deltas too, which costs host memory for one copy of the rank's part.
+            small: make the smallest ones, for workers behind slow links.
+
+        """
         self._client = client
         self._waits = waits
         self._concurrency = concurrency
         self._limit_s = limit_s
         self._chunk_bytes = chunk_bytes
-        self._memory = Memory() if deltas else None
+        self._memory = Memory(small=small) if deltas else None
 
     async def publish(self, job_id: str, version: int, rank: int, shards: Iterable[Shard]) -> Part:
         """Upload one rank's part. It is visible to nobody until `commit`, which wants its `digest`.

@@ -41,7 +41,8 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
     app.include_router(blob_routes(cache, options.token, Counter("sent", "bytes", registry=CollectorRegistry())))
     async with StoreClient(options.store, options.token) as client:
         store = StoreSource(client, cache, concurrency=8)
-        swarm = Swarm(Directory(bus, name, "here"), transport, store, cache, concurrency=8, alone_bytes=0)
+        alone_bytes = sys.maxsize if options.alone else 0
+        swarm = Swarm(Directory(bus, name, "here"), transport, store, cache, concurrency=8, alone_bytes=alone_bytes)
         swarm.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         puller = Puller(client, cache, Waits(), source=swarm, limit_s=100.0)
 
@@ -78,6 +79,7 @@ def main() -> None:
     for name in ["store", "redis", "token", "job"]:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--version", type=int, required=True)
+    parser.add_argument("--alone", action="store_true", help="pull from the store alone")
     options = parser.parse_args()
     pids = []
     for number in range(options.peers):

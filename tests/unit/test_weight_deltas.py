@@ -19,8 +19,9 @@ from shared.fakes import MemoryBus
 from shared.waiting import Waits
 from shared.weights import codec
 from shared.weights.deltas import Cut, Delta, Memory
-from shared.weights.edges import VersionEdges, lists_of
+from shared.weights.edges import Route, VersionEdges, lists_of
 from shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
+from shared.weights.plan import plan
 from shared.weights.wire import CommitRequest
 from tests.support.eventually import eventually
 
@@ -119,9 +120,10 @@ class World:
     async def document(self, version: int) -> VersionEdges:
         return VersionEdges.decode(await self.store.edges(JOB, version))
 
-    def has_hops(self, version: int, *bases: int) -> Callable[[], Awaitable[bool]]:
+    def has_hops(self, version: int, *bases: int, first: int | None = None) -> Callable[[], Awaitable[bool]]:
         async def check() -> bool:
-            return await self.hops(version) == list(bases)
+            complete = await self.hops(version) == list(bases)
+            return complete and (first is None or (await self.document(version)).hop_from(first) is not None)
 
         return check
 
@@ -157,6 +159,25 @@ def test_the_next_version_of_a_chunk_is_a_delta_to_the_last_one() -> None:
 )
 def test_where_a_delta_makes_no_sense_there_is_none(old: bytes, new: bytes, dtype: str) -> None:
     assert remembering(old, dtype).exchange(0, cut(new, dtype)) is None
+
+
+def test_for_slow_links_deltas_are_smaller() -> None:
+    rng = np.random.default_rng(0)
+    before = (rng.standard_normal(1 << 18, dtype=np.float32) * np.float32(0.02)).view(np.uint32)
+    likely = 2e-4 / np.abs(before.view(np.float32))  # as under Adam: small values change their rounding the most
+    moved = before + (rng.random(1 << 18) < likely) * np.uint32(1 << 16)
+    old, new = ((bits >> 16).astype(np.uint16).tobytes() for bits in (before, moved))
+    sizes = {}
+    for small in (False, True):
+        memory = Memory(small=small)
+        memory.begin(JOB, 0, 0)
+        memory.exchange(0, cut(old))
+        memory.end(0, 1)
+        delta = memory.exchange(0, cut(new))
+        assert delta is not None
+        assert codec.apply(old, delta.data) == new
+        sizes[small] = len(delta.data)
+    assert sizes[True] < 0.95 * sizes[False]
 
 
 @pytest.mark.parametrize(
@@ -197,11 +218,14 @@ def bases(version: int) -> list[int]:
     return [version - span for span in (1, 2, 4, 8) if version >= span]
 
 
-async def with_hops(world: World, versions: int) -> None:
-    """Publish versions 0, 1, ..., each when the hops to the one before it are composed."""
+async def with_hops(world: World, versions: int, *, pinned: bool = False) -> None:
+    """Publish versions 0, 1, ..., each when the hops to the one before it are composed; perhaps pin the first one."""
     for version in range(versions):
         await world.publish(version)
-        await world.composing(world.has_hops(version, *bases(version)))
+        if pinned and version == 0:
+            await world.store.pin(JOB, 0)
+        from_first = 0 if pinned and version > 8 and version % 8 == 0 else None
+        await world.composing(world.has_hops(version, *bases(version), first=from_first))
 
 
 async def test_hops_of_two_four_and_eight_versions_are_composed_and_lead_where_they_say(world: World) -> None:
@@ -211,6 +235,29 @@ async def test_hops_of_two_four_and_eight_versions_are_composed_and_lead_where_t
     for hop in found.hops:
         (edge,) = hop.edges
         assert codec.apply(content(hop.base), world.chunks.held[edge.delta][0]) == content(9)
+
+
+async def test_a_route_has_the_documents_along_the_longest_hops(world: World) -> None:
+    await with_hops(world, 12)
+    for have, versions in {10: [11], 3: [11], 1: [11, 3], 0: [11, 3, 1], -1: [11, 3, 1]}.items():
+        route = Route.decode(await world.store.route(JOB, 11, have))
+        assert [document.version for document in route.documents] == versions
+    with pytest.raises(NotFound, match="not committed"):
+        await world.store.route(JOB, 13, 0)
+
+
+async def test_every_eighth_version_can_be_had_from_the_first_one_if_that_is_pinned(world: World) -> None:
+    await with_hops(world, 26, pinned=True)
+    found = await world.document(24)
+    assert found.from_base is not None
+    (edge,) = found.from_base.edges
+    assert codec.apply(content(0), world.chunks.held[edge.delta][0]) == content(24)
+    await world.store.collect_once()  # which drops the edges to all but the newest twelve
+    route = Route.decode(await world.store.route(JOB, 25, 0))
+    edges = [edge for document in route.documents for edge in document.edges()]
+    large = ChunkRef(digest_of(content(25)), 4 << 20)  # so that any delta is cheaper
+    ways = plan([large], edges, {digest_of(content(0))})
+    assert len(ways.ways[0].path) == 2, "from the first version to the 24th, and on from there"
 
 
 async def test_a_loop_that_is_late_leaves_out_the_versions_that_have_gone(world: World) -> None:

@@ -131,6 +131,17 @@ def test_what_a_liar_holds_counts_for_nothing_even_in_the_next_pull() -> None:
     assert {move.peer for move in moves(again, 1e9) if isinstance(move, FromPeer)} == {"other"}
 
 
+def test_what_failed_on_its_way_from_one_peer_comes_from_another() -> None:
+    picker = Picker(DIGESTS[:1], seed=0)
+    holds = {"a": set(DIGESTS[:1]), "b": set(DIGESTS[:1])}
+    picker.see(holds, 0.0)
+    first = picker.next(0.0)
+    picker.see(holds, 1.0)  # while it is under way
+    assert isinstance(first, FromPeer)
+    picker.rest(first, 9.0)
+    assert picker.next(2.0) == FromPeer(DIGESTS[0], "b" if first.peer == "a" else "a")
+
+
 def test_what_a_resting_peer_holds_is_waited_for() -> None:
     picker = Picker(DIGESTS[:1], seed=0)
     picker.see({"busy": set(DIGESTS[:1])}, 0.0)

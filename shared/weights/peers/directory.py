@@ -16,7 +16,7 @@ from shared.names import WEIGHT_PEERS, weight_claim, weight_peer
 
 log = structlog.get_logger(__name__)
 
-LEASE_S = 6.0
+LEASE_S = 15.0
 """How long a peer stays listed that no longer says so."""
 CLAIM_S = 5.0
 """How long others leave a blob to the peer that fetches it from the weight store, unless it says so again."""

@@ -67,7 +67,7 @@ class Picker:
         self._rng = random.Random(seed)  # noqa: S311 - spreads load
         self._todo = dict.fromkeys(wanted)
         """Digests that are neither there nor on their way; a dict for its order."""
-        self._under_way = 0
+        self._under_way: set[str] = set()
         self._at_store = 0
         self._at_peer: Counter[str] = Counter()
         self._holds: dict[str, set[str]] = {}
@@ -91,9 +91,8 @@ class Picker:
     def see(self, holds: Mapping[str, AbstractSet[str]], now: float) -> None:
         """Take note of who holds what, of all that hold or want some of the blobs."""
         self._crowded = bool(holds)
-        self._holds = {
-            peer: held & self._todo.keys() for peer, held in holds.items() if self._left.get(peer, 0.0) <= now
-        }
+        wanted = self._todo.keys() | self._under_way  # what is under way may fail, and is held by them still
+        self._holds = {peer: held & wanted for peer, held in holds.items() if self._left.get(peer, 0.0) <= now}
         self._order()
 
     def _order(self) -> None:
@@ -114,7 +113,7 @@ class Picker:
             self._idle_since = min(self._idle_since, now)
             return move
         del self._todo[move.digest]
-        self._under_way += 1
+        self._under_way.add(move.digest)
         if isinstance(move, FromPeer):
             self._at_peer[move.peer] += 1
         else:
@@ -192,7 +191,7 @@ class Picker:
         self._order()
 
     def _end(self, move: FromPeer | FromStore) -> None:
-        self._under_way -= 1
+        self._under_way.remove(move.digest)
         if isinstance(move, FromPeer):
             self._at_peer[move.peer] -= 1
         else:

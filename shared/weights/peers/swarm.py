@@ -145,6 +145,7 @@ class Swarm:
         log.debug("from_store", blob=move.digest, claimed=move.claim)
         async with self._claiming(move.digest):
             error = await self._store.bring(blob, pull.traffic)
+            await self._quietly(self._tell())  # before the claim runs out
         if error is not None:
             await self._quietly(self._directory.drop_claim(move.digest))
         pull.picker.arrived(move)
@@ -158,7 +159,7 @@ class Swarm:
 
     @asynccontextmanager
     async def _claiming(self, digest: str) -> AsyncIterator[None]:
-        """Keep the claim for as long as the transfer takes. It stays a while: until others see who has the blob now."""
+        """Keep the claim for as long as the transfer takes. It stays for a moment, until others have looked."""
 
         async def keep() -> None:
             while True:
