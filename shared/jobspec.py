@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from shared.algorithm import AlgorithmSpec
 from shared.errors import ConfigError
-from shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, MAX_STEPS
-from shared.validation import describe
+from shared.ids import MAX_GROUPS_PER_STEP, MAX_STEPS
+from shared.messages import InFlight
+from shared.validation import describe, off_is_no_boolean
 
 MAX_STALENESS = 16
 """Beyond it a sample's tokens say little about the policy that is trained."""
@@ -47,28 +49,6 @@ class RewardSpec(_Section):
         return value
 
 
-class AlgorithmSpec(_Section):
-    """GRPO (DeepSeekMath, arXiv 2402.03300) with DAPO's clip-higher and token-mean loss (arXiv 2503.14476)."""
-
-    name: Literal["grpo"] = "grpo"
-    group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE)
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    kl_coef: float = Field(0.0, ge=0, le=0)
-    """Only 0 so far: no reference model is kept."""
-    updates_per_step: int = Field(1, ge=1)
-    tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] = 2.0
-    """With `elastic.max_staleness` above 0: where the importance weight of a token of older weights is cut.
-
-    `off` leaves such tokens unweighted. Without staleness there is nothing to weigh.
-    """
-
-    @field_validator("tis_cap", mode="before")
-    @classmethod
-    def _off_is_no_boolean(cls, value: object) -> object:
-        return _off(value)
-
-
 class SamplingSpec(_Section):
     """How rollouts are drawn."""
 
@@ -92,12 +72,36 @@ class OptimizerSpec(_Section):
 class TrainerSpec(_Section):
     """How the trainer runs."""
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "megatron"] = "torch"
+    """`torch` trains in one process; `megatron` (megatron-core) in as many as the three numbers below make together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint_every: int = Field(10, ge=1)
     resume: Literal["auto", "never"] = "auto"
     micro_batch_tokens: int = Field(4096, ge=1)
     seed: int = 0
+    tensor_parallel: int = Field(1, ge=1)
+    """Processes that share each layer."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Processes that share the layers, one after the other."""
+    data_parallel: int = Field(1, ge=1)
+    """Copies of all that, which share the samples."""
+    sequence_parallel: bool = False
+    """With `tensor_parallel`: norms, too, are shared out, along the tokens (arXiv 2205.05198)."""
+    distributed_optimizer: bool = False
+    """With `data_parallel`: each copy keeps a part of the optimizer's state (ZeRO stage 1, arXiv 1910.02054)."""
+
+    @model_validator(mode="after")
+    def _applies(self) -> Self:
+        numbers = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+        asked = [name for name in numbers if getattr(self, name) > 1]
+        asked += [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(self, name)]
+        if self.backend == "torch" and asked:
+            raise ValueError(f"{asked[0]} needs trainer.backend: megatron; the torch backend is one process")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
+        if self.distributed_optimizer and self.data_parallel == 1:
+            raise ValueError("distributed_optimizer is for data_parallel above 1: raise that, or remove it")
+        return self
 
 
 class ElasticSpec(_Section):
@@ -112,16 +116,41 @@ class ElasticSpec(_Section):
     """
     share: float = Field(1.0, gt=0, allow_inf_nan=False)
     """The job's part of the preemptible workers, relative to the other jobs' shares."""
-    weights: Literal["full", "delta"] = "full"
-    """How a version is published: whole chunks only, or deltas to the last version beside them.
+    weights: Literal["full", "delta", "lora"] = "full"
+    """How a version is published: whole chunks only, or deltas to the last version beside them, or an adapter alone.
 
-    `delta` makes pulls small where workers are far, and costs the trainer host memory for one copy of the model.
+    `delta` makes pulls small where workers are far, and costs the trainer host memory for one copy of the model. With
+    `lora` the model stays as it is and an adapter is trained (section `lora`); workers fetch the model once.
+    """
+    link: Literal["fast", "slow"] = "fast"
+    """How far workers are, with `weights: delta`.
+
+    `slow` makes deltas a fifth smaller, for links of less than about 100 Mb/s a worker or where bytes that leave cost
+    money; making and applying them takes several times as long.
+    """
+    in_flight: InFlight = "recompute"
+    """With `max_staleness` above 0, what becomes of samples that run when a worker gets new weights.
+
+    `recompute`: they go on under these, with their KV cache made anew. `keep`: they go on with the cache that they
+    have, so their tokens attend to what older weights made. `finish`: they end under the old weights first.
     """
 
     @field_validator("seeding", mode="before")
     @classmethod
     def _off_is_no_boolean(cls, value: object) -> object:
-        return _off(value)
+        return off_is_no_boolean(value)
+
+
+class LoraSpec(_Section):
+    """A low-rank adapter (LoRA, arXiv 2106.09685) on linear layers, with the defaults of PEFT."""
+
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(8.0, gt=0, allow_inf_nan=False)
+    """The adapter's product is scaled by `alpha / rank`."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of the adapter's input, while training only: above 0 the trained distribution is not quite the sampled one."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Names of the layers that get one, as in PEFT's `target_modules`; `all-linear`: all but the output head."""
 
 
 class EvalSpec(_Section):
@@ -144,6 +173,8 @@ class JobSpec(_Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     trainer: TrainerSpec = TrainerSpec()
     elastic: ElasticSpec = ElasticSpec()
+    lora: LoraSpec | None = None
+    """Only with `elastic.weights: lora`, where it may be left out for the defaults."""
     steps: int = Field(ge=1, lt=MAX_STEPS)
     eval: EvalSpec | None = None
 
@@ -153,12 +184,25 @@ class JobSpec(_Section):
             raise ValueError("eval is set but data.eval is not: name the file of held-out prompts, or remove eval")
         if self.algorithm.updates_per_step > self.data.prompts_per_step:
             raise ValueError("algorithm.updates_per_step is larger than data.prompts_per_step: lower it")
+        if self.data.prompts_per_step * self.algorithm.group_size < 2:
+            raise ValueError("algorithm.group_size: a step of one sample has nothing to compare with: raise it")
+        if self.elastic.link == "slow" and self.elastic.weights != "delta":
+            raise ValueError("elastic.link: slow is about deltas: set elastic.weights to delta, or remove it")
+        if self.trainer.backend == "megatron" and self.elastic.weights == "lora":
+            raise ValueError("elastic.weights: lora needs trainer.backend: torch; megatron trains whole models")
+        if self.lora is not None and self.elastic.weights != "lora":
+            raise ValueError(
+                f"there is a section lora, but elastic.weights is {self.elastic.weights!r}: set elastic.weights to "
+                "lora to train an adapter, or remove the section to train the whole model"
+            )
         return self
 
-
-def _off(value: object) -> object:
-    # YAML reads a bare off as false; a bare on means nothing here.
-    return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+    @property
+    def adapter(self) -> LoraSpec | None:
+        """Return what adapter is trained, None where the whole model is."""
+        if self.elastic.weights != "lora":
+            return None
+        return self.lora or LoraSpec()
 
 
 def parse(raw: object) -> JobSpec:

@@ -23,6 +23,9 @@ Role = Literal["reserved", "preemptible"]
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
 FinishReason = Literal["stop", "length"]
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
+InFlight = Literal["recompute", "keep", "finish"]
+"""What becomes of samples that run when new weights come: they go on under these, with their KV cache made anew
+(`recompute`) or as it is (`keep`); or they end under the old ones first (`finish`)."""
 
 Span = Annotated[tuple[str, int, int], Strict(False)]
 """(worker, weight version, number of tokens): who made a stretch. msgpack brings tuples back as lists."""
@@ -150,7 +153,7 @@ class Sampling(Message):
 
 @message
 class GroupRequested(Message):
-    """Trainer -> manager: generate `n` completions of one prompt. Idempotent on `group`."""
+    """Trainer or REST -> manager: generate `n` completions of one prompt. Idempotent on `group`."""
 
     job_id: str
     group: int
@@ -164,6 +167,8 @@ class GroupRequested(Message):
     seed: int
     max_staleness: int = 0
     """Versions down to `version - max_staleness` may generate it."""
+    expires_at: float = 0.0
+    """When a client's request is given up, which any version may generate; 0: the trainer's."""
 
 
 # --- the token log ----------------------------------------------------------------------------------------------------
@@ -314,6 +319,7 @@ class UseVersion(Message):
 
     job_id: str
     version: int
+    in_flight: InFlight = "recompute"
 
 
 @message

@@ -26,6 +26,12 @@ def describe(error: ValidationError) -> list[str]:
     return lines
 
 
+def off_is_no_boolean(value: object) -> object:
+    """Return what was meant where a field takes the word off: YAML reads a bare one as false."""
+    # A bare on means nothing here.
+    return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+
+
 def _text(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
         return "unknown key: remove it or mend its spelling"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rlboost.commands.common import EXIT_FAILED
-from rlboost.commands.up import SERVICE_PACKAGES, require_packages
+from rlboost.commands.up import SERVICE_PACKAGES, Engine, require_engine, require_packages
 
 _EXIT_INTERRUPTED = 130
 _STATE = Path(".rlboost/demo")
@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
 def demo(
     steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Preemptible workers at the start.")] = 3,
+    engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.TORCH,
     state: Annotated[Path, typer.Option(help="Folder for the run; what an earlier demo left in it goes.")] = _STATE,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; 'report' in the state folder if not given.")
@@ -40,8 +41,9 @@ def demo(
     from rlboost.report.checks import checks  # noqa: PLC0415 - likewise
 
     require_packages(*SERVICE_PACKAGES, "matplotlib")
+    require_engine(engine)
     console = Console()
-    record = run(DemoOptions(state, steps, workers, chaos, seed), console)
+    record = run(DemoOptions(state, steps, workers, chaos, seed, engine.value), console)
     if record is None:
         typer.echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
         raise typer.Exit(_EXIT_INTERRUPTED)

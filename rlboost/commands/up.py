@@ -66,6 +66,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 
     StateDir(state).require_free()
     require_packages(*SERVICE_PACKAGES)
+    require_engine(engine)
     options = LocalOptions(state, reserved, workers, engine.value, port, standby=standby, trainers=trainers)
     schedule = _schedule(chaos, options) if chaos else []
     if detach:
@@ -96,6 +97,20 @@ def require_packages(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"this needs {', '.join(missing)}: pip install 'rlboost[local]'")
+
+
+def require_engine(engine: Engine) -> None:
+    """Refuse an engine that is not installed here.
+
+    Raises:
+        ConfigError: saying how to install it.
+
+    """
+    if engine is Engine.VLLM and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--engine vllm needs vllm: 'make install-vllm' on a machine without a GPU, "
+            "pip install 'rlboost[vllm]' on one with"
+        )
 
 
 def _schedule(file: Path, options: LocalOptions) -> list[ChaosEvent]:

@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -50,6 +50,7 @@ class DemoOptions:
     workers: int = 3
     chaos: bool = True
     seed: int = 0
+    engine: Literal["torch", "vllm"] = "torch"
 
 
 def run(options: DemoOptions, console: Console) -> Record | None:
@@ -114,7 +115,12 @@ class Demo:
 
     async def run(self) -> None:
         """Run from an empty state folder to the end."""
-        local = LocalOptions(state_dir=self._options.state, reserved=_RESERVED, workers=self._options.workers)
+        local = LocalOptions(
+            state_dir=self._options.state,
+            reserved=_RESERVED,
+            workers=self._options.workers,
+            engine=self._options.engine,
+        )
         cluster = LocalCluster(local)
         workspace.clear(cluster.state)
         cluster.on_event(self._on_process_event)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import get_args
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
+from pydantic import BaseModel, ConfigDict, Field
 
+from services.rollout_worker.domain.notices import Notice
 from services.rollout_worker.generator import Generator
 from services.rollout_worker.link import Link
-from shared.http import create_app
+from shared.http import bearer, create_app
 from shared.messages import WorkerState
 from shared.waiting import Waits
 
@@ -66,3 +68,25 @@ def create(link: Link, generator: Generator, *, token: str, waits: Waits) -> Fas
 
     REGISTRY.register(Metrics(link, generator))
     return create_app("RLBoost rollout worker", token=token, ready=missing, waits=waits)
+
+
+class NoticeBody(BaseModel):
+    """What whoever knows it says of this machine."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    lead_s: float | None = Field(None, ge=0, description="seconds until the machine is gone; null = not known")
+    reason: str = Field("rest", min_length=1, max_length=200, description="shown in events and logs")
+
+
+def notice_routes(take: Callable[[Notice], None], token: str) -> APIRouter:
+    """Return `POST /v1/notice`, by which anybody with the token can say that the machine will be taken away."""
+    router = APIRouter(dependencies=[Depends(bearer(token))], tags=["notices"])
+
+    @router.post("/v1/notice", status_code=202)
+    async def notice(body: NoticeBody) -> NoticeBody:
+        """Have the worker hand off and leave. Repeating it changes nothing."""
+        take(Notice(body.reason, body.lead_s))
+        return body
+
+    return router

@@ -4,8 +4,8 @@ commands: consumes the incarnation's commands in order and waits for the next; a
 flush: moves what the engine has made to the token log; waits one flush interval.
 beats: produces `WorkerJoined`, beats and the lease; waits one beat interval or for a change of state, and never for the
     engine or for weights.
-hand-off: waits for the stop, from a signal or from the manager; then everything made goes to the log, and the last word
-    is `WorkerLeft` (invariant 7).
+hand-off: waits for the stop, from a signal, a notice that the machine goes, or the manager; then everything made goes
+    to the log, and the last word is `WorkerLeft` (invariant 7).
 
 All end at the stop; beats last, with the hand-off. A dead engine shows at the next flush and ends the process
 (invariant 8).
@@ -34,6 +34,7 @@ from services.rollout_worker.domain.actions import (
     StopPulling,
     Submit,
 )
+from services.rollout_worker.domain.notices import Advice, Notice
 from services.rollout_worker.domain.session import Weights
 from services.rollout_worker.generator import Generator
 from services.rollout_worker.link import REDIS_LIMIT_S, RETRY_S, Link
@@ -41,9 +42,9 @@ from services.rollout_worker.ports import Request, WeightSource
 from shared import names
 from shared.bus import Bus, Entry
 from shared.columns import ints
-from shared.errors import BusUnavailable, Fatal, NotFound
+from shared.errors import BusUnavailable, Fatal, NotFound, Timeout
 from shared.lifecycle import Loop, supervise, until_stop
-from shared.messages import Assignment
+from shared.messages import Assignment, InFlight
 from shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -51,17 +52,22 @@ log = structlog.get_logger(__name__)
 _BLOCK_S = 1.0
 _LAST_WORD_S = 2.0
 """How long a worker that fails tries to say why."""
+_STILL_S = 1.0
+"""How long the engine may take to stand still: a step lasts a fraction of it, a load of large weights many times."""
 _CLOSE_S = 1.0
 """How long the engine may take to stop, once nothing more is needed of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often a worker does what, in seconds; see `Settings`."""
+    """How often a worker does what, and how long at most, in seconds; see `Settings`."""
 
     flush_interval_s: float
     beat_interval_s: float
     grace_s: float
+    finish_limit_s: float = 600.0
+    """How long new weights wait for the samples that are to end under the old ones; then these go on under the new
+    ones, as without `in_flight: finish`. Only a newer version begins the wait anew, `max_staleness` times at most."""
 
     @property
     def hand_off_s(self) -> float:
@@ -70,10 +76,21 @@ class Pace:
 
 
 class Worker:
-    """One worker process: an engine, and the link under which the manager knows it."""
+    """One worker process: an engine, and the link under which the manager knows it.
+
+    With `heeds_advice` it leaves, as if the manager had drained it, when its machine is likely to be taken away.
+    """
 
     def __init__(
-        self, bus: Bus, link: Link, generator: Generator, weights: WeightSource, pace: Pace, waits: Waits
+        self,
+        bus: Bus,
+        link: Link,
+        generator: Generator,
+        weights: WeightSource,
+        pace: Pace,
+        waits: Waits,
+        *,
+        heeds_advice: bool = False,
     ) -> None:
         self._bus = bus
         self._link = link
@@ -81,16 +98,21 @@ class Worker:
         self._weights = weights
         self._pace = pace
         self._waits = waits
+        self._heeds_advice = heeds_advice
+        self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._announced = asyncio.Event()
+        self._flushed = asyncio.Event()
         self._commands_over = asyncio.Event()
         self._gone = asyncio.Event()
         self._deciding = asyncio.Lock()
         self._pulling: asyncio.Task[None] | None = None
         self._told_to_leave = ""
+        self._notice = Notice("sigterm")
 
     async def run(self, stop: asyncio.Event, more: Mapping[str, Loop]) -> None:
         """Work until the stop, with `more` loops beside; then hand off."""
+        self._stop = stop
         loops: dict[str, Loop] = {
             "commands": self._obey,
             "flush": self._flush,
@@ -103,6 +125,36 @@ class Worker:
         except ExceptionGroup as group:
             await self._say_why(group)
             raise
+
+    # --- notices ------------------------------------------------------------------------------------------------------
+
+    def take_notice(self, notice: Notice) -> None:
+        """Hand off now and leave, because this machine will be taken away. The first reason to leave counts.
+
+        However long the lead: it is not to be relied on, and a sample goes on elsewhere at the cost of one prefill.
+        """
+        if not self._stop.is_set():
+            log.warning("notice", reason=notice.reason, lead_s=notice.lead_s)
+            self._notice = notice
+            self._stop.set()
+
+    async def take_advice(self, advice: Advice) -> None:
+        """Tell people, and leave if that is heeded."""
+        try:
+            await self._link.report_advice(advice.reason)
+        except BusUnavailable as error:
+            log.warning("redis_away", error=str(error), during="telling of advice")
+        if self._heeds_advice:
+            self._leave(advice.reason)
+
+    async def handed_off(self) -> None:
+        """Wait until the hand-off is done."""
+        await self._gone.wait()
+
+    def _leave(self, reason: str) -> None:
+        if not self._stop.is_set():
+            self._told_to_leave = reason
+            self._stop.set()
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -141,15 +193,14 @@ class Worker:
     ) -> None:
         for action in actions:
             match action:
-                case Pull(job_id, version):
+                case Pull(job_id, version, in_flight):
                     await self._stop_pulling()
-                    pull = self._pull((job_id, version), stop, group)
+                    pull = self._pull((job_id, version), in_flight, stop, group)
                     self._pulling = group.create_task(pull, name=f"pull-{job_id}-{version}")
                 case StopPulling():
                     await self._stop_pulling()
                 case Leave(reason):
-                    self._told_to_leave = reason
-                    stop.set()
+                    self._leave(reason)
                 case Rejoin(reason):
                     await self._rejoin(reason)
                 case Complain(reason):
@@ -195,7 +246,7 @@ class Worker:
         if self._link.me.session.serving is not None:
             await self._generator.release("loading")  # it had not begun to replace the weights
 
-    async def _pull(self, weights: Weights, stop: asyncio.Event, group: asyncio.TaskGroup) -> None:
+    async def _pull(self, weights: Weights, in_flight: InFlight, stop: asyncio.Event, group: asyncio.TaskGroup) -> None:
         session, began = self._link.me.session, time.monotonic()
         try:
             await self._generator.settled()
@@ -206,8 +257,10 @@ class Worker:
             async with self._deciding:
                 await self._carry_out(session.unavailable(weights, reason), stop, group)
             return
+        if in_flight == "finish" and session.serving is not None:
+            await self._until_finished(weights)
         pulled = time.monotonic()
-        await self._generator.load(staged, weights[1], session.unloaded)
+        await self._generator.load(staged, weights[1], session.unloaded, keep_kv=in_flight == "keep")
         log.info(
             "weights_loaded",
             job=weights[0],
@@ -220,12 +273,25 @@ class Worker:
             await self._generator.release("loading")
             await self._carry_out(actions, stop, group)
 
+    async def _until_finished(self, weights: Weights) -> None:
+        """Let the samples that the engine has end under the weights that it has, for a while at most."""
+        session = self._link.me.session
+        because = f"they end under their weights before version {weights[1]} of job {weights[0]} is loaded"
+        try:
+            async with self._waits.on("the samples in flight", because=because, limit_s=self._pace.finish_limit_s):
+                while session.started:
+                    self._flushed.clear()
+                    await self._flushed.wait()
+        except Timeout as error:
+            log.warning("in_flight_not_finished", samples=session.started, reason=str(error))
+
     # --- regularly ----------------------------------------------------------------------------------------------------
 
     async def _flush(self, stop: asyncio.Event) -> None:
         while not await until_stop(stop, self._pace.flush_interval_s):
             try:
                 await self._link.flush()
+                self._flushed.set()
                 await self._generator.release("unsent")
             except BusUnavailable as error:
                 unsent = self._link.me.outbox
@@ -253,16 +319,25 @@ class Worker:
 
     async def _hand_off(self, stop: asyncio.Event) -> None:
         await stop.wait()
-        link, reason = self._link, self._told_to_leave or "sigterm"
+        link, began = self._link, time.monotonic()
+        reason, lead_s = self._told_to_leave or self._notice.reason, self._notice.lead_s
         async with self._waits.on("the hand-off", because=reason, limit_s=self._pace.hand_off_s):
             if not self._told_to_leave:
-                await link.insist("give notice", lambda: link.give_notice(reason, self._pace.grace_s))
+                lead = self._pace.grace_s if lead_s is None else lead_s
+                await link.insist("give notice", lambda: link.give_notice(reason, lead))
             await self._commands_over.wait()
             link.me.session.drain()
             self._changed.set()
-            await self._generator.hold("leaving")
+            await self._stand_still()
             await link.insist("flush the last tokens", link.flush)
+            samples = len(link.me.session.held)
             await link.insist("leave", lambda: link.leave(reason))
+        log.info(
+            "handed_off",
+            samples=samples,
+            tokens_made=self._generator.stats().tokens_made_total,
+            took_s=round(time.monotonic() - began, 3),
+        )
         self._gone.set()
         self._changed.set()
         try:
@@ -270,6 +345,15 @@ class Worker:
                 await self._generator.close()
         except TimeoutError:
             log.warning("engine_not_closed", after_s=_CLOSE_S)
+
+    async def _stand_still(self) -> None:
+        """Return when the engine makes no more tokens of what is held."""
+        try:
+            async with asyncio.timeout(_STILL_S):
+                await self._generator.hold("leaving")
+        except TimeoutError:
+            # In the middle of a load it makes nothing, and after it nothing of what it has forgotten.
+            self._generator.abort(list(self._link.me.session.held.items()))
 
     async def _say_why(self, group: ExceptionGroup) -> None:
         """Tell the manager, if that is quickly done, so that the samples need not wait for the lease to run out."""

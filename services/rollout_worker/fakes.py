@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,8 +93,11 @@ class FakeEngine:
         self._catch_up(closed_is_fine=True)
         return EngineStats(self._rows.n, len(self._rows.pending), self._rows.made_total, self._rows.version)
 
-    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `ports.Engine`; any tensors will do."""
+    async def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
+    ) -> None:
+        """See `ports.Engine`; any tensors will do, and there is no cache to keep."""
+        del keep_kv
         self._catch_up()
         self._tensors.update(tensors)
         self._rows.begin_version(version)
@@ -103,8 +106,9 @@ class FakeEngine:
         """See `ports.Engine`."""
         return iter(self._tensors.items())
 
-    async def suspend(self) -> None:
+    async def suspend(self, *, keep_kv: bool = False) -> None:
         """See `ports.Engine`."""
+        del keep_kv
         self._catch_up()
         self._suspended = True
 
@@ -161,12 +165,18 @@ class FakeEngineFactory:
 class FakeStagedWeights:
     """`ports.StagedWeights` without tensors; the first `wrong_loads` loads turn out not to be what was published."""
 
-    def __init__(self, config_json: str = "{}", *, wrong_loads: int = 0) -> None:
+    def __init__(
+        self, config_json: str = "{}", *, wrong_loads: int = 0, contents: Mapping[str, Hashable] | None = None
+    ) -> None:
         self.config_json = config_json
         self.wrong_loads = wrong_loads
+        self.contents = contents or {}
+        self.read: list[set[str]] = []
+        """The names whose tensors were asked for, load by load."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `StagedWeights`."""
+        self.read.append({name for name in self.contents if names is None or name in names})
         return iter(())
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

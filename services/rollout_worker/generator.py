@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import structlog
@@ -47,8 +47,12 @@ class Generator:
         self._engine: Engine | None = None
         self._left_behind: list[Emission] = []
         self._loading: asyncio.Future[None] | None = None
+        self._loaded: Mapping[str, Hashable] = {}
+        """`contents` of the verified weights that the engine holds: of the next ones, what is new is loaded."""
         self._holds: set[Hold] = set()
         self._stands_still = False
+        self._keeps_kv = False
+        """While it stands still: whether it has kept its KV cache."""
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -86,13 +90,16 @@ class Generator:
 
     # --- standing still -----------------------------------------------------------------------------------------------
 
-    async def hold(self, name: Hold) -> None:
-        """Let the engine stand still from the next step boundary on; returns when it does."""
+    async def hold(self, name: Hold, *, keep_kv: bool = False) -> None:
+        """Let the engine stand still from the next step boundary on; returns when it does.
+
+        Its KV cache stays while everybody who holds it says `keep_kv`.
+        """
         async with self._one_at_a_time:
             self._holds.add(name)
-            if self._engine is not None and not self._stands_still:
-                await self._engine.suspend()
-                self._stands_still = True
+            if self._engine is not None and (not self._stands_still or (self._keeps_kv and not keep_kv)):
+                await self._engine.suspend(keep_kv=keep_kv)
+                self._stands_still, self._keeps_kv = True, keep_kv
 
     async def release(self, name: Hold) -> None:
         """Let the engine go on, unless somebody else holds it."""
@@ -111,7 +118,9 @@ class Generator:
         if self._loading is not None:
             await asyncio.wait({self._loading})
 
-    async def load(self, weights: StagedWeights, version: int, before: Callable[[], None]) -> None:
+    async def load(
+        self, weights: StagedWeights, version: int, before: Callable[[], None], *, keep_kv: bool = False
+    ) -> None:
         """Load weights and compare what was loaded with what was published (invariant 5).
 
         Returns holding the engine as "loading": the caller lets go when it has noted that the weights are good. When
@@ -121,6 +130,7 @@ class Generator:
             weights: to load.
             version: the number that their tokens are to carry.
             before: called when the engine stands still and just before the weights it has are replaced.
+            keep_kv: let running requests go on with the KV cache that they have.
 
         Raises:
             Fatal: the engine does not hold what was published, twice.
@@ -131,14 +141,20 @@ class Generator:
             before()
             await self._replace_engine(weights.config_json)
         engine = await self._current()
-        await self.hold("loading")
+        await self.hold("loading", keep_kv=keep_kv)
         before()
+        contents = weights.contents
+        names: set[str] | None = {name for name in contents if contents[name] != self._loaded.get(name)}
+        self._loaded = {}
         for tries in range(1, _LOADS + 1):
-            self._loading = asyncio.ensure_future(engine.load_weights(version, weights.tensors()))
+            tensors = weights.tensors(names)
+            self._loading = asyncio.ensure_future(engine.load_weights(version, tensors, keep_kv=keep_kv))
             await asyncio.shield(self._loading)
             wrong = await in_thread("weights-verify", lambda: weights.differing(engine.loaded_tensors()))
             if not wrong:
+                self._loaded = contents
                 return
+            names = None
             log.error("loaded_weights_differ", version=version, tries=tries, tensors=len(wrong), first=wrong[0])
         raise Fatal(
             f"version {version}: {len(wrong)} tensors in the engine, such as {wrong[0]}, are not what was published, "
@@ -157,6 +173,7 @@ class Generator:
             await asyncio.shield(self._prepared)
         self._config_json = config_json
         self._stands_still = False
+        self._loaded = {}
         self._coming = in_thread("engine-build", lambda: self._engines.build(config_json))
 
     async def _current(self) -> Engine:

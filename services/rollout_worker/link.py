@@ -243,9 +243,17 @@ class Link:
     async def report_unavailable(self, weights: Weights, reason: str) -> None:
         """Tell people that weights which the manager wants served cannot be had."""
         log.warning("weights_unavailable", job=weights[0], version=weights[1], reason=reason)
-        fields = {"version": weights[1], "reason": reason}
-        event = Event(kind="weights_unavailable", at=time.time(), source=self.me.worker, fields=fields)
-        await self._bus.append(names.job_events(weights[0]), event, _EVENTS_KEPT)
+        await self._tell(weights[0], "weights_unavailable", version=weights[1], reason=reason)
+
+    async def report_advice(self, reason: str) -> None:
+        """Tell people, if there is a job, that this machine is likelier than others to be taken away soon."""
+        log.warning("likely_to_be_taken", reason=reason)
+        if self.me.session.wanted is not None:
+            await self._tell(self.me.session.wanted[0], "worker_likely_to_be_taken", reason=reason)
+
+    async def _tell(self, job_id: str, kind: str, **fields: str | int) -> None:
+        event = Event(kind=kind, at=time.time(), source=self.me.worker, fields=fields)
+        await self._bus.append(names.job_events(job_id), event, _EVENTS_KEPT)
 
 
 def _untouched(sample: Assignment) -> Emission:

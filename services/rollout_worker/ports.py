@@ -1,14 +1,16 @@
-"""What only the rollout worker needs from the world: an inference engine that continues samples token by token.
+"""What only the rollout worker needs from the world.
 
+An inference engine that continues samples token by token, weights for it, and word that its machine will be taken away.
 Importing this module imports no inference library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from services.rollout_worker.domain.notices import Advice, Notice
 from shared.messages import FINISH_NONE, Sampling
 
 if TYPE_CHECKING:
@@ -117,13 +119,17 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """Return the load."""
 
-    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    async def load_weights(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
+    ) -> None:
         """Load weights under their Hugging Face names and make them version `version`.
 
         Running requests go on under the new weights with their KV cache recomputed, so every later token has the
-        logprob that a full forward pass of the new weights gives. The first load gives every tensor; a later one may
-        give only those that changed. A suspended engine stays suspended: to verify before anything is served, suspend,
-        load, compare `loaded_tensors`, resume. `tensors` is consumed on the engine's own thread.
+        logprob that a full forward pass of the new weights gives. With `keep_kv` the cache stays as it is, if the
+        engine was not suspended without it since: later tokens attend to keys and values of the old weights, and their
+        logprobs are of exactly that. The first load gives every tensor; a later one may give only those that changed.
+        A suspended engine stays suspended: to verify before anything is served, suspend, load, compare
+        `loaded_tensors`, resume. `tensors` is consumed on the engine's own thread.
 
         Raises:
             ConfigError: a tensor is unknown, missing, of the wrong shape, or would be rounded by the engine's dtype.
@@ -137,8 +143,11 @@ class Engine(Protocol):
         Tensors tied to each other come under each of their names.
         """
 
-    async def suspend(self) -> None:
-        """Stop decoding and keep the requests. The memory of the KV cache is given back; `resume` recomputes it."""
+    async def suspend(self, *, keep_kv: bool = False) -> None:
+        """Stop decoding and keep the requests. The memory of the KV cache is given back; `resume` recomputes it.
+
+        With `keep_kv` the cache stays. A second call without it gives back the memory of an engine that stands already.
+        """
 
     async def resume(self) -> None:
         """Go on."""
@@ -177,8 +186,12 @@ class StagedWeights(Protocol):
     def config_json(self) -> str:
         """The model's Hugging Face `config.json`."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, on the CPU, in its published dtype. Reads files."""
+    @property
+    def contents(self) -> Mapping[str, Hashable]:
+        """By name, what stands for each tensor's bytes: where it is equal in two versions of a model, so are they."""
+
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor, or those of these names, on the CPU, in its published dtype. Reads files."""
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Return the names of the tensors that are not among `loaded` bit for bit. Takes long: not in the event loop.
@@ -196,5 +209,30 @@ class WeightSource(Protocol):
         Raises:
             NotFound: it does not exist, or is no longer kept.
             Timeout: the source was away for too long.
+
+        """
+
+
+class NoticeSource(Protocol):
+    """Something that says beforehand that this machine will be taken away. No call takes longer than some seconds."""
+
+    name: str
+
+    async def found(self) -> bool:
+        """Tell whether there is such a thing here."""
+
+    async def ask(self) -> Notice | Advice | None:
+        """Return what it says now.
+
+        Raises:
+            Retryable: it does not answer, or makes no sense.
+
+        """
+
+    async def acknowledge(self, notice: Notice) -> None:
+        """Say that everything has been handed off: nothing more is needed of this machine.
+
+        Raises:
+            Retryable: it does not answer.
 
         """

@@ -28,19 +28,41 @@ class Settings(ServiceSettings):
     kind: str = Field("", description="what sort of machine, for profiles of speed; engine and device if empty")
     price_per_hour: float = Field(0.0, ge=0, description="what this machine costs")
 
-    engine: Literal["torch"] = Field("torch", description="what generates")
+    engine: Literal["torch", "vllm"] = Field("torch", description="what generates")
     device: str = Field("cpu", description="the engine's device, as torch names it")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
     slots: int = Field(64, ge=1, description="how many samples run at once")
+    kv_cache_bytes: int = Field(0, ge=0, description="vllm: of the KV cache; 0 = a GPU's free memory, or 256 MiB")
+    tensor_parallel: int = Field(1, ge=1, description="vllm: over how many GPUs the model is split")
     cache_dir: Path = Field(_CACHE, description="keeps pulled weights, in a folder a worker name")
+
+    base_model: Path | None = Field(
+        None, description="Hugging Face folder with the model that jobs begin with, such as one in the machine's image"
+    )
 
     flush_interval_s: float = Field(0.05, gt=0, le=5, description="how often new tokens are sent")
     beat_interval_s: float = Field(0.5, gt=0, le=10, description="how often the worker says that it is alive")
     lease_s: float = Field(2.0, gt=0, le=60, description="silence after which it counts as lost")
     grace_s: float = Field(10.0, gt=0, description="time from SIGTERM until it must be gone")
 
-    host: str = Field("127.0.0.1", description="where /healthz, /readyz and /metrics listen")
+    notices: Literal["auto", "aws", "gcp", "azure", "off"] = Field(
+        "auto", description="whose metadata service is asked for spot notices; auto = the one that answers"
+    )
+    metadata_url: str = Field(
+        "http://169.254.169.254", pattern=r"^https?://[^\s/?#]+/?$", description="where that service is"
+    )
+    rebalance: Literal["tell", "drain"] = Field(
+        "tell", description="AWS's rebalance recommendation: an event, or also leave"
+    )
+    notice_file: Path | None = Field(None, description="a local file: when it appears the machine will be taken away")
+
+    host: str = Field("127.0.0.1", description="where health, metrics and weights for other workers are served")
     port: int = Field(0, ge=0, le=65535, description="0 = any free port")
+    peer_url: str = Field(
+        "",
+        pattern=r"^(off|https?://[^\s/?#]+/?)?$",
+        description="where other workers reach that; empty = at host and port; off = they get no weights here",
+    )
 
     @property
     def worker_name(self) -> str:

@@ -13,6 +13,7 @@ from services.rollout_worker.fakes import FakeEngine
 from services.rollout_worker.ports import Engine
 from shared.errors import Conflict, Fatal
 from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from tests.support import vllm_engines
 from tests.support.engines import Collector, request, run
 from tests.support.eventually import eventually
 
@@ -39,7 +40,8 @@ class Torch:
         config = tiny_models.CONFIGS["qwen3-tied"]
         assert (tiny_models.VOCABULARY, tiny_models.MAX_LEN) == (VOCABULARY, MAX_LEN)
         self._directory = tiny_models.save_config(config, directory)
-        self.weights = tiny_models.weights(tiny_models.make(config))
+        self.models = [tiny_models.make(config, seed) for seed in range(2)]
+        self.weights = tiny_models.weights(self.models[0])
 
     def make(self) -> Engine:
         from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: PLC0415 - imports torch
@@ -47,22 +49,42 @@ class Torch:
         return TorchEngine(self._directory, slots=SLOTS)
 
     async def kill(self, engine: Engine, cause: Exception) -> None:
-        def broken(weight: tuple[str, Any]) -> tuple[str, Any]:
-            raise cause
-
-        with pytest.raises(Fatal):
-            await engine.load_weights(9, map(broken, self.weights))
+        await kill_by_load(engine, self.weights, cause)
 
 
-Kind = Fake | Torch
+class Vllm:
+    def __init__(self) -> None:
+        vllm_engines.require()
+        from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+        self._config = vllm_engines.config()
+        self.models = [tiny_models.make(self._config, seed) for seed in range(2)]
+        self.weights = tiny_models.weights(self.models[0])
+
+    def make(self) -> Engine:
+        return vllm_engines.start(self._config, slots=SLOTS)
+
+    async def kill(self, engine: Engine, cause: Exception) -> None:
+        await kill_by_load(engine, self.weights, cause)
+
+
+async def kill_by_load(engine: Engine, weights: list[tuple[str, Any]], cause: Exception) -> None:
+    def broken(weight: tuple[str, Any]) -> tuple[str, Any]:
+        raise cause
+
+    with pytest.raises(Fatal):
+        await engine.load_weights(9, map(broken, weights))
+
+
+Kind = Fake | Torch | Vllm
 
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Kind]]:
-    return {"fake": Fake, "torch": lambda: Torch(tmp_path_factory.mktemp("model"))}
+    return {"fake": Fake, "torch": lambda: Torch(tmp_path_factory.mktemp("model")), "vllm": Vllm}
 
 
-@pytest.fixture(params=["fake", "torch"])
+@pytest.fixture(params=["fake", "torch", "vllm"])
 def kind(request: pytest.FixtureRequest, kinds: dict[str, Callable[[], Kind]]) -> Kind:
     return kinds[request.param]()
 
@@ -295,17 +317,54 @@ async def test_a_suspended_engine_makes_nothing_and_goes_on_where_it_stood(engin
     assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
-async def test_tokens_carry_the_version_that_made_them(engine: Engine, kind: Kind) -> None:
+@pytest.mark.parametrize("keep_kv", [False, True])
+async def test_tokens_carry_the_version_that_made_them(engine: Engine, kind: Kind, keep_kv: bool) -> None:
     collector = Collector(engine)
     one = request(1, max_tokens=150)
     engine.submit([one])
     await eventually(lambda: engine.stats().tokens_made_total > 5)
-    await engine.suspend()
+    await engine.suspend(keep_kv=keep_kv)
     before = engine.stats().tokens_made_total
-    await engine.load_weights(1, kind.weights)
+    await engine.load_weights(1, kind.weights, keep_kv=keep_kv)
     await engine.resume()
     (made,) = await collector.all_ended([one])
     assert made.versions == [0] * before + [1] * (150 - before)
+
+
+@pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's weights do not matter
+@pytest.mark.parametrize("keeps", [(), ("suspend",), ("load",), ("suspend", "load")])
+async def test_later_tokens_attend_to_what_the_old_weights_made_only_where_the_cache_is_kept(
+    engine: Engine, kind: Kind, keeps: tuple[str, ...]
+) -> None:
+    assert not isinstance(kind, Fake)
+    from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+    collector, one = Collector(engine), request(1, max_tokens=100)
+    old, new = kind.models
+    engine.submit([one])
+    await eventually(lambda: engine.stats().tokens_made_total > 20)
+    await engine.suspend(keep_kv="suspend" in keeps)
+    await engine.load_weights(1, tiny_models.weights(new), keep_kv="load" in keeps)
+    await engine.resume()
+    (made,) = await collector.all_ended([one])
+    n = made.versions.index(1)
+    assert n > 20
+    assert made.logprobs[:n] == pytest.approx(tiny_models.logprobs(old, one.prompt, made.tokens)[:n], abs=1e-4)
+    later = pytest.approx(tiny_models.logprobs(new, one.prompt, made.tokens)[n:], abs=1e-4)
+    assert (made.logprobs[n:] == later) is (keeps != ("suspend", "load"))
+
+
+async def test_an_engine_that_stands_gives_the_cache_back_when_it_is_asked_again(engine: Engine, kind: Kind) -> None:
+    (whole,) = await run(engine, [request(1, max_tokens=60)])
+    collector, again = Collector(engine), request(1, attempt=2, max_tokens=60)
+    engine.submit([again])
+    await eventually(lambda: collector.made(1, 2) > 3)
+    await engine.suspend(keep_kv=True)
+    await engine.suspend()
+    await engine.resume()
+    (made,) = await collector.all_ended([again])
+    assert made.tokens == whole.tokens
+    assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 async def test_what_is_loaded_can_be_read_back(engine: Engine, kind: Kind) -> None:

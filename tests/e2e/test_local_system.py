@@ -26,7 +26,7 @@ class Run:
     """One job and what was seen of it."""
 
     def __init__(self, box: BlackBox, steps: int) -> None:
-        self.spec = small_job(steps)
+        self.spec = small_job(steps, elastic={"weights": "delta"})
         self.id = box.submit(self.spec)
         self.observer = Observer(box.redis_url, self.id)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,115 +11,32 @@ from typing import Any
 import httpx
 import pytest
 
-from services.rollout_manager.recovery import read_all
 from shared import names
-from shared.columns import I32, ints, pack
-from shared.errors import BusUnavailable
-from shared.ids import SampleId
+from shared.columns import I32, ints
 from shared.messages import (
-    GroupRequested,
     JobReport,
-    Message,
     SampleDropped,
-    SampleFinished,
-    Sampling,
     SeedingEnded,
     SeedingReopened,
-    WeightsCommitted,
 )
 from shared.redis_bus import RedisBus
+from tests.support import played_job
 from tests.support.eventually import eventually
+from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
-from tests.support.sim_worker import SimWorker, check_completion
 
-SPEC = {
-    "name": "t",
-    "model": "m",
-    "data": {"train": "t.jsonl"},
-    "reward": {"function": "a:b"},
-    "steps": 9,
-    "elastic": {"seeding": 0.3},
-}
+SPEC = {**played_job.SPEC, "elastic": {"seeding": 0.3}}
 
 
-class System:
+class System(PlayedJob):
     """A manager, a Redis, and what plays the rest."""
 
     def __init__(self, redis: RedisServer, directory: Path) -> None:
+        super().__init__(RedisBus(redis.url), forgives_outages=True)
         self.redis = redis
-        self.bus = RedisBus(redis.url)
         self.manager = ServiceProcess("rollout_manager", "RLBOOST_MANAGER_", directory, redis.url, {})
         self.http = httpx.AsyncClient(base_url=self.manager.url, headers={"Authorization": f"Bearer {TOKEN}"})
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.job_id = ""
-        self.job_no = 0
-
-    async def create_job(self) -> None:
-        answer = await self.http.post("/v1/jobs", json=SPEC)
-        assert answer.status_code == 201, answer.text
-        self.job_id = answer.json()["id"]
-        self.job_no = int(await self.bus.hash_get(names.JOBS, self.job_id) is not None)
-        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job_id, state="running", step=0))
-        await self.commit(0)
-
-    async def commit(self, version: int) -> None:
-        message = WeightsCommitted(job_id=self.job_id, version=version, manifest_digest="", n_bytes=0, at=0.0)
-        await self.bus.append(names.WEIGHTS_COMMITTED, message)
-
-    async def request(self, *, step: int = 0, groups: int = 4, n: int = 8, max_tokens: int = 40) -> None:
-        for group in range(groups):
-            request = GroupRequested(
-                job_id=self.job_id,
-                group=SampleId(self.job_no, False, step, group, 0).pack(),
-                n=n,
-                prompt=pack([1, 2, 3], I32),
-                sampling=Sampling(max_tokens=max_tokens),
-                version=step,
-                seed=1,
-            )
-            await self.bus.append(names.rollouts_requested(self.job_id), request)
-
-    def start_worker(self, name: str, role: str = "preemptible", *, slots: int = 8, pace_s: float = 0.02) -> SimWorker:
-        worker = SimWorker(self.bus, name, role, slots=slots)
-        self.tasks[name] = asyncio.create_task(self._live(worker, pace_s), name=name)
-        return worker
-
-    async def _live(self, worker: SimWorker, pace_s: float) -> None:
-        joined = False
-        beaten = 0.0
-        while worker.id in self.tasks and not worker.dismissed:
-            with contextlib.suppress(BusUnavailable):
-                if not joined:
-                    await worker.join()
-                    joined = True
-                if time.monotonic() - beaten > 0.3:
-                    await worker.beat()
-                    beaten = time.monotonic()
-                await worker.obey()
-                worker.generate(1)
-                await worker.flush()
-            await asyncio.sleep(pace_s)
-
-    def kill_worker(self, name: str) -> None:
-        """Nothing more is heard of it."""
-        del self.tasks[name]
-
-    async def finished(self) -> list[Message]:
-        return [entry.message for entry in await read_all(self.bus, names.rollouts_finished(self.job_id))]
-
-    async def delivered(self, n: int) -> list[SampleFinished]:
-        async def all_there() -> bool:
-            with contextlib.suppress(BusUnavailable):
-                return sum(isinstance(m, SampleFinished) for m in await self.finished()) >= n
-            return False
-
-        await eventually(all_there, within_s=30)
-        samples = [m for m in await self.finished() if isinstance(m, SampleFinished)]
-        assert len({m.sample for m in samples}) == len(samples) == n
-        for sample in samples:
-            check_completion(ints(sample.tokens, I32), sample.spans)
-        return samples
 
     async def get(self, path: str) -> Any:
         answer = await self.http.get(path)
@@ -135,12 +51,10 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
     system = System(redis, tmp_path)
     try:
         system.manager.start()
-        await system.create_job()
+        await system.create(system.http, system.manager.url, **SPEC)
         yield system
     finally:
-        tasks = list(system.tasks.values())
-        system.tasks.clear()
-        await asyncio.gather(*tasks)
+        await system.stop_workers()
         await system.http.aclose()
         await system.bus.close()
         system.manager.kill()
@@ -154,7 +68,7 @@ async def test_samples_are_generated_and_delivered_once_each(system: System) -> 
     samples = await system.delivered(32)
     assert {len(ints(s.tokens, I32)) for s in samples} == {40}
     assert sum(s.group_done for s in samples) == 4
-    audit = await system.get(f"/v1/jobs/{system.job_id}/audit")
+    audit = await system.get(f"/v1/jobs/{system.id}/audit")
     assert audit["requested"] == audit["delivered"] == 32
     assert audit["tokens_generated"] == audit["tokens_delivered"] == 32 * 40
     assert audit["in_flight"] == 0
@@ -175,7 +89,7 @@ async def test_a_worker_that_dies_is_noticed_in_three_seconds_and_its_samples_go
     assert time.monotonic() - died < 3.0
     samples = await system.delivered(8)
     assert all(len(s.spans) == 2 and s.attempts == 2 for s in samples)
-    audit = await system.get(f"/v1/jobs/{system.job_id}/audit")
+    audit = await system.get(f"/v1/jobs/{system.id}/audit")
     assert audit["preemptions"] == {"without_notice": 1}
     assert audit["migrations"] == 8
     assert audit["tokens_saved"] >= 80
@@ -183,7 +97,7 @@ async def test_a_worker_that_dies_is_noticed_in_three_seconds_and_its_samples_go
 
 
 async def _generated(system: System, n: int) -> bool:
-    return bool((await system.get(f"/v1/jobs/{system.job_id}/audit"))["tokens_generated"] >= n)
+    return bool((await system.get(f"/v1/jobs/{system.id}/audit"))["tokens_generated"] >= n)
 
 
 async def test_a_manager_killed_in_mid_step_goes_on_where_it_was(system: System) -> None:
@@ -195,7 +109,7 @@ async def test_a_manager_killed_in_mid_step_goes_on_where_it_was(system: System)
         system.manager.kill()
         system.manager.start()
     await system.delivered(64)
-    audit = await system.get(f"/v1/jobs/{system.job_id}/audit")
+    audit = await system.get(f"/v1/jobs/{system.id}/audit")
     assert audit["requested"] == audit["delivered"] == 64
     made_again = sum(audit["tokens_made_again"].values())
     assert audit["tokens_generated"] - made_again == audit["tokens_delivered"] == 64 * 80
@@ -218,14 +132,14 @@ async def test_a_worker_that_was_only_silent_is_dismissed_and_cannot_corrupt_a_s
     system.start_worker("w2", pace_s=0.02)
 
     async def moved() -> bool:
-        return bool((await system.get(f"/v1/jobs/{system.job_id}/audit"))["migrations"] == 8)
+        return bool((await system.get(f"/v1/jobs/{system.id}/audit"))["migrations"] == 8)
 
     await eventually(moved)
     await worker.flush()
     await system.delivered(8)
     await worker.obey()
     assert worker.dismissed
-    audit = await system.get(f"/v1/jobs/{system.job_id}/audit")
+    audit = await system.get(f"/v1/jobs/{system.id}/audit")
     assert audit["tokens_made_again"] == {"late": 160}
 
 
@@ -279,17 +193,17 @@ async def test_a_cancelled_job_drops_its_samples_with_the_reason(system: System)
     system.start_worker("w1", pace_s=0.05)
     await system.request(groups=1, max_tokens=10_000)
     await eventually(lambda: _generated(system, 8))
-    assert (await system.http.post(f"/v1/jobs/{system.job_id}/cancel")).status_code == 202
+    assert (await system.http.post(f"/v1/jobs/{system.id}/cancel")).status_code == 202
 
     async def cancelled() -> bool:
-        return bool((await system.get(f"/v1/jobs/{system.job_id}"))["state"] == "cancelled")
+        return bool((await system.get(f"/v1/jobs/{system.id}"))["state"] == "cancelled")
 
     await eventually(cancelled)
     dropped = [m for m in await system.finished() if isinstance(m, SampleDropped)]
     assert len(dropped) == 8
     assert {m.reason for m in dropped} == {"job cancelled"}
-    assert (await system.http.post(f"/v1/jobs/{system.job_id}/cancel")).status_code == 202
-    assert (await system.http.post(f"/v1/jobs/{system.job_id}/pause")).status_code == 409
+    assert (await system.http.post(f"/v1/jobs/{system.id}/cancel")).status_code == 202
+    assert (await system.http.post(f"/v1/jobs/{system.id}/pause")).status_code == 409
 
 
 async def test_the_log_is_trimmed_behind_what_is_delivered(system: System) -> None:
@@ -301,7 +215,7 @@ async def test_the_log_is_trimmed_behind_what_is_delivered(system: System) -> No
         return await system.bus.length(names.TOKEN_LOG) <= 1
 
     await eventually(short)
-    assert await system.bus.length(names.rollouts_requested(system.job_id)) == 0
+    assert await system.bus.length(names.rollouts_requested(system.id)) == 0
 
 
 async def test_bad_requests_get_problems_that_say_what_to_do(system: System) -> None:
@@ -365,7 +279,7 @@ async def _read_events(
 
 
 def _events_path(system: System) -> str:
-    return f"/v1/jobs/{system.job_id}/events"
+    return f"/v1/jobs/{system.id}/events"
 
 
 def test_a_port_in_use_is_one_clear_line_and_exit_code_2(tmp_path: Path, redis_url: str) -> None:

@@ -36,7 +36,8 @@ from shared.redis_bus import RedisBus
 from shared.weights.client import StoreClient
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
-from tests.support.redis_server import RedisServer
+from tests.support.fake_metadata import FakeMetadata
+from tests.support.redis_server import RedisServer, free_port
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, release, revoke
 
@@ -149,8 +150,18 @@ async def worker(boss: WorkerManager) -> str:
     await boss.joined()
     newest = (await boss.heard(WorkerJoined))[-1].worker
     await boss.send(newest, UseVersion(job_id=JOB, version=0))
-    await boss.until(newest, "ready", 0)
+    await until_serves(boss, newest, JOB)
     return newest
+
+
+async def until_serves(boss: WorkerManager, worker: str, job_id: str) -> None:
+    """Wait until a worker serves version 0 of a job."""
+
+    async def serves() -> bool:
+        beat = await boss.last_beat(worker)
+        return (beat.state, beat.job_id, beat.version) == ("ready", job_id, 0)
+
+    await eventually(serves, within_s=40)
 
 
 async def stop(worker: ServiceProcess) -> tuple[int, float]:
@@ -269,11 +280,7 @@ async def test_another_jobs_model_replaces_the_engine_once_what_was_held_is_hand
     made = await boss.until_finished((90, 1), (91, 1))
     assert [made[key].finish for key in ((90, 1), (91, 1))] == [FINISH_RELEASED] * 2
 
-    async def serves() -> bool:
-        beat = await boss.last_beat(worker)
-        return (beat.state, beat.job_id, beat.version) == ("ready", DEEPER, 0)
-
-    await eventually(serves)
+    await until_serves(boss, worker, DEEPER)
 
 
 async def test_a_version_that_the_store_lacks_is_reported_and_the_old_one_kept(
@@ -358,6 +365,37 @@ async def test_sigterm_hands_off_everything_within_seconds(site: Site, manager: 
     noticed_at = next(ms(entry) for entry in words if isinstance(entry.message, WorkerNotice))
     assert ms(log[-1]) >= noticed_at, "what was made until the engine stopped was flushed after the notice"
     await manager.made()
+
+
+async def test_a_spot_notice_hands_off_64_samples_with_every_token_made(
+    site: Site, manager: WorkerManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    cloud = FakeMetadata("aws")
+    try:
+        process = site.hire(SLOTS="64", NOTICES="auto", METADATA_URL=f"http://localhost:{cloud.port}")
+        worker = await manager.ready_worker()
+        await manager.send(worker, assign(*range(64), max_tokens=LONG))
+        await manager.until_made(*((i, 1) for i in range(64)), tokens=5)
+        cloud.preempt(lead_s=30.0)
+        assert await asyncio.to_thread(process.wait) == 0
+    finally:
+        cloud.close()
+    (notice,), (left,) = await manager.heard(WorkerNotice), await manager.heard(WorkerLeft)
+    assert (notice.reason, left.worker) == ("aws: terminate", worker)
+    assert notice.lead_s == pytest.approx(29.0, abs=4.0)
+    times = {type(entry.message): ms(entry) for entry in await manager.entries(WORKER_BEATS)}
+    assert times[WorkerLeft] - times[WorkerNotice] < 2000
+    log = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
+    (line,) = [line for line in log if line["event"] == "handed_off"]
+    made = sum(len(row.tokens) for row in (await manager.made()).values())
+    assert (line["samples"], line["tokens_made"]) == (64, made), "whoever goes on makes none of them again"
+
+
+async def test_a_notice_route_wants_the_token(resident: ServiceProcess, worker: str) -> None:
+    async with httpx.AsyncClient() as client:
+        assert (await client.post(f"{resident.url}/v1/notice", json={"lead_s": 1})).status_code == 401
 
 
 async def test_a_drained_worker_hands_off_and_exits_with_0(site: Site, manager: WorkerManager) -> None:

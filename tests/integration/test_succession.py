@@ -15,34 +15,27 @@ import httpx
 import pytest
 
 from rlboost.client import Client
-from services.rollout_manager.recovery import read_all
 from services.rollout_worker.adapters.manager_http import join
 from shared import names
-from shared.columns import I32, ints, pack
-from shared.ids import SampleId
-from shared.messages import GroupRequested, JobReport, SampleFinished, Sampling, WeightsCommitted
+from shared.columns import I32, ints
 from shared.redis_bus import RedisBus
 from tests.support.eventually import eventually
+from tests.support.played_job import SPEC, PlayedJob
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
-from tests.support.sim_worker import SimWorker, check_completion
 
 LEASE_S = 3.0
-SPEC = {"name": "t", "model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "a:b"}, "steps": 9}
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
-class Pair:
+class Pair(PlayedJob):
     """Two managers, a Redis, workers, and a trainer that only asks."""
 
     def __init__(self, redis: RedisServer, directory: Path, **env: str) -> None:
+        super().__init__(RedisBus(redis.url))
         self.redis = redis
-        self.bus = RedisBus(redis.url)
         self.http = httpx.AsyncClient(headers=HEADERS)
         self.one, self.two = (self._manager(directory / name, env) for name in ("one", "two"))
-        self.workers: dict[str, asyncio.Task[None]] = {}
-        self.job_id = ""
-        self.requested = 0
 
     def _manager(self, directory: Path, env: dict[str, str]) -> ServiceProcess:
         directory.mkdir()
@@ -53,10 +46,7 @@ class Pair:
         self.one.start()
         self.two.launch()
         await eventually(lambda: self.stands_by(self.two, behind=self.one), within_s=30)
-        self.job_id = (await self.http.post(f"{self.one.url}/v1/jobs", json=SPEC)).json()["id"]
-        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job_id, state="running", step=0))
-        committed = WeightsCommitted(job_id=self.job_id, version=0, manifest_digest="", n_bytes=0, at=0.0)
-        await self.bus.append(names.WEIGHTS_COMMITTED, committed)
+        await self.create(self.http, self.one.url)
 
     async def stop(self) -> None:
         await self.stop_workers()
@@ -65,60 +55,13 @@ class Pair:
         for manager in (self.one, self.two):
             manager.kill()
 
-    async def request(self, *, groups: int, n: int = 8, max_tokens: int) -> None:
-        for _ in range(groups):
-            request = GroupRequested(
-                job_id=self.job_id,
-                group=SampleId(1, False, 0, self.requested, 0).pack(),
-                n=n,
-                prompt=pack([1, 2, 3], I32),
-                sampling=Sampling(max_tokens=max_tokens),
-                version=0,
-                seed=1,
-            )
-            await self.bus.append(names.rollouts_requested(self.job_id), request)
-            self.requested += 1
-
-    def start_worker(self, name: str) -> None:
-        self.workers[name] = asyncio.create_task(self._live(SimWorker(self.bus, name, slots=8)), name=name)
-
-    async def _live(self, worker: SimWorker) -> None:
-        await worker.join()
-        beaten = time.monotonic()
-        while worker.id in self.workers and not worker.dismissed:
-            if time.monotonic() - beaten > 0.3:
-                await worker.beat()
-                beaten = time.monotonic()
-            await worker.obey()
-            worker.generate(1)
-            await worker.flush()
-            await asyncio.sleep(0.02)
-
-    async def stop_workers(self) -> None:
-        """They vanish without a word."""
-        tasks = list(self.workers.values())
-        self.workers.clear()
-        await asyncio.gather(*tasks)
-
     async def generated(self, n: int) -> bool:
-        stored = await self.bus.hash_get(names.job_audit(self.job_id), "counters")
+        stored = await self.bus.hash_get(names.job_audit(self.id), "counters")
         return stored is not None and int(httpx.Response(200, text=stored).json()["tokens_generated"]) >= n
 
-    async def delivered(self, n: int, n_tokens: int) -> None:
-        """Each of so many samples has come once, whole."""
-
-        async def samples() -> list[SampleFinished]:
-            messages = [e.message for e in await read_all(self.bus, names.rollouts_finished(self.job_id))]
-            found = [m for m in messages if isinstance(m, SampleFinished)]
-            assert len(found) >= n, f"{len(found)} of {n} samples"
-            return found
-
-        found = await eventually(samples, within_s=30)
-        assert len({m.sample for m in found}) == len(found) == n
-        for message in found:
-            tokens = ints(message.tokens, I32)
-            assert len(tokens) == n_tokens
-            check_completion(tokens, message.spans)
+    async def delivered_whole(self, n: int, n_tokens: int) -> None:
+        """Each of so many samples has come once, with so many tokens."""
+        assert {len(ints(sample.tokens, I32)) for sample in await self.delivered(n)} == {n_tokens}
 
     async def leads(self, manager: ServiceProcess) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -166,8 +109,8 @@ async def test_when_the_leader_is_killed_in_mid_step_the_standby_leads_within_th
     await eventually(lambda: pair.leads(pair.two), within_s=30)
     assert time.monotonic() - died < LEASE_S + 1.0
     assert await pair.epoch() == before + 1
-    await pair.delivered(32, 120)
-    audit = (await pair.http.get(f"{pair.two.url}/v1/jobs/{pair.job_id}/audit")).json()
+    await pair.delivered_whole(32, 120)
+    audit = (await pair.http.get(f"{pair.two.url}/v1/jobs/{pair.id}/audit")).json()
     assert audit["requested"] == audit["delivered"] == 32
     assert audit["tokens_generated"] - sum(audit["tokens_made_again"].values()) == audit["tokens_delivered"] == 32 * 120
 
@@ -178,7 +121,7 @@ async def test_a_leader_that_was_only_paused_finds_itself_superseded_and_writes_
     await eventually(lambda: pair.generated(100))
     os.kill(pair.one.pid, signal.SIGSTOP)
     await eventually(lambda: pair.leads(pair.two), within_s=30)
-    await pair.delivered(16, 100)
+    await pair.delivered_whole(16, 100)
     await pair.stop_workers()
     # The second is stopped too, so that whatever changes now was done by the first; and there is something to do.
     os.kill(pair.two.pid, signal.SIGSTOP)
@@ -190,7 +133,7 @@ async def test_a_leader_that_was_only_paused_finds_itself_superseded_and_writes_
     os.kill(pair.two.pid, signal.SIGCONT)
     await eventually(lambda: pair.stands_by(pair.one, behind=pair.two))
     pair.start_worker("w2")
-    await pair.delivered(24, 100)
+    await pair.delivered_whole(24, 100)
     assert await pair.leads(pair.two)
 
 
@@ -203,13 +146,13 @@ async def test_a_leader_that_stops_in_order_hands_over_in_less_than_a_second(pai
     await eventually(lambda: pair.leads(pair.two))
     assert time.monotonic() - asked < 1.0
     assert pair.one.wait() == 0
-    await pair.delivered(16, 100)
+    await pair.delivered_whole(16, 100)
 
 
 async def test_after_a_restart_of_redis_one_of_them_leads_under_a_higher_epoch(pair: Pair) -> None:
     pair.start_worker("w1")
     await pair.request(groups=1, max_tokens=20)
-    await pair.delivered(8, 20)
+    await pair.delivered_whole(8, 20)
     await pair.stop_workers()
     before = await pair.epoch()
     pair.redis.restart()
@@ -225,7 +168,7 @@ async def test_after_a_restart_of_redis_one_of_them_leads_under_a_higher_epoch(p
     await eventually(one_leads, within_s=30)
     pair.start_worker("w2")
     await pair.request(groups=1, max_tokens=20)
-    await pair.delivered(16, 20)
+    await pair.delivered_whole(16, 20)
     assert await one_leads()
 
 
@@ -238,7 +181,7 @@ async def test_clients_and_workers_reach_the_leader_through_the_standby(pair: Pa
             return jobs, created, {event.kind for event in client.jobs.events(created)}
 
     jobs, created, kinds = await asyncio.to_thread(ask)
-    assert jobs == [pair.job_id, created]
+    assert jobs == [pair.id, created]
     assert "job_state" in kinds
     assert (await join(pair.two.url, TOKEN)).redis_url == pair.redis.url
     stranger = await pair.http.get(f"{pair.two.url}/v1/jobs", headers={"Authorization": "Bearer wrong"})

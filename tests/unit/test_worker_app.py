@@ -9,6 +9,7 @@ import pytest
 
 from services.rollout_worker.app import Pace, Worker
 from services.rollout_worker.domain import frames
+from services.rollout_worker.domain.notices import Advice, Notice
 from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from services.rollout_worker.generator import Generator
 from services.rollout_worker.link import Identity, Link
@@ -22,6 +23,7 @@ from shared.messages import (
     Dismissed,
     Drain,
     Event,
+    InFlight,
     Resume,
     SampleFailed,
     Suspend,
@@ -46,17 +48,24 @@ class SlowToLoad(FakeEngine):
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.loads = 0
+        self.kept_kv: list[bool] = []
+        """Of each suspension and each load, whether the cache was to be kept."""
 
-    async def load_weights(self, version: int, tensors: Iterable[tuple[str, object]]) -> None:
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, object]], *, keep_kv: bool = False) -> None:
         self.loads += 1
+        self.kept_kv.append(keep_kv)
         await self.may_load.wait()
         await super().load_weights(version, ())
+
+    async def suspend(self, *, keep_kv: bool = False) -> None:
+        self.kept_kv.append(keep_kv)
+        await super().suspend(keep_kv=keep_kv)
 
 
 class Rig(MemoryBus):
     """One worker with everything around it. As a bus it can refuse and delay writes to the log."""
 
-    def __init__(self, grace_s: float = 5.0) -> None:
+    def __init__(self, grace_s: float = 5.0, finish_limit_s: float = 20.0, *, heeds_advice: bool = False) -> None:
         super().__init__()
         self.factory = FakeEngineFactory(SlowToLoad)
         self.weights = FakeWeights()
@@ -67,8 +76,8 @@ class Rig(MemoryBus):
         self.generator = Generator(self.factory)
         identity = Identity("w", "preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
         self.link = Link(self, self.generator, identity, 0.5, self.waits)
-        pace = Pace(flush_interval_s=0.002, beat_interval_s=0.02, grace_s=grace_s)
-        self.app = Worker(self, self.link, self.generator, self.weights, pace, self.waits)
+        pace = Pace(flush_interval_s=0.002, beat_interval_s=0.02, grace_s=grace_s, finish_limit_s=finish_limit_s)
+        self.app = Worker(self, self.link, self.generator, self.weights, pace, self.waits, heeds_advice=heeds_advice)
         self.log_refuses = False
         self.sent_twice = 0
 
@@ -211,6 +220,103 @@ async def test_a_load_that_was_given_up_is_not_served_when_it_ends(rig: Rig) -> 
     await rig.manager.until(worker, "ready", 2)
     made = await rig.manager.until_made((1, 1), tokens=len((await rig.manager.made())[1, 1].tokens) + 50)
     assert set(made[1, 1].versions) == {0, 2}
+
+
+async def test_new_weights_wait_for_samples_that_are_to_end_under_the_old_ones(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=300), assign(2, max_tokens=400))
+    await rig.manager.until_made((1, 1), tokens=5)
+    command = UseVersion(job_id=JOB, version=1, in_flight="finish")
+    await rig.manager.send(worker, command, assign(3, version=1, max_tokens=20))
+    await rig.manager.until(worker, "pulling", 0)
+    await eventually(lambda: [wait.for_ for wait in rig.waits.current()] == ["the samples in flight"])
+    made = await rig.manager.until_finished((1, 1), (2, 1), (3, 1))
+    assert [set(made[sample, 1].versions) for sample in (1, 2, 3)] == [{0}, {0}, {1}]
+    await rig.manager.until(worker, "ready", 1)
+
+
+async def test_a_newer_version_takes_the_place_of_the_one_that_waits(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=300))
+    await rig.manager.until_made((1, 1), tokens=5)
+    for version in (1, 2):
+        await rig.manager.send(worker, UseVersion(job_id=JOB, version=version, in_flight="finish"))
+    await rig.manager.until(worker, "ready", 2)
+    made = await rig.manager.until_finished((1, 1))
+    assert set(made[1, 1].versions) == {0}
+    assert rig.engine.loads == 2
+
+
+async def test_samples_in_flight_are_not_waited_for_without_end() -> None:
+    rig = Rig(finish_limit_s=0.05)
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="finish"))
+    await rig.manager.until(worker, "ready", 1)
+    made = await rig.manager.until_made((1, 1), tokens=len((await rig.manager.made())[1, 1].tokens) + 50)
+    assert set(made[1, 1].versions) == {0, 1}
+    rig.stop.set()
+    await running
+
+
+@pytest.mark.parametrize(("in_flight", "kept"), [("recompute", False), ("keep", True)])
+async def test_the_cache_is_kept_where_the_manager_says_so(rig: Rig, in_flight: InFlight, kept: bool) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.engine.kept_kv.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight=in_flight))
+    await rig.manager.until(worker, "ready", 1)
+    assert rig.engine.kept_kv == [kept, kept]
+
+
+async def test_a_suspension_during_a_load_gives_the_kept_cache_back(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.engine.may_load.clear()
+    rig.engine.kept_kv.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="keep"))
+    await eventually(lambda: rig.engine.kept_kv == [True, True])
+    await rig.manager.send(worker, Suspend(step=1))
+    await rig.manager.until(worker, "suspended")
+    assert rig.engine.kept_kv == [True, True, False]
+    rig.engine.may_load.set()
+
+
+async def test_of_the_next_weights_only_what_is_new_is_loaded(rig: Rig) -> None:
+    for version, content in enumerate(({"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 2, "b": 1})):
+        rig.weights.versions[JOB, version] = FakeStagedWeights(contents=content, wrong_loads=int(version == 2))
+    worker = await rig.manager.ready_worker()
+    for version in (1, 2):
+        await rig.manager.send(worker, UseVersion(job_id=JOB, version=version))
+        await rig.manager.until(worker, "ready", version)
+    read = [rig.weights.versions[JOB, version].read for version in range(3)]
+    assert read == [[{"a", "b"}], [{"b"}], [{"a"}, {"a", "b"}]], "after a load that went wrong, all is loaded"
+
+
+async def test_another_engine_and_one_whose_load_was_given_up_get_everything(rig: Rig) -> None:
+    contents = {"a": 0, "b": 0}
+    rig.weights.versions = {(JOB, version): FakeStagedWeights(contents=contents) for version in range(3)}
+    rig.weights.versions["other", 0] = FakeStagedWeights('{"other": 1}', contents=contents)
+    worker = await rig.manager.ready_worker()
+    rig.engine.may_load.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await eventually(lambda: rig.engine.loads == 2)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+    await rig.manager.until(worker, "pulling", -1)
+    rig.engine.may_load.set()
+    await rig.manager.until(worker, "ready", 2)
+    await rig.manager.send(worker, UseVersion(job_id="other", version=0))
+    await eventually(lambda: rig.link.me.session.serving == ("other", 0))
+    assert [weights.read for weights in rig.weights.versions.values()] == [
+        [{"a", "b"}],
+        [set()],
+        [{"a", "b"}],
+        [{"a", "b"}],
+    ]
 
 
 async def test_another_model_gets_another_engine(rig: Rig) -> None:
@@ -445,6 +551,70 @@ async def test_a_stop_gives_notice_flushes_and_leaves_in_this_order(rig: Rig) ->
 
 async def _left(rig: Rig) -> bool:
     return bool(await rig.manager.heard(WorkerLeft))
+
+
+async def test_a_notice_is_passed_on_and_everything_handed_off_at_once(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.app.take_notice(Notice("aws: terminate", 120.0))
+    rig.app.take_notice(Notice("another", 1.0))
+    await rig.app.handed_off()
+    (notice,), (left,) = await rig.manager.heard(WorkerNotice), await rig.manager.heard(WorkerLeft)
+    assert (notice.worker, notice.lead_s, notice.reason) == (worker, 120.0, "aws: terminate")
+    assert (left.reason, rig.stop.is_set()) == ("aws: terminate", True)
+    made = await rig.manager.made()
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_made_total
+
+
+async def test_a_notice_that_does_not_tell_the_time_promises_no_more_than_the_grace(rig: Rig) -> None:
+    await rig.manager.ready_worker()
+    rig.app.take_notice(Notice("gcp: preempted"))
+    await rig.app.handed_off()
+    (notice,) = await rig.manager.heard(WorkerNotice)
+    assert notice.lead_s == 5.0
+
+
+async def test_an_engine_that_does_not_stand_still_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*, keep_kv: bool = False) -> None:
+        await asyncio.Event().wait()
+
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    monkeypatch.setattr(rig.engine, "suspend", never)
+    rig.app.take_notice(Notice("aws: terminate", 2.0))
+    await asyncio.wait_for(rig.app.handed_off(), 4.0)
+    made = await rig.manager.made()
+    assert len(made[1, 1].tokens) == rig.engine.stats().tokens_made_total, "it made none of what it has forgotten"
+
+
+async def test_advice_is_told_to_people_and_the_worker_stays(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.app.take_advice(Advice("aws: rebalance"))
+    (event,) = [entry.message for entry in await rig.manager.entries(job_events(JOB))]
+    assert isinstance(event, Event)
+    assert (event.kind, event.source) == ("worker_likely_to_be_taken", worker)
+    assert event.fields["reason"] == "aws: rebalance"
+    assert not rig.stop.is_set()
+
+
+async def test_advice_without_redis_is_only_logged(rig: Rig) -> None:
+    await rig.manager.ready_worker()
+    rig.down = True
+    await rig.app.take_advice(Advice("aws: rebalance"))
+    assert not rig.stop.is_set()
+
+
+async def test_advice_that_is_heeded_is_a_drain() -> None:
+    rig = Rig(heeds_advice=True)
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    await rig.manager.ready_worker()
+    await rig.app.take_advice(Advice("aws: rebalance"))
+    await running
+    (left,) = await rig.manager.heard(WorkerLeft)
+    assert left.reason == "aws: rebalance"
+    assert await rig.manager.heard(WorkerNotice) == []
 
 
 async def test_a_drained_worker_leaves_without_notice(rig: Rig) -> None:

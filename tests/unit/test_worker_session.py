@@ -275,6 +275,16 @@ def test_samples_go_on_over_a_new_version_of_their_job(ready: Session) -> None:
     assert ready.held == {7: 1}
 
 
+def test_a_pull_says_what_becomes_of_the_samples_that_run(ready: Session) -> None:
+    ready.handle(assign((7, 1)))
+    command = UseVersion(job_id="j", version=1, in_flight="finish")
+    assert ready.handle(command) == [Pull("j", 1, "finish")]
+    ready.handle(assign((8, 1), version=1))
+    assert (ready.started, ready.early) == (1, 1)
+    ready.made([ended(7)])
+    assert (ready.started, ready.early) == (0, 1)
+
+
 def test_samples_of_several_versions_of_a_job_are_held_beside_each_other(ready: Session) -> None:
     ready.handle(assign((7, 1)))
     for version in (1, 2):

@@ -28,7 +28,7 @@ def direct(world: World, now: Now) -> None:
     versions = {job.id: _version(world, job.id) for job in jobs}
     for worker in world.fleet.workers.values():
         if worker.state != "draining" and (job := _job_of(worker, jobs, versions)):
-            _serve(world, worker, job.id, versions[job.id])
+            _serve(world, worker, job, versions[job.id])
     for job in world.active_jobs():
         world.crews[job.id] = _crew(world, job)
 
@@ -44,7 +44,7 @@ def activate(world: World) -> None:
 def _crew(world: World, job: Job) -> Crew:
     """Count the workers that a job can count on: there, not on their way out, and not another job's."""
     there = [w for w in world.fleet.workers.values() if w.job == job.id and w.state != "draining"]
-    needs = [need for need in world.live if need.job_id == job.id]
+    needs = [need for need in world.live if need.job_id == job.id and not need.serves]
     reserved = [worker for worker in there if worker.reserved]
     ready = [w for w in there if not w.reserved and any(w.serves(job.id, n.oldest, n.version) for n in needs)]
     awake = [worker for worker in reserved if worker.state != "suspended"]
@@ -71,12 +71,12 @@ def _job_of(worker: Worker, jobs: list[Job], versions: dict[str, int]) -> Job | 
     return jobs[0] if jobs else None
 
 
-def _serve(world: World, worker: Worker, job_id: str, version: int) -> None:
-    if worker.told_version == (job_id, version):
+def _serve(world: World, worker: Worker, job: Job, version: int) -> None:
+    if worker.told_version == (job.id, version):
         return
-    worker.told_version = job_id, version
+    worker.told_version = job.id, version
     world.changed(worker)
-    world.send(worker, UseVersion(job_id=job_id, version=version))
+    world.send(worker, UseVersion(job_id=job.id, version=version, in_flight=job.spec.elastic.in_flight))
 
 
 def _activate(world: World, worker: Worker, job: Job | None) -> None:
@@ -107,7 +107,7 @@ def _share_out(world: World, jobs: list[Job], now: Now) -> None:
     for worker_id, job_id in reassign(demands, members, due).items():
         worker = world.fleet.workers[worker_id]
         world.tell("worker_changes_job", now, job_id, worker=worker_id, before=worker.job, samples=len(worker.samples))
-        _serve(world, worker, job_id, _version(world, job_id))
+        _serve(world, worker, world.jobs[job_id], _version(world, job_id))
 
 
 def _demand(world: World, job: Job, now: Now) -> Demand:

@@ -33,7 +33,8 @@ _ROW = np.dtype(
     ],
     align=True,
 )
-_NO_TOKEN = -1
+NO_TOKEN = -1
+"""Stands where a row has no token."""
 
 
 class Moves:
@@ -71,7 +72,7 @@ class Rows:
         self._tokens = np.empty((slots, max_len), np.int32)
         self._logprobs = np.empty((slots, max_len), np.float32)
         self._table = np.zeros(slots, _ROW)
-        self._stops = np.full((slots, 1), _NO_TOKEN, np.int32)
+        self._stops = np.full((slots, 1), NO_TOKEN, np.int32)
         self._outbox: list[Emission] = []
 
     # --- what the model is run on: arrays [n], one entry per running request ------------------------------------------
@@ -113,10 +114,14 @@ class Rows:
         offsets: Ints = self._table["length"][: self.n] - self._table["prompt"][: self.n]
         return offsets
 
+    def tokens(self, row: int) -> npt.NDArray[np.int32]:
+        """Return the tokens of a row's prompt and completion."""
+        tokens: npt.NDArray[np.int32] = self._tokens[row, : self._table["length"][row]]
+        return tokens
+
     def prefix(self, row: int) -> npt.NDArray[np.int32]:
         """Return the tokens of a row that come before its newest one."""
-        prefix: npt.NDArray[np.int32] = self._tokens[row, : self._table["length"][row] - 1]
-        return prefix
+        return self.tokens(row)[:-1]
 
     # --- coming -------------------------------------------------------------------------------------------------------
 
@@ -177,9 +182,9 @@ class Rows:
         self._table[row] = (*numbers, sampling.temperature, sampling.top_p, False)
         stops = sampling.stop_token_ids
         if len(stops) > self._stops.shape[1]:
-            more = np.full((self._slots, len(stops) - self._stops.shape[1]), _NO_TOKEN, np.int32)
+            more = np.full((self._slots, len(stops) - self._stops.shape[1]), NO_TOKEN, np.int32)
             self._stops = np.concatenate([self._stops, more], axis=1)
-        self._stops[row] = _NO_TOKEN
+        self._stops[row] = NO_TOKEN
         self._stops[row, : len(stops)] = stops
         self.requests.append(request)
 
@@ -188,17 +193,18 @@ class Rows:
     def commit(self, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> Moves:
         """Add the token that a decode step has made for each row, and take out the rows that end with it.
 
-        A row that was aborted during the step gets none; one whose logprob is not a number ends with an error.
+        `NO_TOKEN` is no token. A row that was aborted during the step gets none; one whose logprob is not a number
+        ends with an error.
         """
         table = self._table[: self.n]
         failed = ~np.isfinite(logprobs)
-        rows = np.flatnonzero(~(table["aborted"] | failed))
+        rows = np.flatnonzero(~(table["aborted"] | failed | (tokens == NO_TOKEN)))
         at = table["length"][rows]
         self._tokens[rows, at] = tokens[rows]
         self._logprobs[rows, at] = logprobs[rows]
         table["length"][rows] += 1
         self.made_total += rows.size
-        stopped = (self._stops[: self.n] == tokens[:, None]).any(axis=1)
+        stopped = (self._stops[: self.n] == tokens[:, None]).any(axis=1) & (tokens != NO_TOKEN)
         ended = table["aborted"] | failed | stopped | (table["length"] >= table["limit"])
         for row in np.flatnonzero(ended & ~table["aborted"]).tolist():
             if failed[row]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.rollout_worker.adapters.hf_tensors import check_nothing_missing, target_of
 from services.rollout_worker.adapters.torch_cache import ATTENTION, SlotCache
 from shared.errors import ConfigError
 
@@ -199,19 +200,9 @@ class Weights:
         may_be_partial, self.complete = self.complete, False
         given: set[int] = set()
         for name, tensor in tensors:
-            target = self._tensors.get(name)
-            if target is None:
-                raise ConfigError(f"weights: the model has no tensor {name!r}; it does not match config.json")
-            if tensor.shape != target.shape:
-                raise ConfigError(f"weights: {name} is {tuple(tensor.shape)}, config.json wants {tuple(target.shape)}")
-            if torch.promote_types(tensor.dtype, target.dtype) != target.dtype:
-                raise ConfigError(
-                    f"weights: {name} is {tensor.dtype} and the engine's {target.dtype} would round it; "
-                    f"start the engine with the dtype of the weights, or publish them as {target.dtype}"
-                )
+            target = target_of(name, tensor, self._tensors)
             target.copy_(tensor)
             given.add(target.data_ptr())
-        missing = [name for name, target in self._tensors.items() if target.data_ptr() not in given]
-        if missing and not may_be_partial:
-            raise ConfigError(f"weights: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+        if not may_be_partial:
+            check_nothing_missing([name for name, own in self._tensors.items() if own.data_ptr() not in given])
         self.complete = True

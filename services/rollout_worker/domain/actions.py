@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.messages import Assignment
+from shared.messages import Assignment, InFlight
 
 Key = tuple[int, int]
 """Which request: (sample, attempt)."""
@@ -16,6 +16,8 @@ class Pull:
 
     job_id: str
     version: int
+    in_flight: InFlight = "recompute"
+    """What becomes of the samples that run by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from shared.messages import (
     Assignment,
     Dismissed,
     Drain,
+    InFlight,
     Message,
     Release,
     Resume,
@@ -81,6 +82,11 @@ class Session:
         return "ready" if self.serving == self.wanted else "pulling"
 
     @property
+    def started(self) -> int:
+        """Return how many held samples the engine has."""
+        return len(self.held) - len(self._early)
+
+    @property
     def early(self) -> int:
         """Return how many assigned samples wait for their weights."""
         return len(self._early)
@@ -92,7 +98,7 @@ class Session:
         actions: list[Action]
         match command:
             case UseVersion():
-                actions = self._use((command.job_id, command.version))
+                actions = self._use((command.job_id, command.version), command.in_flight)
             case Assign():
                 actions = self._assign(command)
             case Revoke():
@@ -113,7 +119,7 @@ class Session:
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _use(self, weights: Weights) -> list[Action]:
+    def _use(self, weights: Weights, in_flight: InFlight) -> list[Action]:
         if weights == self.wanted:
             return []
         gone: list[Action] = []
@@ -123,7 +129,7 @@ class Session:
         self.wanted = weights
         if weights == self.serving:
             return [*gone, StopPulling(), *self._submit_early()]
-        return [*gone, Pull(*weights)]
+        return [*gone, Pull(*weights, in_flight)]
 
     def _assign(self, command: Assign) -> list[Action]:
         if self._suspended:

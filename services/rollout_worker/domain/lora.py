@@ -1,0 +1,94 @@
+"""Which tensors of a model an adapter changes, told from PEFT's configuration and from names and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigError
+
+Shape = tuple[int, ...]
+
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+class Factors(NamedTuple):
+    """Names of an adapter's two tensors that change one of the model's: A [rank, in] and B [out, rank]."""
+
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter: the tensor W [out, in] becomes W + scaling * B @ A (LoRA, arXiv 2106.09685, section 4.1)."""
+
+    scaling: float
+    factors: dict[str, Factors]
+    """By the name of W."""
+
+
+class _Config(BaseModel):
+    """What of `adapter_config.json` the result depends on. Anything but plain LoRA on linear layers is refused."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    peft_type: Literal["LORA"]
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(gt=0, allow_inf_nan=False)
+    bias: Literal["none"] = "none"
+    lora_bias: Literal[False] = False
+    use_dora: Literal[False] = False
+    use_rslora: Literal[False] = False
+    fan_in_fan_out: Literal[False] = False
+    modules_to_save: None = None
+    layer_replication: None = None
+    rank_pattern: dict[str, int] = Field({}, max_length=0)
+    alpha_pattern: dict[str, float] = Field({}, max_length=0)
+
+
+def adapter_of(config_json: str, tensors: Mapping[str, Shape], model: Mapping[str, Shape]) -> Adapter:
+    """Return what an adapter changes.
+
+    Args:
+        config_json: PEFT's `adapter_config.json`.
+        tensors: shapes of the adapter's tensors.
+        model: shapes of the model's.
+
+    Raises:
+        ConfigError: it is no plain LoRA adapter, or not one of this model.
+
+    """
+    try:
+        config = _Config.model_validate_json(config_json)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"the adapter cannot be merged: adapter_config.json: {place}: {first['msg']}") from error
+    factors = {}
+    for name in sorted({_target_of(name) for name in tensors}):
+        module = _PREFIX + name.removesuffix(".weight")
+        pair = Factors(module + _A, module + _B)
+        wanted = model.get(name, ())
+        if (
+            len(wanted) != 2
+            or tensors.get(pair.a) != (config.r, wanted[1])
+            or tensors.get(pair.b) != (wanted[0], config.r)
+        ):
+            raise ConfigError(
+                f"the adapter does not belong to this model: {pair.a} {tensors.get(pair.a)} and {pair.b} "
+                f"{tensors.get(pair.b)} of rank {config.r} do not fit {name} {wanted}"
+            )
+        factors[name] = pair
+    return Adapter(config.lora_alpha / config.r, factors)
+
+
+def _target_of(name: str) -> str:
+    for ending in (_A, _B):
+        if name.startswith(_PREFIX) and name.endswith(ending):
+            return name.removeprefix(_PREFIX).removesuffix(ending) + ".weight"
+    raise ConfigError(f"the adapter cannot be merged: {name!r} is no LoRA tensor of a linear layer")

@@ -1,0 +1,209 @@
+"""The algorithm of a job: a named preset of choices, each of which a job file may override.
+
+The choices are an advantage estimator, the level of the ratio, the rule that clips it, and how the tokens' losses are
+added up; `docs/algorithms.md` has the table. A setting that does not apply to what is chosen is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shared.ids import MAX_GROUP_SIZE
+from shared.validation import off_is_no_boolean
+
+Advantage = Literal["group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std"]
+RatioLevel = Literal["token", "sequence"]
+Clip = Literal["ppo", "cispo", "none"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+Importance = Literal["truncate", "mask"]
+
+_GRPO: dict[str, Any] = {
+    "advantage": "group_std",
+    "ratio": "token",
+    "clip": "ppo",
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "aggregation": "token_mean",
+    "equal_groups": "drop",
+    "kl_coef": 0.0,
+    "kl_estimator": "k3",
+    "overlong_penalty": 0.0,
+    "overlong_fraction": 0.2,
+    "tis_cap": 2.0,
+    "importance": "truncate",
+}
+_REINFORCE: dict[str, Any] = {**_GRPO, "clip_high": 0.2, "equal_groups": "keep", "kl_estimator": "k2"}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": _GRPO,
+    "dr_grpo": {
+        **_GRPO,
+        "advantage": "group_mean",
+        "clip_high": 0.2,
+        "aggregation": "constant",
+        "equal_groups": "keep",
+    },
+    "dapo": {**_GRPO, "overlong_penalty": 1.0},
+    "gspo": {
+        **_GRPO,
+        "ratio": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "sequence_mean",
+        "equal_groups": "keep",
+    },
+    "rloo": {
+        **_GRPO,
+        "advantage": "leave_one_out",
+        "clip": "none",
+        "aggregation": "sequence_sum",
+        "equal_groups": "keep",
+    },
+    "reinforce++": {**_REINFORCE, "advantage": "batch_std"},
+    "reinforce++-baseline": {**_REINFORCE, "advantage": "group_mean_batch_std"},
+    "cispo": {**_GRPO, "clip": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+}
+"""Algorithm -> what it chooses where the job file says nothing."""
+
+
+class _Rule(NamedTuple):
+    """Settings that have a meaning under a condition only."""
+
+    settings: tuple[str, ...]
+    applies: Callable[[Mapping[str, Any]], bool]
+    otherwise: str
+    """Why they do not apply, where they do not, and what to change so that they would."""
+
+
+_RULES = (
+    _Rule(("ratio", "clip"), lambda a: not a.get("loss"), "algorithm.loss takes the place of ratio and clip"),
+    _Rule(
+        ("clip_low", "clip_high"),
+        lambda a: not a.get("loss") and a.get("clip") != "none",
+        "nothing is clipped: set algorithm.clip to ppo or cispo",
+    ),
+    _Rule(
+        ("kl_estimator",),
+        lambda a: _is_above_zero(a.get("kl_coef")),
+        "no KL penalty is taken: set algorithm.kl_coef above 0",
+    ),
+    _Rule(
+        ("overlong_fraction",),
+        lambda a: _is_above_zero(a.get("overlong_penalty")),
+        "long completions are not punished: set algorithm.overlong_penalty above 0",
+    ),
+    _Rule(
+        ("importance",),
+        lambda a: a.get("tis_cap") not in ("off", False),
+        "importance weights are off: set algorithm.tis_cap",
+    ),
+)
+
+GROUPLESS: frozenset[str] = frozenset({"batch_std"})
+"""Advantage estimators that compare a sample with others of the step, not of its group."""
+
+
+class AlgorithmSpec(BaseModel):
+    """What is made of rewards: see `PRESETS` for what each name chooses, and the fields for what may be chosen.
+
+    The default is GRPO (DeepSeekMath, arXiv 2402.03300) with the clip and the token mean of DAPO (arXiv 2503.14476).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "cispo"] = "grpo"
+    group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE)
+    updates_per_step: int = Field(1, ge=1)
+    advantage: Advantage = "group_std"
+    """What a sample's reward is compared with."""
+    equal_groups: Literal["drop", "keep"] = "drop"
+    """Whether groups whose rewards are all equal are left out of the loss, or count in its denominator."""
+    loss: str | None = None
+    """`module:function`: the tokens' losses by a function of yours, in place of `ratio` and `clip`."""
+    ratio: RatioLevel | None = "token"
+    """Of what the ratio of new to old probability is: each token, or the whole completion (a geometric mean)."""
+    clip: Clip | None = "ppo"
+    """`ppo`: clipped tokens have no gradient; `cispo`: the ratio is a clipped weight, all have one; `none`."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = 0.2
+    """The ratio is clipped at 1 - this; 1 is no bound."""
+    clip_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.28
+    """And at 1 + this."""
+    aggregation: Aggregation = "token_mean"
+    """What the update's loss is: the mean over tokens; or the mean over completions of their tokens' mean, of their
+    sum, or of their sum divided by `sampling.max_tokens`."""
+    old_logprobs: Literal["auto", "sampled", "recomputed"] = "auto"
+    """What the ratio compares with: what the engine said when it drew a token, or what the step's first weights say.
+
+    The second is the decoupled objective: what lies between the two is an importance weight (`tis_cap`). `auto` is
+    `sampled` without staleness and `recomputed` with it.
+    """
+    tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] = 2.0
+    """With the decoupled objective: where the importance weight of a token of older weights is cut.
+
+    `off` leaves such tokens unweighted. Otherwise there is nothing to weigh.
+    """
+    importance: Importance | None = "truncate"
+    """What becomes of weights beyond `tis_cap`: cut to it, or tokens with one beyond it or below 1 / it masked."""
+    kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """How much the distance to the starting weights costs; above 0 the trainer keeps a copy of these."""
+    kl_estimator: KlEstimator | None = None
+    """Estimator of that distance in the loss."""
+    overlong_penalty: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """What is taken off the reward of a completion of `sampling.max_tokens`."""
+    overlong_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The last part of `sampling.max_tokens`, in which the penalty rises from 0."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose(cls, raw: object) -> object:
+        """Fill in what the preset chooses, as far as it applies to what the job file chooses."""
+        if not isinstance(raw, dict) or (name := raw.get("name", "grpo")) not in list(PRESETS):
+            return raw
+        chosen = {**PRESETS[name], **raw}
+        for rule in _RULES:
+            if not rule.applies(chosen):
+                chosen |= {setting: raw.get(setting) for setting in rule.settings}
+        return chosen
+
+    @field_validator("tis_cap", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        return off_is_no_boolean(value)
+
+    @field_validator("loss")
+    @classmethod
+    def _has_a_colon(cls, value: str | None) -> str | None:
+        module, _, name = (value or "m:f").partition(":")
+        if not module or not name:
+            raise ValueError(f"{value!r} is not of the form package.module:function")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        chosen = dict(self)
+        for rule in _RULES:
+            applies = rule.applies(chosen)
+            for setting in rule.settings:
+                if applies and chosen[setting] is None:
+                    raise ValueError(f"{setting} is missing: give it, or leave the key out for {self.name}'s own")
+                if not applies and chosen[setting] is not None:
+                    raise ValueError(f"{setting} does not apply, {rule.otherwise}, or remove {setting}")
+        if self.group_size < 2 and self.advantage not in GROUPLESS:
+            raise ValueError(
+                f"group_size: a group of one has nothing to compare with, and {self.name} ({self.advantage}) compares "
+                "within the group: give 2 or more, or take name reinforce++"
+            )
+        if self.importance == "mask" and self.tis_cap != "off" and self.tis_cap <= 1:
+            raise ValueError("tis_cap: with importance mask, weights from 1 / tis_cap on are kept: give more than 1")
+        return self
+
+
+def _is_above_zero(value: object) -> bool:
+    try:
+        return float(value) > 0  # type: ignore[arg-type]  # whatever a file holds; its field refuses the rest
+    except (TypeError, ValueError):
+        return False

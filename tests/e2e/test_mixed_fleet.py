@@ -1,0 +1,52 @@
+"""vLLM and torch workers under one job: samples move between them, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support import vllm_engines
+from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box
+from tests.support.small_job import check, small_job
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@contextmanager
+def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
+    command = [*RLBOOST, "worker", "join", "--url", box.url, "--token", box.token, "--name", "by-hand"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
+    try:
+        yield
+        process.terminate()
+        assert process.wait(20) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Path) -> None:
+    vllm_engines.require_installed()
+    spec = small_job(steps=16)
+    with black_box(tmp_path / "state", workers=1, engine="vllm") as box, ExitStack() as joined:
+
+        def ready(name: str) -> bool:
+            return any(w["id"].startswith(name) and w["state"] == "ready" for w in box.get("/v1/workers"))
+
+        job_id = box.submit(spec)
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            box.until(lambda: ready("worker-1"), "the vllm worker is ready")
+            joined.enter_context(torch_worker(box, tmp_path / "joined.log"))  # it is ready in much less time
+            box.until(lambda: ready("by-hand"), "the torch worker is ready")
+            assert box.until_busy(job_id), "the job was over before anybody died"
+            box.kill("preemptible")
+            box.until_completed(job_id)
+        audit = check(box, job_id, observer, spec)
+        assert audit["preemptions"]["without_notice"] >= 1
+        makers = {worker.rpartition("-")[0] for _, worker in observer.flushed}
+        assert makers >= {"reserved-1", "worker-1", "by-hand"}

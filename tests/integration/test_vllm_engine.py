@@ -1,0 +1,304 @@
+"""Real vLLM on a CPU against independent forward passes of the same models, and beside our own torch engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: E402 - only where torch is
+from services.rollout_worker.ports import Engine  # noqa: E402
+from shared.errors import ConfigError, StoreUnavailable  # noqa: E402
+from tests.support import tiny_models, vllm_engines  # noqa: E402
+from tests.support.engines import Collector, request, run  # noqa: E402
+from tests.support.eventually import eventually  # noqa: E402
+
+SLOTS = 8
+LONG = [7 * i % tiny_models.VOCABULARY for i in range(140)]
+"""More tokens than a block of vLLM's KV cache has on a CPU: shorter prefixes are never shared."""
+Start = Callable[[Any], Awaitable[Engine]]
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def config(request: pytest.FixtureRequest) -> Any:
+    """Both kinds, one after the other: starting vLLM takes seconds."""
+    vllm_engines.require()
+    return vllm_engines.config(tied=request.param == "tied")
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Start engines that hold a model's weights as version 0; close them at the end."""
+    engines: list[Engine] = []
+
+    async def start(model: Any) -> Engine:
+        engine = vllm_engines.start(model.config, slots=SLOTS)
+        engines.append(engine)
+        await engine.load_weights(0, tiny_models.weights(model))
+        return engine
+
+    yield start
+    for engine in engines:
+        await engine.close()
+
+
+def prompts(n: int) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, tiny_models.VOCABULARY, 1 + 4 * i).tolist() for i in range(n)]
+
+
+def near(expected: list[float]) -> Any:
+    return pytest.approx(expected, abs=5e-5)
+
+
+async def test_logprobs_equal_those_of_a_plain_forward_pass_before_and_after_an_update(
+    config: Any, start: Start
+) -> None:
+    models = [tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)]
+    engine = await start(models[0])
+    # twice as many as slots: rows join and leave while others run
+    for version, model in enumerate(models):
+        if version:
+            await engine.load_weights(version, tiny_models.weights(model))
+        requests = [
+            request(i, prompt=prompt, max_tokens=5 + (i * 37) % 60, temperature=(1.0, 0.7, 1.6)[i % 3])
+            for i, prompt in enumerate(prompts(2 * SLOTS))
+        ]
+        for asked, made in zip(requests, await run(engine, requests), strict=True):
+            expected = tiny_models.logprobs(model, asked.prompt, made.tokens, asked.sampling.temperature)
+            assert made.logprobs == near(expected)
+            assert set(made.versions) == {version}
+
+
+async def test_the_step_of_the_load_parts_the_old_weights_logprobs_from_the_new_ones(config: Any, start: Start) -> None:
+    old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
+    engine = await start(old)
+    requests = [request(i, prompt=prompt, max_tokens=100) for i, prompt in enumerate(prompts(SLOTS))]
+    collector = Collector(engine)
+    engine.submit(requests)
+    await eventually(lambda: engine.stats().tokens_made_total > 20 * SLOTS)
+    await engine.load_weights(1, tiny_models.weights(new))
+    for asked, made in zip(requests, await collector.all_ended(requests), strict=True):
+        n = made.versions.index(1)
+        assert n > 0
+        assert made.versions == [0] * n + [1] * (100 - n)
+        assert made.logprobs[:n] == near(tiny_models.logprobs(old, asked.prompt, made.tokens)[:n])
+        assert made.logprobs[n:] == near(tiny_models.logprobs(new, asked.prompt, made.tokens)[n:])
+
+
+async def test_what_is_loaded_is_read_back_under_every_name(config: Any, start: Start) -> None:
+    new = tiny_models.make(config, seed=2)
+    engine = await start(tiny_models.make(config, seed=1))
+    await engine.load_weights(1, tiny_models.weights(new))
+    loaded = dict(engine.loaded_tensors())
+    assert loaded.keys() == new.state_dict().keys()
+    assert all(loaded[name].equal(tensor) for name, tensor in new.state_dict().items())
+
+
+async def test_a_later_load_may_give_only_what_changed(config: Any, start: Start) -> None:
+    model = tiny_models.make(config, seed=1)
+    engine = await start(model)
+    # a third of a tensor that vLLM fuses, and the one that may be tied
+    changed = ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"]
+    for name in changed:
+        model.get_parameter(name).mul_(0.8)
+    await engine.load_weights(1, [(name, model.get_parameter(name)) for name in changed])
+    (made,) = await run(engine, [request(1, max_tokens=40)])
+    assert made.logprobs == near(tiny_models.logprobs(model, [3, 1, 4], made.tokens))
+
+
+async def test_a_prefix_of_older_weights_is_not_used_again(config: Any, start: Start) -> None:
+    old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
+    engine = await start(old)
+    await run(engine, [request(1, prompt=LONG)])
+    await engine.load_weights(1, tiny_models.weights(new))
+    (made,) = await run(engine, [request(2, prompt=LONG)])
+    assert made.logprobs == near(tiny_models.logprobs(new, LONG, made.tokens))
+
+
+async def test_running_requests_may_keep_their_keys_and_values_and_nobody_else_gets_them(
+    config: Any, start: Start
+) -> None:
+    old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
+    engine = await start(old)
+    collector = Collector(engine)
+    kept = [request(i, prompt=prompt, max_tokens=100) for i, prompt in enumerate(prompts(4))]
+    long = request(10, prompt=LONG, max_tokens=20)
+    engine.submit([*kept, long])
+    await eventually(lambda: collector.made(10) > 3)
+    await engine.suspend(keep_kv=True)
+    await engine.load_weights(1, tiny_models.weights(new), keep_kv=True)
+    await engine.resume()
+    fresh = request(11, prompt=LONG, max_tokens=20)
+    engine.submit([fresh])
+    *mixed, made = await collector.all_ended([*kept, long, fresh])
+    assert made.logprobs == near(tiny_models.logprobs(new, LONG, made.tokens))
+    for asked, made in zip([*kept, long], mixed, strict=True):
+        n = made.versions.index(1)
+        assert made.logprobs[:n] == near(tiny_models.logprobs(old, asked.prompt, made.tokens)[:n])
+        assert made.logprobs[n:] == near(logprobs_over_old_keys(old, new, asked.prompt, made.tokens, n))
+
+
+def logprobs_over_old_keys(old: Any, new: Any, prompt: list[int], tokens: list[int], n: int) -> list[float]:
+    """Return the logprobs of `tokens[n:]` when all but the newest token before them went through the old weights."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    first = len(prompt) + n - 1
+    cache = old(input_ids=ids[:, :first], use_cache=True).past_key_values if first else None
+    logits = new(input_ids=ids[:, first:], past_key_values=cache, use_cache=True).logits[0, :-1].double()
+    found: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(tokens[n:])[:, None])[:, 0].tolist()
+    return found
+
+
+async def test_a_load_that_fails_serves_nothing_until_a_whole_one_succeeds(config: Any, start: Start) -> None:
+    model = tiny_models.make(config)
+    good = tiny_models.weights(model)
+    engine = await start(model)
+    name, tensor = good[0]
+
+    def breaks_off() -> Any:
+        yield good[0]
+        raise StoreUnavailable("gone")
+
+    for bad, error, why in (
+        ([("nonsense", tensor)], ConfigError, "no tensor 'nonsense'"),
+        ([(name, tensor[:1])], ConfigError, "config.json wants"),
+        ([(name, tensor.double())], ConfigError, "would round it"),
+        (good[:-1], ConfigError, "1 tensors are missing"),
+        (breaks_off(), StoreUnavailable, "gone"),
+    ):
+        with pytest.raises(error, match=why):
+            await engine.load_weights(1, bad)
+        assert engine.stats().version == -1
+    engine.submit([request(1)])
+    assert engine.drain() == []
+    await engine.load_weights(2, good)
+    (made,) = await Collector(engine).all_ended([request(1)])
+    assert set(made.versions) == {2}
+    assert made.logprobs == near(tiny_models.logprobs(model, [3, 1, 4], made.tokens))
+
+
+async def test_greedy_decoding_is_the_models_own_choice_with_the_models_own_logprobs(config: Any, start: Start) -> None:
+    model = tiny_models.make(config)
+    engine = await start(model)
+    requests = [request(i, prompt=p, max_tokens=40, temperature=0.0, top_p=0.5) for i, p in enumerate(prompts(4))]
+    for asked, made in zip(requests, await run(engine, requests), strict=True):
+        ids = torch.tensor([asked.prompt])
+        own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        assert made.tokens == own[0, ids.shape[1] :].tolist()
+        assert made.logprobs == near(tiny_models.logprobs(model, asked.prompt, made.tokens))
+
+
+async def test_a_sample_goes_on_in_the_torch_engine_as_it_would_have_in_this_one(
+    config: Any, start: Start, tmp_path: Path
+) -> None:
+    model = tiny_models.make(config)
+    vllm, torch_engine = await start(model), TorchEngine(tiny_models.save_config(config, tmp_path), slots=SLOTS)
+    await torch_engine.load_weights(0, tiny_models.weights(model))
+    asked = [
+        request(i, seed=i - 3, prompt=prompt, max_tokens=60, temperature=(1.0, 0.6)[i % 2], top_p=(1.0, 0.8)[i // 4])
+        for i, prompt in enumerate(prompts(SLOTS))
+    ]
+    whole = await run(vllm, asked)
+    rest = await run(
+        torch_engine,
+        [
+            request(
+                one.sample,
+                attempt=2,
+                seed=one.seed,
+                prompt=one.prompt,
+                tokens=made.tokens[:25],
+                max_tokens=60,
+                temperature=one.sampling.temperature,
+                top_p=one.sampling.top_p,
+            )
+            for one, made in zip(asked, whole, strict=True)
+        ],
+    )
+    await torch_engine.close()
+    for made, there in zip(whole, rest, strict=True):
+        assert made.tokens[25:] == there.tokens
+        assert made.logprobs[25:] == near(there.logprobs)
+
+
+async def test_a_sample_that_is_not_a_number_any_more_ends_and_leaves_no_trace(config: Any, start: Start) -> None:
+    model = tiny_models.make(config)
+    poison = tiny_models.VOCABULARY - 1
+    model.get_input_embeddings().weight[poison] = torch.nan
+    if not config.tie_word_embeddings:
+        model.lm_head.weight[poison] = 0
+    engine = await start(model)
+    poisoned = [request(i, prompt=[1] * 60 + [poison] * 40) for i in range(SLOTS)]
+    for made in await run(engine, poisoned):
+        assert made.error == "the model's output is not a number"
+    if not config.tie_word_embeddings:  # a tied model has not a number among its logits for ever
+        healthy = [request(i, attempt=2, top_p=0.5, max_tokens=20) for i in range(SLOTS)]
+        for asked, made in zip(healthy, await run(engine, healthy), strict=True):
+            assert len(made.tokens) == 20
+            assert not made.error, asked
+
+
+class TestStarting:
+    """What is refused before there is an engine, and other ways to start one; none shares a vLLM."""
+
+    @pytest.fixture(autouse=True)
+    def alone(self) -> None:
+        vllm_engines.require()
+        vllm_engines.end_shared()
+
+    async def test_too_small_a_cache_only_costs_time(self) -> None:
+        config = vllm_engines.config()
+        model = tiny_models.make(config)
+        # keys and values of five blocks of 128 tokens, where eight samples want two each
+        engine = vllm_engines.build(config, slots=SLOTS, kv_cache_bytes=1 << 20)
+        await engine.load_weights(0, tiny_models.weights(model))
+        requests = [request(i, prompt=[i], max_tokens=150) for i in range(SLOTS)]
+        for asked, made in zip(requests, await run(engine, requests), strict=True):
+            assert made.logprobs == near(tiny_models.logprobs(model, asked.prompt, made.tokens))
+        await engine.close()
+
+    async def test_two_processes_that_share_a_model_make_and_read_back_what_one_would(self) -> None:
+        config = vllm_engines.config()
+        old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
+        engine = vllm_engines.build(config, slots=2, tensor_parallel=2)
+        for version, model in enumerate((old, new)):
+            await engine.load_weights(version, tiny_models.weights(model))
+            loaded = dict(engine.loaded_tensors())
+            assert all(loaded[name].equal(tensor) for name, tensor in model.state_dict().items())
+            (made,) = await run(engine, [request(version, max_tokens=5)])
+            assert made.logprobs == near(tiny_models.logprobs(model, [3, 1, 4], made.tokens))
+        await engine.close()
+
+    async def test_bfloat16_logprobs_are_near_those_of_float32(self) -> None:
+        config = vllm_engines.config()
+        model = tiny_models.make(config)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        engine = vllm_engines.build(config, slots=4, dtype="bfloat16")
+        weights = [(name, tensor.bfloat16()) for name, tensor in tiny_models.weights(model)]
+        await engine.load_weights(0, weights)
+        assert all(dict(engine.loaded_tensors())[name].equal(tensor) for name, tensor in weights)
+        (made,) = await run(engine, [request(1, max_tokens=60)])
+        await engine.close()
+        assert made.logprobs == pytest.approx(tiny_models.logprobs(model, [3, 1, 4], made.tokens), abs=0.3)
+
+    @pytest.mark.parametrize(
+        ("changes", "settings", "why"),
+        [
+            ({"head_dim": 16}, {}, "vllm cannot run this model here"),
+            ({"model_type": "nonsense"}, {}, "no causal language model can be built"),
+            ({}, {"device": "cuda"}, "vllm that is installed runs on cpu"),
+            ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model here"),
+        ],
+    )
+    def test_what_cannot_run_is_refused_when_the_engine_is_built(
+        self, changes: dict[str, Any], settings: dict[str, Any], why: str
+    ) -> None:
+        config = vllm_engines.config()
+        with pytest.raises(ConfigError, match=why):
+            vllm_engines.build({**config.to_dict(), **changes}, slots=2, **settings)

@@ -1,0 +1,111 @@
+"""A job whose trainer and workers are played by a test, for real managers on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import httpx
+
+from services.rollout_manager.recovery import read_all
+from shared import names
+from shared.columns import I32, ints, pack
+from shared.errors import BusUnavailable
+from shared.ids import SampleId
+from shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
+from shared.redis_bus import RedisBus
+from tests.support.eventually import eventually
+from tests.support.sim_worker import SimWorker, check_completion
+
+SPEC = {"name": "t", "model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "a:b"}, "steps": 9}
+_BEAT_S = 0.3
+_JOB_NUMBER = 1
+
+
+class PlayedJob:
+    """One job, what its trainer says, and workers that live in tasks of this process."""
+
+    def __init__(self, bus: RedisBus, *, forgives_outages: bool = False) -> None:
+        """Use an open bus; with `forgives_outages` a worker goes on when Redis is back, else its task fails."""
+        self.bus = bus
+        self.id = ""
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._forgives: type[Exception] | tuple[()] = BusUnavailable if forgives_outages else ()
+        self._next_group = 0
+
+    async def create(self, http: httpx.AsyncClient, url: str, **spec: Any) -> None:
+        """Create the job, let it run, and commit version 0."""
+        answer = await http.post(f"{url}/v1/jobs", json=SPEC | spec)
+        assert answer.status_code == 201, answer.text
+        self.id = answer.json()["id"]
+        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.id, state="running", step=0))
+        await self.commit(0)
+
+    async def commit(self, version: int) -> None:
+        message = WeightsCommitted(job_id=self.id, version=version, manifest_digest="", n_bytes=0, at=0.0)
+        await self.bus.append(names.WEIGHTS_COMMITTED, message)
+
+    async def request(self, *, step: int = 0, groups: int = 4, n: int = 8, max_tokens: int = 40) -> None:
+        for _ in range(groups):
+            request = GroupRequested(
+                job_id=self.id,
+                group=SampleId(_JOB_NUMBER, False, step, self._next_group, 0).pack(),
+                n=n,
+                prompt=pack([1, 2, 3], I32),
+                sampling=Sampling(max_tokens=max_tokens),
+                version=step,
+                seed=1,
+            )
+            await self.bus.append(names.rollouts_requested(self.id), request)
+            self._next_group += 1
+
+    def start_worker(self, name: str, role: str = "preemptible", *, slots: int = 8, pace_s: float = 0.02) -> SimWorker:
+        worker = SimWorker(self.bus, name, role, slots=slots)
+        self.tasks[name] = asyncio.create_task(self._live(worker, pace_s), name=name)
+        return worker
+
+    async def _live(self, worker: SimWorker, pace_s: float) -> None:
+        joined, beaten = False, 0.0
+        while worker.id in self.tasks and not worker.dismissed:
+            with contextlib.suppress(self._forgives):
+                if not joined:
+                    await worker.join()
+                    joined = True
+                if time.monotonic() - beaten > _BEAT_S:
+                    await worker.beat()
+                    beaten = time.monotonic()
+                await worker.obey()
+                worker.generate(1)
+                await worker.flush()
+            await asyncio.sleep(pace_s)
+
+    def kill_worker(self, name: str) -> None:
+        """Nothing more is heard of it."""
+        del self.tasks[name]
+
+    async def stop_workers(self) -> None:
+        """They vanish without a word."""
+        tasks = list(self.tasks.values())
+        self.tasks.clear()
+        await asyncio.gather(*tasks)
+
+    async def finished(self) -> list[Message]:
+        return [entry.message for entry in await read_all(self.bus, names.rollouts_finished(self.id))]
+
+    async def delivered(self, n: int) -> list[SampleFinished]:
+        """Return so many samples once all have come, each once and whole."""
+
+        async def samples() -> list[SampleFinished]:
+            found: list[SampleFinished] = []
+            with contextlib.suppress(self._forgives):
+                found = [m for m in await self.finished() if isinstance(m, SampleFinished)]
+            assert len(found) >= n, f"{len(found)} of {n} samples"
+            return found
+
+        found = await eventually(samples, within_s=30)
+        assert len({m.sample for m in found}) == len(found) == n
+        for sample in found:
+            check_completion(ints(sample.tokens, I32), sample.spans)
+        return found

@@ -1,0 +1,35 @@
+"""Pulled versions without a store: shards written into a cache directory as one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
+from shared.weights.publisher import Shard
+from shared.weights.pulled import PulledVersion
+
+
+def pulled(shards: Iterable[Shard], directory: Path, version: int = 0, **more: Any) -> PulledVersion:
+    """Return a version of one rank; `more` is of the manifest, and `base` the pulled version below an adapter."""
+    base = more.pop("base", None)
+    entries, data = [], b""
+    for shard in shards:
+        raw = bytes(shard.data)
+        entries.append(
+            TensorEntry(
+                **{name: getattr(shard, name) for name in ("name", "dtype", "global_shape", "offset", "local_shape")},
+                start=len(data),
+                n_bytes=len(raw),
+                digest=digest_of(raw),
+            )
+        )
+        data += raw
+    chunk = ChunkRef(digest_of(data), len(data))
+    (directory / chunk.digest).write_bytes(data)
+    part = Part(rank=0, chunks=(chunk,), tensors=tuple(entries))
+    if base is not None:
+        more["base_version"] = base.manifest.version
+    manifest = Manifest(job_id="j", version=version, config_json="{}", parts=(part,), **more)
+    return PulledVersion(manifest, directory, base)

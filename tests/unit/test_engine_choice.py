@@ -1,0 +1,71 @@
+"""Which engine is asked for reaches the worker, and one that is not installed is refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlboost.cli import app
+from rlboost.local.processes import LocalOptions, Site, spec_of
+from services.rollout_worker.__main__ import _engines
+from services.rollout_worker.adapters.torch_factory import TorchFactory
+from services.rollout_worker.adapters.vllm_factory import VllmFactory
+from services.rollout_worker.settings import Settings
+from shared.errors import ConfigError
+
+find_spec = importlib.util.find_spec
+
+
+@pytest.fixture
+def vllm_is_there(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: (request.param or None) if name == "vllm" else find_spec(name)
+    )
+
+
+@pytest.mark.parametrize("vllm_is_there", [True], indirect=True)
+@pytest.mark.usefixtures("vllm_is_there")
+def test_the_setting_chooses_the_engine() -> None:
+    assert isinstance(_engines(Settings(engine="torch")), TorchFactory)
+    assert isinstance(_engines(Settings(engine="vllm")), VllmFactory)
+
+
+@pytest.mark.parametrize("vllm_is_there", [False], indirect=True)
+@pytest.mark.usefixtures("vllm_is_there")
+def test_a_worker_without_vllm_says_how_to_install_it() -> None:
+    with pytest.raises(ConfigError, match="make install-vllm"):
+        _engines(Settings(engine="vllm"))
+
+
+def test_several_gpus_are_refused_for_the_torch_engine() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel 2 needs the vllm engine"):
+        _engines(Settings(engine="torch", tensor_parallel=2))
+
+
+@pytest.mark.parametrize("vllm_is_there", [False], indirect=True)
+@pytest.mark.parametrize("command", ["up", "demo"])
+@pytest.mark.usefixtures("vllm_is_there")
+def test_a_system_that_lacks_vllm_is_not_started(command: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [command, "--engine", "vllm", "--state", str(tmp_path / "state")])
+    assert done.exit_code == 2
+    assert "make install-vllm" in done.output
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("role", ["reserved", "preemptible"])
+def test_the_launcher_passes_the_engine_to_every_worker(role: str, tmp_path: Path) -> None:
+    site = Site(
+        options=LocalOptions(state_dir=tmp_path, engine="vllm"),
+        state_dir=tmp_path,
+        cwd=tmp_path,
+        inherited={},
+        token="t",
+        redis_url="redis://",
+        redis_argv=(),
+        port_of=lambda _: 1,
+    )
+    name = "reserved-1" if role == "reserved" else "worker-1"
+    assert spec_of(site, name, role).env["RLBOOST_WORKER_ENGINE"] == "vllm"  # type: ignore[arg-type]

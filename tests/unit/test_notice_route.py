@@ -1,0 +1,44 @@
+"""`POST /v1/notice`: whoever has the token may say that a worker's machine will be taken away."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from services.rollout_worker.api import notice_routes
+from services.rollout_worker.domain.notices import Notice
+from shared.http import create_app
+
+
+async def post(body: str, token: str = "token") -> tuple[int, list[Notice]]:
+    taken: list[Notice] = []
+    app = create_app("a worker", token="token", ready=lambda: None)
+    app.include_router(notice_routes(taken.append, "token"))
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker") as client:
+        answer = await client.post("/v1/notice", content=body, headers=headers)
+    return answer.status_code, taken
+
+
+@pytest.mark.parametrize(
+    ("body", "notice"),
+    [
+        ('{"lead_s": 11, "reason": "our fleet manager"}', Notice("our fleet manager", 11.0)),
+        ('{"lead_s": 0}', Notice("rest", 0.0)),
+        ("{}", Notice("rest")),
+    ],
+)
+async def test_a_notice_reaches_the_worker(body: str, notice: Notice) -> None:
+    assert await post(body) == (202, [notice])
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"lead_s": -1}', '{"lead_s": NaN}', '{"lead_s": 1e999}', '{"leads": 3}', '{"reason": ""}', "soon", "[]"],
+)
+async def test_what_is_no_notice_is_refused(body: str) -> None:
+    assert await post(body) == (422, [])
+
+
+async def test_without_the_token_nobody_sends_a_worker_away() -> None:
+    assert await post("{}", token="another") == (401, [])

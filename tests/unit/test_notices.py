@@ -1,0 +1,170 @@
+"""What each cloud's documents mean, and when a source that fails is asked again and spoken of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rollout_worker.domain.notices import (
+    Advice,
+    Notice,
+    Patience,
+    aws_advice,
+    aws_notice,
+    aws_token,
+    azure_machine,
+    azure_notice,
+    file_notice,
+    gcp_notice,
+)
+from shared.errors import Retryable
+
+NOW_S = 1772353200.0  # 2026-03-01T08:20:00Z
+
+
+def azure_document(**changes: Any) -> str:
+    """Return a document as in Azure's guide."""
+    event = {
+        "EventId": "A123BC45-1234-5678-AB90-ABCDEF123456",
+        "EventStatus": "Scheduled",
+        "EventType": "Preempt",
+        "ResourceType": "VirtualMachine",
+        "Resources": ["spot_7"],
+        "NotBefore": "Sun, 01 Mar 2026 08:20:30 GMT",
+        "Description": "",
+        "EventSource": "Platform",
+        "DurationInSeconds": -1,
+    }
+    return json.dumps({"DocumentIncarnation": 2, "Events": [event | changes]})
+
+
+@pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
+def test_aws_says_what_happens_and_when(action: str) -> None:
+    body = json.dumps({"action": action, "time": "2026-03-01T08:22:00Z"})
+    assert aws_notice(body, NOW_S) == Notice(f"aws: {action}", 120.0)
+
+
+def test_a_moment_that_has_passed_is_a_lead_of_nothing() -> None:
+    assert aws_notice('{"action": "terminate", "time": "2026-03-01T08:19:00Z"}', NOW_S).lead_s == 0.0
+
+
+@pytest.mark.parametrize("time", ['"soon"', '""', '"2026-03-01T08:22:00"'])
+def test_an_unreadable_time_does_not_make_a_notice_less_of_one(time: str) -> None:
+    notice = aws_notice(f'{{"action": "terminate", "time": {time}}}', NOW_S)
+    assert notice.lead_s == (120.0 if "T" in time else None)
+
+
+def test_a_rebalance_recommendation_is_advice_and_no_notice() -> None:
+    advice = aws_advice('{"noticeTime": "2026-03-01T08:22:00Z"}')
+    assert advice == Advice("aws: rebalance recommendation of 2026-03-01T08:22:00Z")
+
+
+def test_a_token_is_a_token() -> None:
+    assert aws_token("AQAEAKx_NB8==\n") == "AQAEAKx_NB8=="
+
+
+@pytest.mark.parametrize(("body", "notice"), [("TRUE", Notice("gcp: preempted")), ("FALSE\n", None)])
+def test_google_says_true_or_false(body: str, notice: Notice | None) -> None:
+    assert gcp_notice(body) == notice
+
+
+def test_azure_names_the_machine_the_moment_and_what_to_acknowledge() -> None:
+    event_id = "A123BC45-1234-5678-AB90-ABCDEF123456"
+    assert azure_notice(azure_document(), "SPOT_7", NOW_S) == Notice("azure: Preempt", 30.0, event_id)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"Resources": ["spot_8"]}, {"EventType": "Freeze"}, {"EventType": "Reboot"}, {"Resources": []}],
+    ids=["another machine", "a pause", "a reboot", "nobody"],
+)
+def test_an_azure_event_after_which_this_machine_is_there_is_no_notice(changes: dict[str, Any]) -> None:
+    assert azure_notice(azure_document(**changes), "spot_7", NOW_S) is None
+
+
+def test_an_azure_event_that_has_started_leaves_no_time() -> None:
+    notice = azure_notice(azure_document(EventStatus="Started", NotBefore=""), "spot_7", NOW_S)
+    assert notice is not None
+    assert notice.lead_s == 0.0
+
+
+@pytest.mark.parametrize("not_before", ["", None, "tomorrow"])
+def test_an_azure_event_without_a_moment_is_a_notice_without_one(not_before: str | None) -> None:
+    notice = azure_notice(azure_document(NotBefore=not_before), "spot_7", NOW_S)
+    assert notice is not None
+    assert notice.lead_s is None
+
+
+def test_azure_tells_a_machine_its_name() -> None:
+    assert azure_machine('{"azEnvironment": "AzurePublicCloud", "name": "spot_7", "vmId": "x"}') == "spot_7"
+
+
+@pytest.mark.parametrize(
+    ("content", "lead_s"), [("", None), ("30\n", 30.0), ("0", 0.0), ("-1", None), ("nan", None), ("bye", None)]
+)
+def test_a_file_is_a_notice_whatever_is_in_it(content: str, lead_s: float | None) -> None:
+    assert file_notice("/run/spot", content) == Notice("file: /run/spot", lead_s)
+
+
+readers = st.sampled_from(
+    [
+        lambda body: aws_notice(body, NOW_S),
+        aws_advice,
+        aws_token,
+        gcp_notice,
+        azure_machine,
+        lambda body: azure_notice(body, "spot_7", NOW_S),
+    ]
+)
+json_texts = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["action", "time", "noticeTime", "Events", "name"]), inner, max_size=3)
+    ),
+    max_leaves=4,
+).map(json.dumps)
+
+
+@given(reader=readers, body=st.text(max_size=30) | json_texts | st.just("[" * 5000))
+def test_whatever_answers_is_understood_or_refused(reader: Any, body: str) -> None:
+    with contextlib.suppress(Retryable):
+        reader(body)
+
+
+@pytest.mark.parametrize("body", ["<html>sign in to this network</html>", "", "{}"])
+def test_a_page_of_somebody_else_is_no_notice(body: str) -> None:
+    for read in (lambda: aws_notice(body, NOW_S), lambda: gcp_notice(body), lambda: azure_machine(body)):
+        with pytest.raises(Retryable, match="not "):
+            read()
+
+
+def test_a_source_that_fails_is_asked_less_often_but_within_seconds() -> None:
+    patience = Patience()
+    waits = []
+    for n in range(2000):
+        waits.append(patience.wait_s(1.0))
+        patience.failed(float(n))
+    assert waits[:4] == [1.0, 2.0, 4.0, 4.0]
+    assert waits[-1] == 4.0
+    patience.answered()
+    assert patience.wait_s(1.0) == 1.0
+
+
+def test_a_failure_is_said_once_and_its_end_once() -> None:
+    patience = Patience()
+    assert [patience.failed(float(n)) for n in range(500)].count(True) == 1
+    assert [patience.answered() for _ in range(5)] == [True, False, False, False, False]
+
+
+def test_a_source_that_fails_every_second_time_gets_a_line_a_minute() -> None:
+    patience, said, over = Patience(), 0, 0
+    for n in range(600):
+        said += patience.failed(float(n))
+        over += patience.answered()
+    assert said == over == 10
