@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from services.trainer.ports import LossFn, RankInfo, RewardBatch, Row, Scores, TrainState
+from services.trainer.domain.tokens import LossFn
+from services.trainer.ports import Exported, Loaded, RankInfo, RewardBatch, Row, Scores, TrainState
 from shared.columns import F32, I32, unpack
 from shared.errors import Conflict, Corrupt, Fatal, NotFound
 from shared.weights.publisher import Shard
 
-_SUMS = ("loss", "clipped_low", "clipped_high", "abs_log_ratio", "kl")
+_PEFT = "base_model.model."
+_PLACES = {"a.weight": slice(0, 2), "b.weight": slice(2, 4)}
+_SUMS = ("loss", "clipped_low", "clipped_high", "abs_log_ratio", "kl", "mismatch_kl", "ratio", "most_ratio")
 
 
 class FakeEngine:
@@ -24,8 +27,10 @@ class FakeEngine:
 
     rank = RankInfo()
 
-    def __init__(self) -> None:
-        """Start without a model."""
+    def __init__(self, adapter_json: str = "") -> None:
+        """Start without a model; with `adapter_json` the four numbers are an adapter's, on a model of four others."""
+        self.adapter_json = adapter_json
+        self._base = np.zeros(0, F32)
         self._weights = np.zeros(0, F32)
         self._moment = np.zeros(0, F32)
         self._gradient = np.zeros(0, np.float64)
@@ -35,6 +40,7 @@ class FakeEngine:
     def load_hf(self, source: Path) -> None:
         """Begin with the same weights whatever the directory holds."""
         del source
+        self._base = np.arange(5, 9, dtype=F32)
         self._weights = np.arange(1, 5, dtype=F32)
         self._moment = np.zeros(4, F32)
         self._gradient = np.zeros(4, np.float64)
@@ -51,7 +57,8 @@ class FakeEngine:
             tokens = unpack(row.completion, I32)
             self._gradient += row.advantage * float(np.sum(tokens, dtype=np.int64)) * np.arange(1, 5)
             self._tokens += len(tokens)
-        return {"tokens": float(self._tokens - before), **dict.fromkeys(_SUMS, 0.0)}
+        n_tokens = float(self._tokens - before)
+        return {"tokens": n_tokens, "divisor": n_tokens, **dict.fromkeys(_SUMS, 0.0)}
 
     def step(self, learning_rate: float) -> float:
         """See `PolicyEngine.step`."""
@@ -63,18 +70,22 @@ class FakeEngine:
         self._weights = (self._weights - F32.type(learning_rate) * self._moment).astype(F32)
         return float(np.linalg.norm(mean))
 
-    def export_shards(self) -> Iterator[Shard]:
+    def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
         """See `PolicyEngine.export_shards`."""
-        for name, part in (("a.weight", self._weights[:2]), ("b.weight", self._weights[2:])):
-            yield Shard(name, "float32", (2,), (0,), (2,), part.tobytes())
+        values = self._weights
+        if self.adapter_json and what != "adapter":
+            values = self._base if what == "base" else self._base + self._weights
+        for name, part in (("a.weight", values[:2]), ("b.weight", values[2:])):
+            yield Shard(_PEFT * (what == "adapter") + name, "float32", (2,), (0,), (2,), part.tobytes())
 
-    def load_shards(self, shards: Iterable[Shard]) -> None:
+    def load_shards(self, shards: Iterable[Shard], what: Loaded = "base") -> None:
         """See `PolicyEngine.load_shards`."""
-        places = {"a.weight": slice(0, 2), "b.weight": slice(2, 4)}
+        places = {_PEFT * (what == "adapter") + name: at for name, at in _PLACES.items()}
+        values = self._base if self.adapter_json and what == "base" else self._weights
         for shard in shards:
             if shard.name not in places or shard.local_shape != (2,):
                 raise Fatal(f"tensor {shard.name} of shape {list(shard.local_shape)} does not belong to this model")
-            self._weights[places.pop(shard.name)] = np.frombuffer(shard.data, F32)
+            values[places.pop(shard.name)] = np.frombuffer(shard.data, F32)
         if places:
             raise Fatal(f"the weights lack {len(places)} tensors of this model")
 
@@ -122,16 +133,28 @@ class MemoryWeights:
     def __init__(self) -> None:
         """Start without a version."""
         self.versions: dict[int, list[Shard]] = {}
+        self.adapters: dict[int, tuple[int, str]] = {}
+        """Adapter version -> its base, and PEFT's configuration."""
 
     async def head(self) -> int:
         """See `WeightPublisher.head`."""
         return max(self.versions, default=-1)
 
-    async def publish(self, version: int, shards: Iterable[Shard], *, expect: int) -> None:
+    async def publish(
+        self,
+        version: int,
+        shards: Iterable[Shard],
+        *,
+        expect: int,
+        base_version: int | None = None,
+        adapter_json: str = "",
+    ) -> None:
         """See `WeightPublisher.publish`."""
         if await self.head() != expect:
             raise Conflict(f"the head is {await self.head()}, not {expect}")
         self.versions[version] = _copies(shards)
+        if base_version is not None:
+            self.adapters[version] = base_version, adapter_json
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         """See `WeightPublisher.equals`."""
@@ -178,6 +201,8 @@ class MemoryFolder:
         """Start empty."""
         self.rows: dict[int, dict[str, float]] = {}
         self.model: list[Shard] = []
+        self.adapter: list[Shard] = []
+        self.batches: dict[str, list[Row]] = {}
 
     def begin(self, spec_json: str, step: int) -> None:
         """See `RunFolder.begin`."""
@@ -188,10 +213,21 @@ class MemoryFolder:
         """See `RunFolder.log_step`."""
         self.rows[step] = metrics
 
+    def keep_batch(self, name: str, rows: Sequence[Row]) -> Path:
+        """See `RunFolder.keep_batch`."""
+        self.batches[name] = list(rows)
+        return Path(name)
+
     def export(self, shards: Iterable[Shard]) -> Path:
         """See `RunFolder.export`."""
         self.model = _copies(shards)
         return Path("model")
+
+    def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
+        """See `RunFolder.export_adapter`."""
+        del adapter_json
+        self.adapter = _copies(shards)
+        return Path("adapter")
 
 
 def _copies(shards: Iterable[Shard]) -> list[Shard]:

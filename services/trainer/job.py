@@ -6,9 +6,8 @@ Waits for: the lease of the job, a resume where it is paused, and what each step
 Ends when: the last step is done, or with the error that makes going on senseless.
 
 A trainer that was killed takes the same steps again from the newest checkpoint. Their samples are in the stream, so
-nothing is generated twice, and versions that are committed already are not published twice: where this process trained
-other bits (another machine, say), the committed ones are the truth and are loaded. Samples that came ahead of their
-step lie behind the position that a checkpoint holds, as long as a step needs them.
+nothing is generated twice, and what is committed already is not published twice: see `publishing`. Samples that came
+ahead of their step lie behind the position that a checkpoint holds, as long as a step needs them.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from services.trainer.domain import plan
 from services.trainer.intake import JobContext
 from services.trainer.link import FinishedLog, JobLink, PatientBus
 from services.trainer.ports import TrainState, Workshop, WorkshopFactory
+from services.trainer.publishing import Publishing
 from services.trainer.step import StepRun
 from services.trainer.steps import Steps
 from shared import names
@@ -85,8 +85,6 @@ class JobRun:
         self._limit_s = limit_s
         self._trainer = trainer
         self._link = JobLink(bus, handle.job_id)
-        self._head = -1
-        """Newest committed version."""
         self._checkpointed_step = 0
 
     async def run(self, build: WorkshopFactory) -> None:
@@ -116,12 +114,13 @@ class JobRun:
         if self._spec.sampling.top_p < 1:
             text = "sampling.top_p below 1: the ratio compares the cut distribution with the whole one and is biased"
             await self._link.tell("warning", text=text)
-        state = await self._restore(workshop)
+        versions = Publishing(workshop.engine, workshop.weights, self._device, self._link)
+        await versions.look()
+        state = await self._restore(workshop, versions.head)
         step = state.step
         await self._device(lambda: workshop.folder.begin(to_json(self._spec), step))
         await self._own_lease()
-        if self._head < step:
-            await self._publish(workshop, step)
+        await versions.begin(step)
         async with asyncio.TaskGroup() as scoring:
             job = self._context(workshop, scoring)
             log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
@@ -129,15 +128,19 @@ class JobRun:
             for number in range(step, plan.last_step(self._spec) + 1):
                 await self._pause_point(number)
                 due = number > step and number % self._spec.trainer.checkpoint_every == 0
-                await self._step(job, steps, number, save=due)
+                await self._step(job, steps, versions, number, save=due)
         self._enter("finishing", self._spec.steps)
-        model = await self._device(lambda: workshop.folder.export(workshop.engine.export_shards()))
+        engine, folder = workshop.engine, workshop.folder
+        model = await self._device(lambda: folder.export(engine.export_shards()))
         await self._link.tell("model_saved", path=str(model))
+        if text := engine.adapter_json:
+            adapter = await self._device(lambda: folder.export_adapter(engine.export_shards("adapter"), text))
+            await self._link.tell("adapter_saved", path=str(adapter))
 
-    async def _step(self, job: JobContext, steps: Steps, step: int, *, save: bool) -> None:
+    async def _step(self, job: JobContext, steps: Steps, versions: Publishing, step: int, *, save: bool) -> None:
         began = time.monotonic()
         self._enter("training" if step < self._spec.steps else "evaluating", step)
-        run = StepRun(job, steps.enter(step, self._head), steps)
+        run = StepRun(job, steps.enter(step, versions.head), steps)
         await steps.request()
         if save:
             # The fleet generates meanwhile.
@@ -147,7 +150,7 @@ class JobRun:
         if step < self._spec.steps:
             self._enter("publishing", step)
             published = time.monotonic()
-            await self._publish(job.workshop, step + 1)
+            await versions.publish(step + 1)
             tally.durations.publish_s = time.monotonic() - published
         tally.durations.step_s = time.monotonic() - began
         metrics = tally.metrics()
@@ -164,11 +167,10 @@ class JobRun:
 
     # --- where the job stands ---
 
-    async def _restore(self, workshop: Workshop) -> TrainState:
+    async def _restore(self, workshop: Workshop, head: int) -> TrainState:
         """Return the step to go on with and the position in the finished samples."""
-        self._head = await workshop.weights.head()
         found = await self._device(workshop.checkpoints.newest)
-        if self._spec.trainer.resume == "never" and (found is not None or self._head > 0):
+        if self._spec.trainer.resume == "never" and (found is not None or head > 0):
             raise ConfigError("the trainer was restarted in the middle of this job, and trainer.resume is 'never'")
         if found is None:
             return TrainState(step=0, finished_cursor=START, train_rows=len(workshop.data.train))
@@ -181,7 +183,7 @@ class JobRun:
         await self._device(lambda: workshop.engine.load(directory))
         if (fallback := await self._device(workshop.checkpoints.fallback)) is not None:
             self._checkpointed_step = fallback.step
-        await self._link.tell("resumed", step=state.step, head=self._head)
+        await self._link.tell("resumed", step=state.step, head=head)
         return state
 
     async def _checkpoint(self, workshop: Workshop, state: TrainState) -> None:
@@ -193,16 +195,6 @@ class JobRun:
             stream = names.rollouts_finished(self._handle.job_id)
             await self._bus(lambda bus: bus.trim(stream, fallback.finished_cursor))
         await self._link.tell("checkpoint_saved", step=state.step)
-
-    async def _publish(self, workshop: Workshop, version: int) -> None:
-        engine, weights = workshop.engine, workshop.weights
-        if version > self._head:
-            await weights.publish(version, engine.export_shards(), expect=self._head)
-            self._head = version
-        elif await weights.equals(version, engine.export_shards()) is False:
-            shards = await weights.fetch(version)
-            await self._device(lambda: engine.load_shards(shards))
-            await self._link.tell("weights_restored", version=version)
 
     # --- what others see and want ---
 

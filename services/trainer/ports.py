@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from services.trainer.domain.tokens import LossFn
 from shared.bus import START
 from shared.columns import I32, length
+from shared.errors import Fatal
 from shared.jobspec import JobSpec
 from shared.weights.publisher import Shard
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
@@ -48,9 +47,14 @@ class RankInfo(NamedTuple):
     """True where `logprobs` and the metrics of `accumulate` come out (the last pipeline stage)."""
 
 
-LossFn = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None"], tuple["Tensor", dict[str, float]]]
-"""(logprobs, rollout logprobs, advantages, proximal logprobs or None), one entry a completion token each -> (summed
-loss, summed metrics)."""
+Exported = Literal["model", "base", "adapter"]
+"""The model as it is, an adapter merged into it; the model below the adapter; the adapter. Without an adapter the
+first two are the same, and there is no third."""
+Loaded = Literal["base", "adapter"]
+
+
+class NotFinite(Fatal):
+    """A loss, or the gradients that came of it, are no numbers; the weights are as they were."""
 
 
 class PolicyEngine(Protocol):
@@ -61,11 +65,15 @@ class PolicyEngine(Protocol):
 
     rank: RankInfo
 
+    @property
+    def adapter_json(self) -> str:
+        """PEFT's `adapter_config.json` where an adapter is trained and the model itself is frozen, else empty."""
+
     def load_hf(self, source: Path) -> None:
-        """Load a Hugging Face model directory; the optimizer starts anew.
+        """Load a Hugging Face model directory; the adapter, where there is one, and the optimizer start anew.
 
         Raises:
-            ConfigError: the directory holds no causal language model that can be trained.
+            ConfigError: the directory holds no causal language model that can be trained, or not with this adapter.
 
         """
 
@@ -76,10 +84,18 @@ class PolicyEngine(Protocol):
         """
 
     def accumulate(self, batches: Sequence[Sequence[Row]], loss: LossFn) -> dict[str, float]:
-        """Run forward and backward over micro-batches, adding unnormalised gradients; return the metrics' sums."""
+        """Run forward and backward over micro-batches, adding unnormalised gradients; return the loss's numbers.
+
+        `domain.sums.add` adds them up. An engine that was made to keep a reference gives its log-probabilities to the
+        loss: those of the weights that `load_hf` loaded.
+
+        Raises:
+            NotFinite: a loss is NaN or infinite; nothing was added for that micro-batch.
+
+        """
 
     def step(self, learning_rate: float) -> float:
-        """Divide the accumulated gradients by the accumulated completion tokens, clip, update, zero.
+        """Divide the accumulated gradients by the loss's accumulated `divisor`, clip, update, zero.
 
         With nothing accumulated the weights stay as they are.
 
@@ -87,18 +103,20 @@ class PolicyEngine(Protocol):
             The gradient's norm before clipping, 0.0 with nothing accumulated.
 
         Raises:
-            Fatal: the gradients are not finite; the weights are unchanged.
+            NotFinite: the gradients are NaN or infinite; the weights are unchanged.
 
         """
 
-    def export_shards(self) -> Iterator[Shard]:
+    def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
         """Yield this process's parts of all tensors; tied tensors once, under the name that Hugging Face saves.
+
+        An adapter's tensors are whole on the output rank, under PEFT's names.
 
         A shard's bytes are valid until the engine's next other call. It may be iterated in another thread.
         """
 
-    def load_shards(self, shards: Iterable[Shard]) -> None:
-        """Overwrite the weights; the optimizer's state stays.
+    def load_shards(self, shards: Iterable[Shard], what: Loaded = "base") -> None:
+        """Overwrite the weights of one kind; the optimizer's state stays.
 
         Raises:
             Fatal: a tensor is unknown or missing, or its shape or dtype is another.
@@ -106,7 +124,7 @@ class PolicyEngine(Protocol):
         """
 
     def save(self, directory: Path) -> None:
-        """Write the weights and the optimizer's state into an existing directory.
+        """Write the weights that are trained and the optimizer's state into an existing directory.
 
         Raises:
             OSError: they cannot be written.
@@ -234,8 +252,19 @@ class WeightPublisher(Protocol):
     async def head(self) -> int:
         """Return the newest committed version, -1 before the first."""
 
-    async def publish(self, version: int, shards: Iterable[Shard], *, expect: int) -> None:
+    async def publish(
+        self,
+        version: int,
+        shards: Iterable[Shard],
+        *,
+        expect: int,
+        base_version: int | None = None,
+        adapter_json: str = "",
+    ) -> None:
         """Commit the shards as `version`, if the head is `expect`.
+
+        Shards of an adapter come with the version of the model that they belong to, which is kept as long as this one,
+        and with PEFT's `adapter_config.json`.
 
         Raises:
             Conflict: another version is the head.
@@ -267,8 +296,14 @@ class RunFolder(Protocol):
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         """Add a row to the run log."""
 
+    def keep_batch(self, name: str, rows: Sequence[Row]) -> Path:
+        """Write rows that could not be trained on into a file of this name, for people to look at, and return it."""
+
     def export(self, shards: Iterable[Shard]) -> Path:
         """Write the final model as a Hugging Face directory and return it."""
+
+    def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
+        """Write the final adapter as a PEFT directory and return it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.trainer.adapters.run_folder import JobFolder
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.domain.loss import clipped_loss
+from services.trainer.ports import Row
+from shared.columns import F32, I32, pack
 from shared.errors import Fatal
 from shared.jobspec import OptimizerSpec
+from shared.weights.publisher import Shard
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model, write_tokenizer
 
@@ -66,3 +70,26 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Fatal, match=r"run's folder .*file/run cannot be written"):
         JobFolder(tmp_path / "file" / "run", tmp_path).begin("{}", 0)
+
+
+def test_the_final_adapter_is_a_peft_directory(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "run", tmp_path)
+    for value in (b"\x00\x00\x00\x00", b"\x00\x00\x80?"):
+        shard = Shard("base_model.model.q.lora_A.weight", "float32", (1, 1), (0, 0), (1, 1), value)
+        path = folder.export_adapter([shard], '{"r": 1}')
+    assert path == tmp_path / "run/adapter"
+    assert json.loads((path / "adapter_config.json").read_text()) == {"r": 1}
+    assert load_file(path / "adapter_model.safetensors")["base_model.model.q.lora_A.weight"].tolist() == [[1.0]]
+
+
+def test_a_batch_that_could_not_be_trained_on_is_there_to_read(tmp_path: Path) -> None:
+    row = Row(pack([1, 2], I32), pack([3], I32), pack([float("nan")], F32), -0.5)
+    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder.begin("{}", 0)
+    path = folder.keep_batch("not-finite-step-3.jsonl", [row, row])
+    assert path == tmp_path / "run/not-finite-step-3.jsonl"
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(kept) == 2
+    assert str(kept[0]["logprobs"]) == "[nan]"
+    del kept[0]["logprobs"]
+    assert kept[0] == {"prompt": [1, 2], "completion": [3], "proximal": [], "advantage": -0.5}

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from services.rollout_worker.adapters import torch_tensors
+from services.rollout_worker.adapters.store_weights import StoredVersion
 from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 from shared.weights.pulled import PulledVersion
 
@@ -69,20 +70,20 @@ def test_what_was_published_in_shards_comes_back_whole(tmp_path: Path) -> None:
 
 
 def test_tensors_loaded_bit_for_bit_do_not_differ(tmp_path: Path) -> None:
-    manifest = pulled(TENSORS, tmp_path).manifest
+    published = StoredVersion(pulled(TENSORS, tmp_path))
     transposed_in_memory = TENSORS["matrix"].T.contiguous().T
     loaded = {**TENSORS, "matrix": transposed_in_memory, "half": TENSORS["half"].float(), "another": torch.ones(1)}
-    assert torch_tensors.differing(manifest, loaded.items()) == []
+    assert published.differing(loaded.items()) == []
 
 
 def test_every_tensor_that_is_not_what_was_published_is_named(tmp_path: Path) -> None:
-    manifest = pulled(TENSORS, tmp_path).manifest
+    published = StoredVersion(pulled(TENSORS, tmp_path))
     flipped = TENSORS["matrix"].clone()
     flipped.view(torch.int32)[5, 7] ^= 1
     loaded = {"matrix": flipped, "half": TENSORS["half"].T, "scalar": torch.tensor([2.5]), "empty": TENSORS["empty"]}
-    assert torch_tensors.differing(manifest, loaded.items()) == ["half", "matrix", "scalar", "vector"]
+    assert published.differing(loaded.items()) == ["half", "matrix", "scalar", "vector"]
 
 
 def test_minus_zero_is_not_zero(tmp_path: Path) -> None:
-    manifest = pulled({"matrix": torch.zeros(2, 2)}, tmp_path).manifest
-    assert torch_tensors.differing(manifest, [("matrix", -torch.zeros(2, 2))]) == ["matrix"]
+    published = StoredVersion(pulled({"matrix": torch.zeros(2, 2)}, tmp_path))
+    assert published.differing([("matrix", -torch.zeros(2, 2))]) == ["matrix"]

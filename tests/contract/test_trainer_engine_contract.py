@@ -11,11 +11,12 @@ import pytest
 
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.domain.loss import clipped_loss
+from services.trainer.domain.sums import add
 from services.trainer.fakes import FakeEngine
-from services.trainer.ports import PolicyEngine, Row
+from services.trainer.ports import Exported, Loaded, PolicyEngine, Row
 from shared.columns import F32, I32, pack
 from shared.errors import Corrupt, Fatal
-from shared.jobspec import OptimizerSpec
+from shared.jobspec import LoraSpec, OptimizerSpec
 from shared.weights.publisher import Shard
 from tests.support.model_folder import write_model
 
@@ -24,20 +25,21 @@ RATE = 1e-2
 New = Callable[[], PolicyEngine]
 
 
-def torch_engine(folder: Path, *, dtype: str = "float32", optimizer: OptimizerSpec | None = None) -> TorchPolicy:
-    engine = TorchPolicy(optimizer or OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device="cpu")
+def torch_engine(folder: Path, *, dtype: str = "float32", lora: LoraSpec | None = None) -> TorchPolicy:
+    engine = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device="cpu", lora=lora)
     engine.load_hf(folder)
     return engine
 
 
-@pytest.fixture(params=["torch", "torch-bfloat16", "torch-untied", "fake"])
+@pytest.fixture(params=["torch", "torch-bfloat16", "torch-untied", "torch-adapter", "fake", "fake-adapter"])
 def new(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[New]:
     """Makes engines of one kind, each freshly loaded from the same model."""
     made: list[PolicyEngine] = []
 
     def make() -> PolicyEngine:
-        if request.param == "fake":
-            engine: PolicyEngine = FakeEngine()
+        adapter = request.param.endswith("-adapter")
+        if request.param.startswith("fake"):
+            engine: PolicyEngine = FakeEngine("{}" if adapter else "")
             engine.load_hf(tmp_path)
         else:
             family = "llama-untied" if request.param == "torch-untied" else "qwen3-tied"
@@ -45,7 +47,7 @@ def new(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[New]:
             if not folder.exists():
                 write_model(folder, family)
             dtype = "bfloat16" if request.param == "torch-bfloat16" else "float32"
-            engine = torch_engine(folder, dtype=dtype)
+            engine = torch_engine(folder, dtype=dtype, lora=LoraSpec() if adapter else None)
         made.append(engine)
         return engine
 
@@ -65,8 +67,13 @@ def rows(n: int = 6, seed: int = 0) -> list[Row]:
     return made
 
 
-def bits(engine: PolicyEngine) -> list[tuple[str, bytes]]:
-    return [(shard.name, bytes(shard.data)) for shard in engine.export_shards()]
+def bits(engine: PolicyEngine, what: Exported = "model") -> list[tuple[str, bytes]]:
+    return [(shard.name, bytes(shard.data)) for shard in engine.export_shards(what)]
+
+
+def trained(engine: PolicyEngine) -> Loaded:
+    """Return what the engine trains."""
+    return "adapter" if engine.adapter_json else "base"
 
 
 def train(engine: PolicyEngine, seed: int) -> float:
@@ -100,10 +107,12 @@ def test_micro_batches_add_up_to_one_big_batch(new: New) -> None:
     whole, parts = new(), new()
     sums = whole.accumulate([rows(8)], LOSS)
     norm = whole.step(RATE)
-    many = [parts.accumulate([[row]], LOSS) for row in rows(8)]
+    many: dict[str, float] = {}
+    for row in rows(8):
+        add(many, parts.accumulate([[row]], LOSS))
     assert parts.step(RATE) == pytest.approx(norm, rel=2e-2 if _rounds(parts) else 1e-4)
     for name, value in sums.items():
-        assert sum(part[name] for part in many) == pytest.approx(value, rel=2e-2, abs=0.3 if _rounds(parts) else 1e-3)
+        assert many[name] == pytest.approx(value, rel=2e-2, abs=0.3 if _rounds(parts) else 1e-3)
     if not _rounds(parts):
         for (_, left), (_, right) in zip(bits(whole), bits(parts), strict=True):
             # Adam divides by the gradient's own size, so a rounding of a tiny gradient shows most.
@@ -149,19 +158,37 @@ def test_a_checkpoint_that_is_not_one_is_refused(new: New, tmp_path: Path) -> No
 
 
 def test_exported_shards_load_bit_for_bit(new: New) -> None:
-    trained, other = new(), new()
-    train(trained, 0)
-    other.load_shards(_copied(trained))
-    assert bits(other) == bits(trained)
+    one, other = new(), new()
+    train(one, 0)
+    other.load_shards(_copied(one), trained(one))
+    assert bits(other) == bits(one)
+
+
+def test_below_an_adapter_the_model_stays_as_it_is(new: New) -> None:
+    engine = new()
+    base, adapter = bits(engine, "base"), bits(engine, "adapter")
+    train(engine, 0)
+    assert (bits(engine, "base") == base) is (trained(engine) == "adapter")
+    assert bits(engine, trained(engine)) != (adapter if engine.adapter_json else base)
+
+
+def test_a_model_below_an_adapter_can_be_replaced(new: New) -> None:
+    engine, other = new(), new()
+    shards = [shard._replace(data=bytes(len(shard.data))) for shard in engine.export_shards("base")]
+    before = bits(other, "adapter") if other.adapter_json else []
+    other.load_shards(shards)
+    assert all(not any(data) for _, data in bits(other, "base"))
+    assert bits(other, "adapter") == before or not other.adapter_json
 
 
 def test_shards_of_another_model_are_refused(new: New) -> None:
     engine = new()
+    what = trained(engine)
     shards = _copied(engine)
     with pytest.raises(Fatal, match="lack"):
-        engine.load_shards(shards[1:])
+        engine.load_shards(shards[1:], what)
     with pytest.raises(Fatal, match="does not belong"):
-        engine.load_shards([shards[0]._replace(name="another"), *shards[1:]])
+        engine.load_shards([shards[0]._replace(name="another"), *shards[1:]], what)
 
 
 def test_one_process_exports_whole_tensors(new: New) -> None:
@@ -171,4 +198,4 @@ def test_one_process_exports_whole_tensors(new: New) -> None:
 
 
 def _copied(engine: PolicyEngine) -> list[Shard]:
-    return [shard._replace(data=bytes(shard.data)) for shard in engine.export_shards()]
+    return [shard._replace(data=bytes(shard.data)) for shard in engine.export_shards(trained(engine))]

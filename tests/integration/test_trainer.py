@@ -24,6 +24,7 @@ from shared.jobspec import parse, to_json
 from shared.messages import Event, GroupRequested, JobCommand, JobReport, StepReport
 from shared.redis_bus import RedisBus
 from shared.waiting import Waits
+from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.puller import Puller
 from tests.support.eventually import eventually
@@ -246,7 +247,7 @@ async def test_a_job_runs_to_its_end(site: Site, machine: Machine, tmp_path: Pat
 async def published(site: Site, job_id: str, tmp_path: Path) -> dict[str, bytes]:
     """Return the newest weights as a worker gets them."""
     async with StoreClient(site.store.url, TOKEN) as client:
-        puller = Puller(client, tmp_path / "pulled", Waits())
+        puller = Puller(client, Cache(tmp_path / "pulled"), Waits())
         pulled = await puller.pull(job_id, await site.head(job_id))
         found = {entry.name: bytes(data) for entry, data in pulled.tensors()}
         puller.close()

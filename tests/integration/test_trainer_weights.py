@@ -76,6 +76,16 @@ async def test_committed_tensors_can_be_compared(weights: WeightPublisher) -> No
     assert await weights.equals(0, shards(0)[:1]) is False
 
 
+async def test_an_adapter_is_published_on_the_model_that_it_belongs_to(weights: WeightPublisher) -> None:
+    await weights.publish(0, shards(0), expect=-1)
+    for version in (1, 2, 3):
+        await weights.publish(version, shards(version)[:1], expect=version - 1, base_version=0, adapter_json="{}")
+    assert await weights.equals(3, shards(3)[:1]) is True
+    fetched = [shard._replace(data=bytes(shard.data)) for shard in await weights.fetch(3)]
+    assert fetched == shards(3)[:1]
+    assert await weights.equals(0, shards(0)) is True, "it is kept, though only two versions are"
+
+
 async def test_a_version_that_is_not_kept_cannot_be_compared_or_fetched(weights: WeightPublisher) -> None:
     await weights.publish(0, shards(0), expect=-1)
     assert await weights.equals(7, shards(0)) is None

@@ -129,12 +129,12 @@ class Rig:
     async def states(self) -> list[str]:
         return [report.state for report in await self.reports() if isinstance(report, JobReport)]
 
-    async def ended(self) -> JobReport:
+    async def ended(self, within_s: float = 10.0) -> JobReport:
         async def last() -> JobReport | None:
             found = [report for report in await self.reports() if isinstance(report, JobReport)]
             return found[-1] if found and found[-1].state in {"completed", "failed", "cancelled"} else None
 
-        report = await eventually(last)
+        report = await eventually(last, within_s=within_s)
         assert report is not None
         return report
 

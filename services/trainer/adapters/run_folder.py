@@ -1,17 +1,20 @@
-"""What people find of one job on disk: `job.json`, `metrics.jsonl`, `model/`."""
+"""What people find of one job on disk: `job.json`, `metrics.jsonl`, `model/`, and `adapter/` where one was trained."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from services.trainer.ports import Row
+from shared.columns import floats, ints
 from shared.errors import Fatal
 from shared.weights.publisher import Shard
 
@@ -41,21 +44,42 @@ class JobFolder:
         with self._disk_errors(), self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
+    def keep_batch(self, name: str, rows: Sequence[Row]) -> Path:
+        """See `RunFolder.keep_batch`: JSON, a row a line."""
+        path = self._folder / name
+        with self._disk_errors():
+            _replace(path, "".join(json.dumps(_readable(row)) + "\n" for row in rows))
+        return path
+
     def export(self, shards: Iterable[Shard]) -> Path:
         """See `RunFolder.export`."""
-        final, aside = self._folder / "model", self._folder / "unfinished-model"
-        with self._disk_errors():
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+        with self._aside("model") as aside:
             for file in self._model.iterdir():
                 if file.is_file() and not file.name.endswith(_NOT_COPIED):
                     shutil.copyfile(file, aside / file.name)
             tensors = {shard.name: _tensor(shard) for shard in shards}
             save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
             _declare_dtype(aside / "config.json", tensors.values())
+        return self._folder / "model"
+
+    def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
+        """See `RunFolder.export_adapter`."""
+        with self._aside("adapter") as aside:
+            tensors = {shard.name: _tensor(shard) for shard in shards}
+            save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+            _replace(aside / "adapter_config.json", json.dumps(json.loads(adapter_json), indent=2) + "\n")
+        return self._folder / "adapter"
+
+    @contextmanager
+    def _aside(self, name: str) -> Iterator[Path]:
+        """Make a directory that gets its name when it is whole."""
+        final, aside = self._folder / name, self._folder / f"unfinished-{name}"
+        with self._disk_errors():
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            yield aside
             shutil.rmtree(final, ignore_errors=True)
             aside.rename(final)
-        return final
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -63,6 +87,16 @@ class JobFolder:
             yield
         except (OSError, SafetensorError) as error:
             raise Fatal(f"the run's folder {self._folder} cannot be written: {error}; make room or mend it") from error
+
+
+def _readable(row: Row) -> dict[str, Any]:
+    return {
+        "prompt": ints(row.prompt),
+        "completion": ints(row.completion),
+        "logprobs": floats(row.logprobs),
+        "proximal": floats(row.proximal),
+        "advantage": row.advantage,
+    }
 
 
 def _declare_dtype(config_file: Path, tensors: Iterable[torch.Tensor]) -> None:

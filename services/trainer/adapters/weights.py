@@ -9,10 +9,14 @@ from pathlib import Path
 
 from shared.errors import NotFound
 from shared.waiting import Waits
+from shared.weights.cache import Cache
 from shared.weights.client import StoreClient, persistently
 from shared.weights.manifest import Manifest, digest_of
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
+
+Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
+"""(name, offset, shape, dtype) of each shard -> digest."""
 
 
 class StorePublisher:
@@ -28,6 +32,7 @@ class StorePublisher:
         limit_s: float,
         *,
         deltas: bool = False,
+        small: bool = False,
     ) -> None:
         """Use an open client.
 
@@ -39,6 +44,7 @@ class StorePublisher:
             waits: where waits for the store are listed.
             limit_s: how long the store may be away.
             deltas: publish deltas beside the chunks, and keep a copy of the weights in host memory for that.
+            small: the smallest deltas, for workers behind slow links.
 
         """
         self._client = client
@@ -47,7 +53,8 @@ class StorePublisher:
         self._cache = cache
         self._waits = waits
         self._limit_s = limit_s
-        self._publisher = Publisher(client, waits, limit_s=limit_s, deltas=deltas)
+        self._deltas = deltas
+        self._publisher = Publisher(client, waits, limit_s=limit_s, deltas=deltas, small=small)
         self._puller: Puller | None = None
 
     async def head(self) -> int:
@@ -55,12 +62,31 @@ class StorePublisher:
         head = await self._publisher.head(self._job_id)
         return -1 if head is None else head.version
 
-    async def publish(self, version: int, shards: Iterable[Shard], *, expect: int) -> None:
+    async def publish(
+        self,
+        version: int,
+        shards: Iterable[Shard],
+        *,
+        expect: int,
+        base_version: int | None = None,
+        adapter_json: str = "",
+    ) -> None:
         """See `WeightPublisher.publish`."""
-        part = await self._publisher.publish(self._job_id, version, 0, shards)
+        part_digests = await self._upload(version, shards)
         await self._publisher.commit(
-            self._job_id, version, expect=expect, part_digests=[part.digest], config_json=self._config_json
+            self._job_id,
+            version,
+            expect=expect,
+            part_digests=part_digests,
+            config_json=self._config_json,
+            base_version=base_version,
+            adapter_json=adapter_json,
         )
+        if self._deltas and expect < 0:
+            # It stays, so that whoever has the model that everything began with gets deltas from there.
+            waiting = self._waits.on("the weight store", because=f"pin version {version}", limit_s=self._limit_s)
+            async with waiting:
+                await persistently(lambda: self._client.pin(self._job_id, version))
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         """See `WeightPublisher.equals`."""
@@ -70,12 +96,12 @@ class StorePublisher:
                 manifest = await persistently(lambda: self._client.manifest(self._job_id, version))
         except NotFound:
             return None
-        return await asyncio.to_thread(_holds, manifest, shards)
+        return _held(manifest) == await self._digests(shards)
 
     async def fetch(self, version: int) -> Iterator[Shard]:
         """See `WeightPublisher.fetch`."""
         if self._puller is None:
-            self._puller = Puller(self._client, self._cache, self._waits, limit_s=self._limit_s)
+            self._puller = Puller(self._client, Cache(self._cache), self._waits, limit_s=self._limit_s)
         pulled = await self._puller.pull(self._job_id, version)
         return (
             Shard(entry.name, entry.dtype, entry.global_shape, entry.offset, entry.local_shape, data)
@@ -89,12 +115,23 @@ class StorePublisher:
             self._puller.close()
             await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
 
+    async def _upload(self, version: int, shards: Iterable[Shard]) -> list[str]:
+        """Upload all parts of a version and return their digests, rank 0's first."""
+        part = await self._publisher.publish(self._job_id, version, 0, shards)
+        return [part.digest]
 
-def _holds(manifest: Manifest, shards: Iterable[Shard]) -> bool:
-    committed = {
+    async def _digests(self, shards: Iterable[Shard]) -> Digests:
+        """Return the digests of the shards that would be uploaded."""
+        return await asyncio.to_thread(_digests_of, shards)
+
+
+def _held(manifest: Manifest) -> Digests:
+    return {
         (entry.name, entry.offset, entry.local_shape, entry.dtype): entry.digest
         for part in manifest.parts
         for entry in part.tensors
     }
-    ours = {(s.name, s.offset, s.local_shape, s.dtype): digest_of(s.data) for s in shards}
-    return ours == committed
+
+
+def _digests_of(shards: Iterable[Shard]) -> Digests:
+    return {(s.name, s.offset, s.local_shape, s.dtype): digest_of(s.data) for s in shards}
