@@ -43,8 +43,8 @@ from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign,
 
 LONG = 8000
 """More tokens than a test waits for."""
-MISLABELLED, DEEPER = "mislabelled", "deeper"
-"""Jobs: one whose weights are not what their digests say, and one with another model."""
+MISLABELLED, DEEPER, WIDE = "mislabelled", "deeper", "wide"
+"""Jobs: one whose weights are not what their digests say, one with another model, and one of 51 MB."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,7 @@ async def _publish(url: str) -> None:
         await published_model.publish(client, JOB, 1, seed=1)
         await published_model.publish(client, DEEPER, 0, seed=2, layers=3)
         await published_model.publish_mislabelled(client, MISLABELLED)
+        await published_model.publish(client, WIDE, 0, seed=3, vocabulary=400_000)
 
 
 class Site:
@@ -514,3 +515,20 @@ async def test_a_wrong_token_is_one_clear_line_and_exit_code_2(site: Site) -> No
     (line,) = process.log().splitlines()
     assert line.startswith("rollout_worker: wrong token for the manager at")
     assert "RLBOOST_TOKEN" in line
+
+
+# --- weights from each other ------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_gets_its_weights_from_another_worker(site: Site, manager: WorkerManager) -> None:
+    first = site.hire()
+    one = await manager.joined()
+    await manager.send(one, UseVersion(job_id=WIDE, version=0))
+    await until_serves(manager, one, WIDE)
+    second = site.hire()
+    two = await manager.joined(nth=2)
+    await manager.send(two, UseVersion(job_id=WIDE, version=0))
+    await until_serves(manager, two, WIDE)
+    (pull,) = [json.loads(line) for line in second.log().splitlines() if "weights_pulled" in line]
+    assert pull["from_peers"] == pull["bytes_dense"] == await metric(first, "rlboost_worker_weights_sent_bytes_total")
+    assert pull["from_store"] == 0

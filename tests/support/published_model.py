@@ -15,10 +15,10 @@ from tests.support import tiny_models
 MAX_LEN = 8192
 
 
-def config(layers: int) -> Qwen3Config:
+def config(layers: int, vocabulary: int = tiny_models.VOCABULARY) -> Qwen3Config:
     return Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
-        vocab_size=tiny_models.VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=layers,
@@ -33,20 +33,28 @@ def config(layers: int) -> Qwen3Config:
     )
 
 
-def shards(layers: int, seed: int) -> list[Shard]:
+def shards(layers: int, seed: int, vocabulary: int = tiny_models.VOCABULARY) -> list[Shard]:
     """Return the whole tensors of a random model, as one rank publishes them."""
     found = []
-    for name, tensor in tiny_models.weights(tiny_models.make(config(layers), seed)):
+    for name, tensor in tiny_models.weights(tiny_models.make(config(layers, vocabulary), seed)):
         shape, data = tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().data
         found.append(Shard(name, str(tensor.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, data))
     return found
 
 
-async def publish(client: StoreClient, job_id: str, version: int, *, seed: int, layers: int = 2) -> None:
+async def publish(
+    client: StoreClient,
+    job_id: str,
+    version: int,
+    *,
+    seed: int,
+    layers: int = 2,
+    vocabulary: int = tiny_models.VOCABULARY,
+) -> None:
     """Commit a version, the next after `version - 1`."""
     publisher = Publisher(client, Waits())
-    part = await publisher.publish(job_id, version, 0, shards(layers, seed))
-    await _commit(client, job_id, version, part, layers)
+    part = await publisher.publish(job_id, version, 0, shards(layers, seed, vocabulary))
+    await _commit(client, job_id, version, part, config(layers, vocabulary))
 
 
 async def publish_mislabelled(client: StoreClient, job_id: str) -> None:
@@ -56,10 +64,10 @@ async def publish_mislabelled(client: StoreClient, job_id: str) -> None:
     first, *others = part.tensors
     wrong = part.model_copy(update={"tensors": (first.model_copy(update={"digest": "0" * 64}), *others)})
     await client.put_part(job_id, 0, wrong)
-    await _commit(client, job_id, 0, wrong, layers=2)
+    await _commit(client, job_id, 0, wrong, config(2))
 
 
-async def _commit(client: StoreClient, job_id: str, version: int, part: Part, layers: int) -> None:
-    text = config(layers).to_json_string(use_diff=False)
+async def _commit(client: StoreClient, job_id: str, version: int, part: Part, model: Qwen3Config) -> None:
+    text = model.to_json_string(use_diff=False)
     request = CommitRequest(expect=version - 1, parts=(part.digest,), config_json=text)
     await client.commit(job_id, version, request)

@@ -11,7 +11,6 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from shared.weights.peers.directory import CLAIM_S
@@ -88,10 +87,10 @@ class Picker:
         """Tell whether every blob is there."""
         return not self._todo and not self._under_way
 
-    def see(self, holds: Mapping[str, AbstractSet[str]], now: float) -> None:
+    def see(self, holds: Mapping[str, set[str]], now: float) -> None:
         """Take note of who holds what, of all that hold or want some of the blobs."""
         self._crowded = bool(holds)
-        wanted = self._todo.keys() | self._under_way  # what is under way may fail, and is held by them still
+        wanted = {*self._todo, *self._under_way}  # what is under way may fail, and is held by them still
         self._holds = {peer: held & wanted for peer, held in holds.items() if self._left.get(peer, 0.0) <= now}
         self._order()
 

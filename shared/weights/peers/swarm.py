@@ -77,6 +77,7 @@ class Swarm:
             await self._store.fetch(blobs, traffic, arrived)
             return
         pull = _Pull(blobs, traffic, arrived, Picker([blob.digest for blob in blobs], _seed(), self._left))
+        await self._see(pull)
         try:
             async with asyncio.TaskGroup() as group:
                 looking = group.create_task(self._look(pull), name="peers-look")
@@ -90,20 +91,23 @@ class Swarm:
     async def _look(self, pull: _Pull) -> None:
         # Often enough for a small model, and not too often for many peers of a large one.
         interval_s = min(1.0, 0.2 + len(pull.blobs) / 100_000)
-        ours = {catalogue.id for catalogue in self._catalogues}
         while True:
-            try:
-                await self._tell()
-                peers = await self._directory.look()
-            except BusUnavailable as error:
-                log.warning("peers_unknown", error=str(error))
-                peers = []
-            pull.peers = {peer.name: peer for peer in peers if peer.holds.keys() & ours}
-            pull.picker.see(
-                {peer.name: blobs(self._catalogues, peer.holds) for peer in pull.peers.values()}, time.monotonic()
-            )
-            pull.changed.set()
             await asyncio.sleep(interval_s)
+            await self._see(pull)
+            pull.changed.set()
+
+    async def _see(self, pull: _Pull) -> None:
+        """Say what has come, and take note of what others have."""
+        try:
+            await self._tell()
+            peers = await self._directory.look()
+        except BusUnavailable as error:
+            log.warning("peers_unknown", error=str(error))
+            peers = []
+        ours = {catalogue.id for catalogue in self._catalogues}
+        pull.peers = {peer.name: peer for peer in peers if peer.holds.keys() & ours}
+        held = {peer.name: blobs(self._catalogues, peer.holds) for peer in pull.peers.values()}
+        pull.picker.see(held, time.monotonic())
 
     async def _slot(self, pull: _Pull) -> None:
         while not pull.picker.done:
