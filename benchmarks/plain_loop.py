@@ -27,7 +27,7 @@ from services.trainer.adapters.data import find_model, load_data
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.domain.advantages import advantages
 from services.trainer.domain.batching import Accumulate, UpdatePlanner
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.domain.loss import job_loss
 from services.trainer.domain.plan import training_rows
 from services.trainer.domain.schedule import learning_rate
 from services.trainer.ports import Row
@@ -51,7 +51,7 @@ class PlainLoop:
         self.engine = TorchEngine(model, slots=spec.data.prompts_per_step * spec.algorithm.group_size)
         module, _, name = spec.reward.function.partition(":")
         self.score = getattr(importlib.import_module(module), name)
-        self.loss = clipped_loss(spec.algorithm.clip_low, spec.algorithm.clip_high)
+        self.loss = job_loss(spec)
         self.tokens = 0
 
     async def step(self, step: int) -> float:

@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shared.lifecycle import loop_factory
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
@@ -145,7 +146,8 @@ def main() -> None:
         store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, env)
         try:
             store.start()
-            asyncio.run(store_and_clients(store, weights, directory))
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:  # as the services have it
+                runner.run(store_and_clients(store, weights, directory))
         finally:
             store.kill()
             redis.stop()

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.support.shaped_link import ShapedLink
+from shared.lifecycle import loop_factory
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
@@ -197,7 +198,8 @@ def main() -> None:
         store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, env)
         try:
             store.start()
-            asyncio.run(measure(store, directory, options))
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:  # as the services have it
+                runner.run(measure(store, directory, options))
         finally:
             store.kill()
             redis.stop()

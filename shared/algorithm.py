@@ -157,6 +157,10 @@ class AlgorithmSpec(BaseModel):
     overlong_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """The last part of `sampling.max_tokens`, in which the penalty rises from 0."""
 
+    def is_decoupled(self, max_staleness: int) -> bool:
+        """Tell whether the ratio is to what the trainer itself says of the tokens under the step's first weights."""
+        return self.old_logprobs == "recomputed" or (self.old_logprobs == "auto" and max_staleness > 0)
+
     @model_validator(mode="before")
     @classmethod
     def _choose(cls, raw: object) -> object:

@@ -118,7 +118,7 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
 
     code = EXIT_OK
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(body())
     except* ConfigError as group:
         code = _complain(name, group, EXIT_CONFIG)
@@ -127,7 +127,7 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
     return code
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return uvloop's where it is installed: it moves bulk data at two thirds of the CPU time."""
     try:
         import uvloop  # noqa: PLC0415

@@ -9,17 +9,23 @@ one.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from services.trainer.device import DeviceTurn
-from services.trainer.domain.advantages import advantages
+from services.trainer.domain import sums
+from services.trainer.domain.advantages import NEED_THE_STEP, estimate
 from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner, pack
 from services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
+from services.trainer.domain.shaping import overlong_penalty
 from services.trainer.intake import JobContext, StepIntake
-from services.trainer.ports import Row
+from services.trainer.ports import NotFinite, Row
+from shared.columns import I32, length
 from shared.errors import Fatal
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -48,12 +54,17 @@ class StepRun:
         self._source = source
         self._tally = intake.tally
         self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s)
+        self._moved = False
+        """Whether the weights are others than those that the step began with."""
+        self._update: list[Row] = []
+        """What was accumulated since the last optimizer step."""
 
     async def run(self) -> StepTally:
         """Collect and train; return what happened.
 
         Raises:
-            Fatal: no sample came for too long, the stream broke a promise, or not one group could be scored.
+            Fatal: no sample came for too long, the stream broke a promise, not one group could be scored, or a loss was
+                not finite.
             ExceptionGroup: one or more of the errors above, from the step's tasks.
 
         """
@@ -91,33 +102,59 @@ class StepRun:
     # --- train ---
 
     async def _train(self) -> None:
-        spec = self._job.spec
-        n_groups, n_updates = self._intake.n_train, spec.algorithm.updates_per_step
-        planner: UpdatePlanner[Row] = UpdatePlanner(n_groups, n_updates, spec.trainer.micro_batch_tokens)
-        whole: list[list[Row]] | None = None
-        if spec.elastic.max_staleness and n_updates > 1:
-            # The weights that the step begins with are gone after its first update: what they say is asked before.
-            whole = await self._with_proximal([await self._next_rows() for _ in range(n_groups)])
+        n_groups, spec = self._intake.n_train, self._job.spec
+        planner: UpdatePlanner[Row] = UpdatePlanner(
+            n_groups, spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
+        )
+        whole = await self._whole_step()
         for number in range(n_groups):
-            for work in planner.add(await self._next_rows() if whole is None else whole[number]):
+            rows = self._rows([await self._next_group()])[0] if whole is None else whole[number]
+            for work in planner.add(rows):
                 await self._do(work)
         self._turn.give(ours=False)
 
-    async def _next_rows(self) -> list[Row]:
-        group = await (await self._intake.came.get())
-        if group is None:
-            return []
-        self._tally.scored.append(group)
-        return self._rows(group)
+    async def _whole_step(self) -> list[list[Row]] | None:
+        """Return the rows of all groups, once they are there, if the first cannot be trained on without the last."""
+        spec = self._job.spec
+        # The weights that the step begins with are gone after its first update: what they say is asked before.
+        asks_first = spec.algorithm.is_decoupled(spec.elastic.max_staleness) and spec.algorithm.updates_per_step > 1
+        if not asks_first and spec.algorithm.advantage not in NEED_THE_STEP:
+            return None
+        groups = self._rows([await self._next_group() for _ in range(self._intake.n_train)])
+        return await self._with_proximal(groups) if asks_first else groups
 
-    def _rows(self, group: ScoredGroup) -> list[Row]:
-        values = advantages(group.rewards)
-        if values is None:
+    async def _next_group(self) -> ScoredGroup | None:
+        group = await (await self._intake.came.get())
+        if group is not None:
+            self._tally.scored.append(group)
+        return group
+
+    def _rows(self, groups: Sequence[ScoredGroup | None]) -> list[list[Row]]:
+        """Return the rows of each group, none for one that was dropped or is left out."""
+        algorithm = self._job.spec.algorithm
+        scored = [group for group in groups if group is not None]
+        rewards = [self._shaped(group) for group in scored]
+        values = iter(estimate(algorithm.advantage, rewards, drop_equal=algorithm.equal_groups == "drop"))
+        return [[] if group is None else self._group_rows(group, next(values)) for group in groups]
+
+    def _shaped(self, group: ScoredGroup) -> list[float]:
+        spec = self._job.spec
+        fraction, most = spec.algorithm.overlong_fraction, spec.algorithm.overlong_penalty
+        if fraction is None:
+            return list(group.rewards)
+        lengths = [length(sample.tokens, I32) for sample in group.samples]
+        penalties = [overlong_penalty(n, spec.sampling.max_tokens, fraction, most) for n in lengths]
+        self._tally.penalties += penalties
+        return [reward - penalty for reward, penalty in zip(group.rewards, penalties, strict=True)]
+
+    def _group_rows(self, group: ScoredGroup, advantages: list[float] | None) -> list[Row]:
+        if advantages is None:
+            self._tally.left_out["equal_rewards"] += 1
             return []
         prompt = self._intake.prompt_of(group)
         return [
             Row(prompt, sample.tokens, sample.logprobs, advantage)
-            for sample, advantage in zip(group.samples, values, strict=True)
+            for sample, advantage in zip(group.samples, advantages, strict=True)
             if sample.tokens
         ]
 
@@ -133,15 +170,33 @@ class StepRun:
     async def _do(self, work: Accumulate[Row] | OptimizerStep) -> None:
         engine, loss = self._job.workshop.engine, self._job.workshop.loss
         if isinstance(work, OptimizerStep):
-            norm = await self._turn.run(lambda: engine.step(self._tally.learning_rate))
+            norm = await self._finite(lambda: engine.step(self._tally.learning_rate), self._update)
+            self._moved = self._moved or bool(self._update)
+            self._update = []
             if norm:
                 self._tally.grad_norms.append(norm)
             return
         for batch in work.batches:
             # One at a time: the turn may end between two.
-            sums = await self._turn.run(partial(engine.accumulate, [batch], loss))
-            for name, value in sums.items():
-                self._tally.loss_sums[name] = self._tally.loss_sums.get(name, 0.0) + value
+            numbers = await self._finite(partial(engine.accumulate, [batch], loss), batch)
+            self._update += batch
+            if self._moved and not all(row.proximal for row in batch):
+                del numbers[sums.MISMATCH]  # it compared with weights that the step did not begin with
+            else:
+                numbers["mismatch_tokens"] = numbers["tokens"]
+            sums.add(self._tally.loss_sums, numbers)
+
+    async def _finite(self, call: Callable[[], T], rows: Sequence[Row]) -> T:
+        """Run a call on the device; should its loss or gradients not be finite, put aside what they came from."""
+        try:
+            return await self._turn.run(call)
+        except NotFinite as error:
+            folder, name = self._job.workshop.folder, f"not-finite-step-{self._step}.jsonl"
+            kept = await self._job.device(lambda: folder.keep_batch(name, rows))
+            raise Fatal(
+                f"step {self._step}: {error}; version {self._step} stays the newest, and the {len(rows)} samples that "
+                f"it came from are in {kept}: look for bad data there, or lower optimizer.lr"
+            ) from error
 
     def _durations(self) -> Durations:
         return Durations(

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.domain.loss import clipped_loss, decoupled_loss
-from services.trainer.ports import Row
+from services.trainer.domain.tokens import TokenBatch
+from services.trainer.ports import NotFinite, Row
 from shared.columns import F32, I32, floats, ints, pack
-from shared.errors import ConfigError, Fatal
+from shared.errors import ConfigError
 from shared.jobspec import OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model
@@ -140,11 +141,27 @@ def test_gradients_that_are_not_finite_leave_the_weights_alone(tmp_path: Path) -
     write_model(tmp_path)
     broken = engine(tmp_path)
     before = [bytes(shard.data) for shard in broken.export_shards()]
-    bad = Row(pack([3], I32), pack([4], I32), pack([float("nan")], F32), 1.0)
-    broken.accumulate([[bad]], clipped_loss(LOW, HIGH))
-    with pytest.raises(Fatal, match=r"optimizer\.lr"):
+    broken.accumulate([[Row(pack([3], I32), pack([4], I32), pack([-4.5], F32), 1.0)]], _without_a_gradient)
+    with pytest.raises(NotFinite, match="the gradient's norm is nan"):
         broken.step(1e-3)
     assert [bytes(shard.data) for shard in broken.export_shards()] == before
+
+
+def _without_a_gradient(batch: TokenBatch) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return 0, and 0 / 0 as its gradient."""
+    return (batch.logprobs - batch.logprobs).square().sqrt().sum(), {"divisor": 1.0}
+
+
+@pytest.mark.parametrize(("logprob", "loss"), [(float("nan"), "nan"), (-1e4, "inf")])
+def test_a_loss_that_is_not_finite_is_told_before_it_reaches_the_gradients(
+    tmp_path: Path, logprob: float, loss: str
+) -> None:
+    write_model(tmp_path)
+    ours = engine(tmp_path)
+    bad = Row(pack([3], I32), pack([4], I32), pack([logprob], F32), -1.0)
+    with pytest.raises(NotFinite, match=f"the loss is {loss}"):
+        ours.accumulate([[bad]], clipped_loss(LOW, HIGH))
+    assert ours.step(1e-3) == 0.0, "nothing was accumulated"
 
 
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.rollout_worker.adapters.rows import Moves, Rows
+from services.rollout_worker.adapters.rows import NO_TOKEN, Moves, Rows
 from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED
 from tests.support.engines import request
 
@@ -43,10 +43,11 @@ class Batch(RuleBasedStateMachine):
         for row in self.rows.admit(budget):
             self.cached[row] = self.rows.requests[row].sample
 
-    @rule(aborted_meanwhile=st.none() | SAMPLES)
-    def decode(self, aborted_meanwhile: int | None) -> None:
+    @rule(aborted_meanwhile=st.none() | SAMPLES, waiting=st.none() | SAMPLES)
+    def decode(self, aborted_meanwhile: int | None, waiting: int | None) -> None:
         rows = self.rows
         tokens = [r.sample * 100 + offset for r, offset in zip(rows.requests, rows.offsets.tolist(), strict=True)]
+        tokens = [NO_TOKEN if r.sample == waiting else t for r, t in zip(rows.requests, tokens, strict=True)]
         if aborted_meanwhile is not None:
             self._abort(aborted_meanwhile)
         self._move(rows.commit(np.array(tokens, int), np.full(rows.n, -1.0, np.float32)))
@@ -105,7 +106,7 @@ class Batch(RuleBasedStateMachine):
         """Let everything finish: no sample is lost."""
         while self.rows.pending or self.rows.n:
             self.admit(budget=20)
-            self.decode(aborted_meanwhile=None)
+            self.decode(aborted_meanwhile=None, waiting=None)
         self.drain()
         self.every_sample_has_its_own_tokens_and_rising_versions()
         assert self.ended | self.aborted.keys() == self.lengths.keys()
@@ -145,3 +146,14 @@ def test_a_row_whose_logprob_is_not_a_number_ends_with_an_error_and_without_the_
     bad, good = rows.drain()
     assert (bad.sample, bad.tokens, bad.error) == (1, [3], "the model's output is not a number")
     assert (good.sample, good.tokens, good.error) == (2, [4, 4], "")
+
+
+def test_a_row_that_gets_no_token_in_a_step_stays_as_it_is() -> None:
+    rows = Rows(SLOTS, 64, vocabulary=10)
+    rows.submit([request(1), request(2, stop=[7, 8])])
+    rows.admit(budget_tokens=100)
+    rows.commit(np.array([NO_TOKEN, 5]), np.zeros(2, np.float32))
+    assert rows.offsets.tolist() == [0, 1]
+    assert rows.made_total == 1
+    (emission,) = rows.drain()
+    assert (emission.sample, emission.tokens, emission.finish) == (2, [5], FINISH_NONE)

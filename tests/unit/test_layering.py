@@ -15,6 +15,7 @@ SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__mai
 SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
 HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
 WIRE = {
+    "shared.algorithm",
     "shared.bus",
     "shared.columns",
     "shared.errors",

@@ -35,14 +35,24 @@ def test_the_rows_names_are_the_fields() -> None:
             "loss": -3.0,
             "clipped_low": 1.0,
             "clipped_high": 2.0,
+            "divisor": 3.0,
             "abs_log_ratio": 0.6,
             "kl": 0.06,
+            "ratio": 9.0,
+            "most_ratio": 4.0,
+            "ratio_clipped": 6.6,
+            "most_ratio_clipped": 1.28,
+            "mismatch_kl": 0.5,
+            "mismatch_tokens": 2.0,
+            "reference_kl": 1.5,
         },
+        penalties=[0.0, 0.5, 0.0, 0.5],
         grad_norms=[1.0, 3.0],
         learning_rate=1e-3,
         durations=Durations(seeding_s=1.0, wait_s=0.5, train_s=0.25, publish_s=0.125, step_s=2.0),
     )
     tally.dropped["timeout"] += 2
+    tally.left_out["equal_rewards"] += 1
     assert tally.metrics() == pytest.approx(
         {
             "reward/mean": 0.75,
@@ -54,7 +64,14 @@ def test_the_rows_names_are_the_fields() -> None:
             "tokens/completion": 12.0,
             "entropy": 0.5,
             "off_policy/staleness": 0.5,
-            "loss": -0.5,
+            "off_policy/staleness_max": 2.0,
+            "loss": -1.0,
+            "ratio/mean": 1.5,
+            "ratio/max": 4.0,
+            "ratio/mean_clipped": 1.1,
+            "ratio/max_clipped": 1.28,
+            "mismatch_kl": 0.25,
+            "kl": 0.25,
             "clip_ratio/low": 1 / 6,
             "clip_ratio/high": 1 / 3,
             "off_policy/abs_log_ratio": 0.1,
@@ -67,6 +84,8 @@ def test_the_rows_names_are_the_fields() -> None:
             "samples/duplicates": 3.0,
             "groups/dropped": 2.0,
             "groups/dropped/timeout": 2.0,
+            "dropped_groups/equal_rewards": 1.0,
+            "reward/overlong_penalty": 0.25,
             "time/step_s": 2.0,
             "time/seeding_s": 1.0,
             "time/wait_s": 0.5,
@@ -77,11 +96,12 @@ def test_the_rows_names_are_the_fields() -> None:
     )
 
 
-def test_the_fraction_of_cut_importance_weights_is_told_where_there_are_any() -> None:
-    sums = dict.fromkeys(("loss", "clipped_low", "clipped_high", "abs_log_ratio", "kl"), 0.0)
-    assert "off_policy/tis_capped" not in StepTally(loss_sums={"tokens": 8.0, **sums}).metrics()
-    weighted = StepTally(loss_sums={"tokens": 8.0, **sums, "tis_capped": 2.0})
-    assert weighted.metrics()["off_policy/tis_capped"] == 0.25
+def test_what_only_some_losses_tell_is_told_where_they_do() -> None:
+    sums = {"tokens": 8.0, "divisor": 8.0, "loss": 0.0, "most_ratio": 1.0}
+    row = StepTally(loss_sums=dict(sums)).metrics()
+    some = {"off_policy/tis_capped", "clip_ratio/low", "ratio/max_clipped", "mismatch_kl", "kl"}
+    assert not some & set(row)
+    assert StepTally(loss_sums={**sums, "tis_capped": 2.0}).metrics()["off_policy/tis_capped"] == 0.25
 
 
 def test_what_did_not_take_place_is_left_out() -> None:

@@ -1,17 +1,21 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2)."""
+"""From rewards to advantages. Pure arithmetic on Python floats: the order of groups changes no bit of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _EPSILON = 1e-4
+"""As in TRL: keeps a tiny deviation from making huge advantages."""
+_BATCH_EPSILON = 1e-8
+
+Rewards = Sequence[float]
 
 
-def advantages(rewards: Sequence[float]) -> list[float] | None:
+def advantages(rewards: Rewards) -> list[float] | None:
     """Return (r - mean) / (std + 1e-4) for each sample of one group, std with n - 1 in the denominator.
 
-    None when all rewards are equal: such a group teaches nothing and is left out of the loss.
+    GRPO, arXiv 2402.03300, section 4.1.2. None when all rewards are equal: such a group teaches nothing.
     """
     if min(rewards) == max(rewards):
         return None
@@ -20,9 +24,70 @@ def advantages(rewards: Sequence[float]) -> list[float] | None:
     return [(reward - mean) / (std + _EPSILON) for reward in rewards]
 
 
+def centred(rewards: Rewards) -> list[float]:
+    """Return r - mean for each sample of one group: Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def leave_one_out(rewards: Rewards) -> list[float]:
+    """Return r - mean of the others, for each sample of one group: RLOO, arXiv 2402.14740, section 2.2."""
+    total = math.fsum(rewards)
+    return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+
+
+def over_batch(groups: Sequence[Rewards]) -> list[list[float]]:
+    """Return (r - mean) / std over all samples of a step: REINFORCE++, arXiv 2501.03262."""
+    everything = [reward for group in groups for reward in group]
+    mean = math.fsum(everything) / len(everything) if everything else 0.0
+    std = math.sqrt(_mean_square(everything, mean)) + _BATCH_EPSILON
+    return [[(reward - mean) / std for reward in group] for group in groups]
+
+
+def estimate(kind: str, groups: Sequence[Rewards], *, drop_equal: bool) -> list[list[float] | None]:
+    """Return the advantages of some groups' samples by one of the estimators of a job file.
+
+    Args:
+        kind: `algorithm.advantage`. Those in `NEED_THE_STEP` compare across groups and want all of a step's at once;
+            for the others it makes no difference which groups come together.
+        groups: the rewards of each group.
+        drop_equal: whether a group whose rewards are all equal is left out; else it counts, with what comes out.
+
+    Returns:
+        One list a group, or None for a group that is left out.
+
+    """
+    kept = [group for group in groups if not (drop_equal and min(group) == max(group))]
+    if kind == "batch_std":
+        estimated = over_batch(kept)
+    elif kind == "group_mean_batch_std":
+        estimated = over_batch([centred(group) for group in kept])
+    else:
+        estimated = [_IN_GROUP[kind](group) for group in kept]
+    found = iter(estimated)
+    return [None if drop_equal and min(group) == max(group) else next(found) for group in groups]
+
+
 def standard_deviation(values: Sequence[float]) -> float:
     """Return the sample standard deviation, 0 for a single value."""
     if len(values) < 2:
         return 0.0
     mean = sum(values) / len(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _relative(rewards: Rewards) -> list[float]:
+    return advantages(rewards) or [0.0] * len(rewards)
+
+
+def _mean_square(values: Sequence[float], mean: float) -> float:
+    return math.fsum((value - mean) ** 2 for value in values) / len(values) if values else 0.0
+
+
+_IN_GROUP: dict[str, Callable[[Rewards], list[float]]] = {
+    "group_std": _relative,
+    "group_mean": centred,
+    "leave_one_out": leave_one_out,
+}
+NEED_THE_STEP = frozenset({"batch_std", "group_mean_batch_std"})
+"""Estimators that want all groups of a step before the first advantage is known: nothing is trained meanwhile."""

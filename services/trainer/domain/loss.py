@@ -1,96 +1,164 @@
-"""The clipped policy-gradient loss (PPO, arXiv 1707.06347) with DAPO's clip-higher (arXiv 2503.14476), in torch.
+"""The loss of one micro-batch, put together from an algorithm's choices, in torch.
 
-Sums, never means: the engine divides by the token count of the whole update, which gives the exact token mean over
-micro-batches and ranks.
+Sums, never means: the engine divides by what the micro-batches of an update say together (`divisor`), which gives the
+exact mean over micro-batches and ranks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Loss = tuple[Tensor, dict[str, float]]
-LossFn = Callable[[Tensor, Tensor, Tensor, Tensor | None], Loss]
+from services.trainer.domain.aggregation import divisor, factor
+from services.trainer.domain.clipping import Clipped, cispo_clip, ppo_clip, unclipped
+from services.trainer.domain.importance import RULES
+from services.trainer.domain.kl import ESTIMATORS, k3
+from services.trainer.domain.ratios import sequence_ratios, token_ratios
+from services.trainer.domain.sums import MISMATCH, MOST
+from services.trainer.domain.tokens import LossFn, TokenBatch, TokenLoss
+from shared.algorithm import Aggregation, Clip, Importance, KlEstimator, RatioLevel
+from shared.errors import Fatal
+from shared.jobspec import JobSpec
 
-SUMS = ("loss", "clipped_low", "clipped_high", "abs_log_ratio", "kl")
-"""Summed over tokens: the loss, tokens beyond either clip, |log ratio|, and a KL estimate; `tokens` counts them. The
-last two compare what is trained with what generated, however old that is."""
-TIS_CAPPED = "tis_capped"
-"""Sum of `decoupled_loss` alone: tokens whose importance weight is cut."""
 
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A `LossFn`; the fields are the choices of `AlgorithmSpec`, whose documentation they have.
 
-def clipped_loss(clip_low: float, clip_high: float) -> LossFn:
-    """Return the loss function of one update on tokens of the very weights that the step began with.
-
-    It takes three float32 columns with one entry a completion token: log-probabilities under the weights being trained,
-    log-probabilities from the rollout, and advantages; and a fourth that it has no use for. It returns the summed loss
-    and the sums `SUMS`.
+    The sums that it returns are `tokens` and `divisor`; `loss`; `abs_log_ratio` and `kl`, which compare what is trained
+    with what generated, however old that is; `mismatch_kl`; `ratio` and `most_ratio` before the clip and, where there
+    is one, `ratio_clipped` and `most_ratio_clipped` after it, `clipped_low` and `clipped_high`; `tis_capped`, where
+    there are importance weights, the tokens whose weight was changed; `reference_kl`, where there is a reference.
     """
 
-    def loss(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, _proximal: Tensor | None = None) -> Loss:
-        log_ratio = logprobs - rollout_logprobs
-        ratio = log_ratio.exp()
-        total = -_objective(ratio, advantages, clip_low, clip_high).sum()
+    ratio: RatioLevel = "token"
+    clip: Clip = "none"
+    clip_low: float = 1.0
+    clip_high: float = 1.0
+    own: TokenLoss | None = None
+    """In place of ratio and clip."""
+    aggregation: Aggregation = "token_mean"
+    max_tokens: int = 1
+    """`sampling.max_tokens`, for the aggregation `constant`."""
+    decoupled: bool = False
+    """Whether the ratio is to the weights that the step began with, and what lies before is an importance weight."""
+    tis_cap: float | None = None
+    """None leaves the tokens unweighted."""
+    importance: Importance = "truncate"
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+
+    def __call__(self, batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
+        """Return the summed loss and the sums.
+
+        Raises:
+            Fatal: the function of `algorithm.loss` returns something else than one number a token.
+
+        """
+        first = batch.logprobs.detach() if batch.proximal is None else batch.proximal
+        log_ratio = batch.logprobs - (first if self.decoupled else batch.sampled)
+        level = sequence_ratios if self.ratio == "sequence" else token_ratios
+        ratio = level(log_ratio, batch.lengths)
+        clipped = self._clipped(ratio, batch)
+        losses = self._losses(ratio, clipped, batch)
+        sums: dict[str, Tensor] = {}
+        if self.decoupled and self.tis_cap is not None:
+            raw = (first - batch.sampled).exp()
+            weights = RULES[self.importance](raw, self.tis_cap)
+            losses = weights * losses
+            sums["tis_capped"] = (weights != raw).sum()
+        if batch.reference is not None:
+            kl = ESTIMATORS[self.kl_estimator](batch.logprobs, batch.reference)
+            losses = losses + self.kl_coef * kl
+            sums["reference_kl"] = kl.detach().sum()
+        total = self._summed(losses, batch.lengths)
         with torch.no_grad():
-            sums = _sums(total, ratio, advantages, clip_low, clip_high, log_ratio)
-        return total, _named(logprobs, SUMS, sums)
+            sums |= _sums(total, ratio, batch, first)
+            if clipped is not None:
+                sums |= _clip_sums(clipped)
+            values = torch.stack(list(sums.values())).tolist()
+        counts = {"tokens": sum(batch.lengths), "divisor": divisor(self.aggregation, batch.lengths)}
+        return total, {**{name: float(n) for name, n in counts.items()}, **dict(zip(sums, values, strict=True))}
 
-    return loss
+    def _clipped(self, ratio: Tensor, batch: TokenBatch) -> Clipped | None:
+        if self.own is not None or self.clip == "none":
+            return None
+        if self.clip == "cispo":
+            return cispo_clip(ratio, batch.logprobs, batch.advantages, self.clip_low, self.clip_high)
+        return ppo_clip(ratio, batch.advantages, self.clip_low, self.clip_high)
+
+    def _losses(self, ratio: Tensor, clipped: Clipped | None, batch: TokenBatch) -> Tensor:
+        if self.own is None:
+            return -(unclipped(ratio, batch.advantages) if clipped is None else clipped.objective)
+        losses = self.own(batch)
+        if not isinstance(losses, Tensor) or losses.shape != batch.logprobs.shape:
+            found = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise Fatal(f"algorithm.loss: one number a token was expected, [{batch.logprobs.numel()}], not {found}")
+        if batch.logprobs.requires_grad and not losses.requires_grad:
+            raise Fatal("algorithm.loss: what it returns has no gradient: compute it from batch.logprobs")
+        return losses
+
+    def _summed(self, losses: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        if self.aggregation in ("token_mean", "sequence_sum"):
+            return losses.sum()
+        factors = [factor(self.aggregation, length, self.max_tokens) for length in lengths]
+        parts = [part.sum() for part in torch.split(losses, list(lengths))]
+        return torch.stack([part * by for part, by in zip(parts, factors, strict=True)]).sum()
 
 
-def decoupled_loss(clip_low: float, clip_high: float, tis_cap: float | None) -> LossFn:
-    """Return the loss function of one update on tokens of older weights: the decoupled objective of AReaL.
+def clipped_loss(clip_low: float, clip_high: float) -> PolicyLoss:
+    """Return PPO's clip with the mean over tokens, for tokens of the very weights that the step began with."""
+    return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high)
+
+
+def decoupled_loss(clip_low: float, clip_high: float, tis_cap: float | None) -> PolicyLoss:
+    """Return the same for tokens of older weights: the decoupled objective of AReaL.
 
     See arXiv 2505.24298, and arXiv 2110.00641 where it comes from. The ratio that is clipped is to the *proximal*
     policy, the weights that the step began with: it says how far this step may go. How far the weights had gone before,
-    since a token was drawn, is corrected by an importance weight, min(proximal / rollout, `tis_cap`), which has no
-    gradient.
-
-    Args:
-        clip_low: the ratio is clipped at 1 - this.
-        clip_high: and at 1 + this.
-        tis_cap: importance weights are cut here; None leaves the tokens unweighted.
-
-    Returns:
-        A function like `clipped_loss`'s. Its fourth column is the log-probabilities under the proximal policy; None
-        where that is still the one being trained. Its sums have `TIS_CAPPED` too.
-
+    since a token was drawn, is corrected by an importance weight, min(proximal / sampled, `tis_cap`), which has no
+    gradient. None leaves the tokens unweighted.
     """
-    cap = math.inf if tis_cap is None else tis_cap
-
-    def loss(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, proximal: Tensor | None = None) -> Loss:
-        proximal = logprobs.detach() if proximal is None else proximal
-        weight = torch.ones_like(proximal) if tis_cap is None else (proximal - rollout_logprobs).exp()
-        ratio = (logprobs - proximal).exp()
-        total = -(weight.clamp(max=cap) * _objective(ratio, advantages, clip_low, clip_high)).sum()
-        with torch.no_grad():
-            sums = _sums(total, ratio, advantages, clip_low, clip_high, logprobs - rollout_logprobs)
-            sums.append((weight > cap).sum())
-        return total, _named(logprobs, (*SUMS, TIS_CAPPED), sums)
-
-    return loss
+    return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high, decoupled=True, tis_cap=tis_cap)
 
 
-def _objective(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    return torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
+def job_loss(spec: JobSpec, own: TokenLoss | None = None) -> LossFn:
+    """Return the loss of a job; `own` is the function that `algorithm.loss` names, where it names one."""
+    algorithm = spec.algorithm
+    return PolicyLoss(
+        ratio=algorithm.ratio or "token",
+        clip=algorithm.clip or "none",
+        clip_low=algorithm.clip_low or 1.0,
+        clip_high=algorithm.clip_high or 1.0,
+        own=own,
+        aggregation=algorithm.aggregation,
+        max_tokens=spec.sampling.max_tokens,
+        decoupled=algorithm.is_decoupled(spec.elastic.max_staleness),
+        tis_cap=None if algorithm.tis_cap == "off" else algorithm.tis_cap,
+        importance=algorithm.importance or "truncate",
+        kl_coef=algorithm.kl_coef,
+        kl_estimator=algorithm.kl_estimator or "k3",
+    )
 
 
-def _sums(
-    total: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, log_ratio: Tensor
-) -> list[Tensor]:
-    """Return `SUMS`; `ratio` is the clipped one, `log_ratio` that of what is trained to what generated."""
-    return [
-        total,
-        ((ratio < 1.0 - clip_low) & (advantages < 0)).sum(),
-        ((ratio > 1.0 + clip_high) & (advantages > 0)).sum(),
-        log_ratio.abs().sum(),
-        # k3 estimator of KL(rollout || trained): http://joschu.net/blog/kl-approx.html
-        (log_ratio.exp() - 1.0 - log_ratio).sum(),
-    ]
+def _sums(total: Tensor, ratio: Tensor, batch: TokenBatch, first: Tensor) -> dict[str, Tensor]:
+    log_ratio = batch.logprobs - batch.sampled
+    return {
+        "loss": total,
+        "abs_log_ratio": log_ratio.abs().sum(),
+        "kl": k3(batch.sampled, batch.logprobs).sum(),
+        MISMATCH: k3(batch.sampled, first).sum(),
+        "ratio": ratio.sum(),
+        f"{MOST}ratio": ratio.max(),
+    }
 
 
-def _named(logprobs: Tensor, names: tuple[str, ...], sums: list[Tensor]) -> dict[str, float]:
-    return {"tokens": float(logprobs.numel()), **dict(zip(names, torch.stack(sums).tolist(), strict=True))}
+def _clip_sums(clipped: Clipped) -> dict[str, Tensor]:
+    return {
+        "ratio_clipped": clipped.ratio.sum(),
+        f"{MOST}ratio_clipped": clipped.ratio.max(),
+        "clipped_low": clipped.low.sum(),
+        "clipped_high": clipped.high.sum(),
+    }

@@ -10,6 +10,18 @@ from services.trainer.domain.advantages import standard_deviation
 from shared.columns import I32, floats, length
 from shared.messages import SampleFinished
 
+_TOKEN_MEANS = {
+    "ratio/mean": "ratio",
+    "ratio/mean_clipped": "ratio_clipped",
+    "clip_ratio/low": "clipped_low",
+    "clip_ratio/high": "clipped_high",
+    "off_policy/abs_log_ratio": "abs_log_ratio",
+    "off_policy/kl": "kl",
+    "off_policy/tis_capped": "tis_capped",
+    "kl": "reference_kl",
+}
+"""Metric -> the sum over tokens that it is the mean of, where there is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
@@ -44,9 +56,14 @@ class StepTally:
     evaluated: list[ScoredGroup] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> groups, training and evaluation."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Reason -> training groups that were scored and are not in the loss."""
+    penalties: list[float] = field(default_factory=list)
+    """What their length took off the training samples' rewards; empty where nothing does."""
     duplicates: int = 0
     loss_sums: dict[str, float] = field(default_factory=dict)
-    """Sums over the tokens trained on, as the loss function gives them; `tokens` counts them."""
+    """Numbers of the tokens trained on, as the loss function gives them; `tokens` counts them. `mismatch_tokens` are
+    those among them that `mismatch_kl` is about."""
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     durations: Durations = field(default_factory=Durations)
@@ -56,6 +73,9 @@ class StepTally:
         row = _rollout(self.scored, self.step) | _training(self) | _evaluation(self.evaluated)
         row |= {"samples/duplicates": self.duplicates, "groups/dropped": self.dropped.total()}
         row |= {f"groups/dropped/{reason}": n for reason, n in sorted(self.dropped.items())}
+        row |= {f"dropped_groups/{reason}": n for reason, n in sorted(self.left_out.items())}
+        if self.penalties:
+            row["reward/overlong_penalty"] = _mean(self.penalties)
         times = self.durations
         tokens = sum(length(s.tokens, I32) for group in (*self.scored, *self.evaluated) for s in group.samples)
         row |= {
@@ -76,7 +96,7 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     lengths = [length(sample.tokens, I32) for sample in samples]
     n_tokens = sum(lengths)
-    versions_late = sum((step - version) * n for sample in samples for _, version, n in sample.spans)
+    late = [(step - version, n) for sample in samples for _, version, n in sample.spans if n]
     # The mean of -log p over tokens drawn from p estimates the policy's entropy without another pass.
     surprise = -sum(sum(floats(sample.logprobs)) for sample in samples)
     return {
@@ -89,7 +109,8 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         "completions/clipped_ratio": _mean([sample.finish == "length" for sample in samples]),
         "tokens/completion": n_tokens,
         "entropy": surprise / n_tokens if n_tokens else 0.0,
-        "off_policy/staleness": versions_late / n_tokens if n_tokens else 0.0,
+        "off_policy/staleness": sum(age * n for age, n in late) / n_tokens if n_tokens else 0.0,
+        "off_policy/staleness_max": max((age for age, _ in late), default=0),
     }
 
 
@@ -97,18 +118,19 @@ def _training(tally: StepTally) -> dict[str, float]:
     sums, n_tokens = tally.loss_sums, tally.loss_sums.get("tokens", 0.0)
     if not n_tokens:
         return {}
-    weighted = {"off_policy/tis_capped": sums["tis_capped"] / n_tokens} if "tis_capped" in sums else {}
-    return {
-        "loss": sums["loss"] / n_tokens,
-        "clip_ratio/low": sums["clipped_low"] / n_tokens,
-        "clip_ratio/high": sums["clipped_high"] / n_tokens,
-        "off_policy/abs_log_ratio": sums["abs_log_ratio"] / n_tokens,
-        "off_policy/kl": sums["kl"] / n_tokens,
+    row = {
+        "loss": sums["loss"] / sums["divisor"],
+        "ratio/max": sums["most_ratio"],
         "tokens/trained": n_tokens,
         "grad_norm": _mean(tally.grad_norms) if tally.grad_norms else 0.0,
         "lr": tally.learning_rate,
-        **weighted,
     }
+    row |= {name: sums[key] / n_tokens for name, key in _TOKEN_MEANS.items() if key in sums}
+    if "most_ratio_clipped" in sums:
+        row["ratio/max_clipped"] = sums["most_ratio_clipped"]
+    if tokens := sums.get("mismatch_tokens"):
+        row["mismatch_kl"] = sums["mismatch_kl"] / tokens
+    return row
 
 
 def _evaluation(groups: Sequence[ScoredGroup]) -> dict[str, float]:

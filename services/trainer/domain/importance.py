@@ -1,0 +1,23 @@
+"""Weights for tokens that other probabilities drew than those that the step begins with.
+
+They are older (staleness), or the engine computes otherwise than the trainer (mismatch). The weight of a token is
+proximal / sampled, and has no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def truncated(weights: Tensor, cap: float) -> Tensor:
+    """Return min(weight, cap): truncated importance sampling, as in AReaL's decoupled objective, arXiv 2505.24298."""
+    return weights.clamp(max=cap)
+
+
+def masked(weights: Tensor, cap: float) -> Tensor:
+    """Return the weights from 1 / cap to cap, and 0 for the others: IcePop's mask, Ring-1T, arXiv 2510.18855."""
+    return torch.where((weights >= 1.0 / cap) & (weights <= cap), weights, 0.0)
+
+
+RULES = {"truncate": truncated, "mask": masked}

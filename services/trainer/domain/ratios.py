@@ -1,0 +1,21 @@
+"""How much more likely the weights being trained make what was drawn: of each token, or of a whole completion."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_ratios(log_ratios: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Return pi / pi_old of each token: PPO, arXiv 1707.06347, equation 6; GRPO and most others."""
+    del lengths
+    return log_ratios.exp()
+
+
+def sequence_ratios(log_ratios: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Return (pi(y) / pi_old(y)) ** (1 / length) of each completion, at each of its tokens.
+
+    GSPO, arXiv 2507.18071, equation 7. The gradient of one completion's ratio reaches all of its tokens.
+    """
+    means = torch.stack([part.mean() for part in torch.split(log_ratios, list(lengths))])
+    return means.exp().repeat_interleave(torch.tensor(lengths, device=means.device), output_size=log_ratios.numel())

@@ -1,0 +1,219 @@
+"""Whole jobs with other algorithms than the default, and what a step does with losses that are no numbers."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.adapters.own_loss import own_loss
+from services.trainer.domain.tokens import LossFn
+from services.trainer.fakes import FakeEngine
+from services.trainer.ports import NotFinite, RewardBatch, Row, Scores
+from shared.algorithm import PRESETS
+from shared.columns import F32, I32, length
+from shared.errors import ConfigError
+from tests.support.trainer_rig import Rig, spec
+
+
+class Recording(FakeEngine):
+    """Notes what was asked of it, and which rows it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.rows: list[Row] = []
+
+    def logprobs(self, batches: Any) -> list[bytes]:
+        self.calls.append("logprobs")
+        return super().logprobs(batches)
+
+    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+        self.calls.append("accumulate")
+        self.rows += [row for batch in batches for row in batch]
+        return super().accumulate(batches, loss)
+
+    def step(self, learning_rate: float) -> float:
+        self.calls.append("step")
+        return super().step(learning_rate)
+
+
+def rig_of(folder: Path, engine: FakeEngine | None = None, **changes: Any) -> Rig:
+    algorithm = {"group_size": 2, "updates_per_step": 2, **changes.pop("algorithm", {})}
+    rig = Rig(folder, spec(**{"steps": 1, "algorithm": algorithm, **changes}))
+    if engine is not None:
+        rig.make_engine = lambda: engine
+    return rig
+
+
+async def completed(rig: Rig) -> dict[str, float]:
+    """Run the job; return the metrics of its last step."""
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+        assert (report.state, report.error) == ("completed", "")
+    return (await rig.steps())[-1].metrics
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+async def test_a_job_runs_to_its_end_with_every_algorithm(tmp_path: Path, name: str) -> None:
+    rig = rig_of(tmp_path, algorithm={"name": name}, steps=2)
+    assert (await completed(rig))["tokens/trained"] > 0
+    assert sorted(rig.weights.versions) == [0, 1, 2]
+
+
+def equal_in(*rows: int) -> Any:
+    """Give all completions of these prompts the same reward, and those of others a different one each."""
+
+    def reward(batch: RewardBatch) -> Scores:
+        n = len(batch.completion_ids)
+        return Scores((1.0,) * n if batch.columns["row"][0] in rows else tuple(float(i) for i in range(n)))
+
+    return reward
+
+
+@pytest.mark.parametrize(("name", "trained"), [("grpo", 2 * 7), ("dapo", 2 * 7), ("dr_grpo", 2 * 10), ("rloo", 2 * 10)])
+async def test_groups_of_equal_rewards_are_dropped_and_counted_or_kept(tmp_path: Path, name: str, trained: int) -> None:
+    engine = Recording()
+    rig = rig_of(
+        tmp_path, engine, algorithm={"name": name, "overlong_penalty": 0}, data={"train": "t", "prompts_per_step": 10}
+    )
+    rig.reward = equal_in(1, 4, 7)
+    metrics = await completed(rig)
+    assert len(engine.rows) == trained
+    assert metrics.get("dropped_groups/equal_rewards", 0.0) == (3.0 if trained < 20 else 0.0)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(0.3)
+    assert metrics["groups/dropped"] == 0.0
+
+
+async def test_what_normalises_over_the_step_waits_for_all_of_it_and_uses_all_of_it(tmp_path: Path) -> None:
+    engine = Recording()
+    await completed(rig_of(tmp_path, engine, algorithm={"name": "reinforce++"}))
+    values = [row.advantage for row in engine.rows]
+    assert len(values) == 8
+    assert sum(values) == pytest.approx(0.0, abs=1e-6)
+    assert sum(value**2 for value in values) / 8 == pytest.approx(1.0, abs=1e-6)
+
+
+async def test_long_completions_lose_reward_and_what_they_lost_is_told(tmp_path: Path) -> None:
+    engine = Recording()
+    algorithm = {"name": "dr_grpo", "overlong_penalty": 3.0, "overlong_fraction": 1.0}
+    rig = rig_of(tmp_path, engine, algorithm=algorithm)
+    rig.reward = lambda batch: Scores((0.0,) * len(batch.completion_ids))
+    metrics = await completed(rig)
+    groups: dict[bytes, list[Row]] = {}
+    for row in engine.rows:
+        groups.setdefault(row.prompt, []).append(row)
+    lost = {id(row): 3.0 * length(row.completion, I32) / 8 for row in engine.rows}
+    for rows in groups.values():
+        mean = sum(lost[id(row)] for row in rows) / len(rows)
+        assert [row.advantage for row in rows] == pytest.approx([mean - lost[id(row)] for row in rows])
+    assert metrics["reward/overlong_penalty"] == pytest.approx(sum(lost.values()) / len(lost))
+    assert metrics["reward/mean"] == 0.0, "what the reward function said"
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "max_staleness", "asks"),
+    [("auto", 0, False), ("recomputed", 0, True), ("sampled", 1, False), ("auto", 1, True)],
+)
+async def test_the_first_weights_are_asked_where_the_ratio_is_to_them(
+    tmp_path: Path, old_logprobs: str, max_staleness: int, asks: bool
+) -> None:
+    engine = Recording()
+    algorithm = {"old_logprobs": old_logprobs}
+    await completed(rig_of(tmp_path, engine, algorithm=algorithm, elastic={"max_staleness": max_staleness}))
+    calls = [call for call, _ in itertools.groupby(engine.calls)]
+    assert calls == ["logprobs"] * asks + ["accumulate", "step"] * 2
+    assert all(bool(row.proximal) is asks for row in engine.rows)
+
+
+class Mismatched(Recording):
+    """Says of each update's tokens that they are further from what the engine said."""
+
+    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+        numbers = super().accumulate(batches, loss)
+        by_update = 10.0 ** self.calls.count("step")
+        return {**numbers, "mismatch_kl": 0.25 * by_update * numbers["tokens"]}
+
+
+@pytest.mark.parametrize(("old_logprobs", "expected"), [("sampled", 0.25), ("recomputed", None)])
+async def test_the_mismatch_is_told_of_tokens_that_the_first_weights_were_asked_about(
+    tmp_path: Path, old_logprobs: str, expected: float | None
+) -> None:
+    """Without a pass of their own, those are the first update's; with one, all."""
+    engine = Mismatched()
+    metrics = await completed(rig_of(tmp_path, engine, algorithm={"old_logprobs": old_logprobs}))
+    assert engine.calls.count("step") == 2
+    if expected is None:
+        assert 0.25 < metrics["mismatch_kl"] < 2.5
+    else:
+        assert metrics["mismatch_kl"] == pytest.approx(expected)
+
+
+class Breaking(Recording):
+    """A loss, or a gradient, that is not finite in the third step."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+        if self._where == "loss" and self.calls.count("step") == 4:
+            raise NotFinite("the loss is nan")
+        return super().accumulate(batches, loss)
+
+    def step(self, learning_rate: float) -> float:
+        if self._where == "gradient" and self.calls.count("step") == 4:
+            raise NotFinite("the gradient's norm is inf")
+        return super().step(learning_rate)
+
+
+@pytest.mark.parametrize(("where", "said"), [("loss", "the loss is nan"), ("gradient", "the gradient's norm is inf")])
+async def test_a_loss_that_is_no_number_ends_the_job_on_the_last_good_version_with_the_batch_put_aside(
+    tmp_path: Path, where: str, said: str
+) -> None:
+    rig = rig_of(tmp_path, Breaking(where), steps=5)
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    assert report.state == "failed"
+    assert f"step 2: {said}; version 2 stays the newest" in report.error
+    assert "it came from are in not-finite-step-2.jsonl: look for bad data there, or lower optimizer.lr" in report.error
+    assert sorted(rig.weights.versions) == [0, 1, 2]
+    [(name, rows)] = rig.folder.batches.items()
+    assert name == "not-finite-step-2.jsonl"
+    assert 0 < len(rows) <= 4
+    assert f"the {len(rows)} samples" in report.error
+    assert all(length(row.logprobs, F32) == length(row.completion, I32) for row in rows)
+
+
+def test_a_trainer_starts_without_waiting_for_torch() -> None:
+    code = "import sys, services.trainer.__main__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_users_loss_is_found_by_its_path() -> None:
+    assert own_loss("math:hypot")(3, 4) == 5.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
+        ("math:no_such_function", "cannot be imported: AttributeError"),
+        ("math:pi", "is not a function"),
+    ],
+)
+def test_a_loss_that_cannot_be_had_is_refused_by_name(path: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.loss: {path} {text}"):
+        own_loss(path)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)

@@ -1,0 +1,223 @@
+"""The choices that an algorithm is made of, each against a few lines of numpy from its paper; and the job file's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.domain.advantages import NEED_THE_STEP, centred, estimate, leave_one_out
+from services.trainer.domain.aggregation import divisor, factor
+from services.trainer.domain.importance import masked, truncated
+from services.trainer.domain.kl import k1, k2, k3
+from services.trainer.domain.shaping import overlong_penalty
+from services.trainer.domain.sums import add
+from shared.algorithm import GROUPLESS, PRESETS, AlgorithmSpec
+from shared.errors import ConfigError
+from shared.jobspec import load, parse, to_json
+
+Groups = list[list[float]]
+rewards = st.floats(-10, 10).map(lambda value: round(value, 3))
+groups_of = st.lists(st.lists(rewards, min_size=2, max_size=6), min_size=1, max_size=6)
+
+
+def papers(kind: str, groups: Groups) -> list[np.ndarray[Any, Any]]:
+    arrays = [np.array(group) for group in groups]
+    if kind == "group_std":
+        return [(r - r.mean()) / (r.std(ddof=1) + 1e-4) for r in arrays]
+    if kind == "group_mean":
+        return [r - r.mean() for r in arrays]
+    if kind == "leave_one_out":
+        return [np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]) for r in arrays]
+    if kind == "group_mean_batch_std":
+        arrays = [r - r.mean() for r in arrays]
+    everything = np.concatenate(arrays)
+    return [(r - everything.mean()) / (everything.std() + 1e-8) for r in arrays]
+
+
+KINDS = ["group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(groups_of)
+def test_advantages_are_those_of_the_paper(kind: str, groups: Groups) -> None:
+    flat = [reward for group in groups for reward in group]
+    spread = kind not in NEED_THE_STEP or np.std(flat) > 1e-3 < max(np.std(group) for group in groups)
+    for ours, expected in zip(estimate(kind, groups, drop_equal=False), papers(kind, groups), strict=True):
+        if spread:
+            np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(groups_of, st.randoms())
+def test_the_order_in_which_groups_came_changes_no_bit_of_their_advantages(
+    kind: str, groups: Groups, random: Any
+) -> None:
+    order = random.sample(range(len(groups)), len(groups))
+    there = estimate(kind, groups, drop_equal=True)
+    other = estimate(kind, [groups[i] for i in order], drop_equal=True)
+    assert other == [there[i] for i in order]
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - NEED_THE_STEP))
+@given(groups_of)
+def test_what_stays_within_the_group_may_be_asked_for_one_group_at_a_time(kind: str, groups: Groups) -> None:
+    alone = [estimate(kind, [group], drop_equal=True)[0] for group in groups]
+    assert alone == estimate(kind, groups, drop_equal=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_equal_rewards_are_left_out_or_count(kind: str) -> None:
+    groups = [[1.0, 0.0], [1.0, 1.0], [2.0, 0.0]]
+    first, second, third = estimate(kind, groups, drop_equal=True)
+    assert second is None
+    assert [first, third] == estimate(kind, [groups[0], groups[2]], drop_equal=False)
+    assert estimate(kind, groups, drop_equal=False)[1] is not None
+    assert estimate(kind, [[1.0, 1.0]], drop_equal=False) == [[0.0, 0.0]]
+    assert estimate(kind, [[1.0, 1.0]], drop_equal=True) == [None]
+
+
+def test_leave_one_out_is_the_centred_reward_times_n_over_n_minus_1() -> None:
+    group = [1.0, 0.0, 0.5, 2.0]
+    assert leave_one_out(group) == pytest.approx([value * 4 / 3 for value in centred(group)])
+
+
+def test_the_soft_overlong_punishment_is_dapos() -> None:
+    """Equation 13 with L_max 20,480 and L_cache 4,096, the paper's own."""
+    expected = {16_384: 0.0, 100: 0.0, 18_432: 0.5, 20_480: 1.0, 17_408: 0.25}
+    for length, penalty in expected.items():
+        assert overlong_penalty(length, 20_480, 4_096 / 20_480, 1.0) == pytest.approx(penalty, abs=1e-9)
+    assert overlong_penalty(20_480, 20_480, 0.2, 0.5) == pytest.approx(0.5)
+
+
+def test_k1_and_k3_are_the_kl_on_average_and_k2_has_its_gradient() -> None:
+    """Averages over a whole vocabulary of 7, exactly: sum of p k."""
+    logits = torch.tensor(np.random.default_rng(0).standard_normal(7), requires_grad=True)
+    reference = torch.tensor(np.random.default_rng(1).standard_normal(7)).log_softmax(-1)
+
+    def gradient(of: Any) -> torch.Tensor:
+        return torch.autograd.grad(of, logits, retain_graph=True)[0]
+
+    logprobs = logits.log_softmax(-1)
+    p = logprobs.exp()
+    kl = (p * (logprobs - reference)).sum()
+    for estimator in (k1, k3):
+        assert (p * estimator(logprobs, reference)).sum().item() == pytest.approx(kl.item(), abs=1e-9)
+    torch.testing.assert_close(gradient((p.detach() * k2(logprobs, reference)).sum()), gradient(kl))
+    assert gradient((p.detach() * k1(logprobs, reference)).sum()).abs().max() < 1e-12
+    assert (k3(logprobs, reference) >= 0).all()
+
+
+def test_importance_weights_are_cut_or_masked() -> None:
+    weights = torch.tensor([0.1, 0.5, 1.0, 2.0, 3.0])
+    assert truncated(weights, 2.0).tolist() == pytest.approx([0.1, 0.5, 1.0, 2.0, 2.0])
+    assert masked(weights, 2.0).tolist() == pytest.approx([0.0, 0.5, 1.0, 2.0, 0.0])
+
+
+def test_the_factors_of_an_aggregation_add_up_to_what_its_divisor_counts() -> None:
+    lengths, most = (3, 1, 4), 8
+    per_completion = {kind: [n * factor(kind, n, most) for n in lengths] for kind in _AGGREGATIONS}
+    assert per_completion["token_mean"] == per_completion["sequence_sum"] == [3, 1, 4]
+    assert per_completion["sequence_mean"] == pytest.approx([1, 1, 1])
+    assert per_completion["constant"] == pytest.approx([3 / 8, 1 / 8, 4 / 8])
+    assert [divisor(kind, lengths) for kind in _AGGREGATIONS] == [8, 3, 3, 3]
+
+
+_AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
+
+
+def test_numbers_add_up_and_maxima_stay_maxima() -> None:
+    total: dict[str, float] = {}
+    for part in ({"loss": 1.0, "most_ratio": -2.0}, {"loss": 0.5, "most_ratio": -3.0}, {"kl": 1.0, "most_ratio": -2.5}):
+        add(total, part)
+    assert total == {"loss": 1.5, "most_ratio": -2.0, "kl": 1.0}
+
+
+# --- the job file -----------------------------------------------------------------------------------------------------
+
+
+def job(**algorithm: Any) -> dict[str, Any]:
+    return {"model": "m", "data": {"train": "t"}, "reward": {"function": "m:f"}, "algorithm": algorithm, "steps": 1}
+
+
+def chosen(**algorithm: Any) -> AlgorithmSpec:
+    return parse(job(**algorithm)).algorithm
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_chooses_and_survives_the_journey_to_the_trainer(name: str) -> None:
+    spec = parse(job(name=name))
+    assert parse(json.loads(to_json(spec))) == spec
+    applying = {key: value for key, value in PRESETS[name].items() if getattr(spec.algorithm, key) is not None}
+    assert {key: getattr(spec.algorithm, key) for key in applying} == applying
+
+
+def test_without_a_word_it_is_grpo_as_ever() -> None:
+    spec = AlgorithmSpec()
+    assert spec == chosen() == chosen(name="grpo")
+    assert (spec.advantage, spec.ratio, spec.clip, spec.aggregation) == ("group_std", "token", "ppo", "token_mean")
+    assert (spec.clip_low, spec.clip_high, spec.tis_cap, spec.kl_coef, spec.group_size) == (0.2, 0.28, 2.0, 0.0, 8)
+    assert (spec.equal_groups, spec.old_logprobs, spec.importance) == ("drop", "auto", "truncate")
+
+
+def test_the_demos_job_is_still_what_it_was() -> None:
+    spec = parse(load("examples/countdown/job.yaml")).algorithm
+    assert spec == chosen(group_size=8, updates_per_step=2)
+
+
+def test_each_choice_of_a_preset_can_be_another() -> None:
+    spec = chosen(name="gspo", aggregation="token_mean", clip_low=0.01, kl_coef=0.1, equal_groups="drop")
+    assert (spec.ratio, spec.aggregation, spec.clip_low, spec.clip_high) == ("sequence", "token_mean", 0.01, 4e-4)
+    assert (spec.kl_estimator, spec.equal_groups) == ("k3", "drop")
+    assert chosen(name="reinforce++", kl_coef=0.1).kl_estimator == "k2"
+    assert chosen(clip="none").clip_low is None
+    assert chosen(name="rloo", clip="ppo", clip_high=0.2).clip_high == 0.2
+    assert chosen(overlong_penalty=1.0).overlong_fraction == 0.2
+    assert chosen(tis_cap=False).importance is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "text"),
+    [
+        ({"name": "rloo", "clip_low": 0.2}, "clip_low does not apply, nothing is clipped: set algorithm.clip to"),
+        ({"clip": "none", "clip_high": 0.2}, "clip_high does not apply"),
+        ({"kl_estimator": "k1"}, "kl_estimator does not apply, no KL penalty is taken: set algorithm.kl_coef above 0"),
+        ({"overlong_fraction": 0.1}, "overlong_fraction does not apply"),
+        ({"tis_cap": "off", "importance": "mask"}, "importance does not apply, importance weights are off"),
+        ({"loss": "m:f", "clip": "ppo"}, "clip does not apply, algorithm.loss takes the place of ratio and clip"),
+        ({"loss": "m:f", "clip_low": 0.1}, "clip_low does not apply"),
+        ({"clip_low": None}, "clip_low is missing: give it, or leave the key out for grpo's own"),
+        ({"importance": "mask", "tis_cap": 0.5}, "give more than 1"),
+        ({"loss": "module"}, "not of the form package.module:function"),
+        ({"name": "ppo"}, "algorithm.name: Input should be 'grpo', 'dr_grpo'"),
+        ({"name": ["grpo"]}, "algorithm.name"),
+        ({"kl_coef": "much"}, "algorithm.kl_coef"),
+        ({"clip_low": 2}, "algorithm.clip_low"),
+        ({"epsilon": 0.2}, "algorithm.epsilon: unknown key"),
+    ],
+)
+def test_what_does_not_apply_is_refused_with_what_to_do(algorithm: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(job(**algorithm))
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_group_of_one_is_refused_where_there_is_nothing_to_compare_it_with(name: str) -> None:
+    if PRESETS[name]["advantage"] in GROUPLESS:
+        assert chosen(name=name, group_size=1).group_size == 1
+        with pytest.raises(ConfigError, match="a step of one sample has nothing to compare with"):
+            parse({**job(name=name, group_size=1), "data": {"train": "t", "prompts_per_step": 1}})
+    else:
+        with pytest.raises(ConfigError, match=r"a group of one has nothing to compare with.*reinforce\+\+"):
+            chosen(name=name, group_size=1)
+
+
+def test_the_estimators_that_need_the_step_are_those_that_normalise_over_it() -> None:
+    needy = {preset["advantage"] for name, preset in PRESETS.items() if name.startswith("reinforce++")}
+    assert needy == NEED_THE_STEP
