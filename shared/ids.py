@@ -17,7 +17,10 @@ _JOB_BITS = 16
 
 MAX_GROUP_SIZE = 1 << _MEMBER_BITS
 MAX_GROUPS_PER_STEP = 1 << _GROUP_BITS
-MAX_STEPS = 1 << _STEP_BITS
+MAX_STEPS = 1 << (_STEP_BITS - 1)
+"""Of a job. The numbers from here on stand for requests of clients, which belong to no step."""
+MAX_REQUESTS = MAX_STEPS * MAX_GROUPS_PER_STEP
+"""Of clients, of one job, that can be told apart."""
 MAX_JOBS = 1 << _JOB_BITS
 JOB_SHIFT = _EVAL_BITS + _STEP_BITS + _GROUP_BITS + _MEMBER_BITS
 """By how much a packed id is shifted right to leave the job's number."""
@@ -34,7 +37,7 @@ class SampleId(NamedTuple):
 
     def pack(self) -> int:
         """Return the id as an unsigned 64-bit integer; sorting by it sorts by (job, kind, step, group, member)."""
-        limits = (MAX_JOBS, 2, MAX_STEPS, MAX_GROUPS_PER_STEP, MAX_GROUP_SIZE)
+        limits = (MAX_JOBS, 2, 1 << _STEP_BITS, MAX_GROUPS_PER_STEP, MAX_GROUP_SIZE)
         for name, value, limit in zip(self._fields, self, limits, strict=True):
             if not 0 <= value < limit:
                 raise ValueError(f"sample id: {name} = {value} is outside 0..{limit - 1}")
@@ -51,7 +54,7 @@ class SampleId(NamedTuple):
         packed >>= _MEMBER_BITS
         group = packed & (MAX_GROUPS_PER_STEP - 1)
         packed >>= _GROUP_BITS
-        step = packed & (MAX_STEPS - 1)
+        step = packed & ((1 << _STEP_BITS) - 1)
         packed >>= _STEP_BITS
         return cls(packed >> _EVAL_BITS, bool(packed & 1), step, group, member)
 
@@ -68,6 +71,17 @@ def group_of(sample: int) -> int:
 def job_of(sample: int) -> int:
     """Return the job number in a packed sample or group id."""
     return sample >> JOB_SHIFT
+
+
+def request_group(job: int, number: int) -> int:
+    """Return the group id of a client's request, which has a number below `MAX_REQUESTS`."""
+    step, group = divmod(number, MAX_GROUPS_PER_STEP)
+    return SampleId(job, False, MAX_STEPS + step, group, 0).pack()
+
+
+def is_served(sample: int) -> bool:
+    """Tell whether a packed sample or group id is of a client's request, and not of the trainer's."""
+    return bool(sample >> (_GROUP_BITS + _MEMBER_BITS) & MAX_STEPS)
 
 
 def new_token(n_bytes: int = 4) -> str:

@@ -169,6 +169,8 @@ class GroupRequested(Message):
     """Versions down to `version - max_staleness` may generate it."""
     expires_at: float = 0.0
     """When a client's request is given up, which any version may generate; 0: the trainer's."""
+    near: str = ""
+    """A worker that may have the prompt's beginning in its cache: it gets the samples first, if it can."""
 
 
 # --- the token log ----------------------------------------------------------------------------------------------------
@@ -229,7 +231,10 @@ class TokenFrame(Message):
 
 @message
 class SampleFailed(Message):
-    """Worker -> log: this sample itself cannot be generated (say, the prompt is too long). Fenced like a frame row."""
+    """Worker -> log: this sample itself cannot be generated (say, the prompt is too long). Fenced like a frame row.
+
+    Manager -> log: `worker` said that its engine died or hung while it ran this sample, which may have been the cause.
+    """
 
     worker: str
     sample: int
@@ -263,6 +268,8 @@ class Restated(Message):
     spans: list[Span]
     """(worker, weight version, number of tokens), in order."""
     failures: int = 0
+    failed_on: list[str] = []
+    """Names of the workers on which it failed."""
 
 
 # --- manager -> worker ------------------------------------------------------------------------------------------------
@@ -386,6 +393,11 @@ class WorkerBeat(Message):
     pending: int
     tokens_per_s: float
     at: float
+    resident_bytes: int = 0
+    """Memory of its process; 0 where that is not known."""
+    device_used_bytes: int = 0
+    """Memory in use on the engine's device, by whomever; 0 where it has none of its own."""
+    device_total_bytes: int = 0
 
 
 @message
@@ -405,6 +417,8 @@ class WorkerLeft(Message):
     worker: str
     reason: str
     at: float
+    died_with: bytes = b""
+    """uint64 column: samples that its engine ran when it died or hung; empty after any other end."""
 
 
 # --- manager -> trainer -----------------------------------------------------------------------------------------------

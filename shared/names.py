@@ -70,6 +70,11 @@ def job_audit(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:audit"
 
 
+def serving_session(session: str) -> str:
+    """Hash: a client's conversation as the tokens that it was made of (JSON); vanishes when it is not gone on with."""
+    return f"{PREFIX}serving:session:{session}"
+
+
 def trainer_lease(job_id: str) -> str:
     """Lease: the trainer that runs the job, and what it waits for (JSON)."""
     return f"{PREFIX}job:{job_id}:trainer"

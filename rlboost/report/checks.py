@@ -65,7 +65,8 @@ def _duplicates(record: Record) -> Check:
 def _tokens(record: Record) -> Check:
     audit = record.audit
     again = sum(audit.get("tokens_made_again", {}).values())
-    generated, delivered = audit.get("tokens_generated", 0), audit.get("tokens_delivered", 0)
+    generated = audit.get("tokens_generated", 0)
+    delivered = audit.get("tokens_delivered", 0) + audit.get("serving", {}).get("tokens_delivered", 0)
     detail = f"{generated:,} generated = {delivered:,} delivered + {again:,} made again"
     return Check("Every token is accounted for", generated == delivered + again and generated > 0, detail)
 

@@ -16,8 +16,10 @@ from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.jobs import Job, to_json
 from services.rollout_manager.domain.offload import wanted
+from services.rollout_manager.serving_api import add_serving
 from services.rollout_manager.settings import Settings
 from services.rollout_manager.waits import waiting_of
+from services.rollout_manager.weights import add_weights
 from shared import names
 from shared.bus import START, Append, Bus, Entry, HashSet, Op, position
 from shared.errors import ConfigError, Fenced
@@ -42,6 +44,8 @@ def build(manager: Manager, bus: Bus, settings: Settings) -> FastAPI:
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
     _add_fleet(router, manager, settings)
+    add_weights(router, manager, bus, settings)
+    add_serving(router, manager, bus, settings)
     app.include_router(router)
     return app
 
@@ -173,12 +177,13 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.get("/jobs/{job_id}/audit", tags=["history"])
     async def audit(job_id: str) -> dict[str, Any]:
         job = _job(manager, job_id)
-        in_flight = sum(n for need, n in manager.world.live.items() if need.job_id == job.id)
+        live = [(need.serves, n) for need, n in manager.world.live.items() if need.job_id == job.id]
         stored = await bus.hash_get(names.job_audit(job.id), "counters")
         counters: dict[str, Any] = (
             json.loads(stored) if stored else manager.world.audits.get(job.id, Audit()).model_dump()
         )
-        return {**counters, "in_flight": in_flight}
+        counters.setdefault("serving", {})["in_flight"] = sum(n for serves, n in live if serves)
+        return {**counters, "in_flight": sum(n for serves, n in live if not serves)}
 
     @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
     async def metrics(job_id: str, format: str = "json") -> list[dict[str, Any]] | PlainTextResponse:  # noqa: A002 - fixed by the API

@@ -27,6 +27,7 @@ from services.rollout_manager.domain.world import Now, World
 from services.rollout_manager.leadership import LEASE_S, Leader, Leadership, manager_at
 from services.rollout_manager.recovery import SHARED_STREAMS, recover
 from services.rollout_manager.runs import apply
+from services.rollout_manager.serving import Desk
 from shared import names
 from shared.bus import START, Bus, Entry, Op, Trim, after
 from shared.errors import BusUnavailable, Fatal, Fenced
@@ -74,6 +75,7 @@ class Manager:
         self._redis_limit_s = redis_limit_s
         self._leadership = Leadership(bus, me or manager_at("", 0, ""), leader_lease_s)
         self.world = World(lease_s)
+        self.desk = Desk()
         self.recovered = False
         self._cursors: dict[str, str] = {}
         self._audit_texts: dict[str, str] = {}
@@ -107,6 +109,7 @@ class Manager:
                 log.warning("redis_away", error=str(error), away_s=round(away_s, 1))
                 await until_stop(stop, 0.5)
         self.recovered = False
+        self.desk.close("this manager stops")
         await self._leadership.resign()
 
     @property
@@ -156,6 +159,7 @@ class Manager:
         self.world = World(self._lease_s)
         self._cursors.clear()
         self._audit_texts.clear()
+        self.desk.close(why)
         log.warning("superseded", reason=why)
 
     async def write(self, ops: Sequence[Op]) -> None:
@@ -181,7 +185,7 @@ class Manager:
         suspects = self.world.fleet.suspects(now.mono)
         holders = await self._bus.holders([names.worker_lease(worker) for worker in suspects])
         dead = [worker for worker, holder in zip(suspects, holders, strict=True) if holder is None]
-        decide(self.world, now, dead)
+        decide(self.world, now, dead, self.desk.clients)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in entries}
         trims: list[Op] = []
         if now.mono - self._trimmed_at > TRIM_EVERY_S:
@@ -189,6 +193,7 @@ class Manager:
             trims = self._trims()
             self._forget_ended(now)
         await self._commit(advanced, trims)
+        self.desk.ring(self.world)
         self._follow_jobs()
 
     def _take(self, entries: list[Entry], now: Now) -> None:
@@ -210,9 +215,11 @@ class Manager:
                 self._audit_texts[job_id] = text
                 changed[job_id] = audit
         over, self._over = self._over, []
-        ops = [*operations(self.world.take_actions()), *bookkeeping(advanced, changed, over), *(trims or ())]
+        decided = self.world.take_actions()
+        ops = [*operations(decided), *bookkeeping(advanced, changed, over), *(trims or ())]
         ops += self._leadership.renewal(self._now().mono)
         await self._bus.transact(ops, self._leadership.fence)
+        self.desk.refuse(decided)
 
     def _forget_ended(self, now: Now) -> None:
         forget_ended(self.world, now.wall)

@@ -9,10 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from services.rollout_manager.domain.actions import (
     Action,
     Bury,
+    BurySample,
     Deliver,
     ForgetJob,
     ForgetWorker,
     Record,
+    Refuse,
     SaveJob,
     SaveLength,
     SaveMetrics,
@@ -57,6 +59,8 @@ def operations(actions: Iterable[Action]) -> list[Op]:
                 ops.append(Append(names.worker_commands(worker), message, COMMANDS_KEPT))
             case Deliver(job_id, message):
                 ops.append(Append(names.rollouts_finished(job_id), message))
+            case Refuse():
+                pass  # nothing on the bus: `serving.Desk` tells the client
             case Tell(job_id, event):
                 ops.append(Append(names.job_events(job_id), event, EVENTS_KEPT))
             case _:
@@ -97,6 +101,8 @@ def _state_operations(action: Action) -> list[Op]:  # noqa: PLR0911 - one flat t
                 at=time.time(),
             )
             return [Append(names.DEAD_LETTERS, letter, DEAD_LETTERS_KEPT)]
+        case BurySample(entry_id, sample, reason):
+            return _state_operations(Bury(names.TOKEN_LOG, entry_id, sample, reason))
         case _:
             raise AssertionError(action)
 

@@ -27,4 +27,5 @@ class Settings(ServiceSettings):
         pattern=r"^(https?://\S+)?$",
         description="where a standby sends clients of this manager; http://HOST:PORT when empty",
     )
+    serve_limit_s: float = Field(600.0, gt=0, description="a completion that is asked for over REST may take so long")
     redis_limit_s: float = Field(300.0, gt=0, description="give up when Redis does not answer for so long")

@@ -24,6 +24,7 @@ from shared.messages import (
     Resume,
     Revoke,
     Role,
+    SampleFailed,
     Suspend,
     TokenFrame,
     UseVersion,
@@ -32,6 +33,9 @@ from shared.messages import (
     WorkerLeft,
 )
 from shared.names import TOKEN_LOG, WORKER_BEATS, worker_commands, worker_lease
+
+RESIDENT_BYTES = 123_000_000
+"""What each one says of its memory."""
 
 
 def next_token(worker: str, version: int, tokens: list[int]) -> int:
@@ -107,6 +111,7 @@ class SimWorker:
             pending=0,
             tokens_per_s=0.0,
             at=0.0,
+            resident_bytes=RESIDENT_BYTES,
         )
         await self.bus.append(WORKER_BEATS, beat)
 
@@ -171,6 +176,10 @@ class SimWorker:
                     held.tokens.append(next_token(self.id, self.version, held.tokens))
             held.done = len(held.tokens) >= held.max_tokens
 
+    def running(self) -> list[int]:
+        """Return the samples that have a slot."""
+        return list(self.held)[: self.slots]
+
     def frame(self) -> TokenFrame | None:
         """Return what was made since the last frame."""
         rows = [(i, h) for i, h in self.held.items() if len(h.tokens) > h.flushed or h.done or h.released]
@@ -207,3 +216,18 @@ class SimWorker:
         await self.bus.append(WORKER_BEATS, WorkerLeft(worker=self.id, reason="drained", at=0.0))
         self.held.clear()
         self.dismissed = True
+
+    async def die(self) -> None:
+        """The engine dies: what it made is in the log, and the last word names what it ran."""
+        await self.flush()
+        died_with = pack(self.running(), U64)
+        left = WorkerLeft(worker=self.id, reason="failed: it died", at=0.0, died_with=died_with)
+        await self.bus.append(WORKER_BEATS, left)
+        self.held.clear()
+        self.dismissed = True
+
+    async def refuse(self, sample: int) -> None:
+        """The engine cannot make this sample."""
+        held = self.held.pop(sample)
+        failed = SampleFailed(worker=self.id, sample=sample, attempt=held.attempt, reason="the engine refuses it")
+        await self.bus.append(TOKEN_LOG, failed)

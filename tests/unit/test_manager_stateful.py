@@ -8,6 +8,7 @@ doubled, and everything ends.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.audit import Audit
+from services.rollout_manager.domain.ledger import FAILURES_LIMIT, WORKERS_LIMIT
 from services.rollout_manager.domain.placing import ask_back
 from services.rollout_manager.domain.world import Now
 from services.rollout_manager.leadership import manager_at
@@ -57,6 +59,8 @@ class Spot(RuleBasedStateMachine):
         self.requested: dict[int, list[GroupRequested]] = {1: [], 2: []}
         self.version = {1: 0, 2: 0}
         self.names = 0
+        self.failures: dict[int, list[str]] = defaultdict(list)
+        """Sample -> the workers that failed on it, or with it."""
         self.managers = [self._new_manager(n) for n in range(2)]
 
     def run(self, what: Coroutine[Any, Any, T]) -> T:
@@ -216,6 +220,32 @@ class Spot(RuleBasedStateMachine):
         self.run(worker.leave())
         self.workers.remove(worker)
 
+    @precondition(lambda self: any(worker.held for worker in self.workers))
+    @rule(data=st.data())
+    def an_engine_dies(self, data: st.DataObject) -> None:
+        """Whatever it ran may have been the cause."""
+        worker = data.draw(st.sampled_from([worker for worker in self.workers if worker.held]))
+        self.late_frames_arrive()
+        self.run(worker.flush())
+        for sample in worker.running():
+            self.failures[sample].append(worker.id)
+        self.run(worker.die())
+        self.workers.remove(worker)
+
+    @precondition(lambda self: any(worker.held for worker in self.workers))
+    @rule(data=st.data(), moments=st.integers(1, 6))
+    def engines_refuse_a_sample(self, data: st.DataObject, moments: int) -> None:
+        """Wherever it runs: when that has happened to it often enough, it is dropped."""
+        sample = data.draw(st.sampled_from(sorted({i for worker in self.workers for i in worker.held})))
+        for _ in range(moments):
+            for worker in [worker for worker in self.workers if sample in worker.held]:
+                self.late_frames_arrive()
+                self.run(worker.flush())
+                if sample in worker.held:
+                    self.failures[sample].append(worker.id)
+                    self.run(worker.refuse(sample))
+            self.all_is_well_for_a_moment(n=1, turn_first=True)
+
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 7.0]), beating=st.booleans())
     def time_passes(self, seconds: float, beating: bool) -> None:
         """Without beats, workers that live are taken for dead: their later frames must not count."""
@@ -321,16 +351,25 @@ class Spot(RuleBasedStateMachine):
         finished = self._finished(no)
         assert {m.sample for m in finished} == set(wanted), "a sample is missing"
         for message in finished:
-            assert isinstance(message, SampleFinished)
+            if isinstance(message, SampleDropped):
+                where = self.failures[message.sample]
+                assert len(set(where)) >= WORKERS_LIMIT or len(where) >= FAILURES_LIMIT, (
+                    "an innocent sample was dropped"
+                )
+                continue
             request, tokens = wanted[message.sample], ints(message.tokens, I32)
             assert len(tokens) == request.sampling.max_tokens
             check_completion(tokens, message.spans)
             assert all(request.version - STALENESS[no] <= v <= request.version for _, v, _ in message.spans)
         audit = Audit.model_validate_json(self.run(self.bus.hash_get(names.job_audit(JOBS[no]), "counters")) or "{}")
-        made_again = sum(audit.tokens_made_again.values())
-        assert audit.requested == audit.delivered == len(wanted)
-        assert audit.tokens_delivered == sum(len(ints(m.tokens, I32)) for m in finished)
-        assert audit.tokens_generated == audit.tokens_delivered + made_again
+        elsewhere = sum(audit.tokens_made_again.values()) + audit.serving.tokens_delivered
+        assert audit.serving.requested == audit.serving.delivered + sum(audit.serving.dropped.values())
+        delivered = [message for message in finished if isinstance(message, SampleFinished)]
+        assert audit.requested == len(wanted)
+        assert audit.delivered == len(delivered)
+        assert sum(audit.dropped.values()) == len(finished) - len(delivered)
+        assert audit.tokens_delivered == sum(len(ints(m.tokens, I32)) for m in delivered)
+        assert audit.tokens_generated == audit.tokens_delivered + elsewhere
         leader = self.leader
         assert leader is not None
         assert not leader.world.ledger.samples

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.rollout_manager.domain.jobs import Job
-from shared.messages import Event, Message, WorkerJoined
+from shared.messages import Event, Message, Restated, WorkerJoined
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,14 @@ class Deliver:
 
     job_id: str
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the client that waits for a sample that it will not come, and why."""
+
+    sample: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,27 @@ class Bury:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class BurySample:
+    """Append a sample that will not be tried again, whole, to the dead letters."""
+
+    entry_id: str
+    sample: Restated
+    reason: str
+
+
 Action = (
-    Record | Send | Deliver | Tell | SaveJob | ForgetJob | SaveMetrics | SaveLength | SaveWorker | ForgetWorker | Bury
+    Record
+    | Send
+    | Deliver
+    | Refuse
+    | Tell
+    | SaveJob
+    | ForgetJob
+    | SaveMetrics
+    | SaveLength
+    | SaveWorker
+    | ForgetWorker
+    | Bury
+    | BurySample
 )

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+
+
+class ServingAudit(BaseModel):
+    """What clients asked for. `requested = delivered + dropped + in flight`, at every moment."""
+
+    requested: int = 0
+    delivered: int = 0
+    dropped: Counter[str] = Counter()
+    """By reason."""
+    tokens_delivered: int = 0
+    """Of delivered completions, with a few behind a stop string that no client has seen."""
 
 
 class Audit(BaseModel):
     """Counters of one job.
 
-    `requested = delivered + dropped + in flight`, and
-    `tokens_generated = tokens_delivered + made again + tokens in flight`, at every moment.
+    `requested = delivered + dropped + in flight` for the trainer's samples, and for those and the clients' together
+    `tokens_generated = tokens_delivered + serving.tokens_delivered + made again + tokens in flight`, at every moment.
     """
 
     requested: int = 0
@@ -31,3 +42,4 @@ class Audit(BaseModel):
     """`with_notice` and `without_notice`."""
     migrations: int = 0
     """Times a sample went on elsewhere."""
+    serving: ServingAudit = Field(default_factory=ServingAudit)

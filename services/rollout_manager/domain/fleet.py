@@ -31,6 +31,10 @@ class Worker:
     tokens_per_s: float = 0.0
     last_beat_at: float = 0.0
     """Worker's clock, Unix seconds."""
+    resident_bytes: int = 0
+    device_used_bytes: int = 0
+    device_total_bytes: int = 0
+    """Memory as of its last beat: of its process, and of its device; 0 where it is not known."""
     known: bool = False
     """False until it has said something since this manager began: its state is a guess."""
     told_version: tuple[str, int] | None = None
@@ -103,6 +107,8 @@ class Worker:
         before = self.state
         self.heard_at, self.known, self.last_beat_at = now, True, beat.at
         self.job_id, self.version, self.tokens_per_s = beat.job_id, beat.version, beat.tokens_per_s
+        self.resident_bytes = beat.resident_bytes
+        self.device_used_bytes, self.device_total_bytes = beat.device_used_bytes, beat.device_total_bytes
         self.state = "draining" if self.noticed else beat.state
         self._learn(beat, now)
         return before if before != self.state else None
@@ -134,6 +140,9 @@ class Worker:
             "tokens_per_s": self.tokens_per_s,
             "batch": self.batch or self.joined.slots,
             "speed": round(self.speed, 3),
+            "resident_bytes": self.resident_bytes or None,
+            "device_used_bytes": self.device_used_bytes or None,
+            "device_total_bytes": self.device_total_bytes or None,
             "price_per_hour": self.joined.price_per_hour,
             "host": self.joined.host,
             "pid": self.joined.pid,

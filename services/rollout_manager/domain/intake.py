@@ -11,10 +11,11 @@ from services.rollout_manager.domain.jobs import ENDED, Job
 from services.rollout_manager.domain.ledger import Outcome
 from services.rollout_manager.domain.seeding import Window
 from services.rollout_manager.domain.steps import end_step
+from services.rollout_manager.domain.trials import suspects
 from services.rollout_manager.domain.world import Now, World, revoke
 from shared.columns import U64, ints
 from shared.errors import Bury
-from shared.ids import SampleId, job_of
+from shared.ids import SampleId, is_served, job_of
 from shared.jobspec import parse
 from shared.messages import (
     Admitted,
@@ -92,7 +93,9 @@ def fold(world: World, message: Message, entry_id: str, *, counted: bool) -> Non
         case Placed():
             _place(world, message, counted=counted)
         case Closed():
-            world.close(ints(message.samples, U64))
+            closed = ints(message.samples, U64)
+            world.close(closed)
+            world.forget_served(closed)
         case Restated():
             _restate(world, message, entry_id)
         case _:
@@ -171,7 +174,8 @@ def _request(world: World, request: GroupRequested) -> None:
     if job.ended or world.is_known(request):
         return
     world.admitted(world.ledger.admit(request, ""))
-    world.audits[job.id].requested += request.n
+    audit = world.audits[job.id]
+    (audit.serving if is_served(request.group) else audit).requested += request.n
     world.actions.append(Record(Admitted(request=request)))
 
 
@@ -238,9 +242,18 @@ def _notice(world: World, notice: WorkerNotice, now: Now) -> None:
 def _leave(world: World, left: WorkerLeft, now: Now) -> None:
     worker = world.fleet.workers.get(left.worker)
     if worker is not None:
+        died_with = ints(left.died_with, U64)
         if worker.noticed:
             _count_preemption(world, worker, "with_notice")
+            died_with = []  # it was on its way out: nobody's fault
+        had = [world.ledger.samples[i] for i in died_with if i in worker.samples]
         remove_worker(world, worker, now, lost=False, reason=left.reason)
+        for sample in suspects(had):
+            # A record like any other: whoever folds the log counts it as this manager does.
+            reason = "the engine of its worker died or hung"
+            failed = SampleFailed(worker=worker.id, sample=sample.id, attempt=sample.attempt, reason=reason)
+            if world.ledger.fail(failed):
+                world.record(failed)
 
 
 def lose_worker(world: World, worker: Worker, now: Now) -> None:

@@ -37,8 +37,12 @@ from shared.ids import JOB_SHIFT, MAX_GROUP_SIZE, job_of
 from shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, Placed, Restated, SampleFailed, TokenFrame
 
 TOKEN_BYTES = I32.itemsize
-FAILURE_LIMIT = 3
-"""A sample that failed by itself so often is dropped with the reason; preemptions do not count."""
+WORKERS_LIMIT = 3
+"""A sample that failed on so many different workers is dropped with the reason; preemptions do not count."""
+FAILURES_LIMIT = 6
+"""Or so often in all, where there are fewer workers."""
+PAST_TOKENS = 16
+"""So many tokens behind the place where a sample failed, it is past that: more than a flush interval may lose."""
 
 
 @dataclass(slots=True)
@@ -60,7 +64,10 @@ class Sample:
     stretches: list[tuple[str, int, int]] = field(default_factory=list)
     """(worker, weight version, index of the first token), in order: who made what follows, up to the next."""
     finish: int = FINISH_NONE
-    failures: int = 0
+    failed_on: list[str] = field(default_factory=list)
+    """Of each time that it failed at about the same place, the name of the worker."""
+    failed_at: int = 0
+    """How many tokens it had when it failed last."""
     offset: int = 0
     """How many tokens its owner began this attempt with."""
     placed_at: float = 0.0
@@ -70,6 +77,16 @@ class Sample:
     def n_tokens(self) -> int:
         """Return how many completion tokens the ledger holds."""
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def past_failure(self) -> bool:
+        """Tell whether it has got past the place where it failed last."""
+        return self.n_tokens >= self.failed_at + PAST_TOKENS
+
+    def is_over_limit(self, more: int = 0) -> bool:
+        """Tell whether it is to be dropped for its failures, with so many `more` on other workers."""
+        workers = len(set(self.failed_on))
+        return workers + more >= WORKERS_LIMIT or len(self.failed_on) + more >= FAILURES_LIMIT
 
     @property
     def spans(self) -> list[tuple[str, int, int]]:
@@ -276,11 +293,14 @@ class Ledger:
             self.finished[sample.id] = None
 
     def fail(self, message: SampleFailed) -> bool:
-        """Note that a sample failed by itself; tell whether the message counts."""
+        """Note that a sample failed, or may have been why its worker did; tell whether the message counts."""
         sample = self.samples.get(message.sample)
         if sample is None or sample.attempt != message.attempt or message.sample in self.failed or sample.finish:
             return False
-        sample.failures += 1
+        if sample.past_failure:
+            sample.failed_on = []
+        sample.failed_on.append(name_of(message.worker))
+        sample.failed_at = sample.n_tokens
         self.failed[message.sample] = message.reason
         return True
 
@@ -318,7 +338,8 @@ class Ledger:
                 message.worker,
                 bytearray(message.tokens),
                 bytearray(message.logprobs),
-                failures=message.failures,
+                failed_on=list(message.failed_on),
+                failed_at=length(message.tokens),
             )
             start = 0
             for worker, version, n in message.spans:
@@ -343,12 +364,18 @@ class Ledger:
             tokens=bytes(sample.tokens),
             logprobs=bytes(sample.logprobs),
             spans=list(sample.spans),
-            failures=sample.failures,
+            failures=len(sample.failed_on),
+            failed_on=list(sample.failed_on),
         )
 
     def oldest(self, n: int) -> list[Sample]:
         """Return the `n` samples whose entries reach back farthest in the log, the oldest first."""
         return [self.samples[sample_id] for sample_id in islice(self._by_age, n)]
+
+
+def name_of(worker_id: str) -> str:
+    """Return a worker's name, which all its incarnations share."""
+    return worker_id.rpartition("-")[0] or worker_id
 
 
 def _rows(samples: bytes, attempts: bytes, offsets: bytes) -> zip[tuple[int, int, int]]:

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from services.rollout_manager.domain.balance import Load, Running, moves
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.placement import best_of
+from services.rollout_manager.domain.placement import best_of, has_room
+from services.rollout_manager.domain.trials import taker
 from services.rollout_manager.domain.world import Need, Now, World, kv_of, revoke
 from shared.columns import U32, U64, pack
+from shared.ids import is_served
 from shared.messages import Assign, Assignment, Placed, Release
 
 BALANCE_EVERY_S = 0.2
@@ -19,8 +21,8 @@ RELEASE_LIMIT_S = 5.0
 
 
 def place(world: World, now: Now) -> None:
-    """Give samples that wait to workers with room, the oldest step first."""
-    for need in sorted(world.waiting, key=lambda need: (need.version, need.job_id)):
+    """Give samples that wait to workers with room: clients' first, since somebody looks on, then the oldest step's."""
+    for need in sorted(world.waiting, key=lambda need: (not need.serves, need.version, need.job_id)):
         _place(world, need, now)
 
 
@@ -28,22 +30,41 @@ def _place(world: World, need: Need, now: Now) -> None:
     waiting = world.waiting[need]
     pools = world.pools(need)
     chosen: dict[str, dict[int, Sample]] = {}
+    aside: list[Sample] = []
     while (worker_id := best_of(pools)) is not None:
         sample_id = waiting.pop(world.waits)
         if sample_id is None:
             break
-        sample, worker = world.ledger.samples[sample_id], world.fleet.workers[worker_id]
+        sample = world.ledger.samples[sample_id]
+        if sample.failed_on:
+            worker = taker(sample, pools, world.fleet.workers, world.ledger.samples)
+            if worker is None:
+                aside.append(sample)
+                continue
+        else:
+            worker = world.fleet.workers[_near(world, need, sample) or worker_id]
         # Its owner is noted at once: a sample that stands twice among the waiting is placed once.
-        sample.worker, sample.placed_at = worker_id, now.mono
-        chosen.setdefault(worker_id, {})[sample_id] = sample
+        sample.worker, sample.placed_at = worker.id, now.mono
+        chosen.setdefault(worker.id, {})[sample_id] = sample
         worker.samples.add(sample_id)
         worker.kv_held += kv_of(sample)
-        world.offer(worker_id)
-    _note_stall(world, need, stalled=not waiting.empty and not any(pool.members for pool in pools), now=now)
+        world.offer(worker.id)
+    for sample in aside:
+        world.wait(sample)
+    if not need.serves:
+        _note_stall(world, need, stalled=not waiting.empty and not any(pool.members for pool in pools), now=now)
     if waiting.empty:
         del world.waiting[need]
     for worker_id, samples in chosen.items():
         _assign(world, world.fleet.workers[worker_id], list(samples.values()), now)
+
+
+def _near(world: World, need: Need, sample: Sample) -> str:
+    """Return the worker that a new sample had better go to, if that is there and has room."""
+    worker = world.fleet.workers.get(sample.request.near)
+    if worker is None or sample.attempt or not has_room(worker):
+        return ""
+    return worker.id if worker.serves(need.job_id, need.oldest, need.version) else ""
 
 
 def _note_stall(world: World, need: Need, *, stalled: bool, now: Now) -> None:
@@ -73,7 +94,8 @@ def _assign(world: World, worker: Worker, samples: list[Sample], now: Now) -> No
     world.record(message)
     assignments = [_assignment(sample) for sample in samples]
     world.send(worker, Assign(job_id=job_id, version=worker.version, samples=assignments))
-    if window := world.windows.get(job_id):
+    window = world.windows.get(job_id)
+    if window is not None and not is_served(samples[0].id):
         window.placed(now.mono)
 
 

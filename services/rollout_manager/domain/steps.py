@@ -53,7 +53,7 @@ def advance_window(world: World, job: Job, now: Now) -> None:
         return
     view = _view(world, job, window, now)
     if window.meter is not None:
-        working = any(need.job_id == job.id and n for need, n in world.live.items())
+        working = any(need.job_id == job.id and not need.serves for need in world.live)
         window.meter.update(now.mono, fleet=view.preemptible, reserved=view.reserved, working=working)
     match window.advance(view):
         case "close":

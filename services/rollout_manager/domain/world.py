@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from services.rollout_manager.domain.actions import Action, Deliver, ForgetJob, Record, SaveLength, Send, Tell
+from services.rollout_manager.domain.actions import Action, Deliver, ForgetJob, Record, Refuse, SaveLength, Send, Tell
 from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.fleet import Fleet, Worker
 from services.rollout_manager.domain.jobs import Job
@@ -19,7 +19,7 @@ from services.rollout_manager.domain.placement import Candidates, size
 from services.rollout_manager.domain.seeding import Window
 from services.rollout_manager.domain.waiting import Waiting
 from shared.columns import U32, U64, length, pack
-from shared.ids import SampleId
+from shared.ids import SampleId, is_served, job_of
 from shared.messages import (
     FINISH_STOP,
     Closed,
@@ -40,6 +40,14 @@ class Need(NamedTuple):
     """The step that is trained on it, and the newest version that may generate it."""
     oldest: int
 
+    @property
+    def serves(self) -> bool:
+        """Tell whether this is what clients' samples need: any version, so that they hold no worker back."""
+        return self.version == ANY_VERSION
+
+
+ANY_VERSION = 1 << 32
+"""Newer than any there is."""
 
 Serving = tuple[str, int]
 """What a worker serves: (job id, weight version)."""
@@ -90,6 +98,10 @@ class World:
         """How many samples in flight need what."""
         self.asked: dict[tuple[str, int], int] = {}
         """(Job id, step) -> samples of a step that is in flight, the finished ones too."""
+        self.served: dict[int, Sample] = {}
+        """Those of clients."""
+        self.unattended_since: dict[int, float] = {}
+        """Group of a client that is not there -> since when (manager's clock)."""
         self.stalled_since: dict[str, float] = {}
         """Job id -> since when (Unix) samples of it wait and no worker could take one."""
         self.below_share_since: dict[str, float] = {}
@@ -181,9 +193,12 @@ class World:
             if need not in self.live:
                 self.restless = True
             self.live[need] = self.live.get(need, 0) + 1
-            step = need.job_id, need.version
-            self.asked[step] = self.asked.get(step, 0) + 1
-            self.requested_step[need.job_id] = max(need.version, self.requested_step.get(need.job_id, -1))
+            if need.serves:
+                self.served[sample.id] = sample
+            else:
+                step = need.job_id, need.version
+                self.asked[step] = self.asked.get(step, 0) + 1
+                self.requested_step[need.job_id] = max(need.version, self.requested_step.get(need.job_id, -1))
             self.wait(sample)
 
     def wait(self, sample: Sample) -> None:
@@ -235,10 +250,21 @@ class World:
                 self.waiting.pop(need, None)
                 if not any((live.job_id, live.version) == need[:2] for live in self.live):
                     self.asked.pop(need[:2], None)
+            self.served.pop(sample.id, None)
             self.note_delivered(sample.request.job_id, sample.id)
 
+    def forget_served(self, sample_ids: Iterable[int]) -> None:
+        """Forget clients' samples whose end was read in the log: nothing of them is behind it."""
+        for sample_id in filter(is_served, sample_ids):
+            job = self.job_by_no.get(job_of(sample_id))
+            steps, step = self.delivered.get(job.id if job else "", {}), SampleId.unpack(sample_id).step
+            if step in steps:
+                steps[step].discard(sample_id)
+                if not steps[step]:
+                    del steps[step]
+
     def note_delivered(self, job_id: str, sample_id: int) -> None:
-        """Remember that the trainer has this sample, or knows that it will not come."""
+        """Remember that who asked for this sample has it, or knows that it will not come."""
         self.delivered[job_id][SampleId.unpack(sample_id).step].add(sample_id)
 
     def deliver(self, sample: Sample) -> None:
@@ -261,15 +287,29 @@ class World:
         )
         self.deliver_message(job_id, message)
 
+    def hand_over(self, sample: Sample) -> None:
+        """Close a client's sample of which the client has all that it wants."""
+        owner = self.fleet.workers.get(sample.worker)
+        if owner is not None:
+            self.send(owner, revoke(sample))
+        self._close_one(sample)
+        audit = self.audits[sample.request.job_id].serving
+        audit.delivered += 1
+        audit.tokens_delivered += sample.n_tokens
+
     def drop(self, sample: Sample, reason: str) -> None:
-        """Tell the trainer that a sample will not come, and why, and close it (invariant 1)."""
+        """Tell who asked for a sample that it will not come, and why, and close it (invariant 1)."""
         owner = self.fleet.workers.get(sample.worker)
         if owner is not None:
             self.send(owner, revoke(sample))
         group_done = self._close_one(sample)
         audit = self.audits[sample.request.job_id]
-        audit.dropped[reason] += 1
         audit.tokens_made_again["dropped"] += sample.n_tokens
+        if is_served(sample.id):
+            audit.serving.dropped[reason.partition(":")[0]] += 1  # what follows is of one request
+            self.actions.append(Refuse(sample.id, reason))
+            return
+        audit.dropped[reason] += 1
         message = SampleDropped(sample=sample.id, reason=reason, group_done=group_done)
         self.deliver_message(sample.request.job_id, message)
 
@@ -295,8 +335,11 @@ class World:
     def pools(self, need: Need) -> list[Candidates]:
         """Return the workers that could take a sample now, by what they serve."""
         self._refresh()
-        versions = range(need.oldest, need.version + 1)
-        return [pool for version in versions if (pool := self._pools.get((need.job_id, version)))]
+        return [
+            pool
+            for (job_id, version), pool in self._pools.items()
+            if job_id == need.job_id and need.oldest <= version <= need.version
+        ]
 
     def _refresh(self) -> None:
         changed, self._changed = self._changed, {}
@@ -338,6 +381,8 @@ def kv_of(sample: Sample) -> int:
 def need_of(sample: Sample) -> Need:
     """Return what a sample needs of a worker."""
     request = sample.request
+    if is_served(sample.id):
+        return Need(request.job_id, ANY_VERSION, 0)
     return Need(request.job_id, request.version, request.version - request.max_staleness)
 
 

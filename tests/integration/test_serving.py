@@ -1,0 +1,344 @@
+"""OpenAI's own client against a real manager, Redis and weight store, and real workers with the torch engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIError, APITimeoutError, BadRequestError, ConflictError, NotFoundError, OpenAI
+
+from shared import names
+from shared.columns import I32, pack
+from shared.ids import SampleId
+from shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling
+from shared.redis_bus import RedisBus
+from shared.weights.client import StoreClient
+from tests.support import published_model
+from tests.support.model_folder import write_tokenizer
+from tests.support.redis_server import RedisServer
+from tests.support.service_process import TOKEN, ServiceProcess
+
+WAIT_S = 30.0
+TEMPLATE = "{% for m in messages %}{{ bos_token }} {{ m.content }} {% endfor %}"
+FOREVER = {"ignore_eos": True, "return_token_ids": True}
+
+
+class System:
+    """Everything but a trainer, which the test plays."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = write_tokenizer(directory / "model")
+        config = published_model.config(2).to_dict() | {"eos_token_id": 2}
+        (self.model / "config.json").write_text(json.dumps(config))
+        (self.model / "chat_template.jinja").write_text(TEMPLATE)
+        self.redis = RedisServer(directory / "redis", aof=True)
+        self.redis.start()
+        self.workers: dict[str, ServiceProcess] = {}
+        self.store = self._service("weight_store", "WEIGHT_STORE", DIR=str(directory / "weights"))
+        self.manager = self._service("rollout_manager", "MANAGER", WEIGHT_STORE_URL=self.store.url)
+        self.http = httpx.Client(base_url=self.manager.url, headers={"Authorization": f"Bearer {TOKEN}"})
+        self.openai = OpenAI(base_url=f"{self.manager.url}/v1", api_key=TOKEN, max_retries=0, timeout=WAIT_S)
+
+    def _service(self, name: str, prefix: str, **settings: str) -> ServiceProcess:
+        prefix = f"RLBOOST_{prefix}_"
+        env = {f"{prefix}{key}": value for key, value in settings.items()}
+        return ServiceProcess(name, prefix, self.directory, self.redis.url, env)
+
+    def start(self) -> None:
+        self.manager.start()
+        for name in ("w1", "w2"):
+            self.hire(name)
+        self.store.start()
+        self.job = self.create_job("tiny", str(self.model))
+        self.remote = self.create_job("remote", "some/where/else")
+
+    def hire(self, name: str) -> None:
+        (self.directory / name).mkdir()
+        cache = str(self.directory / name / "cache")
+        self.workers[name] = self._service(
+            "rollout_worker", "WORKER", URL=self.manager.url, NAME=name, SLOTS="8", CACHE_DIR=cache
+        )
+        self.workers[name].launch()
+
+    def create_job(self, name: str, model: str) -> str:
+        spec = {
+            "name": name,
+            "model": model,
+            "data": {"train": "t.jsonl"},
+            "reward": {"function": "a:b"},
+            "steps": 9,
+            "sampling": {"max_tokens": 24},
+        }
+        job: str = self.http.post("/v1/jobs", json=spec).json()["id"]
+        asyncio.run(self._begin(job))
+        return job
+
+    async def _begin(self, job: str) -> None:
+        async with StoreClient(self.store.url, TOKEN) as client:
+            await published_model.publish(client, job, 0, seed=0)
+        await self._send(names.JOB_REPORTS, JobReport(job_id=job, state="running", step=0))
+
+    async def _send(self, stream: str, message: Message) -> None:
+        bus = RedisBus(self.redis.url)
+        await bus.append(stream, message)
+        await bus.close()
+
+    def send(self, stream: str, message: Message) -> None:
+        asyncio.run(self._send(stream, message))
+
+    def audit(self) -> dict[str, Any]:
+        audit: dict[str, Any] = self.http.get(f"/v1/jobs/{self.job}/audit").json()
+        return audit
+
+    def kill_the_worker_that_runs(self) -> None:
+        busy = next(w for w in self.http.get("/v1/workers").json() if w["running"] and w["state"] == "ready")
+        name = next(name for name in self.workers if busy["id"].startswith(name))
+        self.workers.pop(name).kill()
+
+    def close(self) -> None:
+        self.openai.close()
+        self.http.close()
+        for service in (*self.workers.values(), self.manager, self.store):
+            service.kill()
+        self.redis.stop()
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = System(tmp_path_factory.mktemp("serving"))
+    try:
+        system.start()
+        yield system
+    finally:
+        system.close()
+
+
+def until(condition: Any) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_models_are_the_jobs_that_run(system: System) -> None:
+    models = {model.id: model for model in system.openai.models.list()}
+    assert set(models) == {system.job, system.remote}
+    assert system.openai.models.retrieve("tiny").id == system.job
+
+
+def test_a_completion_of_token_ids_has_text_logprobs_and_its_tokens(system: System) -> None:
+    made = system.openai.completions.create(
+        model="tiny", prompt=[3, 4, 5], n=3, max_tokens=9, logprobs=1, seed=1, extra_body=FOREVER
+    )
+    assert [choice.index for choice in made.choices] == [0, 1, 2]
+    texts = set()
+    for choice in made.choices:
+        tokens: list[int] = choice.token_ids  # type: ignore[attr-defined]
+        assert (len(tokens), choice.finish_reason) == (9, "length")
+        assert choice.text.split() == [f"t{token}" for token in tokens if token > 2]
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert len(choice.logprobs.tokens) == 9
+        assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs)
+        texts.add(choice.text)
+    assert len(texts) == 3
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 27)
+
+
+def test_the_same_seed_streamed_or_not_makes_the_same_text(system: System) -> None:
+    asked: dict[str, Any] = {"model": system.job, "prompt": "t9 t8", "max_tokens": 40, "n": 2, "seed": 7}
+    whole = system.openai.completions.create(**asked)
+    texts, finish, usage = ["", ""], {}, None
+    for chunk in system.openai.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            finish[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert list(dict(sorted(finish.items())).values()) == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+
+
+def test_a_chat_is_answered_and_temperature_zero_is_greedy(system: System) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "t3 t4"}]}],
+        "temperature": 0,
+        "logprobs": True,
+        "extra_body": {"return_token_ids": True},
+    }
+    first, second = (system.openai.chat.completions.create(**asked, seed=seed) for seed in (1, 2))
+    message = first.choices[0].message
+    assert message.role == "assistant"
+    assert message.content == second.choices[0].message.content
+    assert first.prompt_token_ids == [1, 3, 4]  # type: ignore[attr-defined]
+    assert first.choices[0].logprobs is not None
+    assert first.choices[0].logprobs.content is not None
+    assert len(first.choices[0].logprobs.content) == len(first.choices[0].token_ids)  # type: ignore[attr-defined]
+    chunks = list(system.openai.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+
+
+def test_a_stop_string_ends_the_text_before_it_and_the_sample_with_it(system: System) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "t5", "seed": 3}
+    words = system.openai.completions.create(**asked, max_tokens=40, extra_body=FOREVER).choices[0].text.split()
+    stop = " ".join(words[9:11])
+    stopped = system.openai.completions.create(**asked, max_tokens=8000, stop=[stop], extra_body=FOREVER)
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text.split() == words[:9]
+    until(lambda: system.audit()["serving"]["in_flight"] == 0)
+
+
+def test_a_worker_killed_in_the_middle_is_a_pause_and_its_conversation_goes_on(system: System) -> None:
+    messages: list[Any] = [{"role": "user", "content": "t3"}]
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": messages,
+        "seed": 5,
+        "extra_headers": {"X-Session-ID": "talk"},
+        "extra_body": FOREVER,
+    }
+    first = system.openai.chat.completions.create(**asked, max_tokens=9)
+    messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "t4"}]
+    prompt: list[int] = [1, 3, *first.choices[0].token_ids, 1, 4]  # type: ignore[attr-defined]
+    before = system.audit()
+    tokens: list[int] = []
+    text, killed = "", False
+    for chunk in system.openai.chat.completions.create(**asked, max_tokens=700, stream=True):
+        tokens += chunk.choices[0].token_ids  # type: ignore[attr-defined]
+        text += chunk.choices[0].delta.content or ""
+        if not killed and len(tokens) > 100:
+            system.kill_the_worker_that_runs()
+            killed = True
+    assert len(tokens) == 700
+    audit = system.audit()
+    assert audit["preemptions"]["without_notice"] == before["preemptions"].get("without_notice", 0) + 1
+    assert audit["migrations"] == before["migrations"] + 1
+
+    until(lambda: system.audit()["serving"]["in_flight"] == 0)
+    system.manager.kill()
+    system.manager.start()
+    again = system.openai.chat.completions.create(**asked, max_tokens=700)
+    assert again.prompt_token_ids == prompt  # type: ignore[attr-defined]
+    assert again.choices[0].token_ids == tokens  # type: ignore[attr-defined]
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "t5"}]
+    third = system.openai.chat.completions.create(**asked, max_tokens=1)
+    assert third.prompt_token_ids == [*prompt, *tokens, 1, 5]  # type: ignore[attr-defined]
+    messages[0] = {"role": "user", "content": "t6"}
+    anew = system.openai.chat.completions.create(**asked, max_tokens=1)
+    assert anew.prompt_token_ids[:2] == [1, 6]  # type: ignore[attr-defined]
+
+
+def test_the_trainer_gets_its_samples_and_no_others(system: System) -> None:
+    request = GroupRequested(
+        job_id=system.job,
+        group=SampleId(1, False, 0, 0, 0).pack(),
+        n=4,
+        prompt=pack([3, 4], I32),
+        sampling=Sampling(max_tokens=30),
+        version=0,
+        seed=1,
+    )
+    system.send(names.rollouts_requested(system.job), request)
+    system.openai.completions.create(model="tiny", prompt=[3], max_tokens=30)
+    until(lambda: system.audit()["delivered"] == 4)
+    until(lambda: system.audit()["serving"]["in_flight"] == 0)
+
+    async def finished() -> list[Message]:
+        bus = RedisBus(system.redis.url)
+        entries = await bus.read({names.rollouts_finished(system.job): "0-0"})
+        await bus.close()
+        return [entry.message for entry in entries]
+
+    samples = [m.sample for m in asyncio.run(finished()) if isinstance(m, SampleFinished)]
+    assert sorted(samples) == [request.group + i for i in range(4)]
+    audit = system.audit()
+    serving = audit["serving"]
+    assert audit["requested"] == 4
+    assert serving["requested"] == serving["delivered"] + sum(serving["dropped"].values())
+    made_again = sum(audit["tokens_made_again"].values())
+    assert audit["tokens_generated"] == audit["tokens_delivered"] + serving["tokens_delivered"] + made_again
+
+
+def test_a_client_that_hangs_up_ends_its_samples(system: System) -> None:
+    dropped = system.audit()["serving"]["dropped"].get("the client went", 0)
+    with system.openai.completions.create(
+        model="tiny", prompt=[3], max_tokens=8000, n=2, stream=True, extra_body=FOREVER
+    ) as stream:
+        next(iter(stream))
+    with pytest.raises(APITimeoutError):
+        system.openai.completions.create(model="tiny", prompt=[3], max_tokens=8000, timeout=0.3, extra_body=FOREVER)
+    until(lambda: system.audit()["serving"]["dropped"].get("the client went", 0) == dropped + 3)
+
+
+def test_a_retry_with_the_same_key_goes_on_where_the_killed_manager_was(system: System) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [5, 6], "max_tokens": 800, "extra_body": FOREVER}
+    before = system.audit()["serving"]["requested"]
+    headers = {"Idempotency-Key": "once"}
+    stream = iter(system.openai.completions.create(**asked, stream=True, extra_headers=headers))
+    assert len([next(stream) for _ in range(3)]) == 3
+    system.manager.kill()
+    with pytest.raises((APIError, httpx.HTTPError)):
+        list(stream)
+    system.manager.start()
+    again = system.openai.completions.create(**asked, extra_headers=headers)
+    assert len(again.choices[0].token_ids) == 800  # type: ignore[attr-defined]
+    until(lambda: system.audit()["serving"]["in_flight"] == 0)
+    assert system.audit()["serving"]["requested"] == before + 1
+
+
+def test_without_a_tokenizer_token_ids_still_work(system: System) -> None:
+    made = system.openai.completions.create(model="remote", prompt=[3], max_tokens=5)
+    assert len(made.choices[0].token_ids) == 5  # type: ignore[attr-defined]
+    with pytest.raises(BadRequestError, match="send the prompt as token ids"):
+        system.openai.completions.create(model="remote", prompt="t3")
+    with pytest.raises(BadRequestError, match="leave no room"):
+        system.openai.completions.create(model="remote", prompt=[3] * 9000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("extra_body", {"stop_token_ids": [1 << 40]}),
+        ("logprobs", 5),
+        ("stop", [""]),
+        ("prompt", [3] * 8192),
+        ("prompt", [96]),
+        ("prompt", ["t3", "t4"]),
+        ("best_of", 3),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(system: System, field: str, value: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [3], "max_tokens": 1, field: value}
+    with pytest.raises(BadRequestError) as refused:
+        system.openai.completions.create(**asked)
+    assert refused.value.param == ("stop_token_ids" if field == "extra_body" else field)
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_a_model_that_is_not_there_or_does_not_run_is_said_so(system: System) -> None:
+    with pytest.raises(NotFoundError, match=system.job):
+        system.openai.completions.create(model="gpt-9", prompt="x")
+    system.send(names.JOB_REPORTS, JobReport(job_id=system.remote, state="paused", step=0))
+    until(lambda: system.http.get(f"/v1/jobs/{system.remote}").json()["state"] == "paused")
+    with pytest.raises(ConflictError, match="rlboost resume"):
+        system.openai.completions.create(model="remote", prompt=[3])
+    system.send(names.JOB_REPORTS, JobReport(job_id=system.remote, state="completed", step=9))
+    until(lambda: system.http.get(f"/v1/jobs/{system.remote}").json()["state"] == "completed")
+    with pytest.raises(ConflictError, match="not served any more"):
+        system.openai.completions.create(model="remote", prompt=[3])

@@ -1,0 +1,193 @@
+"""Clients' samples among the trainer's: who makes them, what they hold back, and when they are given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.rollout_manager.app import Manager
+from services.rollout_manager.domain.serving import GRACE_S
+from services.rollout_manager.domain.world import Now
+from services.rollout_manager.serving import Place, Unservable, Unserved
+from shared import names
+from shared.columns import I32, pack
+from shared.fakes import MemoryBus
+from shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
+from shared.jobspec import parse, to_json
+from shared.messages import GroupRequested, JobCommand, JobReport, SampleFailed, Sampling, WeightsCommitted
+from tests.support.sim_worker import SimWorker
+
+SPEC = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 9}
+
+
+class Rig:
+    """A manager and workers on a bus in memory, by a clock of the test's."""
+
+    def __init__(self) -> None:
+        self.clock = 100.0
+        self.bus = MemoryBus(clock=lambda: self.clock)
+        self.manager = Manager(
+            self.bus, lease_s=2.0, redis_limit_s=9.0, clock=lambda: Now(self.clock, self.clock), leader_lease_s=1e6
+        )
+        self.workers: dict[str, SimWorker] = {}
+        self.groups = 0
+
+    async def start(self, *workers: str, slots: int = 4) -> None:
+        await self.manager.recover()
+        create = JobCommand(command_id="c", action="create", job_id="j", job_no=1, spec_json=to_json(parse(SPEC)))
+        await self.bus.append(names.JOB_COMMANDS, create)
+        await self.bus.append(names.JOB_REPORTS, JobReport(job_id="j", state="running", step=0))
+        await self.commit(0)
+        for name in workers:
+            self.workers[name] = SimWorker(self.bus, name, slots=slots, lease_s=1e6)
+            await self.workers[name].join()
+        for _ in range(3):
+            await self.turn()
+
+    async def commit(self, version: int) -> None:
+        message = WeightsCommitted(job_id="j", version=version, manifest_digest="", n_bytes=0, at=0.0)
+        await self.bus.append(names.WEIGHTS_COMMITTED, message)
+
+    async def turn(self) -> None:
+        self.clock += 0.1
+        await self.manager.turn()
+        for worker in self.workers.values():
+            await worker.obey()
+            await worker.beat()
+
+    async def work(self) -> None:
+        for worker in self.workers.values():
+            worker.generate(4)
+            await worker.flush()
+        await self.turn()
+
+    async def ask(self, *, served: bool = True, **more: Any) -> GroupRequested:
+        self.groups += 1
+        request = GroupRequested(
+            job_id="j",
+            group=request_group(1, self.groups) if served else SampleId(1, False, 0, self.groups, 0).pack(),
+            prompt=pack([1, 2], I32),
+            version=0,
+            seed=1,
+            **{"n": 1, "sampling": Sampling(max_tokens=8), "expires_at": self.clock + 90.0 if served else 0.0, **more},
+        )
+        await self.bus.append(names.rollouts_requested("j"), request)
+        return request
+
+    def sit(self, request: GroupRequested) -> Place:
+        return self.manager.desk.sit(request, self.manager.world, returns=False)
+
+    def held(self) -> dict[str, set[int]]:
+        return {name: set(worker.held) for name, worker in self.workers.items()}
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    return Rig()
+
+
+def test_ids_of_requests_are_none_of_the_trainers() -> None:
+    for number in (0, 1, MAX_REQUESTS - 1):
+        group = request_group(7, number)
+        assert is_served(group)
+        assert is_served(group + 255)
+        assert job_of(group) == 7
+        assert SampleId.unpack(group).pack() == group
+    assert not is_served(SampleId(7, True, (1 << 22) - 1, 65535, 255).pack())
+    assert request_group(7, 1) != request_group(7, 2)
+
+
+async def test_a_conversation_goes_to_the_worker_that_has_its_beginning_while_that_is_there(rig: Rig) -> None:
+    await rig.start("a", "b")
+    for near, chosen in (("b", "b"), ("a", "a"), ("gone", "a")):
+        rig.sit(request := await rig.ask(near=near))
+        await rig.turn()
+        await rig.turn()
+        assert request.group in rig.held()[chosen], near
+
+
+async def test_clients_go_first_and_running_samples_stay(rig: Rig) -> None:
+    await rig.start("a", slots=2)
+    trained = await rig.ask(served=False, n=9)
+    await rig.turn()
+    running = rig.held()["a"]
+    assert running
+    rig.sit(request := await rig.ask())
+    await rig.turn()
+    assert rig.held()["a"] == running
+    for _ in range(3):
+        await rig.work()
+        if request.group in rig.held()["a"]:
+            break
+    assert request.group in rig.held()["a"]
+    waiting = rig.manager.world.waiting
+    assert sum(map(len, waiting.values())) > 0
+    assert all(need.version == 0 for need in waiting)
+    assert trained.n == 9
+
+
+async def test_a_request_holds_no_version_back(rig: Rig) -> None:
+    await rig.start("a")
+    place = rig.sit(await rig.ask(sampling=Sampling(max_tokens=12)))
+    await rig.turn()
+    await rig.work()
+    await rig.commit(1)
+    await rig.turn()
+    assert rig.workers["a"].version == 1
+    await rig.work()
+    sample = place.sample(0)
+    assert sample is not None
+    assert [version for _, version, _ in sample.spans] == [0, 1]
+
+
+async def test_what_nobody_fetches_is_given_up(rig: Rig) -> None:
+    await rig.start("a")
+    alone = await rig.ask()
+    place = rig.sit(await rig.ask())
+    for _ in range(4):
+        await rig.work()
+    assert not rig.held()["a"]
+    assert len(rig.manager.world.served) == 2
+    rig.clock += GRACE_S + 1.0
+    await rig.turn()
+    assert [sample.request.group for sample in rig.manager.world.served.values()] == [place.request.group]
+    rig.clock += 90.0
+    await rig.turn()
+    assert not rig.manager.world.served
+    assert isinstance(place.over, Unserved)
+    assert rig.manager.world.audits["j"].serving.dropped == {"the client did not come back": 1, "out of time": 1}
+    assert alone.group not in rig.manager.world.ledger.open_in_group
+
+
+async def test_what_cannot_be_generated_is_told_and_what_the_job_ends_too(rig: Rig) -> None:
+    await rig.start("a")
+    place, other = rig.sit(await rig.ask()), rig.sit(await rig.ask())
+    while place.over is None:
+        await rig.turn()
+        if (sample := place.sample(0)) is not None and sample.worker:
+            failed = SampleFailed(worker="a", sample=sample.id, attempt=sample.attempt, reason="too long")
+            await rig.bus.append(names.TOKEN_LOG, failed)
+    assert isinstance(place.over, Unservable)
+    assert "too long" in str(place.over)
+    await rig.bus.append(names.JOB_REPORTS, JobReport(job_id="j", state="completed", step=9))
+    await rig.turn()
+    assert isinstance(other.over, Unserved)
+    late = rig.sit(await rig.ask())
+    await rig.turn()
+    assert isinstance(late.over, Unserved)
+
+
+async def test_requests_open_no_window_and_teach_no_length(rig: Rig) -> None:
+    await rig.start("a")
+    place = rig.sit(await rig.ask())
+    for _ in range(4):
+        await rig.work()
+    rig.manager.desk.content(place, 0)
+    await rig.turn()
+    world = rig.manager.world
+    assert not world.served
+    assert not world.windows
+    assert not world.asked
+    assert world.lengths["j"].mean == 0
+    assert (world.audits["j"].requested, world.audits["j"].serving.delivered) == (0, 1)

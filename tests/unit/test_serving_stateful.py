@@ -1,0 +1,119 @@
+"""The stateful test of the manager once more, with clients of the REST API: they ask, read, hang up and come back."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from services.rollout_manager.app import Manager
+from services.rollout_manager.serving import Place, Unserved, new_piece
+from shared import names
+from shared.bus import Append
+from shared.columns import I32, pack
+from shared.errors import BusUnavailable, Fenced
+from shared.ids import MAX_STEPS, is_served, request_group
+from shared.messages import GroupRequested, Sampling
+from tests.support.sim_worker import check_completion
+from tests.unit.test_manager_stateful import JOBS, Spot
+
+
+@dataclass
+class Client:
+    """One connection."""
+
+    manager: Manager
+    place: Place
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Take what is new of each member: what was there goes on, whatever has happened since."""
+        for member in list(self.place.open):
+            piece = new_piece(self.place, member)
+            if piece is None:
+                continue
+            tokens = self.tokens.setdefault(member, [])
+            tokens += piece.tokens
+            sample = self.place.sample(member)
+            assert sample is not None
+            assert tokens == memoryview(sample.tokens).cast("i").tolist()
+            check_completion(tokens, sample.spans)
+            if piece.finish:
+                assert len(tokens) == self.place.request.sampling.max_tokens
+                self.manager.desk.content(self.place, member)
+
+
+class SpotWithClients(Spot):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[GroupRequested] = []
+        self.clients: list[Client] = []
+
+    @precondition(lambda self: self.leader and len(self.asked) < 6)
+    @rule(no=st.integers(1, 2), n=st.integers(1, 3), max_tokens=st.integers(1, 12), returns=st.booleans())
+    def a_client_asks(self, no: int, n: int, max_tokens: int, returns: bool) -> None:
+        leader = self.leader
+        if no not in self.jobs or leader is None:
+            return
+        request = GroupRequested(
+            job_id=JOBS[no],
+            group=request_group(no, len(self.asked)),
+            n=n,
+            prompt=pack([1, 2], I32),
+            sampling=Sampling(max_tokens=max_tokens),
+            version=0,
+            seed=3,
+            expires_at=self.clock + 60.0,
+        )
+        self.asked.append(request)
+        self.clients.append(Client(leader, leader.desk.sit(request, leader.world, returns=returns)))
+        with contextlib.suppress(BusUnavailable, Fenced):
+            self.run(leader.write([Append(names.rollouts_requested(request.job_id), request)]))
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def a_client_comes_back(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.asked))
+        leader = self.leader
+        if leader is not None and leader.world.ledger.knows(request):
+            place = leader.desk.sit(request, leader.world, returns=True)
+            self.clients.append(Client(leader, place))
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def a_client_hangs_up(self, data: st.DataObject) -> None:
+        client = data.draw(st.sampled_from(self.clients))
+        client.manager.desk.leave(client.place)
+        self.clients.remove(client)
+
+    @rule()
+    def clients_read(self) -> None:
+        for client in list(self.clients):
+            gone = client.manager not in self.managers or isinstance(client.place.over, Unserved)
+            if gone or not client.place.open:
+                client.manager.desk.leave(client.place)
+                self.clients.remove(client)
+            elif client.manager.leads:
+                client.read()
+
+    def teardown(self) -> None:
+        self.clients_read()
+        super().teardown()
+
+    def _check_everything_delivered(self, no: int) -> None:
+        self.turn()
+        leader = self.leader
+        assert leader is not None
+        assert not leader.world.served
+        assert not leader.world.unattended_since
+        assert not any(step >= MAX_STEPS for steps in leader.world.delivered.values() for step in steps)
+        assert not any(is_served(message.sample) for message in self._finished(no))
+        super()._check_everything_delivered(no)
+
+
+TestSpotWithClients = pytest.mark.timeout(600)(SpotWithClients.TestCase)
+TestSpotWithClients.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
