@@ -1,9 +1,11 @@
-"""Whatever trains the policy keeps these promises: the torch engine and the fake."""
+"""Whatever trains the policy keeps these promises: torch in one process, megatron-core in several, and the fake."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from shared.columns import F32, I32, pack
 from shared.errors import Corrupt, Fatal
 from shared.jobspec import LoraSpec, OptimizerSpec
 from shared.weights.publisher import Shard
+from tests.support import megatron_policies
 from tests.support.model_folder import write_model
 
 LOSS = clipped_loss(0.2, 0.28)
@@ -31,10 +34,30 @@ def torch_engine(folder: Path, *, dtype: str = "float32", lora: LoraSpec | None 
     return engine
 
 
-@pytest.fixture(params=["torch", "torch-bfloat16", "torch-untied", "torch-adapter", "fake", "fake-adapter"])
-def new(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[New]:
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Callable[[int], PolicyEngine]]:
+    """Engines by number whose processes live on between tests, for they take seconds to start."""
+    started: list[PolicyEngine] = []
+    with ExitStack() as stack:
+
+        def get(number: int) -> PolicyEngine:
+            while len(started) <= number:
+                made = megatron_policies.policy(
+                    OptimizerSpec(lr=RATE), dtype="bfloat16", data_parallel=2, distributed_optimizer=True
+                )
+                started.append(stack.enter_context(made))
+            return started[number]
+
+        yield get
+
+
+@pytest.fixture(
+    params=["torch", "torch-bfloat16", "torch-untied", "torch-adapter", "megatron-bfloat16", "fake", "fake-adapter"]
+)
+def new(request: pytest.FixtureRequest, tmp_path: Path, kept: Callable[[int], PolicyEngine]) -> Iterator[New]:
     """Makes engines of one kind, each freshly loaded from the same model."""
     made: list[PolicyEngine] = []
+    n_kept = itertools.count()
 
     def make() -> PolicyEngine:
         adapter = request.param.endswith("-adapter")
@@ -46,6 +69,10 @@ def new(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[New]:
             folder = tmp_path / "model"
             if not folder.exists():
                 write_model(folder, family)
+            if request.param.startswith("megatron"):
+                engine = kept(next(n_kept))
+                engine.load_hf(folder)
+                return engine
             dtype = "bfloat16" if request.param == "torch-bfloat16" else "float32"
             engine = torch_engine(folder, dtype=dtype, lora=LoraSpec() if adapter else None)
         made.append(engine)

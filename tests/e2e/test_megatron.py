@@ -1,8 +1,9 @@
-"""A job that megatron-core trains in two processes: the trainer loses one, and workers get what the two published."""
+"""A job that megatron-core trains in two processes: each publishes its part, and one of them is killed."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,8 +18,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_example_is_trained_in_two_processes_one_of_which_is_killed(tmp_path: Path) -> None:
-    spec = small_job(steps=4)
-    spec["trainer"] |= {"backend": "megatron", "tensor_parallel": 2}
+    spec = small_job(steps=3, elastic={"weights": "delta"})
+    spec["trainer"] |= {"backend": "megatron", "tensor_parallel": 2, "dtype": "bfloat16"}
+    # What is usual for large models: few of the rounded values move in a step.
+    spec["optimizer"]["lr"] = 1e-6
     with black_box(tmp_path / "state", workers=1) as box:
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
@@ -26,20 +29,22 @@ def test_the_example_is_trained_in_two_processes_one_of_which_is_killed(tmp_path
             kill_a_rank(box)
             box.until_completed(job_id)
         check(box, job_id, observer, spec)
-        parts = box.get(f"/v1/jobs/{job_id}/metrics")
-        (saved,) = [e["fields"]["path"] for e in box.events(job_id) if e["kind"] == "model_saved"]
-        log = (tmp_path / "state" / "logs" / "trainer.log").read_text()
-    assert len(parts) == spec["steps"] + 1
+        events = box.events(job_id)
+        logs = {log.stem: log.read_text() for log in (tmp_path / "state" / "logs").glob("*.log")}
+    (saved,) = [event["fields"]["path"] for event in events if event["kind"] == "model_saved"]
     assert (Path(saved) / "model.safetensors").is_file()
-    assert "of the trainer ended with code -9" in log
-    assert "resumed" in log or any(e["kind"] == "resumed" for e in box.events(job_id))
+    assert "resumed" in {event["kind"] for event in events}
+    assert "rank 1 of the trainer ended with code -9" in logs["trainer"]
+    worker = logs["worker-1"]
+    assert "delta_failed" not in worker
+    assert sum(int(found) for found in re.findall(r'"chunks_delta": (\d+)', worker)) > 0, worker[-2000:]
 
 
 def kill_a_rank(box: BlackBox) -> None:
     def killed() -> bool:
         for process in box.processes("trainer"):
             for rank in ranks_of(process["pid"])[1:]:
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):  # it is gone since it was listed
                     os.kill(rank, signal.SIGKILL)
                     return True
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.trainer.adapters.megatron import boxes, wire
+from services.trainer.adapters.megatron.boxes import BoxReader
 from services.trainer.adapters.megatron.names import HEAD, Piece, WeightMap
 from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place, check, shape_of
 from services.trainer.domain.spread import spread
@@ -194,6 +197,43 @@ def test_queries_keys_and_values_are_grouped_by_key_head() -> None:
     parts = [torch.arange(16.0), 100 + torch.arange(8.0), 200 + torch.arange(8.0)]
     first_group = weights.join(name, parts)[:8].tolist()
     assert first_group == [0, 1, 2, 3, 100, 101, 200, 201]
+
+
+# --- boxes in files ---
+
+
+def test_a_box_is_read_out_of_boxes_cut_otherwise(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(6, 4)
+    boxes.write(tmp_path / "0", {Piece("a", (6, 4), (0, 0), (6, 1)): whole[:, :1]})
+    boxes.write(tmp_path / "1", {Piece("a", (6, 4), (0, 1), (6, 3)): whole[:, 1:]})
+    with BoxReader([tmp_path / "0", tmp_path / "1"]) as reader:
+        assert reader.shapes == {"a": (6, 4)}
+        for piece in (Piece("a", (6, 4), (0, 0), (6, 4)), Piece("a", (6, 4), (2, 0), (3, 4))):
+            assert torch.equal(reader.read(piece), whole[box(piece)])
+
+
+def test_what_no_file_has_is_named(tmp_path: Path) -> None:
+    boxes.write(tmp_path / "0", {Piece("a", (6, 4), (0, 0), (3, 4)): torch.ones(3, 4)})
+    with BoxReader([tmp_path / "0"]) as reader:
+        with pytest.raises(ValueError, match="tensor a is not whole"):
+            reader.read(Piece("a", (6, 4), (0, 0), (4, 4)))
+        with pytest.raises(ValueError, match=r"tensor a of shape \[6, 5\] is wanted, and there it has shape \[6, 4\]"):
+            reader.read(Piece("a", (6, 5), (0, 0), (3, 5)))
+        with pytest.raises(ValueError, match=r"tensor b .* is not there"):
+            reader.read(Piece("b", (6,), (0,), (6,)))
+
+
+# --- what ranks say ---
+
+
+def test_an_error_of_ours_crosses_as_itself_and_any_other_with_its_traceback() -> None:
+    known = wire.as_error(1, wire.failure(ConfigError("tensor a is wrong"), "Traceback"))
+    assert type(known) is ConfigError
+    assert str(known) == "tensor a is wrong"
+    for error in (KeyError("a"), KeyboardInterrupt()):
+        other = wire.as_error(1, wire.failure(error, "Traceback: in this line"))
+        assert type(other) is RuntimeError
+        assert "rank 1 of the trainer failed:\nTraceback: in this line" in str(other)
 
 
 def box(piece: Piece) -> tuple[slice, ...]:

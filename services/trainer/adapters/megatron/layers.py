@@ -1,0 +1,72 @@
+"""Norm and attention for megatron-core's layer specs, in plain torch.
+
+Its own local spec knows neither packed sequences nor sequence parallelism, and TransformerEngine's wants CUDA. These
+run on any device. Import after `hook.install()`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+from torch.nn import functional
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root mean square norm (arXiv 1910.07467)."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        """Take what megatron-core gives a norm."""
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        # Under sequence parallelism each rank sees a part of the tokens; megatron-core then adds up the gradients.
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each of the sequences that are laid end to end."""
+
+    def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
+        """Take what megatron-core gives a core attention."""
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [tokens, heads, head size].
+            key: [tokens, key heads, head size].
+            value: like `key`.
+            packed_seq_params: where sequences begin and end: `cu_seqlens_q`, a list of ends from 0 on.
+
+        Returns:
+            [tokens, heads x head size].
+
+        """
+        ends: list[int] = packed_seq_params.cu_seqlens_q.tolist()
+        grouped = query.shape[1] != key.shape[1]
+        made = []
+        for low, high in itertools.pairwise(ends):
+            q, k, v = (part[low:high].transpose(0, 1)[None] for part in (query, key, value))
+            one = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self._scale, enable_gqa=grouped
+            )
+            made.append(one[0].transpose(0, 1))
+        return torch.cat(made).reshape(len(query), -1)
+
+
+def block_spec(config: Any) -> Any:
+    """Return the spec of one pipeline stage's layers."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    n_layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[layer] * n_layers, layer_norm=RMSNorm)

@@ -1,0 +1,147 @@
+"""megatron-core's model and optimizer, as this project uses them. Import after `hook.install()`.
+
+Fused kernels are off: each wants TransformerEngine, apex or CUDA. Gradients are summed, and divided once, at the end of
+an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from services.trainer.adapters.megatron.layers import block_spec
+from services.trainer.adapters.megatron.names import WeightMap
+from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place
+from shared.jobspec import OptimizerSpec
+
+
+class Network:
+    """One rank's part of a model."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, place: Place, dtype: torch.dtype) -> None:
+        """Build it with whatever weights; megatron-core's process groups are there already. All ranks do it at once."""
+        self.map = WeightMap(shape, layout, place)
+        self.config = _config(shape, layout, dtype)
+        self.chunk: Any = GPTModel(
+            self.config,
+            block_spec(self.config),
+            vocab_size=self.map.vocabulary_rows[0] * layout.tensor,
+            max_sequence_length=shape.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied,
+        )
+        if torch.cuda.is_available():
+            self.chunk.cuda(torch.cuda.current_device())
+        self._parameters: list[tuple[str, Tensor]] = list(self.chunk.named_parameters())
+        # As the torch backend, it keeps to evaluation mode.
+        self.chunk.eval()
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's parameters under their names in `GPTModel`."""
+        yield from self._parameters
+
+
+class Trained(Network):
+    """One rank's part of the model being trained and of its optimizer."""
+
+    def __init__(
+        self, shape: ModelShape, layout: Layout, place: Place, dtype: torch.dtype, optimizer: OptimizerSpec
+    ) -> None:
+        """Build both; see `Network`."""
+        super().__init__(shape, layout, place, dtype)
+        buffers = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=layout.distributed_optimizer,
+        )
+        self.chunk = DistributedDataParallel(self.config, buffers, self.chunk)
+        self.chunk.eval()
+        # Without overrides every weight decays, as in the torch backend.
+        self.optimizer: Any = get_megatron_optimizer(
+            _optimizer_config(optimizer, layout, dtype), [self.chunk], config_overrides={}
+        )
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def finish_gradients(self, divisor: int) -> float:
+        """Add up all ranks' gradients, divide them, and return the norm of all."""
+        finalize_model_grads([self.chunk])
+        self.chunk.scale_gradients(1.0 / divisor)
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def update(self, learning_rate: float) -> None:
+        """Clip and apply the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+
+def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype) -> Any:
+    return TransformerConfig(
+        num_layers=shape.n_layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.n_heads,
+        num_query_groups=shape.n_kv_heads,
+        kv_channels=shape.head_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=layout.sequence_parallel,
+        variable_seq_lengths=True,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Though weights are loaded at once: it is the initialization that marks which parameters are cut.
+        perform_initialization=True,
+        apply_rope_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - the default wants a CUDA stream
+    )
+
+
+def _optimizer_config(spec: OptimizerSpec, layout: Layout, dtype: torch.dtype) -> Any:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=spec.lr,
+        adam_beta1=spec.betas[0],
+        adam_beta2=spec.betas[1],
+        adam_eps=1e-8,
+        weight_decay=spec.weight_decay,
+        clip_grad=spec.grad_clip,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=layout.distributed_optimizer,
+    )

@@ -1,0 +1,129 @@
+"""What of a Hugging Face configuration megatron-core has to know, and whether it can be cut up as asked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from shared.errors import ConfigError
+from shared.jobspec import TrainerSpec
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+class Layout(NamedTuple):
+    """How many ranks train one model, and what each has of it."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    sequence_parallel: bool
+    distributed_optimizer: bool
+
+    @classmethod
+    def of(cls, spec: TrainerSpec) -> Layout:
+        """Return the layout that a job asks for."""
+        return cls(
+            spec.tensor_parallel,
+            spec.pipeline_parallel,
+            spec.data_parallel,
+            spec.sequence_parallel,
+            spec.distributed_optimizer,
+        )
+
+    @property
+    def n_ranks(self) -> int:
+        """All ranks together."""
+        return self.tensor * self.pipeline * self.data
+
+
+class Place(NamedTuple):
+    """One rank's coordinates."""
+
+    tensor: int
+    pipeline: int
+    data: int
+
+    @classmethod
+    def of(cls, rank: int, layout: Layout) -> Place:
+        """Return where megatron-core puts a rank: tensor changes fastest, pipeline slowest."""
+        rest, tensor = divmod(rank, layout.tensor)
+        pipeline, data = divmod(rest, layout.data)
+        return cls(tensor, pipeline, data)
+
+
+class ModelShape(NamedTuple):
+    """A decoder of the Llama kind: RMSNorm, rotary positions, gated SiLU, grouped queries."""
+
+    n_layers: int
+    hidden: int
+    intermediate: int
+    n_heads: int
+    n_kv_heads: int
+    head_size: int
+    vocabulary: int
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Return the shape of a model with this configuration of transformers.
+
+    Raises:
+        ConfigError: it is of another kind; the text says in what.
+
+    """
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"trainer.backend: megatron knows the model types {', '.join(FAMILIES)}, and this one is "
+            f"{config.model_type}: use trainer.backend: torch"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    unknown = {
+        "rotary positions of the kind": rope.get("rope_type", "default") != "default" and rope["rope_type"],
+        "the activation": config.hidden_act != "silu" and config.hidden_act,
+        "a sliding window of": getattr(config, "use_sliding_window", False) and config.sliding_window,
+        "biases beside the projections of queries, keys and values: attention_bias": getattr(
+            config, "attention_bias", False
+        ),
+        "biases beside the projections of queries, keys and values: mlp_bias": getattr(config, "mlp_bias", False),
+    }
+    for what, value in unknown.items():
+        if value:
+            raise ConfigError(f"trainer.backend: megatron does not know {what} {value}: use trainer.backend: torch")
+    return ModelShape(
+        n_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocabulary=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        norm_epsilon=config.rms_norm_eps,
+        rope_theta=float(rope["rope_theta"]),
+        tied=config.tie_word_embeddings,
+        qkv_bias=config.model_type == "qwen2",
+        qk_norm=config.model_type == "qwen3",
+    )
+
+
+def check(shape: ModelShape, layout: Layout) -> None:
+    """See that the model can be cut up so.
+
+    Raises:
+        ConfigError: it cannot; the text names the setting.
+
+    """
+    cuts = (
+        ("tensor_parallel", layout.tensor, "attention heads", shape.n_heads),
+        ("tensor_parallel", layout.tensor, "key and value heads", shape.n_kv_heads),
+        ("tensor_parallel", layout.tensor, "rows of an MLP's matrix", shape.intermediate),
+        ("pipeline_parallel", layout.pipeline, "layers", shape.n_layers),
+    )
+    for setting, n, what, total in cuts:
+        if total % n:
+            raise ConfigError(f"trainer.{setting} is {n}, but the model's {total} {what} cannot be divided by it")
