@@ -49,7 +49,7 @@ class PlainLoop:
         self.policy = TorchPolicy(spec.optimizer, temperature=spec.sampling.temperature, dtype="float32", device="cpu")
         self.policy.load_hf(model)
         self.engine = TorchEngine(model, slots=spec.data.prompts_per_step * spec.algorithm.group_size)
-        module, _, name = spec.reward.function.partition(":")
+        module, _, name = spec.reward.parts[0].source.partition(":")
         self.score = getattr(importlib.import_module(module), name)
         self.loss = job_loss(spec)
         self.tokens = 0

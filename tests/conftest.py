@@ -14,6 +14,9 @@ from tests.support.s3_server import S3Server
 
 _PREFIXES = itertools.count()
 
+# No worker of a test asks the metadata service of the machine that the test happens to run on.
+os.environ.setdefault("RLBOOST_WORKER_NOTICES", "off")
+
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:

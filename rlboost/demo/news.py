@@ -46,7 +46,7 @@ def _of_processes(events: list[ProcessEvent]) -> Iterator[News]:
                 yield News(event.at, "warn", f"▼ {event.name} gets notice: its machine will be taken (SIGTERM)")
             case "joined":
                 yield News(event.at, "good", f"▶ {event.name} joins: a new machine")
-            case "died" | "refused":
+            case "died" | "refused" | "gave_up":
                 yield News(event.at, "bad", f"✗ {event.name}: {event.detail}")
 
 

@@ -1,4 +1,4 @@
-"""How long to wait before a dead process is started again."""
+"""How long to wait before a dead process is started again, and when to stop doing so."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ class Backoff:
         first_s: the wait after the first death; it doubles with each further one.
         limit_s: the longest wait.
         steady_s: a process that lived so long had started well, and its death counts as a first one.
+        most: so many deaths in a row are a crash loop: another start would end as they did.
 
     """
 
     first_s: float = 0.5
     limit_s: float = 10.0
     steady_s: float = 30.0
+    most: int = 10
     deaths: int = 0
+
+    @property
+    def is_loop(self) -> bool:
+        """Tell whether the deaths counted so far are a crash loop."""
+        return self.deaths >= self.most
 
     def after(self, alive_s: float) -> float:
         """Return the seconds to wait after a life of `alive_s` seconds, and count the death."""

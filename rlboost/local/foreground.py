@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Callable, Sequence
 
 from rlboost.local.chaos import ChaosEvent, play
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.state import Config
+from rlboost.local.supervisor import ClusterEvent
 
 
 def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Callable[[Config], None]) -> bool:
@@ -34,6 +36,7 @@ def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Calla
         assert this is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+        cluster.on_event(_complain)
         async with cluster:
             ready = True
             on_ready(cluster.config)
@@ -45,3 +48,9 @@ def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Calla
     except asyncio.CancelledError:
         return ready
     raise AssertionError("only a signal or an error ends the body")
+
+
+def _complain(event: ClusterEvent) -> None:
+    """Say which process will not be started again, for what is wrong with it."""
+    if event.kind in ("refused", "gave_up"):
+        print(f"rlboost: {event.name} stays away: {event.detail}", file=sys.stderr, flush=True)

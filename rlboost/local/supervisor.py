@@ -4,12 +4,14 @@ A slot is one named place for a process. Its keeper task starts the process, wai
 until the slot is asked to leave. What ends a slot for good:
 
 - it was asked to leave: the system stops, the worker was preempted (`kill`, `notice`) or drained;
-- it exited with EXIT_CONFIG: started again without a change it would fail again.
+- it exited with EXIT_CONFIG: started again without a change it would fail again;
+- it is in a crash loop: it died soon after each of many starts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +36,7 @@ _ASK_AGAIN_S = 0.1
 _LIVES_BEFORE_READY = 3
 _SHOWN_LINES = 15
 
-EventKind = Literal["started", "ready", "died", "refused", "left", "killed", "noticed", "joined"]
+EventKind = Literal["started", "ready", "died", "refused", "gave_up", "left", "killed", "noticed", "joined"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class _Slot:
     note: str = ""
     leaving: str = ""
     """Why it shall not be started again; empty while it shall."""
+    killed: bool = False
+    """Whether its next end is our own doing."""
     asked_to_leave: asyncio.Event = field(default_factory=asyncio.Event)
     keeper: asyncio.Task[None] | None = None
 
@@ -122,8 +126,13 @@ class Supervisor:
                 end = await slot.child.wait()
                 if self._gone_for_good(slot, end):
                     return
-                wait_s = backoff.after(end.alive_s)
-                slot.note = str(end)
+                wait_s = backoff.after(math.inf if slot.killed else end.alive_s)
+                slot.killed, slot.note = False, str(end)
+                if backoff.is_loop:
+                    last = next(iter(slot.child.output(1)), "it wrote nothing")
+                    slot.note = f"crash loop: {backoff.deaths} short lives in a row; the last {end}: {last}"
+                    self._tell("gave_up", slot, slot.note)
+                    return
                 self._tell("died", slot, f"{end}; starts again in {wait_s:g} s")
                 if await _set_within(slot.asked_to_leave, wait_s):
                     slot.note = slot.leaving
@@ -176,6 +185,7 @@ class Supervisor:
             return
         if slot.spec.role == "preemptible":
             slot.leave("preempted without notice")
+        slot.killed = True
         slot.child.send(signal.SIGKILL)
         self._tell("killed", slot)
 

@@ -11,6 +11,7 @@ import structlog
 
 from services.rollout_worker.adapters.base_model import BaseModel
 from services.rollout_worker.adapters.manager_http import join
+from services.rollout_worker.adapters.memory import MemoryProbe
 from services.rollout_worker.adapters.metadata import Aws, Azure, Google, Metadata
 from services.rollout_worker.adapters.notice_file import NoticeFile
 from services.rollout_worker.adapters.peer_address import peer_url
@@ -23,6 +24,8 @@ from services.rollout_worker.link import Identity, Link
 from services.rollout_worker.notices import Watch
 from services.rollout_worker.ports import EngineFactory, NoticeSource
 from services.rollout_worker.settings import Settings
+from services.rollout_worker.startup import Startup, process_age_s
+from services.rollout_worker.watchdog import Watchdog
 from shared.errors import ConfigError
 from shared.ids import new_token
 from shared.lifecycle import Loop, run_service
@@ -44,6 +47,8 @@ log = structlog.get_logger(__name__)
 
 async def main(settings: Settings, stop: asyncio.Event) -> None:
     """Compose one worker and run it until the stop."""
+    startup = Startup(process_age_s())
+    startup.end("import")
     token = settings.token.get_secret_value()
     joined = await join(settings.url, token)
     bus = await connect(joined.redis_url, f"worker-{settings.worker_name}")
@@ -68,15 +73,17 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         pid=os.getpid(),
         trainer=settings.trainer,
     )
-    link = Link(bus, generator, identity, settings.lease_s, waits)
+    link = Link(bus, generator, identity, settings.lease_s, waits, MemoryProbe(settings.device))
     pace = Pace(settings.flush_interval_s, settings.beat_interval_s, settings.grace_s)
     heeds = settings.rebalance == "drain"
-    worker = Worker(bus, link, generator, StoreWeights(puller), pace, waits, heeds_advice=heeds)
+    worker = Worker(bus, link, generator, StoreWeights(puller), pace, waits, heeds_advice=heeds, startup=startup)
     metadata = Metadata(settings.metadata_url)
     try:
         serve = _http(settings, link, generator, worker, waits, cache, swarm)
         watch = _watch(settings, metadata, worker)
-        await worker.run(stop, {"http": serve, "peers": swarm.announce, "notices": watch.run})
+        progress = Watchdog(generator, settings.stall_limit_s)
+        more = {"http": serve, "peers": swarm.announce, "notices": watch.run, "progress": progress.run}
+        await worker.run(stop, more)
     finally:
         await metadata.close()
         puller.close()

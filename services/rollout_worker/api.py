@@ -42,6 +42,10 @@ class Metrics(Collector):
         version = session.serving[1] if session.serving else -1
         yield _gauge("weight_version", "Version of the weights served; -1 before the first.", version)
         yield _gauge("unsent_bytes", "Tokens that the log does not have yet.", self._link.me.outbox.unsent_bytes)
+        memory = self._link.memory
+        yield _gauge("resident_bytes", "Memory of this process.", memory.resident_bytes)
+        yield _gauge("device_used_bytes", "Memory in use on the engine's device.", memory.device_used_bytes)
+        yield _gauge("device_total_bytes", "Memory of the engine's device.", memory.device_total_bytes)
         yield SummaryMetricFamily(
             "rlboost_worker_flush_seconds", "From the engine to Redis's answer.", flushes.count, flushes.sum_s
         )

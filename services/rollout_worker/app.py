@@ -38,7 +38,8 @@ from services.rollout_worker.domain.notices import Advice, Notice
 from services.rollout_worker.domain.session import Weights
 from services.rollout_worker.generator import Generator
 from services.rollout_worker.link import REDIS_LIMIT_S, RETRY_S, Link
-from services.rollout_worker.ports import Request, WeightSource
+from services.rollout_worker.ports import EngineFailed, Request, WeightSource
+from services.rollout_worker.startup import Startup
 from shared import names
 from shared.bus import Bus, Entry
 from shared.columns import ints
@@ -91,6 +92,7 @@ class Worker:
         waits: Waits,
         *,
         heeds_advice: bool = False,
+        startup: Startup | None = None,
     ) -> None:
         self._bus = bus
         self._link = link
@@ -99,6 +101,7 @@ class Worker:
         self._pace = pace
         self._waits = waits
         self._heeds_advice = heeds_advice
+        self._startup = startup or Startup()
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._announced = asyncio.Event()
@@ -194,6 +197,7 @@ class Worker:
         for action in actions:
             match action:
                 case Pull(job_id, version, in_flight):
+                    self._startup.end("version")
                     await self._stop_pulling()
                     pull = self._pull((job_id, version), in_flight, stop, group)
                     self._pulling = group.create_task(pull, name=f"pull-{job_id}-{version}")
@@ -214,6 +218,7 @@ class Worker:
     async def _tell_engine(self, action: Action) -> None:
         match action:
             case Submit(samples):
+                self._startup.end("assignment")
                 self._generator.submit([_request(sample) for sample in samples])
             case Abort(keys):
                 self._generator.abort(keys)
@@ -251,6 +256,7 @@ class Worker:
         try:
             await self._generator.settled()
             staged = await self._weights.pull(*weights)
+            self._startup.end("pull")
         except NotFound as error:
             reason = str(error)
             await self._link.insist("report missing weights", lambda: self._link.report_unavailable(weights, reason))
@@ -261,6 +267,7 @@ class Worker:
             await self._until_finished(weights)
         pulled = time.monotonic()
         await self._generator.load(staged, weights[1], session.unloaded, keep_kv=in_flight == "keep")
+        self._startup.end("load")
         log.info(
             "weights_loaded",
             job=weights[0],
@@ -290,7 +297,9 @@ class Worker:
     async def _flush(self, stop: asyncio.Event) -> None:
         while not await until_stop(stop, self._pace.flush_interval_s):
             try:
+                made = self._generator.stats().tokens_made_total
                 await self._link.flush()
+                self._startup.flushed(made)
                 self._flushed.set()
                 await self._generator.release("unsent")
             except BusUnavailable as error:
@@ -308,6 +317,7 @@ class Worker:
                 await self._link.beat()
                 answered = time.monotonic()
                 self._announced.set()
+                self._startup.end("join")
             except BusUnavailable as error:
                 if time.monotonic() - answered > REDIS_LIMIT_S:
                     raise Fatal(
@@ -360,9 +370,10 @@ class Worker:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        engine_failed = isinstance(error, EngineFailed) and not self._generator.stands_still
         try:
             async with asyncio.timeout(_LAST_WORD_S):
-                await self._link.leave(f"failed: {error}")
+                await self._link.leave(f"failed: {error}", engine_failed=engine_failed)
         except (BusUnavailable, TimeoutError) as silent:
             log.warning("left_without_a_word", error=str(silent))
 

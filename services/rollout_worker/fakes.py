@@ -11,7 +11,7 @@ import numpy as np
 
 from services.rollout_worker.adapters.rows import Rows
 from services.rollout_worker.domain.uniforms import uniforms
-from services.rollout_worker.ports import Emission, EngineStats, Key, Request
+from services.rollout_worker.ports import Emission, EngineFailed, EngineStats, Key, Request
 from shared.errors import Fatal, NotFound
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ class FakeEngine:
         if self._failure is not None:
             raise self._death() from self._failure
 
-    def _death(self) -> Fatal:
-        return Fatal(f"the inference engine died: {self._failure!r}")
+    def _death(self) -> EngineFailed:
+        return EngineFailed(f"the inference engine died: {self._failure!r}")
 
     def _catch_up(self, *, closed_is_fine: bool = False) -> None:
         """Raise if the engine is no more; make the tokens that are due by the clock."""

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 import structlog
 
+from services.rollout_worker.domain.progress import Progress
 from services.rollout_worker.ports import (
     Emission,
     Engine,
@@ -41,6 +42,7 @@ class Generator:
 
     def __init__(self, engines: EngineFactory) -> None:
         self._engines = engines
+        self._progress = Progress()
         self._prepared: asyncio.Future[None] | None = None
         self._config_json = ""
         self._coming: asyncio.Future[Engine] | None = None
@@ -50,7 +52,8 @@ class Generator:
         self._loaded: Mapping[str, Hashable] = {}
         """`contents` of the verified weights that the engine holds: of the next ones, what is new is loaded."""
         self._holds: set[Hold] = set()
-        self._stands_still = False
+        self.stands_still = False
+        """Whether the engine has said that it does."""
         self._keeps_kv = False
         """While it stands still: whether it has kept its KV cache."""
         self._one_at_a_time = asyncio.Lock()
@@ -68,6 +71,7 @@ class Generator:
         """See `Engine.submit`."""
         if self._engine is not None:
             self._engine.submit(requests)
+            self._progress.given(max((len(r.prompt) + len(r.tokens) for r in requests), default=0))
 
     def abort(self, keys: Sequence[Key]) -> None:
         """See `Engine.abort`."""
@@ -88,6 +92,18 @@ class Generator:
         """See `Engine.stats`."""
         return self._engine.stats() if self._engine is not None else _NONE
 
+    def progress(self, elapsed_s: float) -> Progress:
+        """Look whether the engine gets on with its work; return what all the looks so far have shown.
+
+        Args:
+            elapsed_s: since the last look.
+
+        """
+        stats = self.stats()
+        busy = not self.stands_still and stats.version >= 0 and stats.running + stats.pending > 0
+        self._progress.look(busy=busy, made=stats.tokens_made_total, elapsed_s=elapsed_s)
+        return self._progress
+
     # --- standing still -----------------------------------------------------------------------------------------------
 
     async def hold(self, name: Hold, *, keep_kv: bool = False) -> None:
@@ -97,9 +113,9 @@ class Generator:
         """
         async with self._one_at_a_time:
             self._holds.add(name)
-            if self._engine is not None and (not self._stands_still or (self._keeps_kv and not keep_kv)):
+            if self._engine is not None and (not self.stands_still or (self._keeps_kv and not keep_kv)):
                 await self._engine.suspend(keep_kv=keep_kv)
-                self._stands_still, self._keeps_kv = True, keep_kv
+                self.stands_still, self._keeps_kv = True, keep_kv
 
     async def release(self, name: Hold) -> None:
         """Let the engine go on, unless somebody else holds it."""
@@ -108,7 +124,8 @@ class Generator:
         async with self._one_at_a_time:
             self._holds.discard(name)
             if self._engine is not None and not self._holds:
-                self._stands_still = False
+                self.stands_still = False
+                self._progress.went_on()
                 await self._engine.resume()
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -172,7 +189,7 @@ class Generator:
         if self._prepared is not None:
             await asyncio.shield(self._prepared)
         self._config_json = config_json
-        self._stands_still = False
+        self.stands_still = False
         self._loaded = {}
         self._coming = in_thread("engine-build", lambda: self._engines.build(config_json))
 

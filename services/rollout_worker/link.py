@@ -17,10 +17,10 @@ from services.rollout_worker.domain.frames import Outbox
 from services.rollout_worker.domain.session import Session, Weights
 from services.rollout_worker.domain.throughput import Throughput
 from services.rollout_worker.generator import Generator
-from services.rollout_worker.ports import Emission
+from services.rollout_worker.ports import Emission, Memory
 from shared import names
 from shared.bus import START, Append, Bus, Entry, Trim, after
-from shared.columns import I32, length
+from shared.columns import I32, U64, length, pack
 from shared.errors import BusUnavailable
 from shared.ids import new_token
 from shared.messages import (
@@ -96,8 +96,17 @@ class Link:
     Every method raises `BusUnavailable` when Redis does not answer and may then be called again, unless it insists.
     """
 
-    def __init__(self, bus: Bus, generator: Generator, identity: Identity, lease_s: float, waits: Waits) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        generator: Generator,
+        identity: Identity,
+        lease_s: float,
+        waits: Waits,
+        memory: Callable[[], Memory] = Memory,
+    ) -> None:
         self._bus = bus
+        self._memory = memory
         self._generator = generator
         self._identity = identity
         self._lease_s = lease_s
@@ -108,6 +117,7 @@ class Link:
         self._gone = False
         self.flushes = FlushTimes()
         self.tokens_per_s = 0.0
+        self.memory = Memory()
         self.me = self._incarnate(None)
         self._said: tuple[WorkerState, Weights | None] | None = None
 
@@ -157,6 +167,7 @@ class Link:
                 return
             me, stats, now = self.me, self._generator.stats(), time.time()
             self.tokens_per_s = self._throughput.update(stats.tokens_made_total, time.monotonic())
+            self.memory = self._memory()
             job_id, version = me.session.serving or ("", -1)
             beat = WorkerBeat(
                 worker=me.worker,
@@ -168,6 +179,9 @@ class Link:
                 pending=stats.pending + me.session.early,
                 tokens_per_s=self.tokens_per_s,
                 at=now,
+                resident_bytes=self.memory.resident_bytes,
+                device_used_bytes=self.memory.device_used_bytes,
+                device_total_bytes=self.memory.device_total_bytes,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
             await self._bus.renew(names.worker_lease(me.worker), me.session.state, lease_s)
@@ -205,11 +219,19 @@ class Link:
         notice = WorkerNotice(worker=self.me.worker, lead_s=lead_s, reason=reason, at=time.time())
         await self._bus.append(names.WORKER_BEATS, notice, _BEATS_KEPT)
 
-    async def leave(self, reason: str) -> None:
-        """Say the last word: nothing of this worker follows it."""
+    async def leave(self, reason: str, *, engine_failed: bool = False) -> None:
+        """Say the last word: nothing of this worker follows it.
+
+        Args:
+            reason: for people.
+            engine_failed: whether what the engine ran may have been the cause.
+
+        """
+        # The first ones hold the slots, the others wait for one.
+        ran = self.me.session.in_engine[: self._identity.slots]
         async with self._beating:
             self._gone = True
-            await self._say_left(reason)
+            await self._say_left(reason, ran if engine_failed else ())
 
     async def rejoin(self, reason: str) -> None:
         """End this incarnation, whose samples the engine has forgotten, and become another. Insists."""
@@ -220,8 +242,8 @@ class Link:
             self.me = self._incarnate(self.me.session.serving)
             self._said = None
 
-    async def _say_left(self, reason: str) -> None:
-        left = WorkerLeft(worker=self.me.worker, reason=reason, at=time.time())
+    async def _say_left(self, reason: str, died_with: Sequence[int] = ()) -> None:
+        left = WorkerLeft(worker=self.me.worker, reason=reason, at=time.time(), died_with=pack(died_with, U64))
         await self._bus.append(names.WORKER_BEATS, left, _BEATS_KEPT)
         log.info("left", worker=self.me.worker, reason=reason)
 

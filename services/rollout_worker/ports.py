@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.rollout_worker.domain.notices import Advice, Notice
+from shared.errors import Fatal
 from shared.messages import FINISH_NONE, Sampling
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """Which request: (sample, attempt)."""
+
+
+class EngineFailed(Fatal):
+    """The engine died or hangs. What it ran may have been the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ class Engine(Protocol):
 
     The plain methods return at once and are called from the event loop's thread; the coroutines take effect between two
     decode steps. Their limits are the caller's: cancelling one that has not begun withdraws it. If the engine dies,
-    every later call but `close` raises `shared.errors.Fatal` with the cause.
+    every later call but `close` raises `EngineFailed` with the cause.
     """
 
     slots: int
@@ -159,7 +164,7 @@ class Engine(Protocol):
         """Return once the engine is closed.
 
         Raises:
-            Fatal: the engine died; the cause is chained.
+            EngineFailed: the engine died; the cause is chained.
 
         """
 
@@ -198,6 +203,17 @@ class StagedWeights(Protocol):
 
         A tensor loaded in a wider dtype counts as equal when narrowing it gives the published bytes.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is in use now; 0 where it is not known."""
+
+    resident_bytes: int = 0
+    """Of this process."""
+    device_used_bytes: int = 0
+    """On the engine's device, by whomever."""
+    device_total_bytes: int = 0
 
 
 class WeightSource(Protocol):

@@ -43,6 +43,9 @@ class Settings(ServiceSettings):
     flush_interval_s: float = Field(0.05, gt=0, le=5, description="how often new tokens are sent")
     beat_interval_s: float = Field(0.5, gt=0, le=10, description="how often the worker says that it is alive")
     lease_s: float = Field(2.0, gt=0, le=60, description="silence after which it counts as lost")
+    stall_limit_s: float = Field(
+        60.0, gt=0, description="no token from an engine with samples for so long: it hangs, and the process ends"
+    )
     grace_s: float = Field(10.0, gt=0, description="time from SIGTERM until it must be gone")
 
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = Field(

@@ -20,6 +20,8 @@ from redis.retry import Retry
 
 from rlboost.local import cluster as cluster_module
 from rlboost.local import detached
+from rlboost.local import supervisor as supervisor_module
+from rlboost.local.backoff import Backoff
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
 from rlboost.local.state import ProcessRecord, StateDir
@@ -237,6 +239,27 @@ async def test_the_wait_before_a_new_start_grows(tmp_path: Path) -> None:
             await watched.restarted("trainer", times)
         waits = [event.detail for event in watched.events if event.kind == "died"]
         assert waits == ["killed by SIGKILL; starts again in 0.5 s", "killed by SIGKILL; starts again in 1 s"]
+
+
+async def test_a_crash_loop_stops_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "Backoff", lambda: Backoff(first_s=0.01, most=3))
+    async with running(tmp_path, preemptible="brittle") as watched:
+        await eventually(lambda: "gave_up" in watched.of("worker-1"))
+        (shown,) = [record for record in watched.cluster.state.processes() if record.name == "worker-1"]
+        assert not shown.alive
+        assert shown.restarts == 2
+        assert shown.note == ("crash loop: 3 short lives in a row; the last ended with exit code 7: something broke")
+        assert watched.record("manager").alive
+
+
+async def test_a_process_that_we_kill_ourselves_is_in_no_crash_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "Backoff", lambda: Backoff(first_s=0.01, most=2))
+    async with running(tmp_path) as watched:
+        for times in (1, 2, 3):
+            watched.cluster.kill("trainer")
+            await watched.restarted("trainer", times)
 
 
 async def test_what_a_dead_process_leaves_behind_dies_too(tmp_path: Path) -> None:

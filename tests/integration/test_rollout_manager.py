@@ -25,6 +25,7 @@ from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.sim_worker import RESIDENT_BYTES
 
 SPEC = {**played_job.SPEC, "elastic": {"seeding": 0.3}}
 
@@ -87,6 +88,8 @@ async def test_a_worker_that_dies_is_noticed_in_three_seconds_and_its_samples_go
 
     await eventually(lost, within_s=5)
     assert time.monotonic() - died < 3.0
+    memory = [(w["resident_bytes"], w["device_used_bytes"]) for w in await system.get("/v1/workers")]
+    assert memory == [(RESIDENT_BYTES, None)] * 2
     samples = await system.delivered(8)
     assert all(len(s.spans) == 2 and s.attempts == 2 for s in samples)
     audit = await system.get(f"/v1/jobs/{system.id}/audit")

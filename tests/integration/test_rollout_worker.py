@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from shared.bus import Entry, position
+from shared.columns import U64, ints
 from shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
@@ -37,6 +38,7 @@ from shared.weights.client import StoreClient
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import FakeMetadata
+from tests.support.hanging_worker import HANGS_AFTER_TOKENS
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, release, revoke
@@ -83,14 +85,14 @@ class Site:
         self.redis.start()
         self.join = JoinServer(TOKEN, self.redis.url, store_url)
 
-    def hire(self, **settings: str) -> ServiceProcess:
-        """Start a worker."""
+    def hire(self, module: str = "", **settings: str) -> ServiceProcess:
+        """Start a worker, or what `module` makes of one."""
         folder = self._directory / f"w{len(self._hired)}"
         folder.mkdir()
         defaults = {"URL": self.join.url, "NAME": folder.name, "SLOTS": "8", "CACHE_DIR": str(folder / "cache")}
         env = {f"RLBOOST_WORKER_{key}": value for key, value in (defaults | settings).items()}
         # A Redis URL that nobody answers: a worker has it from the manager.
-        worker = ServiceProcess("rollout_worker", "RLBOOST_WORKER_", folder, "redis://127.0.0.1:1/0", env)
+        worker = ServiceProcess("rollout_worker", "RLBOOST_WORKER_", folder, "redis://127.0.0.1:1/0", env, module)
         worker.launch()
         self._hired.append(worker)
         return worker
@@ -326,6 +328,7 @@ async def test_health_and_metrics_tell_the_state(worker: str, resident: ServiceP
     assert await metric(resident, "rlboost_worker_weight_version") == 0
     assert await metric(resident, 'rlboost_worker_state{state="ready"}') == 1
     assert await metric(resident, "rlboost_worker_flush_seconds_count") > 0
+    assert await metric(resident, "rlboost_worker_resident_bytes") > 10e6
 
 
 async def test_a_dismissed_worker_becomes_another_incarnation_without_a_pull(boss: WorkerManager, worker: str) -> None:
@@ -507,6 +510,26 @@ async def test_weights_that_are_not_what_was_published_are_never_served(site: Si
     assert "are not what was published" in process.log().splitlines()[-1]
     (left,) = await manager.heard(WorkerLeft)
     assert "are not what was published" in left.reason
+
+
+async def test_a_worker_whose_engine_hangs_says_so_and_ends_with_every_token_in_the_log(
+    site: Site, manager: WorkerManager
+) -> None:
+    process = site.hire("tests.support.hanging_worker", STALL_LIMIT_S="1")
+    worker = await manager.ready_worker()
+    await manager.send(worker, assign(1, 2, max_tokens=LONG))
+    assert await asyncio.to_thread(process.wait) == 1
+    (left,) = await manager.heard(WorkerLeft)
+    assert "the inference engine hangs" in left.reason
+    assert ints(left.died_with, U64) == [1, 2]
+    made = await manager.made()
+    assert sum(len(row.tokens) for row in made.values()) == HANGS_AFTER_TOKENS
+    (start,) = [json.loads(line) for line in process.log().splitlines() if "first_token" in line]
+    laps = [start[f"{lap}_s"] for lap in ("import", "join", "version", "pull", "load", "assignment", "step")]
+    assert sum(laps) == pytest.approx(start["after_s"], abs=0.01)
+    assert start["import_s"] > 0.1
+    (hung,) = [json.loads(line) for line in process.log().splitlines() if "engine_hangs" in line]
+    assert "_round_or_hang" in str(hung["stacks"]), "the log shows where the engine stands"
 
 
 async def test_a_wrong_token_is_one_clear_line_and_exit_code_2(site: Site) -> None:

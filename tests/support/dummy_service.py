@@ -1,7 +1,8 @@
 """A small process in a service's place: `dummy_service.py PORT [MOOD ...]`; it answers every GET with 200.
 
-Moods: `refuse` exits with EXIT_CONFIG, `crash` exits with 7, `mute` never answers, `stubborn` ignores SIGTERM,
-`busy` uses processor time before it answers, `parent` starts a child of its own and prints the child's process id.
+Moods: `refuse` exits with EXIT_CONFIG, `crash` exits with 7, `brittle` does so some moments after its start, `mute`
+never answers, `stubborn` ignores SIGTERM, `busy` uses processor time before it answers, `parent` starts a child of its
+own and prints the child's process id.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 BUSY_CPU_S = 0.3
@@ -40,6 +42,8 @@ def main() -> None:
     if "busy" in moods:
         while time.process_time() < BUSY_CPU_S:
             pass
+    if "brittle" in moods:
+        threading.Timer(0.5, lambda: os._exit(_complain("something broke", 7))).start()
     if "mute" in moods:
         signal.pause()
     http.server.HTTPServer(("127.0.0.1", port), _Handler).serve_forever()

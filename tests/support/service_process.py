@@ -20,7 +20,9 @@ TOKEN = "a token for tests"
 class ServiceProcess:
     """`python -m services.NAME` on one port for its whole life; its log is `directory/NAME.log`."""
 
-    def __init__(self, name: str, prefix: str, directory: Path, redis_url: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, prefix: str, directory: Path, redis_url: str, env: Mapping[str, str], module: str = ""
+    ) -> None:
         """Nothing runs before `start`.
 
         Args:
@@ -29,11 +31,12 @@ class ServiceProcess:
             directory: where its log goes.
             redis_url: its broker.
             env: more settings.
+            module: run in place of the service's own.
 
         """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._module = f"services.{name}"
+        self._module = module or f"services.{name}"
         self._log = directory / f"{name}.log"
         common = {"RLBOOST_REDIS_URL": redis_url, "RLBOOST_TOKEN": TOKEN, f"{prefix}PORT": str(self.port)}
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", **common, **env}

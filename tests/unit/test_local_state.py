@@ -94,5 +94,16 @@ def test_a_long_life_resets_the_wait() -> None:
     backoff = Backoff()
     for _ in range(50):
         backoff.after(29.9)
+    assert backoff.is_loop
     assert backoff.after(30.0) == 0.5
+    assert not backoff.is_loop
     assert backoff.after(1.0) == 1.0
+
+
+def test_many_short_lives_in_a_row_are_a_crash_loop() -> None:
+    backoff = Backoff(most=3)
+    loops = []
+    for alive_s in (1.0, 1.0, 60.0, 1.0, 1.0):
+        backoff.after(alive_s)
+        loops.append(backoff.is_loop)
+    assert loops == [False, False, False, False, True]

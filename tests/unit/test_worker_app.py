@@ -13,7 +13,10 @@ from services.rollout_worker.domain.notices import Advice, Notice
 from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from services.rollout_worker.generator import Generator
 from services.rollout_worker.link import Identity, Link
+from services.rollout_worker.ports import Memory
+from services.rollout_worker.watchdog import Watchdog
 from shared.bus import Append, Op
+from shared.columns import U64, ints
 from shared.errors import BusUnavailable, Fatal
 from shared.fakes import MemoryBus
 from shared.messages import (
@@ -47,9 +50,13 @@ class SlowToLoad(FakeEngine):
         super().__init__(4, interval_s=0.001)
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.hangs = False
         self.loads = 0
         self.kept_kv: list[bool] = []
         """Of each suspension and each load, whether the cache was to be kept."""
+
+    def tick(self) -> bool:
+        return not self.hangs and super().tick()
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, object]], *, keep_kv: bool = False) -> None:
         self.loads += 1
@@ -75,7 +82,7 @@ class Rig(MemoryBus):
         self.waits = Waits()
         self.generator = Generator(self.factory)
         identity = Identity("w", "preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
-        self.link = Link(self, self.generator, identity, 0.5, self.waits)
+        self.link = Link(self, self.generator, identity, 0.5, self.waits, lambda: Memory(1, 2, 3))
         pace = Pace(flush_interval_s=0.002, beat_interval_s=0.02, grace_s=grace_s, finish_limit_s=finish_limit_s)
         self.app = Worker(self, self.link, self.generator, self.weights, pace, self.waits, heeds_advice=heeds_advice)
         self.log_refuses = False
@@ -114,6 +121,8 @@ async def test_the_first_words_are_joined_then_a_beat_with_a_lease(rig: Rig) -> 
     assert (joined.role, joined.kind, joined.slots, joined.price_per_hour) == ("preemptible", "fake", 4, 0.5)
     assert (joined.trainer, joined.kv_tokens) == ("t", 0)
     assert await rig.holders([worker_lease(worker)]) != [None]
+    beat = await rig.manager.last_beat(worker)
+    assert (beat.resident_bytes, beat.device_used_bytes, beat.device_total_bytes) == (1, 2, 3)
 
 
 async def test_it_pulls_loads_and_generates_what_it_is_assigned(rig: Rig) -> None:
@@ -644,6 +653,41 @@ async def test_a_dead_engine_ends_the_process_with_a_last_word() -> None:
     assert "out of memory" in await _failure(running)
     (left,) = await rig.manager.heard(WorkerLeft)
     assert "out of memory" in left.reason
+    assert not left.died_with
+
+
+async def test_an_engine_that_hangs_ends_the_process_with_all_its_tokens_in_the_log_and_a_last_word() -> None:
+    rig = Rig()
+    watchdog = Watchdog(rig.generator, limit_s=0.2)
+    running = asyncio.create_task(rig.app.run(rig.stop, {"progress": watchdog.run}), name="worker")
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
+    await rig.manager.until_made((1, 1), (2, 1), tokens=5)
+    rig.engine.hangs = True
+    assert "no token has come for" in await _failure(running)
+    (left,) = await rig.manager.heard(WorkerLeft)
+    assert "the inference engine hangs" in left.reason
+    assert ints(left.died_with, U64) == [1, 2]
+    made = await rig.manager.made()
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_made_total
+
+
+async def test_an_engine_that_stands_still_for_long_does_not_hang() -> None:
+    rig = Rig()
+    watchdog = Watchdog(rig.generator, limit_s=0.05)
+    running = asyncio.create_task(rig.app.run(rig.stop, {"progress": watchdog.run}), name="worker")
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.engine.may_load.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await rig.manager.until(worker, "pulling", -1)
+    beats = len(await rig.manager.heard(WorkerBeat, worker))
+    await eventually(lambda: _more_beats(rig, worker, beats + 25))  # half a second: ten times the limit
+    rig.engine.may_load.set()
+    await rig.manager.until_finished((1, 1))
+    rig.stop.set()
+    await running
 
 
 async def test_a_hand_off_that_redis_does_not_take_is_a_failure() -> None:

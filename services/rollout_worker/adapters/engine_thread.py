@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from services.rollout_worker.ports import EngineFailed
 from shared.errors import Fatal, RLBoostError
 
 T = TypeVar("T")
@@ -55,9 +56,9 @@ class EngineThread:
             self.lock.notify()
 
     def check_alive(self, *, closed_is_fine: bool = False) -> None:
-        """Raise `Fatal` if the engine died, or was closed. Called under `lock`."""
+        """Raise `EngineFailed` if the engine died, `Fatal` if it was closed. Called under `lock`."""
         if self._ended.done() and (error := self._ended.exception()) is not None:
-            raise Fatal(str(error)) from error.__cause__
+            raise EngineFailed(str(error)) from error.__cause__
         if self._closing and not closed_is_fine:
             raise Fatal("the inference engine is closed")
 
@@ -85,7 +86,7 @@ class EngineThread:
         self._thread.join(1.0)  # it has nothing left to do: a process must not end while it unwinds
 
     async def wait_ended(self) -> None:
-        """Return once it is closed; raise `Fatal` if it died."""
+        """Return once it is closed; raise `EngineFailed` if it died."""
         # shielded: a waiter that is cancelled must not cancel what others wait for
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
@@ -139,7 +140,7 @@ def _carry_out(call: Callable[[], T], done: Future[T]) -> None:
         done.set_result(result)
 
 
-def _death(error: Exception) -> Fatal:
-    failure = Fatal(f"the inference engine died: {error!r}")
+def _death(error: Exception) -> EngineFailed:
+    failure = EngineFailed(f"the inference engine died: {error!r}")
     failure.__cause__ = error
     return failure

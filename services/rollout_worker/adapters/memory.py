@@ -1,0 +1,80 @@
+"""How much memory the worker's process has, and how much of its device's is in use.
+
+The device's is asked of NVIDIA's management library and not of CUDA: that needs no CUDA context in this process, waits
+for no kernel, and cannot disturb an engine that is recording a graph on another thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.rollout_worker.ports import Memory
+
+log = structlog.get_logger(__name__)
+
+_LIBRARY = "libnvidia-ml.so.1"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class _Info(ctypes.Structure):
+    """`nvmlMemory_t`."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class MemoryProbe:
+    """Called, it returns the memory now; 0 for what cannot be known here.
+
+    Args:
+        device: the engine's, as torch names it: `cpu`, `cuda`, `cuda:1`.
+
+    """
+
+    def __init__(self, device: str) -> None:
+        kind, _, index = device.partition(":")
+        self._nvml: Any = None
+        self._handle = ctypes.c_void_p()
+        if kind == "cuda":
+            self._open(int(index or 0))
+
+    def __call__(self) -> Memory:
+        """Read the counters; takes microseconds."""
+        if self._nvml is None:
+            return Memory(resident_bytes())
+        info = _Info()
+        failed = self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(info))
+        return Memory(resident_bytes()) if failed else Memory(resident_bytes(), info.used, info.total)
+
+    def _open(self, index: int) -> None:
+        """Load the library and find the device that CUDA knows under this number."""
+        try:
+            nvml = ctypes.CDLL(_LIBRARY)
+            failed = nvml.nvmlInit_v2() or _find(nvml, index, self._handle)
+        except (OSError, AttributeError) as error:
+            failed = error
+        if failed:
+            log.warning("device_memory_unknown", device=index, error=str(failed))
+        else:
+            self._nvml = nvml
+
+
+def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+    """Return this process's resident memory; 0 where `/proc` does not tell."""
+    try:
+        return int(statm.read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+    except OSError:
+        return 0
+
+
+def _find(nvml: Any, index: int, handle: ctypes.c_void_p) -> int:
+    """Look a device up; return NVML's error code, 0 for success."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    name = visible[index] if index < len(visible) else str(index)
+    if name.isdigit():
+        return int(nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle)))
+    return int(nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)))

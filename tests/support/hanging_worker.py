@@ -1,0 +1,29 @@
+"""A rollout worker whose engine's thread, once it has made some tokens, waits for ever inside a native call.
+
+It is the real process in all else: `python -m tests.support.hanging_worker` takes the settings of a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from services.rollout_worker.__main__ import main
+from services.rollout_worker.adapters.torch_engine import TorchEngine
+from services.rollout_worker.settings import Settings
+from shared.lifecycle import run_service
+
+HANGS_AFTER_TOKENS = 40
+
+_round = TorchEngine._round
+
+
+def _round_or_hang(engine: TorchEngine) -> None:
+    if engine.stats().tokens_made_total >= HANGS_AFTER_TOKENS:
+        threading.Event().wait()
+    _round(engine)
+
+
+if __name__ == "__main__":
+    TorchEngine._round = _round_or_hang  # type: ignore[method-assign]
+    os._exit(run_service("rollout_worker", Settings, main))

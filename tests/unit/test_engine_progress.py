@@ -1,0 +1,57 @@
+"""When an engine that has something to do counts as hanging."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.rollout_worker.domain.progress import FIRST_STEPS, READ_IN_PER_S, Progress
+
+LIMIT_S = 10.0
+
+
+def looks(progress: Progress, n: int, *, busy: bool = True, made: int = 0) -> Progress:
+    for _ in range(n):
+        progress.look(busy=busy, made=made, elapsed_s=1.0)
+    return progress
+
+
+@pytest.fixture
+def steady() -> Progress:
+    """Of an engine that has made its first token."""
+    return looks(Progress(), 1, made=1)
+
+
+def test_an_engine_whose_tokens_stop_coming_hangs(steady: Progress) -> None:
+    assert not looks(steady, 10, made=1).hangs(LIMIT_S)
+    assert looks(steady, 1, made=1).hangs(LIMIT_S)
+    assert steady.silent_s == 11.0
+
+
+def test_each_token_begins_the_silence_anew(steady: Progress) -> None:
+    for made in range(2, 9):
+        assert not looks(steady, 9, made=made).hangs(LIMIT_S)
+
+
+def test_an_engine_without_samples_or_one_that_stands_still_never_hangs(steady: Progress) -> None:
+    assert not looks(steady, 1000, busy=False, made=1).hangs(LIMIT_S)
+    assert not looks(steady, 10, made=1).hangs(LIMIT_S), "the silence begins with the work"
+
+
+def test_the_first_token_after_a_standstill_may_take_longer(steady: Progress) -> None:
+    steady.went_on()
+    assert not looks(steady, int(FIRST_STEPS * LIMIT_S), made=1).hangs(LIMIT_S)
+    assert looks(steady, 1, made=1).hangs(LIMIT_S)
+
+
+def test_a_long_prompt_may_be_read_in(steady: Progress) -> None:
+    steady.given(int(30 * READ_IN_PER_S))
+    steady.given(5)
+    assert not looks(steady, 40, made=1).hangs(LIMIT_S)
+    assert looks(steady, 1, made=1).hangs(LIMIT_S)
+    looks(steady, 1, made=2)
+    assert looks(steady, 11, made=2).hangs(LIMIT_S), "it was read in: the next token takes no longer than any"
+
+
+def test_another_engine_that_counts_from_zero_is_no_silence(steady: Progress) -> None:
+    looks(steady, 9, made=1)
+    assert not looks(steady, 2, made=0).hangs(LIMIT_S)

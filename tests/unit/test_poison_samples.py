@@ -1,0 +1,232 @@
+"""Samples that fail wherever they run are put aside; those that were only there when a worker failed are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from services.rollout_manager.app import Manager
+from services.rollout_manager.domain.audit import Audit
+from services.rollout_manager.domain.ledger import FAILURES_LIMIT
+from services.rollout_manager.domain.world import Now
+from services.rollout_manager.leadership import manager_at
+from services.rollout_manager.recovery import read_all
+from shared import names
+from shared.columns import I32, ints, pack
+from shared.fakes import MemoryBus
+from shared.ids import SampleId
+from shared.jobspec import parse, to_json
+from shared.messages import (
+    DeadLetter,
+    Event,
+    GroupRequested,
+    JobCommand,
+    JobReport,
+    Message,
+    Restated,
+    SampleDropped,
+    SampleFinished,
+    Sampling,
+    WeightsCommitted,
+    WorkerNotice,
+    decode,
+)
+from tests.support.sim_worker import SimWorker, check_completion
+
+T = TypeVar("T")
+JOB = "job"
+SPEC = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 9}
+TOKENS = 60
+
+
+class Fleet:
+    """A manager and workers that are started again whenever one has ended, all in one thread of control."""
+
+    def __init__(self, workers: int, *, groups: int = 6, n: int = 4) -> None:
+        self.clock = 100.0
+        self.bus = MemoryBus(clock=lambda: self.clock)
+        self.lives = Counter[str]()
+        self.new_manager()
+        create = JobCommand(command_id="c", action="create", job_id=JOB, job_no=1, spec_json=to_json(parse(SPEC)))
+        self.run(self.bus.append(names.JOB_COMMANDS, create))
+        self.run(self.bus.append(names.JOB_REPORTS, JobReport(job_id=JOB, state="running", step=0)))
+        committed = WeightsCommitted(job_id=JOB, version=0, manifest_digest="", n_bytes=0, at=0.0)
+        self.run(self.bus.append(names.WEIGHTS_COMMITTED, committed))
+        self.wanted = [self._request(group, n) + i for group in range(groups) for i in range(n)]
+        self.workers = [self._hire(f"w{i}") for i in range(workers)]
+
+    def run(self, what: Coroutine[Any, Any, T]) -> T:
+        """The in-memory bus never waits, so a coroutine on it runs to its end in one go."""
+        try:
+            what.send(None)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        raise AssertionError("the coroutine waits for something")
+
+    def new_manager(self) -> None:
+        clock = lambda: Now(self.clock, self.clock)  # noqa: E731 - it is one
+        self.manager = Manager(self.bus, lease_s=2.0, redis_limit_s=9.0, clock=clock, me=manager_at("h", 1, "m"))
+
+    def _request(self, number: int, n: int) -> int:
+        group = SampleId(1, False, 0, number, 0).pack()
+        sampling = Sampling(max_tokens=TOKENS)
+        prompt = pack([1, 2], I32)
+        request = GroupRequested(job_id=JOB, group=group, n=n, prompt=prompt, sampling=sampling, version=0, seed=7)
+        self.run(self.bus.append(names.rollouts_requested(JOB), request))
+        return group
+
+    def _hire(self, name: str) -> SimWorker:
+        self.lives[name] += 1
+        worker = SimWorker(self.bus, f"{name}-{self.lives[name]}", slots=8)
+        self.run(worker.join())
+        return worker
+
+    def step(self) -> None:
+        self.clock += 0.1
+        if self.manager.recovered or self.run(self.manager.try_lead()):
+            self.run(self.manager.turn())
+        for worker in self.workers:
+            self.run(worker.beat())
+            self.run(worker.obey())
+            worker.generate(2)
+            self.run(worker.flush())
+
+    def replace(self, worker: SimWorker) -> None:
+        """A supervisor starts it again."""
+        self.workers = [self._hire(one.id.rpartition("-")[0]) if one is worker else one for one in self.workers]
+
+    def entries(self, stream: str) -> list[Message]:
+        return [entry.message for entry in self.run(read_all(self.bus, stream))]
+
+    def finished(self) -> list[SampleFinished | SampleDropped]:
+        messages = self.entries(names.rollouts_finished(JOB))
+        return [m for m in messages if isinstance(m, SampleFinished | SampleDropped)]
+
+    @property
+    def over(self) -> bool:
+        return len(self.finished()) == len(self.wanted)
+
+    def audit(self) -> Audit:
+        return Audit.model_validate_json(self.run(self.bus.hash_get(names.job_audit(JOB), "counters")) or "{}")
+
+    def check(self) -> list[SampleDropped]:
+        """Check that everything was answered once and adds up; return what was dropped."""
+        assert sorted(m.sample for m in self.finished()) == sorted(self.wanted)
+        for message in self.finished():
+            if isinstance(message, SampleFinished):
+                check_completion(ints(message.tokens, I32), message.spans)
+        audit, dropped = self.audit(), [m for m in self.finished() if isinstance(m, SampleDropped)]
+        assert audit.requested == audit.delivered + len(dropped)
+        assert audit.tokens_generated == audit.tokens_delivered + sum(audit.tokens_made_again.values())
+        return dropped
+
+
+def kill_whoever_runs(fleet: Fleet, poison: int, at_token: int) -> list[str]:
+    """Let each engine die that has got this sample to this token, until all is over; return which did."""
+    died: list[str] = []
+    for _ in range(600):
+        fleet.step()
+        for worker in list(fleet.workers):
+            if poison in worker.running() and len(worker.held[poison].tokens) >= at_token:
+                fleet.run(worker.die())
+                died.append(worker.id)
+                fleet.replace(worker)
+        if fleet.over:
+            break
+    return died
+
+
+def test_a_sample_that_kills_engines_is_found_among_many_after_the_third() -> None:
+    fleet = Fleet(4)
+    poison = fleet.wanted[5]
+    died = kill_whoever_runs(fleet, poison, at_token=10)
+    (dropped,) = fleet.check()
+    assert dropped.sample == poison
+    assert len({name.rpartition("-")[0] for name in died}) == len(died) == 3
+    assert dropped.reason == "failed 3 times: the engine of its worker died or hung"
+    assert fleet.audit().dropped == {dropped.reason: 1}
+
+
+def test_it_is_found_by_managers_that_come_one_after_the_other() -> None:
+    fleet = Fleet(4)
+    poison, died = fleet.wanted[5], 0
+    for _ in range(600):
+        fleet.step()
+        for worker in list(fleet.workers):
+            if poison in worker.running():
+                fleet.run(worker.die())
+                fleet.replace(worker)
+                fleet.step()
+                died += 1
+                fleet.new_manager()
+                fleet.clock += 10.0
+        if fleet.over:
+            break
+    (dropped,) = fleet.check()
+    assert (dropped.sample, died) == (poison, 3)
+
+
+def test_an_only_worker_gets_it_some_more_times() -> None:
+    fleet = Fleet(1)
+    died = kill_whoever_runs(fleet, fleet.wanted[0], at_token=4)
+    assert died == [f"w0-{life}" for life in range(1, FAILURES_LIMIT + 1)]
+    assert [dropped.sample for dropped in fleet.check()] == [fleet.wanted[0]]
+
+
+def test_engines_that_die_of_something_else_cost_no_sample() -> None:
+    fleet = Fleet(3)
+    for turn in range(600):
+        fleet.step()
+        if turn % 12 == 11 and turn < 200:
+            worker = fleet.workers[turn // 12 % 3]
+            fleet.run(worker.die())
+            fleet.replace(worker)
+        if fleet.over:
+            break
+    assert fleet.check() == []
+
+
+def test_machines_that_are_taken_away_blame_nobody() -> None:
+    fleet = Fleet(2, groups=1, n=2)
+    for turn in range(300):
+        fleet.step()
+        if turn % 3 == 2 and turn < 30:
+            worker = fleet.workers[turn // 3 % 2]
+            if turn % 2:
+                notice = WorkerNotice(worker=worker.id, lead_s=1.0, reason="spot", at=0.0)
+                fleet.run(fleet.bus.append(names.WORKER_BEATS, notice))
+                fleet.run(worker.die())
+            else:
+                worker.held.clear()
+                fleet.clock += 9.0  # nobody hears of it again
+            fleet.replace(worker)
+            assert all(not sample.failed_on for sample in fleet.manager.world.ledger.samples.values())
+        if fleet.over:
+            break
+    assert fleet.check() == []
+
+
+def test_a_sample_that_engines_refuse_is_shown_to_three_of_them_and_kept_for_people_to_look_at() -> None:
+    fleet = Fleet(4, groups=2)
+    poison, refused = fleet.wanted[2], []
+    for _ in range(300):
+        fleet.step()
+        for worker in fleet.workers:
+            if poison in worker.held and len(worker.held[poison].tokens) >= 6:
+                fleet.run(worker.refuse(poison))
+                refused.append(worker.id)
+        if fleet.over:
+            break
+    (dropped,) = fleet.check()
+    assert dropped.reason == "failed 3 times: the engine refuses it"
+    assert len(set(refused)) == 3
+    (letter,) = [m for m in fleet.entries(names.DEAD_LETTERS) if isinstance(m, DeadLetter)]
+    assert letter.reason == f"{dropped.reason} (on {', '.join(name.rpartition('-')[0] for name in refused)})"
+    body = decode(letter.body)
+    assert isinstance(body, Restated)
+    assert body.sample == poison
+    assert len(ints(body.tokens, I32)) >= 6
+    events = [m for m in fleet.entries(names.job_events(JOB)) if isinstance(m, Event) and m.kind == "sample_failed"]
+    assert [event.fields["sample"] for event in events] == [str(SampleId.unpack(poison))]
