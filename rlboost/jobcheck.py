@@ -11,19 +11,22 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from shared.jobspec import JobSpec, load
+from shared.errors import ConfigError
+from shared.jobspec import JobSpec, RewardPart, load
+from shared.rows import BadRow, is_messages, is_remote, read_rows
 from shared.validation import describe
 
 _IMPORT_LIMIT_S = 60.0
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 _IMPORT_SCRIPT = """
-import importlib, sys
-module, _, name = sys.argv[1].partition(":")
-function = getattr(importlib.import_module(module), name)
-if not callable(function):
-    raise TypeError(f"{name} is not a function")
+import json, sys
+from shared.reward_call import load, style_of
+part = json.loads(sys.argv[1])
+style_of(load(part["function"]), part["arguments"], part["style"])
 """
+_UNFIT = "shared.reward_call.Unfit: "
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def problems(file: Path, overrides: list[str]) -> list[str]:
@@ -38,10 +41,10 @@ def problems(file: Path, overrides: list[str]) -> list[str]:
         spec = JobSpec.model_validate(raw)
     except ValidationError as error:
         return describe(error)
-    found = [_model(spec.model), _data("data.train", spec.data.train, spec.data.prompt_key)]
+    found = [_model(spec.model), _data("data.train", spec, spec.data.train, spec.data.train_split)]
     if spec.data.eval is not None:
-        found.append(_data("data.eval", spec.data.eval, spec.data.prompt_key))
-    found.append(_reward(spec.reward.function))
+        found.append(_data("data.eval", spec, spec.data.eval, spec.data.eval_split))
+    found += [_reward(part) for part in spec.reward.parts]
     return [problem for problem in found if problem]
 
 
@@ -58,26 +61,56 @@ def _model(model: str) -> str | None:
     return None
 
 
-def _data(field: str, path: str, prompt_key: str) -> str | None:
-    number = 0
+def _data(field: str, spec: JobSpec, source: str, split: str) -> str | None:
+    if is_remote(source):
+        return None  # only the trainer can tell
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip() and prompt_key not in json.loads(line):
-                    return f"{field}: {path} line {number} has no key {prompt_key!r}: mend it, or set data.prompt_key"
-    except OSError as error:
-        return f"{field}: {path}: {error.strerror}: name a .jsonl file that can be read"
-    except (ValueError, TypeError) as error:
-        return f"{field}: {path} line {number} is not a JSON object: {error}"
-    return None if number else f"{field}: {path} is empty: it needs one JSON object a line"
+        wrong = _rows(spec, source, split)
+    except BadRow as error:
+        wrong = f"{source} {error.place} is not a JSON object: {error.why}"
+    except ConfigError as error:
+        wrong = str(error)
+    return f"{field}: {wrong}" if wrong else None
 
 
-def _reward(function: str) -> str | None:
+def _rows(spec: JobSpec, source: str, split: str) -> str | None:
+    key, chat, empty = spec.data.prompt_key, "", True
+    for row in read_rows(source, split, spec.data.subset):
+        empty = False
+        if key not in row.values:
+            return f"{source} {row.place} has no key {key!r}: mend it, or set data.prompt_key"
+        if is_messages(row.values[key]):
+            chat = chat or row.place
+        elif not isinstance(row.values[key], str):
+            return f"{source} {row.place}: {key!r} is neither text nor a list of chat messages with a role"
+    if empty:
+        return f"{source} is empty: it needs one JSON object a line, or one row a problem"
+    if chat and not _may_have_chat_template(Path(spec.model).expanduser()):
+        return (
+            f"{source} {chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "
+            "put its chat_template.jinja there, or give prompts as text"
+        )
+    return None
+
+
+def _may_have_chat_template(model: Path) -> bool:
+    if not model.is_dir() or any((model / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    try:
+        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def _reward(part: RewardPart) -> str | None:
+    if (function := part.function) is None:
+        return None  # only the trainer can tell whether the service is there
     # In a process of its own, as in the trainer: it may be slow, print, or hold on to anything.
     path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(  # noqa: S603 - our own script; the user's module is what is to be tried
-            [sys.executable, "-c", _IMPORT_SCRIPT, function],
+            [sys.executable, "-c", _IMPORT_SCRIPT, part.model_dump_json()],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -90,4 +123,6 @@ def _reward(function: str) -> str | None:
     if done.returncode == 0:
         return None
     reason = (done.stderr.strip().splitlines() or ["it exited without a message"])[-1]
+    if reason.startswith(_UNFIT):
+        return f"reward.function: {function} is no reward function: {reason.removeprefix(_UNFIT)}"
     return f"reward.function: {function} cannot be imported from {Path.cwd()}: {reason}"

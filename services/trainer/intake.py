@@ -127,7 +127,7 @@ class StepIntake:
         if scores.rewards is None:
             await self._drop(outcome.group, scores.reason, scores.detail)
             return None
-        return ScoredGroup(outcome.samples, scores.rewards)
+        return ScoredGroup(outcome.samples, scores.rewards, scores.parts)
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:
         self.tally.dropped[reason] += 1

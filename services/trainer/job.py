@@ -114,6 +114,15 @@ class JobRun:
         if self._spec.sampling.top_p < 1:
             text = "sampling.top_p below 1: the ratio compares the cut distribution with the whole one and is biased"
             await self._link.tell("warning", text=text)
+        if (data := workshop.data).n_too_long or data.n_too_long_eval:
+            await self._link.tell(
+                "prompts_left_out",
+                because=f"they have more than {self._spec.data.max_prompt_tokens} tokens (data.max_prompt_tokens)",
+                train=data.n_too_long,
+                train_left=len(data.train),
+                evaluation=data.n_too_long_eval,
+                evaluation_left=len(data.evaluation),
+            )
         versions = Publishing(workshop.engine, workshop.weights, self._device, self._link)
         await versions.look()
         state = await self._restore(workshop, versions.head)

@@ -167,6 +167,9 @@ class Data:
     stop_token_ids: tuple[int, ...]
     decode: Callable[[Sequence[int], bool], str]
     """(token ids, whether special tokens are left out) -> text."""
+    n_too_long: int = 0
+    """Training prompts that were left out for their length."""
+    n_too_long_eval: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,8 @@ class RewardBatch:
     completions: list[str | list[dict[str, Any]]]
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]] = field(default_factory=dict)
+    solutions: list[str] = field(default_factory=list)
+    """The completions' texts without special tokens, as verl gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +193,12 @@ class Scores:
     reason: str = ""
     """Why not: `timeout`, `raised`, `crashed`, `wrong_length`, `not_a_number`, `missing`, `unsendable`."""
     detail: str = ""
+    parts: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """What each of several functions said of each completion, before weights; None: it does not apply."""
 
 
 class RewardFunction(Protocol):
-    """The user's reward function. Whatever it does, `score` returns."""
+    """The user's reward functions. Whatever they do, `score` returns."""
 
     async def start(self) -> None:
         """Make ready.

@@ -19,13 +19,14 @@ def question(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
     prompt of chat messages has lists of one assistant's message, without them.
     """
     ids = [ints(sample.tokens) for sample in group.samples]
+    solutions = [data.decode(tokens, True) for tokens in ids]
     completions: list[str | list[dict[str, Any]]]
     if isinstance(prompt.given, str):
         completions = [data.decode(tokens, False) for tokens in ids]
     else:
-        completions = [[{"role": "assistant", "content": data.decode(tokens, True)}] for tokens in ids]
+        completions = [[{"role": "assistant", "content": text}] for text in solutions]
     columns = {name: [value] * len(ids) for name, value in prompt.columns.items()}
-    return RewardBatch([prompt.given] * len(ids), completions, ids, columns)
+    return RewardBatch([prompt.given] * len(ids), completions, ids, columns, solutions)
 
 
 def summaries(group: WholeGroup, prompt: Prompt, scores: Scores, data: Data) -> list[dict[str, Any]]:
@@ -33,7 +34,7 @@ def summaries(group: WholeGroup, prompt: Prompt, scores: Scores, data: Data) -> 
     prompt_text = data.decode(ints(prompt.tokens), False)[:_TEXT_CHARS]
     rewards = scores.rewards or (None,) * len(group.samples)
     rows = []
-    for sample, reward in zip(group.samples, rewards, strict=True):
+    for i, (sample, reward) in enumerate(zip(group.samples, rewards, strict=True)):
         sample_id, tokens = SampleId.unpack(sample.sample), ints(sample.tokens)
         rows.append(
             {
@@ -43,6 +44,7 @@ def summaries(group: WholeGroup, prompt: Prompt, scores: Scores, data: Data) -> 
                 "prompt": prompt_text,
                 "completion": data.decode(tokens, False)[:_TEXT_CHARS],
                 "reward": reward,
+                **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
                 "reason": scores.reason,
                 "finish": sample.finish,
                 "n_tokens": len(tokens),

@@ -87,7 +87,7 @@ class StepRun:
     def _suspect(self) -> str:
         if set(self._tally.dropped) == {"stale"}:
             return "what serves old weights, or raise elastic.max_staleness"
-        return f"reward.function {self._job.spec.reward.function}"
+        return "reward.function " + ", ".join(part.source for part in self._job.spec.reward.parts)
 
     # --- collect ---
 

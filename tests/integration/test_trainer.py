@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from safetensors.torch import load_file
 
 from shared import names
@@ -401,6 +403,36 @@ async def test_a_reward_function_that_hangs_or_raises_costs_its_groups_and_no_mo
         }
     told = [fields["reason"] for kind, fields in await site.events("bad") if kind == "group_dropped"]
     assert sorted(told) == sorted(["timeout", "raised", "crashed"] * 2)
+
+
+async def test_a_job_trains_on_verls_parquet_by_several_rewards_of_both_signatures(site: Site) -> None:
+    texts = [*(f"t{n} t7" for n in range(5, 13)), "t5 " * 40]
+    same = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7}}
+    data = site.folder / "verl.parquet"
+    parquet.write_table(pa.Table.from_pylist([{"prompt": text, **same} for text in texts]), data)
+    functions = "tests.support.reward_functions"
+    async with site.manager("verl"):
+        await site.create(
+            "verl",
+            data={"train": str(data), "prompts_per_step": 8, "max_prompt_tokens": 10},
+            reward={
+                "functions": [
+                    {"function": f"{functions}:compute_score", "weight": 0.5, "name": "right"},
+                    {"function": f"{functions}:lengths", "weight": 2.0},
+                ],
+            },
+            eval=None,
+            steps=2,
+        )
+        report = await site.ended("verl")
+    assert report.state == "completed", report.error
+    for step in [report for report in await site.reports("verl") if isinstance(report, StepReport)]:
+        row = step.metrics
+        assert row["groups/dropped"] == 0
+        assert row["reward/mean"] == pytest.approx(0.5 * row["reward/right/mean"] + 2 * row["reward/lengths/mean"])
+        assert row["reward/lengths/mean"] > 0
+    [left_out] = [fields for kind, fields in await site.events("verl") if kind == "prompts_left_out"]
+    assert (left_out["train"], left_out["train_left"]) == (1, 8)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

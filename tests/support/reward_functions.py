@@ -71,3 +71,30 @@ def of_countdown_shape(completions: list[str], completion_ids: list[list[int]], 
 
 
 NOT_A_FUNCTION = 3
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> Any:
+    """verl's signature: one completion, and a mapping with more than the score."""
+    assert (data_source, extra_info) == ("sums", {"index": 7})
+    return {"score": solution_str == ground_truth, "pred": solution_str}
+
+
+async def compute_later(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    await asyncio.sleep(0.01)
+    return float(solution_str == ground_truth)
+
+
+def compute_with_options(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any, factor: float) -> Any:
+    return factor * len(solution_str)
+
+
+def of_nobody(text: str) -> float:
+    return float(len(text))
+
+
+def only_first(completions: list[str], **_: Any) -> list[float | None]:
+    return [1.0, *[None] * (len(completions) - 1)]
+
+
+def never(completions: list[str], **_: Any) -> list[float | None]:
+    return [None for _ in completions]

@@ -57,6 +57,7 @@ class Rig:
         self.reward: Callable[[RewardBatch], Scores] = by_length
         self.engine = FakeEngine()
         self.make_engine: Callable[[], FakeEngine] = FakeEngine
+        self.n_too_long = 0
         self.samples_limit_s = 20.0
         self.outage_limit_s = 20.0
         self.waits = Waits()
@@ -69,7 +70,7 @@ class Rig:
             engine=self.engine,
             model=Path("m"),
             loss=_no_loss,
-            data=Data(prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids))),
+            data=Data(prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids)), self.n_too_long),
             rewards=FakeRewards(self.reward),
             checkpoints=self.checkpoints,
             weights=self.weights,

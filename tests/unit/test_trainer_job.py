@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.trainer.fakes import FakeEngine
-from services.trainer.ports import LossFn, Row, Scores
+from services.trainer.ports import LossFn, RewardBatch, Row, Scores
 from shared import names
 from shared.bus import START
 from shared.columns import I32, pack
@@ -292,6 +292,31 @@ async def test_a_group_without_rewards_is_dropped_counted_and_told(tmp_path: Pat
     [(_, fields)] = [event for event in await rig.events() if event[0] == "group_dropped"]
     assert fields["reason"] == "raised"
     assert fields["detail"] == "ValueError: no"
+
+
+async def test_prompts_that_were_left_out_are_told(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 2, "max_prompt_tokens": 9}))
+    rig.n_too_long = 4
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    [(_, fields)] = [event for event in await rig.events() if event[0] == "prompts_left_out"]
+    assert (fields["train"], fields["train_left"], fields["evaluation"]) == (4, 10, 0)
+    assert "more than 9 tokens (data.max_prompt_tokens)" in fields["because"]
+
+
+async def test_what_each_of_several_reward_functions_said_is_shown_and_logged(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 2}))
+
+    def two(batch: RewardBatch) -> Scores:
+        return Scores(by_length(batch).rewards, parts={"right": (1.0,) * len(batch.completions)})
+
+    rig.reward = two
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    [report] = await rig.steps()
+    assert report.metrics["reward/right/mean"] == 1.0
 
 
 async def test_a_group_whose_sample_cannot_be_generated_is_dropped_whole(tmp_path: Path) -> None:

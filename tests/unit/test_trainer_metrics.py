@@ -108,3 +108,14 @@ def test_what_did_not_take_place_is_left_out() -> None:
     row = StepTally().metrics()
     assert not {name for name in row if name.startswith(("reward", "eval", "loss", "completions"))}
     assert all(isinstance(value, float) for value in row.values())
+
+
+def test_each_of_several_reward_functions_has_its_mean_over_what_it_applies_to() -> None:
+    first = ScoredGroup((sample(2), sample(2)), (1.0, 2.0), {"right": (1.0, 0.0), "short": (None, 4.0)})
+    second = ScoredGroup((sample(2), sample(2)), (1.0, 1.0), {"right": (1.0, 1.0), "short": (None, None)})
+    row = StepTally(step=7, scored=[first, second], evaluated=[second]).metrics()
+    assert {name: value for name, value in row.items() if "right" in name or "short" in name} == {
+        "reward/right/mean": 0.75,
+        "reward/short/mean": 4.0,
+        "eval/reward/right/mean": 1.0,
+    }

@@ -1,12 +1,11 @@
-"""Prompts from `.jsonl` files, tokenized as the model's own tokenizer does it; the model's directory found."""
+"""Prompts from rows of data, tokenized as the model's own tokenizer does it; the model's directory found."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
 from httpx import HTTPError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -16,8 +15,9 @@ from services.trainer.ports import Data, Prompt
 from shared.columns import I32, pack
 from shared.errors import ConfigError
 from shared.jobspec import JobSpec
+from shared.reward_call import TRL_ARGUMENTS
+from shared.rows import Row, is_messages, read_rows
 
-_TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -56,9 +56,16 @@ def load_data(spec: JobSpec, model: Path) -> Data:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
     reader = _Reader(spec, tokenizer, config)
+    train, n_long = reader.read(spec.data.train, spec.data.train_split)
+    evaluation: list[Prompt] = []
+    n_long_eval = 0
+    if spec.eval is not None and spec.data.eval:
+        evaluation, n_long_eval = reader.read(spec.data.eval, spec.data.eval_split)
     return Data(
-        train=reader.read(spec.data.train),
-        evaluation=reader.read(spec.data.eval) if spec.eval is not None and spec.data.eval else [],
+        train=train,
+        evaluation=evaluation,
+        n_too_long=n_long,
+        n_too_long_eval=n_long_eval,
         stop_token_ids=_stop_token_ids(model, tokenizer, config),
         decode=lambda tokens, skip_special: str(tokenizer.decode(tokens, skip_special_tokens=skip_special)),
     )
@@ -66,33 +73,55 @@ def load_data(spec: JobSpec, model: Path) -> Data:
 
 class _Reader:
     def __init__(self, spec: JobSpec, tokenizer: Any, config: Any) -> None:
+        self._spec = spec.data
         self._key = spec.data.prompt_key
         self._max_tokens = spec.sampling.max_tokens
         self._tokenizer = tokenizer
         self._vocab_size = int(config.vocab_size)
         self._max_length = getattr(config, "max_position_embeddings", None)
 
-    def read(self, path: str) -> Sequence[Prompt]:
-        prompts = [self._prompt(row, f"{path}, line {number}") for number, row in _rows(path)]
-        if not prompts:
-            raise ConfigError(f"{path} has no prompts: give one JSON object a line")
-        return prompts
+    def read(self, source: str, split: str) -> tuple[list[Prompt], int]:
+        """Return the prompts of a source, and how many were left out for their length."""
+        prompts, n_long = [], 0
+        for row in read_rows(source, split, self._spec.subset):
+            prompt = self._prompt(row, f"{source}, {row.place}")
+            if prompt is None:
+                n_long += 1
+            else:
+                prompts.append(prompt)
+        if prompts:
+            return prompts, n_long
+        if n_long:
+            raise ConfigError(
+                f"{source}: all {n_long} prompts have more than {self._spec.max_prompt_tokens} tokens: raise "
+                "data.max_prompt_tokens"
+            )
+        raise ConfigError(f"{source} has no prompts: give one JSON object a line, or one row a problem")
 
-    def _prompt(self, row: dict[str, Any], place: str) -> Prompt:
-        if self._key not in row:
-            known = ", ".join(row) or "none"
+    def _prompt(self, row: Row, place: str) -> Prompt | None:
+        """Return the row as a prompt, None where it is to be left out."""
+        if self._key not in row.values:
+            known = ", ".join(row.values) or "none"
             raise ConfigError(f"{place}: no key {self._key!r} (keys: {known}): mend the line or set data.prompt_key")
-        for name in _TRL_ARGUMENTS:
-            if name in row:
+        for name in TRL_ARGUMENTS:
+            if name in row.values and name != self._key:
                 raise ConfigError(f"{place}: a column named {name!r} hides the reward function's argument: rename it")
-        given = row[self._key]
+        given = row.values[self._key]
+        if is_messages(given):
+            # A table has every key in every message; those that were not given are null.
+            given = [{name: value for name, value in message.items() if value is not None} for message in given]
         tokens = self._tokens(given, place)
-        return Prompt(given, pack(tokens, I32), {name: value for name, value in row.items() if name != self._key})
+        if self._spec.max_prompt_tokens is not None and len(tokens) > self._spec.max_prompt_tokens:
+            return None
+        self._check_length(tokens, place)
+        columns = {name: value for name, value in row.values.items() if name != self._key}
+        _check_columns(columns, place)
+        return Prompt(given, pack(tokens, I32), columns)
 
     def _tokens(self, given: object, place: str) -> list[int]:
         if isinstance(given, str):
             tokens = self._tokenizer(given, add_special_tokens=True)["input_ids"]
-        elif isinstance(given, list) and given and all(isinstance(m, dict) and "role" in m for m in given):
+        elif is_messages(given):
             tokens = self._chat_tokens(given, place)
         else:
             raise ConfigError(f"{place}: {self._key!r} is neither text nor a list of chat messages with a role")
@@ -103,12 +132,15 @@ class _Reader:
                 f"{place}: token id {max(tokens)} is outside the model's vocabulary of {self._vocab_size}: the "
                 "tokenizer and the model in this directory do not belong together"
             )
+        return list(tokens)
+
+    def _check_length(self, tokens: list[int], place: str) -> None:
         if self._max_length is not None and len(tokens) + self._max_tokens > self._max_length:
             raise ConfigError(
                 f"{place}: {len(tokens)} prompt tokens and sampling.max_tokens {self._max_tokens} do not fit the "
-                f"model's {self._max_length} positions: shorten the prompt or lower sampling.max_tokens"
+                f"model's {self._max_length} positions: shorten the prompt, lower sampling.max_tokens, or set "
+                "data.max_prompt_tokens to leave such prompts out"
             )
-        return list(tokens)
 
     def _chat_tokens(self, messages: list[Any], place: str) -> list[int]:
         if self._tokenizer.chat_template is None:
@@ -123,24 +155,16 @@ class _Reader:
             raise ConfigError(f"{place}: the chat template refuses the messages: {error}") from error
 
 
-def _rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    if Path(path).suffix != ".jsonl":
-        raise ConfigError(f"{path}: only .jsonl files are read, with one JSON object a line")
-    try:
-        with Path(path).open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ConfigError(f"{path}, line {number}: a JSON object is expected")
-                yield number, row
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}: name a file that the trainer can read") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+def _check_columns(columns: dict[str, Any], place: str) -> None:
+    """Refuse what a row may hold and a reward function cannot be sent, such as a date."""
+    for name, value in columns.items():
+        try:
+            msgpack.packb(value)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{place}: column {name!r} cannot be given to the reward function ({error}): make it text, a number, "
+                "or lists and structs of these, or leave it out"
+            ) from error
 
 
 def _stop_token_ids(model: Path, tokenizer: Any, config: Any) -> tuple[int, ...]:

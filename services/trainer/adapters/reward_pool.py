@@ -1,22 +1,25 @@
-"""The user's reward function in processes of our own: it may hang, raise, print, or kill its process."""
+"""The user's reward functions in processes of our own: they may hang, raise, print, or kill their process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 import structlog
 
+from services.trainer.domain.rewards import combine
 from services.trainer.ports import RewardBatch, Scores
 from shared.errors import ConfigError
-from shared.jobspec import RewardSpec
+from shared.jobspec import RewardPart, RewardSpec
 from shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -36,7 +39,7 @@ class RewardPool:
         """Prepare; `start` starts the processes."""
         self._spec = spec
         self._waits = waits
-        self._workers = [_Worker(spec.function) for _ in range(spec.workers)]
+        self._workers = [_Worker(spec) for _ in range(spec.workers)]
         self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
 
     async def start(self) -> None:
@@ -55,6 +58,7 @@ class RewardPool:
                     "completions": batch.completions,
                     "completion_ids": batch.completion_ids,
                     "columns": batch.columns,
+                    "solutions": batch.solutions,
                 }
             )
         except (OverflowError, TypeError, ValueError) as error:
@@ -82,38 +86,42 @@ class RewardPool:
             # The process is in the middle of an answer that nobody will read.
             await worker.kill()
             raise
-        return _judge(answer, n)
+        return _judge(answer, n, self._spec.parts)
 
     async def close(self) -> None:
         """See `RewardFunction.close`."""
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
 
-def _judge(answer: dict[str, Any], n: int) -> Scores:
+def _judge(answer: dict[str, Any], n: int, parts: Sequence[RewardPart]) -> Scores:
     if "raised" in answer:
         return Scores(None, "raised", str(answer["raised"])[:_DETAIL_CHARS])
-    rewards = answer["rewards"]
-    if len(rewards) != n:
-        return Scores(None, "wrong_length", f"{len(rewards)} rewards for {n} completions")
+    for part, values in zip(parts, answer["rewards"], strict=True):
+        who = f"{part.name}: " if part.name else ""
+        if len(values) != n:
+            return Scores(None, "wrong_length", f"{who}{len(values)} rewards for {n} completions")
+        if not all(value is None or math.isfinite(value) for value in values):
+            return Scores(None, "not_a_number", f"{who}rewards {values}"[:_DETAIL_CHARS])
+    rewards = combine(answer["rewards"], [part.weight for part in parts])
+    given = {part.name: tuple(values) for part, values in zip(parts, answer["rewards"], strict=True) if part.name}
     if None in rewards:
-        return Scores(None, "missing", f"no reward for completion {rewards.index(None)} of the group")
-    if not all(math.isfinite(reward) for reward in rewards):
-        return Scores(None, "not_a_number", f"rewards {rewards}"[:_DETAIL_CHARS])
-    return Scores(tuple(rewards))
+        return Scores(None, "missing", f"no reward for completion {rewards.index(None)} of the group", given)
+    return Scores(tuple(reward for reward in rewards if reward is not None), parts=given)
 
 
 class _Worker:
     """One process, started again when it is gone."""
 
-    def __init__(self, function: str) -> None:
-        self._function = function
+    def __init__(self, spec: RewardSpec) -> None:
+        self._parts = json.dumps([{**part.model_dump(), "timeout_s": spec.timeout_s} for part in spec.parts])
+        self._names = ", ".join(part.source for part in spec.parts)
         self._process: Process | None = None
 
     async def start(self) -> None:
         """Start the process unless it is there."""
         if self._process is not None and self._process.returncode is None:
             return
-        command = (sys.executable, "-m", "services.trainer.reward_worker", self._function)
+        command = (sys.executable, "-m", "services.trainer.reward_worker", self._parts)
         # Its own process group, so that what the function has started goes with it; and no secrets of ours.
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=_environment()
@@ -124,12 +132,16 @@ class _Worker:
         except (TimeoutError, EOFError) as error:
             await self.kill()
             reason = "took too long" if isinstance(error, TimeoutError) else "ended its process"
-            raise ConfigError(f"reward.function: importing {self._function} {reason}") from error
+            raise ConfigError(f"reward.function: importing {self._names} {reason}") from error
+        if "unfit" in answer:
+            await self.kill()
+            raise ConfigError(f"reward.function: {answer['function']} is no reward function: {answer['unfit']}")
         if "failed" in answer:
             await self.kill()
-            module = self._function.partition(":")[0]
+            function = answer["function"]
+            module = function.partition(":")[0]
             raise ConfigError(
-                f"reward.function: {self._function} cannot be imported: {answer['failed']}; start the trainer in a "
+                f"reward.function: {function} cannot be imported: {answer['failed']}; start the trainer in a "
                 f"folder from which 'import {module}' works, or add that folder to PYTHONPATH"
             )
 

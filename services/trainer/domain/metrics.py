@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.trainer.domain.advantages import standard_deviation
@@ -29,6 +29,8 @@ class ScoredGroup:
 
     samples: tuple[SampleFinished, ...]
     rewards: tuple[float, ...]
+    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """What each of several reward functions said of each sample; None: it does not apply."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         "entropy": surprise / n_tokens if n_tokens else 0.0,
         "off_policy/staleness": sum(age * n for age, n in late) / n_tokens if n_tokens else 0.0,
         "off_policy/staleness_max": max((age for age, _ in late), default=0),
+        **_parts("reward", groups),
     }
 
 
@@ -139,7 +142,17 @@ def _evaluation(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {
         "eval/reward_mean": _mean([reward for group in groups for reward in group.rewards]),
         "eval/mean_length": _mean([length(sample.tokens, I32) for group in groups for sample in group.samples]),
+        **_parts("eval/reward", groups),
     }
+
+
+def _parts(prefix: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the mean of each of several reward functions, over the samples that it applies to."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for name, values in group.parts.items():
+            found.setdefault(name, []).extend(value for value in values if value is not None)
+    return {f"{prefix}/{name}/mean": _mean(values) for name, values in found.items() if values}
 
 
 def _mean(values: Sequence[float]) -> float:

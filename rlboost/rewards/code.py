@@ -1,0 +1,76 @@
+"""Rewards for programs, run in a sandbox: `reward: {function: "rlboost.rewards.code:score"}`."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlboost.rewards.sandbox import Limits, Ran, run
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def program_of(text: str) -> str | None:
+    """Return the last fenced block of Python in a text, None where there is none."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else None
+
+
+def score(
+    completions: Sequence[str | Sequence[Mapping[str, Any]]],
+    *,
+    tests: Sequence[str] | None = None,
+    cases: Sequence[Sequence[Mapping[str, str]]] | None = None,
+    limits: Mapping[str, Any] | None = None,
+    isolated: bool = True,
+    **_columns: Any,
+) -> list[float]:
+    """Return 1.0 for each completion whose program passes, 0.0 for every other and those without one.
+
+    Args:
+        completions: texts, or lists of messages, of which the last counts; the last fenced block is the program.
+        tests: a column of Python that follows the program and raises where it is wrong (asserts).
+        cases: a column of lists of `{"input", "output"}`: what the program prints for each input, but for white space
+            at the ends; all must be right. A row has tests or cases.
+        limits: for each run, see `rlboost.rewards.sandbox.Limits`.
+        isolated: see `rlboost.rewards.sandbox.run`.
+
+    Raises:
+        SandboxUnavailable: this machine does not let a program be shut in.
+        ValueError: the data has neither tests nor cases.
+
+    """
+    allowed = replace(Limits(), **(limits or {}))
+    rewards = []
+    for i, completion in enumerate(completions):
+        text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+        test = tests[i] if tests is not None else None
+        examples = cases[i] if cases is not None else None
+        if not test and not examples:
+            raise ValueError("the data has neither a column tests nor a column cases for this row")
+        program = program_of(text)
+        passed = program is not None and (
+            (not test or _passes(program, test, allowed, isolated=isolated))
+            and all(_prints(program, example, allowed, isolated=isolated) for example in examples or ())
+        )
+        rewards.append(float(passed))
+    return rewards
+
+
+def _passes(program: str, test: str, limits: Limits, *, isolated: bool) -> bool:
+    # A program that ends the process early has not come to the end, which prints a word it does not expect.
+    word = secrets.token_hex(16)
+    ran = run(f"{program}\n\n{test}\n\nprint({word!r})\n", "", limits, isolated=isolated)
+    return _well(ran) and ran.output.rstrip().endswith(word)
+
+
+def _prints(program: str, example: Mapping[str, str], limits: Limits, *, isolated: bool) -> bool:
+    ran = run(program, example["input"], limits, isolated=isolated)
+    return _well(ran) and ran.output.strip() == example["output"].strip()
+
+
+def _well(ran: Ran) -> bool:
+    return ran.code == 0 and not ran.timed_out

@@ -1,0 +1,147 @@
+"""A reward over HTTP, against a real server that is slow, busy, wrong or gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from services.trainer.adapters.reward_pool import RewardPool
+from services.trainer.ports import RewardBatch, Scores
+from shared.jobspec import RewardSpec
+from shared.waiting import Waits
+
+Start = Callable[..., Awaitable[RewardPool]]
+
+
+class Service:
+    """Answers each request with the next of `answers`, the last one again and again."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, bytes]] = []
+        self.asked: list[dict[str, Any]] = []
+        self.tokens: list[str | None] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                service.asked.append(json.loads(body))
+                service.tokens.append(self.headers.get("authorization"))
+                status, answer = service.answers.pop(0) if len(service.answers) > 1 else service.answers[0]
+                self.send_response(status)
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    service = Service()
+    thread = Thread(target=service.server.serve_forever, args=(0.01,))
+    thread.start()
+    yield service
+    service.server.shutdown()
+    thread.join()
+    service.server.server_close()
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def make(**reward: Any) -> RewardPool:
+            pool = RewardPool(RewardSpec.model_validate({"timeout_s": 10, **reward}), Waits())
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            return pool
+
+        yield make
+
+
+BATCH = RewardBatch(["2+2="] * 2, ["4<eos>", "5<eos>"], [[4, 2], [5, 2]], {"answer": ["4", "4"]}, ["4", "5"])
+
+
+async def test_a_group_is_one_request_of_rows(service: Service, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "secret")
+    service.answers = [(200, b'{"rewards": [1, 0.5]}')]
+    pool = await start(url=service.url)
+    assert await pool.score(BATCH) == Scores((1.0, 0.5))
+    [asked] = service.asked
+    assert asked["rows"][1] == {
+        "prompt": "2+2=",
+        "completion": "5<eos>",
+        "completion_ids": [5, 2],
+        "solution": "5",
+        "columns": {"answer": "4"},
+    }
+    assert service.tokens == ["Bearer secret"]
+
+
+async def test_it_may_be_one_of_several(service: Service, start: Start) -> None:
+    service.answers = [(200, b'{"rewards": [1, null]}')]
+    local = {"function": "tests.support.reward_functions:later", "weight": 2.0}
+    pool = await start(functions=[{"url": service.url, "weight": 3.0}, local])
+    scores = await pool.score(BATCH)
+    assert scores.rewards == (4.0, 1.0)
+    assert scores.parts == {"remote": (1.0, None), "later": (0.5, 0.5)}
+
+
+async def test_a_service_that_is_busy_is_asked_again(service: Service, start: Start) -> None:
+    service.answers = [(503, b"busy"), (429, b"slow down"), (200, b'{"rewards": [1, 0]}')]
+    pool = await start(url=service.url)
+    assert await pool.score(BATCH) == Scores((1.0, 0.0))
+    assert len(service.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "reason", "detail"),
+    [
+        (400, b"no column gold", "raised", "answered 400 no column gold"),
+        (200, b"hello", "raised", 'no {"rewards": [...]} but 200 hello'),
+        (200, b'{"rewards": 1}', "raised", "rewards is no list"),
+        (200, b'{"rewards": [1]}', "wrong_length", "1 rewards for 2"),
+        (200, b'{"rewards": [1, NaN]}', "not_a_number", "nan"),
+        (200, b'{"rewards": [1, null]}', "missing", "completion 1"),
+        (503, b"still busy", "raised", "within 1 s; at last 503 still busy"),
+    ],
+)
+async def test_what_goes_wrong_is_a_reason(
+    service: Service, start: Start, status: int, answer: bytes, reason: str, detail: str
+) -> None:
+    service.answers = [(status, answer)]
+    pool = await start(url=service.url, timeout_s=1)
+    scores = await pool.score(BATCH)
+    assert (scores.rewards, scores.reason) == (None, reason)
+    assert detail in scores.detail
+
+
+async def test_a_service_that_is_not_there_is_a_reason(start: Start) -> None:
+    pool = await start(url="http://127.0.0.1:1/", timeout_s=0.5)
+    scores = await pool.score(BATCH)
+    assert scores.reason == "raised"
+    assert "ConnectError" in scores.detail
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        ({"url": "host/path"}, "not of the form http"),
+        ({"url": "http://h/", "function": "m:f"}, "give either function"),
+        ({"url": "http://h/", "style": "verl"}, "style and arguments are for a function"),
+    ],
+)
+def test_a_url_that_is_none_is_refused(reward: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RewardSpec.model_validate(reward)

@@ -1,0 +1,138 @@
+"""Reward functions as TRL's and verl's users wrote them, alone and several with weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from services.trainer.adapters.reward_pool import RewardPool
+from services.trainer.ports import RewardBatch, Scores
+from shared.errors import ConfigError
+from shared.jobspec import RewardSpec
+from shared.waiting import Waits
+
+FUNCTIONS = "tests.support.reward_functions"
+VERL_ROW = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7}}
+Start = Callable[..., Awaitable[RewardPool]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def make(**reward: Any) -> RewardPool:
+            pool = RewardPool(RewardSpec.model_validate(reward), Waits())
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            return pool
+
+        yield make
+
+
+def batch(prompt: str = "good", **columns: Any) -> RewardBatch:
+    listed = {name: [value] * 2 for name, value in columns.items()}
+    return RewardBatch([prompt] * 2, ["4 <eos>", "5 <eos>"], [[4, 2], [5, 2]], listed, ["4", "5"])
+
+
+def part(function: str, **more: Any) -> dict[str, Any]:
+    return {"function": f"{FUNCTIONS}:{function}", **more}
+
+
+async def test_verls_function_is_told_by_its_parameters_and_sees_verls_columns(start: Start) -> None:
+    pool = await start(**part("compute_score"))
+    assert await pool.score(batch(**VERL_ROW)) == Scores((1.0, 0.0))
+
+
+@pytest.mark.parametrize("column", ["ground_truth", "answer", "solution", "label"])
+async def test_an_async_function_of_verls_is_awaited_and_finds_what_is_right_in_plain_columns(
+    start: Start, column: str
+) -> None:
+    pool = await start(**part("compute_later"))
+    assert await pool.score(batch(**{column: "5"})) == Scores((0.0, 1.0))
+
+
+async def test_data_without_what_is_right_is_a_reason(start: Start) -> None:
+    pool = await start(**part("compute_later"))
+    scores = await pool.score(batch(target="5"))
+    assert (scores.rewards, scores.reason) == (None, "raised")
+    assert "reward_model.ground_truth" in scores.detail
+
+
+async def test_the_job_files_arguments_reach_the_function(start: Start) -> None:
+    pool = await start(**part("compute_with_options", arguments={"factor": 3}))
+    assert await pool.score(batch(answer="")) == Scores((3.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        (part("of_nobody"), r"of_nobody .*fits neither TRL's .* nor verl's"),
+        (part("compute_score", style="trl"), "fits neither"),
+        (part("of_nobody", style="verl"), "is called with data_source"),
+    ],
+)
+async def test_a_function_that_cannot_be_called_is_refused_before_anything_is_generated(
+    start: Start, reward: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        await start(**reward)
+
+
+async def test_several_functions_are_weighed_and_each_is_told_apart(start: Start) -> None:
+    pool = await start(
+        functions=[
+            part("compute_score", weight=2.0, name="right"),
+            part("mixed", weight=0.5),
+            part("later", weight=0.0, name="seen"),
+        ]
+    )
+    scores = await pool.score(batch(**VERL_ROW))
+    assert scores.rewards == (2.0 * 1 + 0.5 * 7, 0.5 * 7)
+    assert scores.parts == {"right": (1.0, 0.0), "mixed": (7.0, 7.0), "seen": (0.5, 0.5)}
+
+
+async def test_a_function_that_does_not_apply_is_left_out_of_the_sum(start: Start) -> None:
+    pool = await start(functions=[part("only_first"), part("later", weight=2.0)])
+    assert (await pool.score(batch())).rewards == (1.0 + 2 * 0.5, 2 * 0.5)
+
+
+async def test_a_completion_to_which_no_function_applies_has_no_reward(start: Start) -> None:
+    pool = await start(functions=[part("only_first"), part("never")])
+    scores = await pool.score(batch())
+    assert (scores.rewards, scores.reason) == (None, "missing")
+    assert "completion 1" in scores.detail
+    assert scores.parts == {"only_first": (1.0, None), "never": (None, None)}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason", "detail"),
+    [
+        ("raise", "raised", "mixed: ValueError"),
+        ("short", "wrong_length", "mixed: 1 rewards for 2"),
+        ("nan", "not_a_number", "mixed: "),
+    ],
+)
+async def test_the_function_that_failed_is_named(start: Start, prompt: str, reason: str, detail: str) -> None:
+    pool = await start(functions=[part("later"), part("mixed")])
+    scores = await pool.score(batch(prompt))
+    assert (scores.rewards, scores.reason) == (None, reason)
+    assert scores.detail.startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        ({}, "give either function, or functions"),
+        ({"function": "m:f", "functions": [{"function": "m:f"}]}, "give either function, or functions"),
+        ({"functions": [{"function": "m:f"}, {"function": "n:f"}]}, "two functions are called 'f': give each a name"),
+        ({"functions": [{"function": "m:f"}], "style": "verl"}, "belong to each of functions"),
+        ({"functions": [{"function": "f"}]}, "not of the form package.module:function"),
+        ({"functions": []}, "at least 1"),
+    ],
+)
+def test_a_reward_that_says_too_little_or_too_much_is_refused(reward: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RewardSpec.model_validate(reward)

@@ -1,0 +1,75 @@
+"""What `rlboost config check` finds in the data and the reward that a job names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlboost.jobcheck import problems
+
+MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    (tmp_path / "base/model.safetensors").touch()
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "my_reward.py").write_text(
+        "def score(completions, **_): ...\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...\n"
+        "def other(text): ...\n"
+    )
+    return tmp_path
+
+
+def check(**changes: Any) -> list[str]:
+    job = {
+        "model": "base",
+        "data": {"train": "train.jsonl"},
+        "reward": {"functions": [{"function": "my_reward:score"}, {"function": "my_reward:compute_score"}]},
+        "steps": 1,
+    }
+    Path("job.yaml").write_text(yaml.safe_dump({**job, **changes}))
+    return problems(Path("job.yaml"), [])
+
+
+def test_chat_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1"}\n' + MESSAGES)
+    [problem] = check(reward={"function": "my_reward:score"})
+    assert problem.startswith("data.train: train.jsonl line 2 has chat messages, but base has no chat template")
+    (folder / "base/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert check(reward={"function": "my_reward:score"}) == []
+    (folder / "base/tokenizer_config.json").write_text("{}")
+    (folder / "base/chat_template.jinja").write_text("{{ messages }}")
+    assert check(reward={"function": "my_reward:score"}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("\n\n", "train.jsonl is empty"),
+        ('{"prompt": 5}\n', "train.jsonl line 1: 'prompt' is neither text nor a list of chat messages"),
+    ],
+)
+def test_what_is_no_prompt_is_named(folder: Path, text: str, problem: str) -> None:
+    (folder / "train.jsonl").write_text(text)
+    [found] = check(reward={"function": "my_reward:score"})
+    assert found.startswith(f"data.train: {problem}")
+
+
+def test_each_of_several_functions_is_tried() -> None:
+    assert check() == []
+    names = ("score", "other", "compute_score", "none")
+    missing, unfit = sorted(check(reward={"functions": [{"function": f"my_reward:{name}"} for name in names]}))
+    assert missing.startswith("reward.function: my_reward:none cannot be imported")
+    assert unfit.startswith("reward.function: my_reward:other is no reward function: it takes (text)")
+
+
+def test_a_dataset_on_the_hub_is_left_to_the_trainer() -> None:
+    assert check(data={"train": "openai/gsm8k"}, reward={"function": "my_reward:score"}) == []
