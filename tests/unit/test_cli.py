@@ -295,6 +295,7 @@ def test_join_becomes_the_worker_with_the_secret_in_its_environment(monkeypatch:
     became: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda *call: became.append(call))
     monkeypatch.setenv("RLBOOST_WORKER_SLOTS", "8")
+    monkeypatch.delenv("RLBOOST_WORKER_NOTICES", raising=False)
     result = rlboost("worker", "join", "--url", "http://10.0.0.5:8700/", "--token", "s3", "--role", "reserved")
     assert result.exit_code == 0, result.stderr
     ((_, arguments, environment),) = became
