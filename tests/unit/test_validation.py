@@ -35,7 +35,8 @@ def test_a_field_that_takes_a_number_or_a_word_says_both_in_one_line(
 
 
 def test_a_field_that_takes_certain_words_only_says_that_nothing_else_is_supported() -> None:
-    assert complaint(trainer={"backend": "x"}) == "trainer.backend: Input should be 'torch' or 'megatron'; nothing else is supported"
+    text = complaint(trainer={"backend": "x"})
+    assert text == "trainer.backend: Input should be 'torch' or 'megatron'; nothing else is supported"
 
 
 def test_several_wrong_fields_are_named_each() -> None:
