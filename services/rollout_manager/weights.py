@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 
@@ -13,9 +13,11 @@ from services.rollout_manager.settings import Settings
 from shared.bus import Bus
 from shared.errors import BusUnavailable, ConfigError, Fatal, StoreUnavailable
 from shared.http import Problem
-from shared.weights.client import StoreClient
 from shared.weights.peers.directory import listed
-from shared.weights.wire import ModelInfo
+
+if TYPE_CHECKING:
+    from shared.weights.client import StoreClient
+    from shared.weights.wire import ModelInfo
 
 _LIMIT_S = 5.0
 
@@ -36,14 +38,21 @@ def add_weights(router: APIRouter, manager: Manager, bus: Bus, settings: Setting
 
 
 async def _models(settings: Settings) -> tuple[ModelInfo, ...]:
-    url = settings.weight_store_url
+    url, connect = settings.weight_store_url, await asyncio.to_thread(_store_client)
     try:
-        async with asyncio.timeout(_LIMIT_S), StoreClient(url, settings.token.get_secret_value()) as client:
+        async with asyncio.timeout(_LIMIT_S), connect(url, settings.token.get_secret_value()) as client:
             return (await client.models()).models
     except (StoreUnavailable, ConfigError, Fatal, TimeoutError) as error:
         raise Problem(
             503, "No weight store", f"{str(error) or f'{url} does not answer'}: see that it runs, and try again"
         ) from error
+
+
+def _store_client() -> type[StoreClient]:
+    # Its imports would be a seventh of what a manager needs to start, and to take over.
+    from shared.weights.client import StoreClient  # noqa: PLC0415
+
+    return StoreClient
 
 
 async def _peers(bus: Bus) -> list[dict[str, str]]:

@@ -29,3 +29,8 @@ def test_workers_pull_deltas_and_the_job_completes(tmp_path: Path) -> None:
         assert rebuilt, logs[-2000:]
         assert sum(rebuilt) > 0
         assert "delta_failed" not in logs
+        (model,) = [model for model in box.get("/v1/weights")["models"] if model["job_id"] == job_id]
+        first, *_, last = model["versions"]
+        assert (first["version"], first["pinned"], first["bytes_delta"]) == (0, True, None)
+        assert 0 < last["bytes_delta"] < last["bytes_full"]
+        assert last["holders"]

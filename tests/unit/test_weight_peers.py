@@ -68,7 +68,7 @@ async def test_a_peer_that_says_nothing_any_more_leaves_the_directory() -> None:
 
 def moves(picker: Picker, now: float = 0.0) -> list[Move]:
     found = []
-    while not isinstance(move := picker.next(now), Wait | None):
+    while not isinstance(move := picker.next(now), Wait):
         found.append(move)
     return found
 

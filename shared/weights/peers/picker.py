@@ -48,7 +48,7 @@ class Wait:
     """There is nothing to do now."""
 
 
-Move = FromPeer | FromStore | Wait | None
+Move = FromPeer | FromStore | Wait
 
 
 class Picker:
@@ -104,9 +104,9 @@ class Picker:
         self._unheld = deque(digest for digest in mixed if not counts[digest])
 
     def next(self, now: float) -> Move:
-        """Return what to do now, None when nothing is left to begin. What is returned counts as under way."""
+        """Return what to do now. What is returned counts as under way."""
         if not self._todo:
-            return None if not self._under_way else Wait()
+            return Wait()
         move = self._move(now)
         if isinstance(move, Wait):
             self._idle_since = min(self._idle_since, now)

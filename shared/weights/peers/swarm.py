@@ -116,7 +116,7 @@ class Swarm:
                     await self._from_peer(pull, move)
                 case FromStore() as move:
                     await self._from_store(pull, move)
-                case Wait() | None:
+                case Wait():
                     await pull.wait()
                     continue
             pull.changed.set()
