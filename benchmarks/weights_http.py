@@ -30,13 +30,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.support.weight_store import running_store
 from shared.lifecycle import loop_factory
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
-from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"
@@ -140,17 +140,9 @@ def main() -> None:
         memory_copy(weights)
         loopback(weights.nbytes)
         write_and_sync(directory, weights.nbytes)
-        redis = RedisServer(directory / "redis")
-        redis.start()
-        env = {"RLBOOST_WEIGHT_STORE_DIR": str(directory / "store")}
-        store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, env)
-        try:
-            store.start()
-            with asyncio.Runner(loop_factory=loop_factory()) as runner:  # as the services have it
-                runner.run(store_and_clients(store, weights, directory))
-        finally:
-            store.kill()
-            redis.stop()
+        runner = asyncio.Runner(loop_factory=loop_factory())  # as the services have it
+        with running_store(directory) as (store, _), runner:
+            runner.run(store_and_clients(store, weights, directory))
 
 
 if __name__ == "__main__":

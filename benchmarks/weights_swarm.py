@@ -30,11 +30,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.support.shaped_link import ShapedLink
+from benchmarks.support.weight_store import running_store
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 from shared.weights.manifest import digest_of
 from shared.weights.publisher import Publisher, Shard
-from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"
@@ -115,16 +115,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        redis = RedisServer(directory / "redis")
-        redis.start()
-        env = {"RLBOOST_WEIGHT_STORE_DIR": str(directory / "store")}
-        store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, env)
-        try:
-            store.start()
-            measure(store, redis.url, directory, options)
-        finally:
-            store.kill()
-            redis.stop()
+        with running_store(directory) as (store, redis_url):
+            measure(store, redis_url, directory, options)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.support.shaped_link import ShapedLink
+from benchmarks.support.weight_store import running_store
 from shared.lifecycle import loop_factory
 from shared.waiting import Waits
 from shared.weights.cache import Cache
@@ -38,7 +39,6 @@ from shared.weights.client import StoreClient
 from shared.weights.edges import VersionEdges
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
-from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"
@@ -189,20 +189,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         directory = Path(name)
-        redis = RedisServer(directory / "redis")
-        redis.start()
-        env = {
-            "RLBOOST_WEIGHT_STORE_DIR": str(directory / "store"),
-            "RLBOOST_WEIGHT_STORE_KEEP_DELTAS": str(options.versions),
-        }
-        store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, env)
-        try:
-            store.start()
-            with asyncio.Runner(loop_factory=loop_factory()) as runner:  # as the services have it
-                runner.run(measure(store, directory, options))
-        finally:
-            store.kill()
-            redis.stop()
+        runner = asyncio.Runner(loop_factory=loop_factory())  # as the services have it
+        with running_store(directory, KEEP_DELTAS=str(options.versions)) as (store, _), runner:
+            runner.run(measure(store, directory, options))
 
 
 if __name__ == "__main__":
