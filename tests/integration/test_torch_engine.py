@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.rollout_worker.adapters.torch_sampling import draw  # noqa: E402
 from services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
 from shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
+from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 
@@ -106,19 +108,7 @@ async def test_greedy_decoding_equals_generate(config: Any, start: Start) -> Non
 
 
 async def test_the_step_of_the_load_parts_the_old_weights_logprobs_from_the_new_ones(config: Any, start: Start) -> None:
-    old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
-    engine = await start(old)
-    requests = [request(i, prompt=prompt, max_tokens=100) for i, prompt in enumerate(prompts(SLOTS))]
-    collector = Collector(engine)
-    engine.submit(requests)
-    await eventually(lambda: engine.stats().tokens_made_total > 20 * SLOTS)
-    await engine.load_weights(1, tiny_models.weights(new))
-    for asked, made in zip(requests, await collector.all_ended(requests), strict=True):
-        n = made.versions.index(1)
-        assert n > 0
-        assert made.versions == [0] * n + [1] * (100 - n)
-        assert made.logprobs[:n] == pytest.approx(tiny_models.logprobs(old, asked.prompt, made.tokens)[:n], abs=1e-4)
-        assert made.logprobs[n:] == pytest.approx(tiny_models.logprobs(new, asked.prompt, made.tokens)[n:], abs=1e-4)
+    await assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), partial(pytest.approx, abs=1e-4))
 
 
 async def test_tied_embeddings_stay_tied_and_are_read_back_under_both_names(start: Start) -> None:

@@ -15,6 +15,7 @@ from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: E
 from services.rollout_worker.ports import Engine  # noqa: E402
 from shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
+from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 
@@ -76,19 +77,7 @@ async def test_logprobs_equal_those_of_a_plain_forward_pass_before_and_after_an_
 
 
 async def test_the_step_of_the_load_parts_the_old_weights_logprobs_from_the_new_ones(config: Any, start: Start) -> None:
-    old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
-    engine = await start(old)
-    requests = [request(i, prompt=prompt, max_tokens=100) for i, prompt in enumerate(prompts(SLOTS))]
-    collector = Collector(engine)
-    engine.submit(requests)
-    await eventually(lambda: engine.stats().tokens_made_total > 20 * SLOTS)
-    await engine.load_weights(1, tiny_models.weights(new))
-    for asked, made in zip(requests, await collector.all_ended(requests), strict=True):
-        n = made.versions.index(1)
-        assert n > 0
-        assert made.versions == [0] * n + [1] * (100 - n)
-        assert made.logprobs[:n] == near(tiny_models.logprobs(old, asked.prompt, made.tokens)[:n])
-        assert made.logprobs[n:] == near(tiny_models.logprobs(new, asked.prompt, made.tokens)[n:])
+    await assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), near)
 
 
 async def test_what_is_loaded_is_read_back_under_every_name(config: Any, start: Start) -> None:
