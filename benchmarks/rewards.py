@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from services.trainer.adapters.reward_pool import RewardPool
 from services.trainer.ports import RewardBatch
-from shared.jobspec import RewardSpec
+from shared.reward import RewardSpec
 from shared.waiting import Waits
 
 FUNCTION = "rlboost.rewards.math:score"

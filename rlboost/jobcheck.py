@@ -12,7 +12,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from shared.errors import ConfigError
-from shared.jobspec import JobSpec, RewardPart, load
+from shared.jobspec import JobSpec, load
+from shared.reward import RewardPart
 from shared.rows import BadRow, is_messages, is_remote, read_rows
 from shared.validation import describe
 

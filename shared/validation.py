@@ -1,15 +1,21 @@
-"""What pydantic found wrong, in words for people."""
+"""Sections of files that users write, and what pydantic found wrong in them, in words for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 _WORD = "literal["
 """So begins the last part of a place where a value is none of the words that a field takes beside a number."""
 _SHOULD = "Input should be "
+
+
+class Section(BaseModel):
+    """A part of such a file: unknown keys are refused, and nothing changes it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def describe(error: ValidationError) -> list[str]:

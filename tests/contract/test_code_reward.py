@@ -13,7 +13,7 @@ from rlboost.rewards.code import program_of, score
 from rlboost.rewards.sandbox import Limits, SandboxUnavailable, probe, run
 from services.trainer.adapters.reward_pool import RewardPool
 from services.trainer.ports import RewardBatch, Scores
-from shared.jobspec import RewardSpec
+from shared.reward import RewardSpec
 from shared.waiting import Waits
 from tests.support.eventually import eventually
 

@@ -26,7 +26,7 @@ from services.trainer.domain.tokens import TokenBatch
 from services.trainer.ports import NotFinite, PolicyEngine, Row
 from shared.columns import F32, I32, pack, unpack
 from shared.errors import ConfigError, Retryable
-from shared.jobspec import OptimizerSpec
+from shared.training import OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support import megatron_policies
 from tests.support.eventually import eventually

@@ -13,7 +13,7 @@ import pytest
 
 from services.trainer.adapters.reward_pool import RewardPool
 from services.trainer.ports import RewardBatch, Scores
-from shared.jobspec import RewardSpec
+from shared.reward import RewardSpec
 from shared.waiting import Waits
 
 Start = Callable[..., Awaitable[RewardPool]]

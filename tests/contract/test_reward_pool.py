@@ -16,7 +16,7 @@ from services.trainer.adapters.reward_pool import RewardPool
 from services.trainer.fakes import FakeRewards
 from services.trainer.ports import RewardBatch, RewardFunction, Scores
 from shared.errors import ConfigError
-from shared.jobspec import RewardSpec
+from shared.reward import RewardSpec
 from shared.waiting import Waits
 from tests.support.eventually import eventually
 
@@ -164,7 +164,7 @@ def test_a_worker_in_the_middle_of_a_call_leaves_when_its_parent_is_killed(tmp_p
 import asyncio, pathlib, sys
 from services.trainer.adapters.reward_pool import RewardPool
 from services.trainer.ports import RewardBatch
-from shared.jobspec import RewardSpec
+from shared.reward import RewardSpec
 from shared.waiting import Waits
 
 async def main():

@@ -11,7 +11,7 @@ import pytest
 from services.trainer.adapters.reward_pool import RewardPool
 from services.trainer.ports import RewardBatch, Scores
 from shared.errors import ConfigError
-from shared.jobspec import RewardSpec
+from shared.reward import RewardSpec
 from shared.waiting import Waits
 
 FUNCTIONS = "tests.support.reward_functions"

@@ -14,7 +14,7 @@ from services.trainer.domain.loss import clipped_loss
 from services.trainer.ports import Row
 from shared.columns import F32, I32, pack
 from shared.errors import Fatal
-from shared.jobspec import OptimizerSpec
+from shared.training import OptimizerSpec
 from shared.weights.publisher import Shard
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model, write_tokenizer

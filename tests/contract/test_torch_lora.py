@@ -17,7 +17,7 @@ from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.domain.loss import clipped_loss
 from shared.columns import floats, ints
 from shared.errors import ConfigError
-from shared.jobspec import LoraSpec, OptimizerSpec
+from shared.training import LoraSpec, OptimizerSpec
 from shared.weights.publisher import Shard
 from tests.contract.test_trainer_engine_contract import bits, rows, train
 from tests.support.model_folder import write_model

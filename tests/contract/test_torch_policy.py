@@ -19,7 +19,7 @@ from services.trainer.domain.tokens import TokenBatch
 from services.trainer.ports import NotFinite, Row
 from shared.columns import F32, I32, floats, ints, pack
 from shared.errors import ConfigError
-from shared.jobspec import OptimizerSpec
+from shared.training import OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS, logprobs

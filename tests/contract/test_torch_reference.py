@@ -11,7 +11,7 @@ from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.domain.loss import PolicyLoss
 from services.trainer.domain.tokens import TokenBatch
 from shared.columns import floats
-from shared.jobspec import LoraSpec, OptimizerSpec
+from shared.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model
 

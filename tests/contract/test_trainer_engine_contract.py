@@ -18,7 +18,7 @@ from services.trainer.fakes import FakeEngine
 from services.trainer.ports import Exported, Loaded, PolicyEngine, Row
 from shared.columns import F32, I32, pack
 from shared.errors import Corrupt, Fatal
-from shared.jobspec import LoraSpec, OptimizerSpec
+from shared.training import LoraSpec, OptimizerSpec
 from shared.weights.publisher import Shard
 from tests.support import megatron_policies
 from tests.support.model_folder import write_model

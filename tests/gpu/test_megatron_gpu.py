@@ -14,7 +14,7 @@ from services.trainer.adapters.torch_policy import TorchPolicy  # noqa: E402 - o
 from services.trainer.domain.loss import clipped_loss  # noqa: E402 - its like
 from services.trainer.ports import PolicyEngine  # noqa: E402 - its like
 from shared.columns import F32, unpack  # noqa: E402 - its like
-from shared.jobspec import OptimizerSpec  # noqa: E402 - its like
+from shared.training import OptimizerSpec  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import rows  # noqa: E402 - its like
 from tests.support import megatron_policies  # noqa: E402 - its like
 

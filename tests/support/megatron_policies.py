@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from services.trainer.adapters.megatron.policy import MegatronPolicy
-from shared.jobspec import OptimizerSpec, TrainerSpec
+from shared.training import OptimizerSpec, TrainerSpec
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from shared.errors import ConfigError
-from shared.jobspec import LoraSpec, parse, to_json
+from shared.jobspec import parse, to_json
+from shared.training import LoraSpec
 
 
 def spec(elastic: str, more: str = "") -> dict[str, object]:

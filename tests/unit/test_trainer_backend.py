@@ -18,7 +18,8 @@ from services.trainer.adapters.megatron.names import HEAD, Piece, WeightMap
 from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place, check, shape_of
 from services.trainer.domain.spread import spread
 from shared.errors import ConfigError
-from shared.jobspec import TrainerSpec, parse
+from shared.jobspec import parse
+from shared.training import TrainerSpec
 from tests.support.small_job import small_job
 
 SHAPE = ModelShape(

@@ -9,7 +9,8 @@ from services.trainer.domain.plan import check, epoch_order, last_step, plan_ste
 from services.trainer.domain.schedule import learning_rate
 from shared.errors import ConfigError
 from shared.ids import SampleId
-from shared.jobspec import EvalSpec, JobSpec, OptimizerSpec, parse
+from shared.jobspec import EvalSpec, JobSpec, parse
+from shared.training import OptimizerSpec
 
 
 def job(**changes: object) -> JobSpec:

@@ -19,7 +19,7 @@ import structlog
 from services.trainer.domain.rewards import combine
 from services.trainer.ports import RewardBatch, Scores
 from shared.errors import ConfigError
-from shared.jobspec import RewardPart, RewardSpec
+from shared.reward import RewardPart, RewardSpec
 from shared.waiting import Waits
 
 log = structlog.get_logger(__name__)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import ConfigError
-from shared.jobspec import LoraSpec
+from shared.training import LoraSpec
 
 _NAME = "default"
 """What PEFT calls an adapter that nobody named."""

@@ -28,7 +28,7 @@ from services.trainer.domain.tokens import LossFn, TokenBatch
 from services.trainer.ports import Exported, Loaded, NotFinite, RankInfo, Row
 from shared.columns import F32, I32, unpack
 from shared.errors import ConfigError, Corrupt, Fatal
-from shared.jobspec import LoraSpec, OptimizerSpec
+from shared.training import LoraSpec, OptimizerSpec
 from shared.weights.publisher import Shard
 
 _MODEL_FILE = "model.safetensors"

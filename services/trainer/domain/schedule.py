@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.jobspec import OptimizerSpec
+from shared.training import OptimizerSpec
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int, steps: int) -> float:

@@ -27,7 +27,7 @@ from services.trainer.adapters.megatron.passes import Packed, Passes
 from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place
 from services.trainer.adapters.megatron.state import MOMENTS, WEIGHT, OptimizerState
 from shared.errors import ConfigError, Corrupt
-from shared.jobspec import OptimizerSpec
+from shared.training import OptimizerSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 from shared.weights.manifest import digest_of

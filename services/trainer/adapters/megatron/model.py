@@ -21,7 +21,7 @@ from torch.nn import functional
 from services.trainer.adapters.megatron.layers import block_spec
 from services.trainer.adapters.megatron.names import WeightMap
 from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place
-from shared.jobspec import OptimizerSpec
+from shared.training import OptimizerSpec
 
 
 class Network:

@@ -31,7 +31,7 @@ from services.trainer.domain.tokens import LossFn, TokenBatch
 from services.trainer.ports import Exported, Loaded, NotFinite, RankInfo, Row
 from shared.columns import F32, I32, length, pack, unpack
 from shared.errors import ConfigError, Fatal
-from shared.jobspec import OptimizerSpec, TrainerSpec
+from shared.training import OptimizerSpec, TrainerSpec
 from shared.weights.publisher import Shard
 
 _BATCHES_PER_STAGE = 4

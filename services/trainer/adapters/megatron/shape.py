@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shared.errors import ConfigError
-from shared.jobspec import TrainerSpec
+from shared.training import TrainerSpec
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

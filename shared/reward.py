@@ -1,0 +1,98 @@
+"""The reward section of a job file: functions, services, and what each counts."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from shared.validation import Section
+
+RewardStyle = Literal["auto", "trl", "verl"]
+"""How a reward function is called; `auto` looks at the names of its parameters."""
+
+
+def _function_path(value: str | None) -> str | None:
+    if value is None:
+        return None
+    module, _, name = value.partition(":")
+    if not module or not name:
+        raise ValueError(f"{value!r} is not of the form package.module:function")
+    return value
+
+
+def _address(value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"https?://[^\s/]+.*", value):
+        raise ValueError(f"{value!r} is not of the form http://host:port/path")
+    return value
+
+
+FunctionPath = Annotated[str | None, AfterValidator(_function_path)]
+Address = Annotated[str | None, AfterValidator(_address)]
+
+
+class RewardPart(Section):
+    """One of several reward functions."""
+
+    function: FunctionPath = None
+    """`package.module:function`."""
+    url: Address = None
+    """In place of a function: where the group is sent by POST, see `services.trainer.remote_reward`."""
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """What its rewards are multiplied by before they are added up; 0 only logs them."""
+    name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
+    """It is logged as `reward/<name>/mean`; left out, it is the function's own name, or `remote`."""
+    style: RewardStyle = "auto"
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Given to the function by name, beside the columns of the data."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.function is None) == (self.url is None):
+            raise ValueError("give either function or url")
+        if self.url is not None and (self.style != "auto" or self.arguments):
+            raise ValueError("style and arguments are for a function; a url gets the columns of the data")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Return what people know it by: the function's path, or the url."""
+        return self.function or self.url or ""
+
+
+class RewardSpec(Section):
+    """The reward: one function, or a service that is asked over HTTP, or several of these with weights.
+
+    A function has TRL's signature, `f(prompts, completions, completion_ids, **columns)`, or verl's,
+    `f(data_source, solution_str, ground_truth, extra_info)`; it may be async.
+    """
+
+    function: FunctionPath = None
+    url: Address = None
+    style: RewardStyle = "auto"
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    functions: Annotated[tuple[RewardPart, ...], Field(min_length=1)] | None = None
+    timeout_s: float = Field(5.0, gt=0)
+    """For one group, all functions together."""
+    workers: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if sum(given is not None for given in (self.function, self.url, self.functions)) != 1:
+            raise ValueError("give either function, or functions: a list of {function, weight, name}, or url")
+        if self.functions is not None and (self.style != "auto" or self.arguments):
+            raise ValueError("style and arguments belong to each of functions")
+        if len(set(names := [part.name for part in self.parts])) < len(names):
+            raise ValueError(f"two functions are called {max(names, key=names.count)!r}: give each a name")
+        return self
+
+    @property
+    def parts(self) -> tuple[RewardPart, ...]:
+        """Return all functions, each with a name; a single one's is empty: its rewards are the reward."""
+        if self.functions is None:
+            return (RewardPart(function=self.function, url=self.url, style=self.style, arguments=self.arguments),)
+        return tuple(
+            part if part.name else part.model_copy(update={"name": (part.function or ":remote").rpartition(":")[2]})
+            for part in self.functions
+        )

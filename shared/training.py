@@ -1,0 +1,68 @@
+"""The sections of a job file about training: the optimizer, the processes that train, and an adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shared.validation import Section
+
+
+class OptimizerSpec(Section):
+    """AdamW."""
+
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    decay: float = Field(0.0, ge=0, le=1)
+    """The learning rate falls linearly by this fraction from the first to the last step."""
+    grad_clip: float = Field(1.0, gt=0)
+
+
+class TrainerSpec(Section):
+    """How the trainer runs."""
+
+    backend: Literal["torch", "megatron"] = "torch"
+    """`torch` trains in one process; `megatron` (megatron-core) in as many as the three numbers below make together."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_every: int = Field(10, ge=1)
+    resume: Literal["auto", "never"] = "auto"
+    micro_batch_tokens: int = Field(4096, ge=1)
+    seed: int = 0
+    tensor_parallel: int = Field(1, ge=1)
+    """Processes that share each layer."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Processes that share the layers, one after the other."""
+    data_parallel: int = Field(1, ge=1)
+    """Copies of all that, which share the samples."""
+    sequence_parallel: bool = False
+    """With `tensor_parallel`: norms, too, are shared out, along the tokens (arXiv 2205.05198)."""
+    distributed_optimizer: bool = False
+    """With `data_parallel`: each copy keeps a part of the optimizer's state (ZeRO stage 1, arXiv 1910.02054)."""
+
+    @model_validator(mode="after")
+    def _applies(self) -> Self:
+        numbers = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+        asked = [name for name in numbers if getattr(self, name) > 1]
+        asked += [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(self, name)]
+        if self.backend == "torch" and asked:
+            raise ValueError(f"{asked[0]} needs trainer.backend: megatron; the torch backend is one process")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
+        if self.distributed_optimizer and self.data_parallel == 1:
+            raise ValueError("distributed_optimizer is for data_parallel above 1: raise that, or remove it")
+        return self
+
+
+class LoraSpec(Section):
+    """A low-rank adapter (LoRA, arXiv 2106.09685) on linear layers, with the defaults of PEFT."""
+
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(8.0, gt=0, allow_inf_nan=False)
+    """The adapter's product is scaled by `alpha / rank`."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of the adapter's input, while training only: above 0 the trained distribution is not quite the sampled one."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Names of the layers that get one, as in PEFT's `target_modules`; `all-linear`: all but the output head."""
