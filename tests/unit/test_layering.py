@@ -22,6 +22,8 @@ WIRE = {
     "shared.ids",
     "shared.jobspec",
     "shared.messages",
+    "shared.reward",
+    "shared.training",
     "shared.weights.edges",
 }
 """What a domain may see of `shared`: values and names, nothing that acts."""
