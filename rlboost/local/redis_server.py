@@ -38,8 +38,9 @@ def find() -> Path:
 def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:
     """Write a configuration with a fresh password; return the command and the URL with that password.
 
-    The data stays in the state folder and survives the server: every write reaches the append-only file before its
-    reply, and the disk within a second.
+    The data stays in the state folder and survives the server: every write is on disk before its reply. With
+    `appendfsync everysec`, while a slow disk is at work on the last second, Redis answers writes that it still holds in
+    memory, and a SIGKILL then loses up to two seconds of them.
     """
     password = secrets.token_hex(16)
     data = state.path / "redis"
@@ -50,7 +51,7 @@ def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:
         f"requirepass {password}",
         f'dir "{data}"',
         "appendonly yes",
-        "appendfsync everysec",
+        "appendfsync always",
         'save ""',
         "daemonize no",
     ]

@@ -179,7 +179,7 @@ def test_services_wait_for_others_that_can_tell_their_health() -> None:
 def test_redis_keeps_what_it_acknowledged_behind_a_password() -> None:
     redis = FILE["services"]["redis"]
     lines = FILE["configs"]["redis"]["content"].splitlines()
-    assert {"appendonly yes", "dir /data", f"requirepass {SECRETS['REDIS_PASSWORD']}"} <= set(lines)
+    assert {"appendonly yes", "appendfsync always", "dir /data", f"requirepass {SECRETS['REDIS_PASSWORD']}"} <= set(lines)
     assert redis["command"][-1] in [config["target"] for config in redis["configs"]]
     assert "redis:/data" in redis["volumes"]
     assert SECRETS["REDIS_PASSWORD"] not in str(redis["command"]), "flags can be read by every user of the machine"
