@@ -175,9 +175,6 @@ class Bus(Protocol):
     async def hash_all(self, key: str) -> dict[str, str]:
         """Return all fields of a hash."""
 
-    async def hash_set_new(self, key: str, field: str, value: str) -> bool:
-        """Set a field only if it is missing; tell whether it was."""
-
     async def renew(self, lease: str, value: str, ttl_s: float) -> None:
         """Hold a lease for `ttl_s` more seconds."""
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim, position
 from shared.errors import BusUnavailable, Fenced, Undecodable
@@ -152,11 +153,11 @@ class MemoryBus:
         """See `Bus.read`."""
 
         def find() -> list[Entry]:
-            found = []
+            found: list[Entry] = []
             for stream, cursor in cursors.items():
                 after = position(cursor)
                 ids = [entry_id for entry_id in self._streams[stream].entries if position(entry_id) > after]
-                found += [entry for i in ids[:count] if (entry := self._decode(stream, i, None))]
+                found += islice((entry for i in ids if (entry := self._decode(stream, i, None))), count)
             return found
 
         return await self._wait(find, block_s)
@@ -231,14 +232,6 @@ class MemoryBus:
         """See `Bus.hash_all`."""
         self._check()
         return dict(self._hashes[key])
-
-    async def hash_set_new(self, key: str, field: str, value: str) -> bool:
-        """See `Bus.hash_set_new`."""
-        self._check()
-        if field in self._hashes[key]:
-            return False
-        self._hashes[key][field] = value
-        return True
 
     async def renew(self, lease: str, value: str, ttl_s: float) -> None:
         """See `Bus.renew`."""

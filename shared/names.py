@@ -21,8 +21,6 @@ JOBS = PREFIX + "jobs"
 JOB_TRAINERS = PREFIX + "jobs.trainers"
 """Hash: job id -> name of the trainer that has taken the job and not ended it."""
 JOB_COUNTER = PREFIX + "jobs.counter"
-IDEMPOTENCY_KEYS = PREFIX + "jobs.idempotency"
-"""Hash: Idempotency-Key -> job id."""
 MANAGER_CURSORS = PREFIX + "manager.cursors"
 """Hash: stream -> how far the manager has got; written in the same transaction as what it did about the entries."""
 MANAGER_LEASE = PREFIX + "manager.lease"
@@ -43,6 +41,11 @@ def rollouts_requested(job_id: str) -> str:
 def rollouts_finished(job_id: str) -> str:
     """Stream, manager -> trainer: finished samples of one job; kept until a checkpoint covers them."""
     return f"{PREFIX}job:{job_id}:rollouts.finished"
+
+
+def job_created(key: str) -> str:
+    """Lease: the job that a `POST /v1/jobs` with this Idempotency-Key made, for as long as the key counts."""
+    return f"{PREFIX}jobs.created:{key}"
 
 
 def job_events(job_id: str) -> str:

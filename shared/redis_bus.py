@@ -112,8 +112,11 @@ class RedisBus:
     async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
         """See `Bus.read`."""
         block_ms = _block_ms(block_s)
-        reply = await self._call(self._redis.xread(cast("Any", dict(cursors)), count=count, block=block_ms))
-        return await self._entries(reply)
+        while True:
+            reply = await self._call(self._redis.xread(cast("Any", dict(cursors)), count=count, block=block_ms))
+            if (entries := await self._entries(reply)) or not reply:
+                return entries
+            # Not one of them decoded. They are gone from the stream, and what lies behind them is not its end.
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
@@ -189,10 +192,6 @@ class RedisBus:
         """See `Bus.hash_all`."""
         fields = await self._call(cast("Awaitable[dict[Any, Any]]", self._redis.hgetall(key)))
         return {_text(name): _text(value) for name, value in fields.items()}
-
-    async def hash_set_new(self, key: str, field: str, value: str) -> bool:
-        """See `Bus.hash_set_new`."""
-        return bool(await self._call(cast("Awaitable[Any]", self._redis.hsetnx(key, field, value))))
 
     async def renew(self, lease: str, value: str, ttl_s: float) -> None:
         """See `Bus.renew`."""

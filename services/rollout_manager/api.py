@@ -32,6 +32,8 @@ from shared.validation import describe
 
 COMMANDS_KEPT = 10_000
 STREAM_BLOCK_S = 1.0
+IDEMPOTENCY_KEPT_S = 24 * 3600.0
+IDEMPOTENCY_KEY_CHARACTERS = 255
 
 _TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at", "since")
 
@@ -93,12 +95,15 @@ async def _write(manager: Manager, ops: Sequence[Op]) -> None:
 def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.post("/jobs", status_code=201, tags=["jobs"])
     async def create_job(
-        raw: Annotated[dict[str, Any], Body()], idempotency_key: Annotated[str | None, Header()] = None
+        raw: Annotated[dict[str, Any], Body()],
+        idempotency_key: Annotated[str | None, Header(max_length=IDEMPOTENCY_KEY_CHARACTERS)] = None,
     ) -> JSONResponse:
         spec = _validated(raw)
         job_id = f"{spec.name}-{new_token(3)}"
-        if idempotency_key and not await bus.hash_set_new(names.IDEMPOTENCY_KEYS, idempotency_key, job_id):
-            job_id = await bus.hash_get(names.IDEMPOTENCY_KEYS, idempotency_key) or job_id
+        if idempotency_key:
+            created = names.job_created(idempotency_key)
+            await bus.acquire([created], job_id, IDEMPOTENCY_KEPT_S)
+            job_id = (await bus.holders([created]))[0] or job_id
         job = manager.world.jobs.get(job_id) or await _create(manager, bus, job_id, spec)
         return JSONResponse({"id": job.id, "state": job.state}, 201)
 

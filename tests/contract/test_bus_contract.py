@@ -117,6 +117,14 @@ async def test_bytes_that_are_no_message_are_moved_to_the_dead_letters(bus: Bus,
     assert await bus.length(S) == 1
 
 
+async def test_what_lies_behind_a_whole_batch_that_is_no_message_is_read(bus: Bus) -> None:
+    for _ in range(6):
+        await raw_append(bus, S, b"\xff nonsense")
+    await bus.append(S, Resume(step=1))
+    assert [e.message for e in await bus.read({S: START}, count=3)] == [Resume(step=1)]
+    assert await bus.length(DEAD_LETTERS) == 6
+
+
 async def test_trimming_keeps_what_is_asked_and_the_last_id(bus: Bus) -> None:
     assert await bus.last_id(S) == START
     assert await bus.first_id(S) is None
@@ -136,10 +144,9 @@ async def test_a_stream_with_a_length_limit_keeps_about_the_newest(bus: Bus) -> 
     assert len(steps) <= 300
 
 
-async def test_counters_and_fields_are_set_once(bus: Bus) -> None:
+async def test_counters_count_and_fields_are_there_or_not(bus: Bus) -> None:
     assert [await bus.increment("n"), await bus.increment("n")] == [1, 2]
-    assert await bus.hash_set_new("h", "k", "first")
-    assert not await bus.hash_set_new("h", "k", "second")
+    await bus.transact([HashSet("h", {"k": "first"})])
     assert await bus.hash_get("h", "k") == "first"
     assert await bus.hash_get("h", "none") is None
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
 
+from services.rollout_manager.api import IDEMPOTENCY_KEPT_S
 from shared import names
 from shared.columns import I32, ints
 from shared.messages import (
@@ -244,6 +246,10 @@ async def test_creating_with_the_same_idempotency_key_makes_one_job(system: Syst
     assert first.status_code == second.status_code == 201
     assert first.json()["id"] == second.json()["id"]
     assert len(await system.get("/v1/jobs")) == 2
+    async with redis.asyncio.from_url(system.redis.url) as client:
+        assert 0 < await client.pttl(names.job_created("once")) / 1000 <= IDEMPOTENCY_KEPT_S
+    refused = await system.http.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "k" * 300})
+    assert refused.status_code == 422
 
 
 async def test_a_message_that_makes_no_sense_is_buried_with_its_reason(system: System) -> None:
