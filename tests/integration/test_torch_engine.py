@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from transformers import LlamaConfig, MistralConfig, Qwen2Config  # noqa: E402 - only where torch is
 
-from services.rollout_worker.adapters import torch_engine, torch_model  # noqa: E402
+from services.rollout_worker.adapters import torch_engine  # noqa: E402
 from services.rollout_worker.adapters.torch_cache import SlotCache  # noqa: E402
 from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: E402
 from services.rollout_worker.adapters.torch_sampling import draw  # noqa: E402
@@ -178,24 +178,6 @@ async def test_bfloat16_logprobs_are_near_those_of_float32(tmp_path: Path) -> No
     (made,) = await run(engine, [request(1, max_tokens=60)])
     await engine.close()
     assert made.logprobs == pytest.approx(tiny_models.logprobs(model, [3, 1, 4], made.tokens), abs=0.3)
-
-
-async def test_a_group_is_prefilled_in_one_pass_over_its_prompt(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_models.make(tiny_models.CONFIGS["qwen3-tied"])
-    engine = await start(model)
-    shapes = []
-    original = torch_model.prefill
-
-    def spy(model: Any, tokens: Any, cache: Any) -> None:
-        shapes.append(tuple(tokens.shape))
-        original(model, tokens, cache)
-
-    monkeypatch.setattr(torch_model, "prefill", spy)
-    group, others = list(range(1, 30)), [5, 6]
-    asked = [request(i, prompt=group) for i in range(8)] + [request(8, prompt=others), request(9, prompt=[7])]
-    for one, made in zip(asked, await run(engine, asked), strict=True):
-        assert made.logprobs == pytest.approx(tiny_models.logprobs(model, one.prompt, made.tokens), abs=1e-4)
-    assert shapes == [(2, 28)]
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.8), (1.4, 0.5)])

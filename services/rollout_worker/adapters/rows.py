@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from services.rollout_worker.domain.kv_room import Room
 from services.rollout_worker.domain.uniforms import as_u64
 from services.rollout_worker.ports import Emission, Key, Request
 from shared.errors import Conflict
@@ -57,10 +58,11 @@ class Rows:
         slots: how many requests run at once.
         max_len: of prompt and completion together.
         vocabulary: token ids are 0..vocabulary-1.
+        room: of the KV cache; requests that do not fit beside the running ones wait. None = there is always room.
 
     """
 
-    def __init__(self, slots: int, max_len: int, vocabulary: int) -> None:
+    def __init__(self, slots: int, max_len: int, vocabulary: int, room: Room | None = None) -> None:
         self.pending: deque[Request] = deque()
         self.requests: list[Request] = []
         self.version = -1
@@ -68,6 +70,7 @@ class Rows:
         self._slots = slots
         self._max_len = max_len
         self._vocabulary = vocabulary
+        self._room = room
         # By position in prompt + completion. Empty, not zeros: the operating system gives the memory of what is used.
         self._tokens = np.empty((slots, max_len), np.int32)
         self._logprobs = np.empty((slots, max_len), np.float32)
@@ -142,13 +145,15 @@ class Rows:
     def admit(self, budget_tokens: int) -> range:
         """Take queued requests into free rows, which are returned; answer those with nothing to generate.
 
+        They are taken in the order in which they came: while the first one has no room, all wait.
+
         Args:
             budget_tokens: take no more once the prefixes taken, equal ones counted once, have as many tokens.
 
         """
         first = self.n
         prefixes: set[bytes] = set()
-        while self.pending and self.n < self._slots and budget_tokens > 0:
+        while self.pending and self.n < self._slots and budget_tokens > 0 and self._has_room(self.pending[0]):
             request = self.pending.popleft()
             ids = np.array(request.prompt + request.tokens, np.int64)
             error, finish = self._why_not(request, ids), _finish_at_start(request)
@@ -162,6 +167,17 @@ class Rows:
             prefixes.add(prefix)
         return range(first, self.n)
 
+    def _limit(self, request: Request) -> int:
+        """Return the length at which a request ends at the latest."""
+        return min(len(request.prompt) + request.sampling.max_tokens, self._max_len)
+
+    def _has_room(self, request: Request) -> bool:
+        """Tell whether a request need not wait for the end of others; if it never fits, it has nothing to wait for."""
+        if self._room is None or not self._room.fits(1, self._limit(request)):
+            return True
+        longest = int(self._table["limit"][: self.n].max(initial=self._limit(request)))
+        return self._room.fits(self.n + 1, longest)
+
     def _why_not(self, request: Request, ids: Ints) -> str:
         sampling = request.sampling
         if ids.size == 0:
@@ -172,13 +188,17 @@ class Rows:
             return f"a token id is outside the model's 0..{self._vocabulary - 1}"
         if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
             return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
+        if self._room is not None and not self._room.fits(1, self._limit(request)):
+            return (
+                f"it may become {self._limit(request)} tokens long, and the KV cache holds {self._room.tokens}: raise "
+                f"RLBOOST_WORKER_KV_CACHE_BYTES, or lower max_tokens"
+            )
         return ""
 
     def _take(self, request: Request, ids: Ints) -> None:
         row, sampling = self.n, request.sampling
         self._tokens[row, : ids.size] = ids
-        limit = min(len(request.prompt) + sampling.max_tokens, self._max_len)
-        numbers = (as_u64(request.seed), len(request.prompt), ids.size, ids.size, limit)
+        numbers = (as_u64(request.seed), len(request.prompt), ids.size, ids.size, self._limit(request))
         self._table[row] = (*numbers, sampling.temperature, sampling.top_p, False)
         stops = sampling.stop_token_ids
         if len(stops) > self._stops.shape[1]:

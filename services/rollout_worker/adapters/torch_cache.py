@@ -18,61 +18,166 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from services.rollout_worker.adapters.rows import Moves
+from services.rollout_worker.domain.kv_room import QUANTUM, Room, round_up
 from shared.errors import ConfigError
 
 ATTENTION = "rlboost_slots"
 """The name under which transformers knows the attention function."""
 
-_QUANTUM = 16
-"""Attended lengths are rounded up to this: kernels want aligned masks, and neighbouring blocks often come out equal."""
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 """What some families' layers pass to their attention and this one does not do."""
 
 Ints = npt.NDArray[np.int64]
 
 
-class SlotCache:
-    """Keys and values of all rows, [slots, kv heads, columns, head dim] per layer; column p holds position p.
+class _Places:
+    """Where the keys and values of a pass go: entry i to row `rows[i]`, column `columns[i]`.
 
-    Each forward pass is announced first: `begin_prefill` or `begin_decode`. Columns are allocated as rows grow, up to
-    `max_len`. What lies behind a row's end is finite and never attended to.
+    Args:
+        rows: [entries].
+        columns: [entries].
+        device: the cache's.
+        taken: [entries], which of the batch's tokens, row by row, the entries are; None = they are all of them.
+
+    """
+
+    def __init__(self, rows: Ints, columns: Ints, device: torch.device, taken: Ints | None = None) -> None:
+        self._rows = torch.from_numpy(rows).to(device)
+        self._columns = torch.from_numpy(columns).to(device)
+        self._taken = None if taken is None else torch.from_numpy(taken).to(device)
+        self._lines: dict[int, torch.Tensor] = {}
+
+    def write(self, new: torch.Tensor, cached: torch.Tensor) -> None:
+        """Copy [batch, kv heads, tokens, head dim] into a layer's tensor [rows, kv heads, columns, head dim]."""
+        _, kv_heads, columns, size = cached.shape
+        if kv_heads not in self._lines:  # of the tensor seen as [rows * kv heads * columns, head dim]
+            heads = torch.arange(kv_heads, device=cached.device)
+            lines = (self._rows[:, None] * kv_heads + heads) * columns + self._columns[:, None]
+            self._lines[kv_heads] = lines.view(-1)
+        entries = new.transpose(1, 2).reshape(-1, kv_heads * size)
+        if self._taken is not None:
+            entries = entries[self._taken]
+        cached.view(-1, size).index_copy_(0, self._lines[kv_heads], entries.reshape(-1, size))
+
+
+class _Context:
+    """What a pass over tokens that are not their rows' first ones attends to: each row as far as the token's position.
+
+    Args:
+        rows: [batch].
+        positions: [batch, tokens], on the cache's device.
+        span: more than the largest position.
+        dtype: of the mask.
+
+    """
+
+    def __init__(self, rows: Ints, positions: torch.Tensor, span: int, dtype: torch.dtype) -> None:
+        self._rows = torch.from_numpy(rows).to(positions.device)
+        self._span = span
+        columns = torch.arange(span, device=positions.device)
+        self._mask = torch.zeros(len(rows), 1, positions.shape[1], span, dtype=dtype, device=positions.device)
+        self._mask.masked_fill_(columns > positions[:, None, :, None], -torch.inf)
+        self._masks: dict[int, torch.Tensor] = {}
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Return the output [batch, heads, tokens, head dim]."""
+        (batch, heads, tokens, size), kv_heads = query.shape, keys.shape[1]
+        group = heads // kv_heads
+        if group not in self._masks:
+            self._masks[group] = self._mask.repeat(1, 1, group, 1)
+        attended = functional.scaled_dot_product_attention(
+            query.reshape(batch, kv_heads, group * tokens, size),  # see `SlotCache.attend`
+            keys[self._rows, :, : self._span],
+            values[self._rows, :, : self._span],
+            attn_mask=self._masks[group],
+            scale=scale,
+        )
+        return attended.reshape(batch, heads, tokens, values.shape[3])
+
+
+class SlotCache:
+    """Keys and values of all rows, [rows, kv heads, columns, head dim] per layer; column p holds position p.
+
+    `fit` makes the rectangle large enough, within `room`, for what comes next: passes, each of which is announced by
+    `begin_prefill` or `begin_decode`, and copies. What lies behind a row's end is finite and never attended to.
 
     On a CPU a decode step attends block by block of rows, each to the longest of its own rows only; rows sorted by
     length make the blocks tight. On an accelerator one wide call is cheaper than many tight ones.
     """
 
-    def __init__(self, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._slots = slots
-        self._max_columns = _round_up(max_len)
+    def __init__(self, room: Room, dtype: torch.dtype, device: torch.device) -> None:
+        self._room = room
         self._dtype = dtype
         self._device = device
-        self._block_rows = 16 if device.type == "cpu" else slots
-        self._columns = 0
+        self._block_rows = 16 if device.type == "cpu" else room.slots
+        self._shape = (0, 0)
+        """Rows and columns that there are."""
         self._filled = 0
         """No row has anything behind this column."""
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._prefill: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._positions = torch.empty(0, dtype=torch.int64, device=device)
+        self._places = _Places(np.empty(0, np.int64), np.empty(0, np.int64), device)
+        self._prefills = False
+        self._context: _Context | None = None
         self._blocks: list[tuple[slice, int, torch.Tensor]] = []
-        self._written: dict[int, torch.Tensor] = {}
 
-    def begin_prefill(self, rows: Ints, sources: Ints, length: int) -> None:
-        """Announce a pass over whole prefixes, right-padded to `length`: row `rows[i]` is `sources[i]` of the batch."""
-        self._reserve(length)
-        self._filled = max(self._filled, length)
-        self._prefill = (torch.from_numpy(rows).to(self._device), torch.from_numpy(sources).to(self._device))
+    @property
+    def token_bytes(self) -> int:
+        """What keys and values of one token take, in the layers that there has been a pass through."""
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._layers.values() for t in pair)
+
+    @property
+    def tokens(self) -> int:
+        """For how many tokens there is memory now; to be read from any thread."""
+        rows, columns = self._shape
+        return rows * columns
+
+    def fit(self, positions: Ints, held: int) -> None:
+        """Have room for rows that come to these positions [n], which must fit into `room`.
+
+        Of the first `held` rows the cache keeps all that comes before.
+        """
+        columns = int(positions.max()) + 1
+        if len(positions) > self._shape[0] or columns > self._shape[1]:
+            self._shape = self._room.shape(len(positions), columns)
+            kept = int(positions[:held].max(initial=0))
+            for layer, (keys, values) in self._layers.items():
+                self._layers[layer] = self._moved(keys, held, kept), self._moved(values, held, kept)
+        self._filled = columns
+
+    def _moved(self, old: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        new = self._zeros(old)
+        new[:rows, :, :columns] = old[:rows, :, :columns]
+        return new
+
+    def begin_prefill(self, rows: Ints, starts: Ints, lengths: Ints) -> torch.Tensor:
+        """Announce a pass over tokens [batch, longest of `lengths`], right-padded; return their positions.
+
+        Args:
+            rows: [batch], whose tokens they are.
+            starts: [batch], the position of each one's first token; what comes before is in the cache.
+            lengths: [batch], how many each one has.
+
+        """
+        offsets = np.arange(lengths.max())
+        real = offsets < lengths[:, None]
+        # The padding is at its row's last position: further ones need not exist.
+        at = starts[:, None] + np.minimum(offsets, lengths[:, None] - 1)
+        self._places = _Places(np.repeat(rows, lengths), at[real], self._device, np.flatnonzero(real))
+        positions = torch.from_numpy(at).to(self._device)
+        self._prefills = True
+        self._context = _Context(rows, positions, round_up(int(at.max()) + 1), self._dtype) if starts.any() else None
+        return positions
 
     def begin_decode(self, positions: Ints) -> None:
         """Announce a pass over one token of each of the rows 0..n-1, at these positions."""
-        self._prefill = None
-        self._reserve(int(positions.max()) + 1)
-        self._positions = torch.from_numpy(positions).to(self._device)
-        self._written.clear()
+        self._prefills, self._context = False, None
+        self._places = _Places(np.arange(len(positions)), positions, self._device)
         spans = self._spans(positions)
-        self._filled = int(spans.max())
-        columns = torch.arange(self._filled, device=self._device)
+        columns = torch.arange(int(spans.max()), device=self._device)
         mask = torch.zeros(len(positions), 1, 1, len(columns), dtype=self._dtype, device=self._device)
-        mask.masked_fill_(columns > self._positions[:, None, None, None], -torch.inf)
+        mask.masked_fill_(columns > torch.from_numpy(positions).to(self._device)[:, None, None, None], -torch.inf)
         # Neighbouring blocks of the same span are one.
         self._blocks = []
         first = 0
@@ -89,22 +194,19 @@ class SlotCache:
         The query has the shape [batch, heads, tokens, head dim], the output [batch, tokens, heads, head dim].
         """
         if layer not in self._layers:
-            self._layers[layer] = (self._zeros(key, self._columns), self._zeros(value, self._columns))
+            self._layers[layer] = (self._zeros(key), self._zeros(value))
         keys, values = self._layers[layer]
-        if self._prefill is not None:
-            rows, sources = self._prefill
-            keys[rows, :, : key.shape[2]] = key[sources]
-            values[rows, :, : value.shape[2]] = value[sources]
-            grouped = query.shape[1] != key.shape[1]
-            attended = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
-            )
-            return attended.transpose(1, 2)
+        self._places.write(key, keys)
+        self._places.write(value, values)
+        if self._context is not None:
+            return self._context.attend(query, keys, values, scale).transpose(1, 2)
         n, heads = query.shape[:2]
         kv_heads = key.shape[1]
-        written = self._targets(kv_heads)
-        keys.view(-1, keys.shape[3]).index_copy_(0, written, key.reshape(-1, keys.shape[3]))
-        values.view(-1, values.shape[3]).index_copy_(0, written, value.reshape(-1, values.shape[3]))
+        if self._prefills:
+            # Not `enable_gqa`: most kernels do not have it, and what stands in for them keeps every score in memory.
+            key, value = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value))
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+            return attended.transpose(1, 2)
         # The query heads that share a kv head stand where a longer query's tokens would: nothing is repeated.
         query = query.reshape(n, kv_heads, heads // kv_heads, query.shape[3])
         parts = [
@@ -119,7 +221,11 @@ class SlotCache:
     def move(self, moves: Moves) -> None:
         """Repeat the copies that keep the rows dense."""
         if moves:
-            self._copy(moves.targets, moves.sources)
+            self._copy(moves.targets, moves.sources, self._filled)
+
+    def share(self, targets: Ints, sources: Ints, columns: int) -> None:
+        """Copy the first columns of rows to others; no row is in both."""
+        self._copy(targets, sources, columns)
 
     def order(self, positions: Ints) -> Ints | None:
         """Return the order of the rows that would save decode steps enough to be worth the copying, if there is one."""
@@ -129,52 +235,30 @@ class SlotCache:
 
     def reorder(self, order: Ints) -> None:
         """Put the rows 0..n-1 into the given order."""
-        self._copy(np.arange(len(order)), order)
+        self._copy(np.arange(len(order)), order, self._filled)
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
         self._layers.clear()
         self._blocks.clear()
-        self._columns = self._filled = 0
+        self._shape, self._filled = (0, 0), 0
 
     def _spans(self, positions: Ints) -> Ints:
         """Return how many columns each block attends to."""
         starts = np.arange(0, len(positions), self._block_rows)
         longest: Ints = np.maximum.reduceat(positions, starts)
-        return (longest // _QUANTUM + 1) * _QUANTUM
+        return (longest // QUANTUM + 1) * QUANTUM
 
-    def _copy(self, targets: Ints, sources: Ints) -> None:
+    def _copy(self, targets: Ints, sources: Ints, columns: int) -> None:
         to, of = (torch.from_numpy(rows).to(self._device) for rows in (targets, sources))
         for pair in self._layers.values():
             for tensor in pair:
-                tensor[to, :, : self._filled] = tensor[of, :, : self._filled]
+                tensor[to, :, :columns] = tensor[of, :, :columns]
 
-    def _targets(self, kv_heads: int) -> torch.Tensor:
-        """Return where this step's keys go in a layer's tensor, seen as [slots * kv heads * columns, head dim]."""
-        if kv_heads not in self._written:
-            n = len(self._positions)
-            lines = torch.arange(n * kv_heads, device=self._device).view(n, kv_heads)
-            self._written[kv_heads] = (lines * self._columns + self._positions[:, None]).view(-1)
-        return self._written[kv_heads]
-
-    def _reserve(self, columns: int) -> None:
-        if columns <= self._columns:
-            return
-        before = self._columns
-        self._columns = min(max(_round_up(columns), 2 * before), self._max_columns)
-        for layer, pair in self._layers.items():
-            grown = tuple(self._zeros(tensor, self._columns) for tensor in pair)
-            for new, old in zip(grown, pair, strict=True):
-                new[:, :, :before] = old
-            self._layers[layer] = (grown[0], grown[1])
-
-    def _zeros(self, like: torch.Tensor, columns: int) -> torch.Tensor:
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Return an empty cache; zeros, because masked garbage that is not a number would spoil what is attended."""
-        return like.new_zeros(self._slots, like.shape[1], columns, like.shape[3])
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _QUANTUM) * _QUANTUM
+        rows, columns = self._shape
+        return like.new_zeros(rows, like.shape[1], columns, like.shape[3])
 
 
 def _attention(

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 class TorchFactory:
     """`ports.EngineFactory` of `TorchEngine`s with these parameters."""
 
-    def __init__(self, *, slots: int, device: str, dtype: Literal["float32", "bfloat16"]) -> None:
+    def __init__(
+        self, *, slots: int, device: str, dtype: Literal["float32", "bfloat16"], kv_cache_bytes: int = 0
+    ) -> None:
         self._slots = slots
         self._device = device
         self._dtype = dtype
+        self._kv_cache_bytes = kv_cache_bytes
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
@@ -28,4 +31,10 @@ class TorchFactory:
 
         with TemporaryDirectory(prefix="rlboost-model-") as directory:
             Path(directory, "config.json").write_text(config_json, encoding="utf-8")
-            return TorchEngine(Path(directory), slots=self._slots, device=self._device, dtype=self._dtype)
+            return TorchEngine(
+                Path(directory),
+                slots=self._slots,
+                device=self._device,
+                dtype=self._dtype,
+                kv_cache_bytes=self._kv_cache_bytes,
+            )

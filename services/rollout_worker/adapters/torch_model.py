@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout_worker.adapters.hf_tensors import check_nothing_missing, target_of
 from services.rollout_worker.adapters.torch_cache import ATTENTION, SlotCache
+from services.rollout_worker.domain.kv_room import QUANTUM, Room
 from shared.errors import ConfigError
 
 Model = Any
@@ -104,9 +105,11 @@ def _check_by_running(model: Model) -> None:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
     own = model(input_ids=tokens, use_cache=False).logits
     _use_slot_cache(model)
-    cache = SlotCache(slots=2, max_len=9, dtype=model.dtype, device=model.device)
-    cache.begin_prefill(np.arange(2), np.arange(2), 6)
-    prefill(model, tokens[:, :6], cache)
+    cache = SlotCache(Room(slots=2, max_len=9, tokens=1 << 20), model.dtype, model.device)
+    cache.fit(prefilled + 1, held=0)
+    # The first row's prefix in two passes: the second one attends to what the first one left in the cache.
+    prefill(model, tokens[:, :4], cache.begin_prefill(np.arange(2), np.zeros(2, np.int64), np.array([4, 3])), cache)
+    prefill(model, tokens[:1, 4:6], cache.begin_prefill(np.array([0]), np.array([4]), np.array([2])), cache)
     for positions in (prefilled, prefilled + 1):
         cache.begin_decode(positions)
         at = torch.from_numpy(positions).to(model.device)
@@ -117,10 +120,19 @@ def _check_by_running(model: Model) -> None:
             )
 
 
-def prefill(model: Model, tokens: torch.Tensor, cache: SlotCache) -> None:
-    """Fill the cache with tokens [batch, length], each row from position 0; `cache.begin_prefill` said where."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+def prefill(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> None:
+    """Fill the cache with tokens [batch, length] at the positions that `cache.begin_prefill` gave."""
     model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, slot_cache=cache)
+
+
+@torch.inference_mode()
+def kv_token_bytes(model: Model) -> int:
+    """Return what the keys and values of one token take in all layers."""
+    cache = SlotCache(Room(slots=1, max_len=1, tokens=QUANTUM), model.dtype, model.device)
+    cache.fit(np.zeros(1, np.int64), held=0)
+    positions = cache.begin_prefill(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+    prefill(model, torch.zeros_like(positions), positions, cache)
+    return cache.token_bytes
 
 
 def decode(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:

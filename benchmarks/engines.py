@@ -1,0 +1,167 @@
+"""Tokens per second of the torch engine and of vLLM, side by side in one process, and beside a plain transformers loop.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.engines [--requests 8 16 32 64] [--rounds 3] [--device cuda --dtype bfloat16]
+
+Each contender gets the same weights and the same requests: groups of eight samples of one prompt, all of one length,
+drawn at temperature 1 with the log-probability of each token. `demo` is the model of examples/countdown, `10m` a Qwen3
+of 10.8 million random parameters. The engines are what a worker has; the plain loop is the model's own forward pass
+with transformers' cache, in one batch.
+
+They take turns; a figure is the median over the rounds, a ratio the median of the rounds' ratios. On a CPU a second is
+one of this process's own processor time, so that neighbours on the machine disturb little: with one thread it is what
+the clock of an idle machine would show. Where vLLM is not installed its columns stay empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+
+from services.rollout_worker.adapters.torch_factory import TorchFactory
+from services.rollout_worker.adapters.vllm_factory import VllmFactory
+from services.rollout_worker.ports import Engine, EngineFactory, Request
+from shared.errors import ConfigError
+from shared.messages import Sampling
+
+GROUP = 8
+POLL_S = 0.02
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODELS = {
+    "demo": AutoConfig.from_pretrained(Path(__file__).parent.parent / "examples" / "countdown" / "base"),
+    "10m": Qwen3Config(
+        vocab_size=4096,
+        hidden_size=320,
+        intermediate_size=896,
+        num_hidden_layers=7,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    ),
+}
+CONTENDERS = ("torch", "vllm", "plain")
+
+
+def requests_of(n: int, prompt: int, tokens: int, vocabulary: int) -> list[Request]:
+    """Return n requests; each group has a prompt of its own."""
+    return [
+        Request(i, 1, [(7 * (i // GROUP) + j) % vocabulary for j in range(prompt)], [], Sampling(max_tokens=tokens), i)
+        for i in range(n)
+    ]
+
+
+async def run_engine(engine: Engine, requests: list[Request]) -> None:
+    """Return when every request has ended."""
+    engine.submit(requests)
+    left = len(requests)
+    while left:
+        await asyncio.sleep(POLL_S)
+        left -= sum(emission.finish != 0 for emission in engine.drain())
+
+
+async def run_plain(model: Any, requests: list[Request]) -> None:
+    """Make the samples with the model's own forward pass and cache."""
+    with torch.inference_mode():
+        ids = torch.tensor([request.prompt for request in requests], device=model.device)
+        cache, made = None, []
+        for _ in range(requests[0].sampling.max_tokens):
+            output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            logprobs = torch.log_softmax(output.logits[:, -1].float(), -1)
+            ids = torch.multinomial(logprobs.exp(), 1)
+            made.append((ids, logprobs.gather(1, ids)))
+        for part in zip(*made, strict=True):
+            torch.cat(part, 1).tolist()
+
+
+def factories(slots: int, device: str, dtype: Any) -> dict[str, EngineFactory]:
+    """Return what makes the engines that are installed."""
+    found: dict[str, EngineFactory] = {"torch": TorchFactory(slots=slots, device=device, dtype=dtype)}
+    try:
+        found["vllm"] = VllmFactory(slots=slots, device=device, dtype=dtype)
+    except ConfigError as error:
+        print(f"vLLM is left out: {error}")
+    for factory in found.values():
+        factory.prepare()
+    return found
+
+
+async def take_turns(
+    runs: Mapping[str, Callable[[], Awaitable[None]]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Return the seconds of each contender in each round; a round before the first one warms them up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            began = clock()
+            await run()
+            seconds[name].append(clock() - began)
+    return {name: of[1:] for name, of in seconds.items()}
+
+
+def line(model: str, n: int, tokens: int, seconds: Mapping[str, Sequence[float]]) -> str:
+    """Return a line of the table."""
+    made = [f"{tokens / median(seconds[name]):.0f}" if name in seconds else "-" for name in CONTENDERS]
+    ratios = []
+    for name in CONTENDERS[1:]:
+        pairs = zip(seconds.get(name, ()), seconds["torch"], strict=False)
+        ratios.append(f"{median(other / ours for other, ours in pairs):.2f}" if name in seconds else "-")
+    return "| " + " | ".join([model, str(n), *made, *ratios]) + " |"
+
+
+async def measure(name: str, args: argparse.Namespace, engines: Mapping[str, EngineFactory]) -> None:
+    """Print a line for each number of requests to one model."""
+    config = MODELS[name]
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype], attn_implementation="sdpa")
+    plain = plain.eval().to(args.device)
+    weights = {name: tensor for name, tensor in plain.state_dict().items() if name != "lm_head.weight"}
+    clock = time.process_time if args.device == "cpu" else time.perf_counter
+    async with AsyncExitStack() as stack:
+        running: dict[str, Engine] = {}
+        for contender, factory in engines.items():
+            running[contender] = factory.build(config.to_json_string())
+            stack.push_async_callback(running[contender].close)
+            await running[contender].load_weights(0, weights.items())
+        for n in args.requests:
+            asked = requests_of(n, args.prompt, args.tokens, config.vocab_size)
+            runs: dict[str, Callable[[], Awaitable[None]]] = {
+                contender: partial(run_engine, engine, asked) for contender, engine in running.items()
+            }
+            runs["plain"] = partial(run_plain, plain, asked)
+            print(line(name, n, n * args.tokens, await take_turns(runs, args.rounds, clock)), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a completion")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", choices=sorted(MODELS), nargs="+", default=list(MODELS))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    args = parser.parse_args(argv)
+
+    engines = factories(max(args.requests), args.device, args.dtype)
+    print(f"{torch.get_num_threads()} threads, {args.device}, {args.dtype}, load {os.getloadavg()[0]:.1f}")
+    print("| model | requests | torch, tokens/s | vLLM | plain loop | torch : vLLM | torch : plain |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for name in args.model:
+        asyncio.run(measure(name, args, engines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What the torch engine keeps of its prompts: read once for all that share them, and never more than it may."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from services.rollout_worker.__main__ import _engines  # noqa: E402 - only where torch is
+from services.rollout_worker.adapters import torch_engine  # noqa: E402 - its like
+from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: E402 - its like
+from services.rollout_worker.ports import Request  # noqa: E402 - its like
+from services.rollout_worker.settings import Settings  # noqa: E402 - its like
+from shared.errors import ConfigError  # noqa: E402 - its like
+from tests.support import tiny_models  # noqa: E402 - its like
+from tests.support.engines import Collected, Collector, request, run  # noqa: E402 - its like
+from tests.support.eventually import eventually  # noqa: E402 - its like
+
+MODELS = [tiny_models.make(tiny_models.CONFIGS["qwen3-tied"], seed) for seed in range(2)]
+TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
+"""Layers, keys and values, kv heads, head dimension, float32."""
+PROMPT = list(range(1, 41))
+READ = len(PROMPT) - 1
+"""Of a prompt: the last token goes through the model as the first step of decoding."""
+
+Start = Callable[..., Awaitable[TorchEngine]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Start engines that hold the first model as version 0; close them at the end."""
+    engines: list[TorchEngine] = []
+
+    async def start(**settings: Any) -> TorchEngine:
+        engine = TorchEngine(tiny_models.save_config(MODELS[0].config, tmp_path), **{"slots": 16, **settings})
+        engines.append(engine)
+        await engine.load_weights(0, tiny_models.weights(MODELS[0]))
+        return engine
+
+    yield start
+    for engine in engines:
+        await engine.close()
+
+
+def assert_true(asked: Iterable[Request], made: Iterable[Collected]) -> None:
+    """Each token has the log-probability that a plain forward pass of its version's weights gives."""
+    for one, its in zip(asked, made, strict=True):
+        tokens = [*one.tokens, *its.tokens]
+        for version, model in enumerate(MODELS):
+            plain = tiny_models.logprobs(model, one.prompt, tokens)[len(one.tokens) :]
+            of_version = [i for i, v in enumerate(its.versions) if v == version]
+            assert [its.logprobs[i] for i in of_version] == pytest.approx([plain[i] for i in of_version], abs=1e-4)
+
+
+async def test_a_groups_prompt_is_read_once(start: Start) -> None:
+    engine = await start()
+    asked = [request(i, prompt=PROMPT) for i in range(8)] + [request(8, prompt=[5, 6]), request(9, prompt=[7])]
+    assert_true(asked, await run(engine, asked))
+    assert engine.tokens_read_total == READ + 1
+
+
+async def test_a_sample_that_comes_later_copies_the_prompt_of_one_that_runs(start: Start) -> None:
+    engine = await start()
+    collector, first = Collector(engine), request(0, prompt=PROMPT, max_tokens=110)
+    engine.submit([first])
+    await eventually(lambda: collector.made(0) > 3)
+    await engine.suspend(keep_kv=True)
+    begins = collector.of[0, 1].tokens[0]
+    asked = [
+        request(1, prompt=PROMPT),
+        request(2, prompt=PROMPT, tokens=[begins ^ 1, 2, 3, 4]),
+        request(3, prompt=PROMPT, tokens=[begins ^ 2, 3]),
+    ]
+    engine.submit(asked)
+    await engine.resume()
+    assert_true([*asked, first], await collector.all_ended([*asked, first]))
+    assert engine.tokens_read_total == READ + 3 + 1, "all but the newest token of what each one has of its own"
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+async def test_nothing_of_the_weights_before_is_copied_after_an_update(start: Start, keep_kv: bool) -> None:
+    engine = await start()
+    collector, before = Collector(engine), [request(i, prompt=PROMPT, max_tokens=110) for i in range(4)]
+    engine.submit(before)
+    await eventually(lambda: engine.stats().tokens_made_total > 40)
+    await engine.suspend(keep_kv=keep_kv)
+    collector.drain()
+    own = sum(len(made.tokens) for made in collector.of.values())
+    await engine.load_weights(1, tiny_models.weights(MODELS[1]), keep_kv=keep_kv)
+    after = [request(i, prompt=PROMPT) for i in range(4, 8)]
+    engine.submit(after)
+    await engine.resume()
+    assert_true(after, await collector.all_ended(after))
+    made = await collector.all_ended(before)
+    if keep_kv:
+        assert engine.tokens_read_total == 2 * READ
+    else:
+        assert_true(before, made)
+        assert 2 * READ < engine.tokens_read_total <= 2 * READ + own, "the prompt again, and what each one had made"
+
+
+async def test_a_prefix_too_long_for_one_pass_is_read_in_several(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_engine, "_PREFILL_TOKENS", 16)
+    engine = await start()
+    asked = [request(i, prompt=PROMPT[i:] * 2, max_tokens=20) for i in range(3)]
+    assert_true(asked, await run(engine, asked))
+    assert engine.tokens_read_total == sum(len(one.prompt) - 1 for one in asked)
+
+
+async def test_samples_that_do_not_fit_wait_and_the_cache_stays_within_its_memory(start: Start) -> None:
+    limit = 330 * TOKEN_BYTES
+    engine = await start(kv_cache_bytes=limit)
+    # two of the long ones at a time, or six of the short ones
+    long = [request(i, prompt=PROMPT, max_tokens=110) for i in range(3)]
+    short = [request(i, prompt=[i, i + 1], max_tokens=40) for i in range(3, 12)]
+    asked = [*short[:4], *long, *short[4:]]
+    collector, seen = Collector(engine), set()
+    engine.submit(asked)
+
+    def ended() -> bool:
+        stats = engine.stats()
+        collector.drain()
+        done = sum(made.ended for made in collector.of.values())
+        assert len(asked) - done <= stats.running + stats.pending <= len(asked)
+        assert engine.kv_cache_bytes <= limit
+        seen.add((stats.running, stats.pending))
+        return done == len(asked)
+
+    await eventually(ended, within_s=30.0, every_s=0.001)
+    assert (engine.stats().running, engine.stats().pending) == (0, 0)
+    assert max(running for running, _ in seen) <= 6
+    assert any(running and pending for running, pending in seen)
+    assert_true(asked, [collector.of[one.key] for one in asked])
+    firsts = list(collector.of)
+    assert firsts.index(long[2].key) > firsts.index(long[0].key)
+
+
+async def test_a_sample_that_can_never_fit_is_refused_and_its_neighbours_are_not(start: Start) -> None:
+    engine = await start(kv_cache_bytes=64 * TOKEN_BYTES)
+    bad, good = await run(engine, [request(1, prompt=PROMPT, max_tokens=100), request(2, max_tokens=60)])
+    assert "it may become 140 tokens long, and the KV cache holds 64: raise RLBOOST_WORKER_KV_CACHE_BYTES" in bad.error
+    assert len(good.tokens) == 60
+
+
+async def test_so_little_memory_that_nothing_fits_is_refused(start: Start) -> None:
+    with pytest.raises(ConfigError, match=f"16 tokens of this model need {16 * TOKEN_BYTES}; raise RLBOOST_WORKER_KV"):
+        await start(kv_cache_bytes=15 * TOKEN_BYTES)
+
+
+def test_the_workers_setting_is_the_limit_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_WORKER_KV_CACHE_BYTES", str(15 * TOKEN_BYTES))
+    with pytest.raises(ConfigError, match=f"a KV cache of {15 * TOKEN_BYTES} bytes is too small"):
+        _engines(Settings()).build(MODELS[0].config.to_json_string())
+
+
+async def test_a_suspended_engine_gives_the_memory_back(start: Start) -> None:
+    engine = await start()
+    collector, one = Collector(engine), request(1, prompt=PROMPT, max_tokens=110)
+    engine.submit([one])
+    await eventually(lambda: collector.made(1) > 3)
+    assert engine.kv_cache_bytes > 0
+    await engine.suspend()
+    assert engine.kv_cache_bytes == 0
+    await engine.resume()
+    assert_true([one], await collector.all_ended([one]))

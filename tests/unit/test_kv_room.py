@@ -1,0 +1,85 @@
+"""The shape of a KV cache: within its memory, and large enough for whatever was let in."""
+
+from __future__ import annotations
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from services.rollout_worker.adapters.rows import Rows
+from services.rollout_worker.domain.kv_room import QUANTUM, Room
+from shared.messages import FINISH_NONE
+from tests.support.engines import request
+
+SLOTS = 8
+
+
+@given(
+    tokens=st.integers(QUANTUM, 4000),
+    max_len=st.integers(1, 500),
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=SLOTS),
+)
+def test_what_fits_gets_a_shape_that_takes_no_more_than_there_is(tokens: int, max_len: int, lengths: list[int]) -> None:
+    room, longest = Room(SLOTS, max_len, tokens), max(lengths)
+    assume(longest <= max_len and room.fits(len(lengths), longest))
+    rows, columns = room.shape(len(lengths), longest)
+    assert len(lengths) <= rows <= SLOTS
+    assert longest <= columns
+    assert columns % QUANTUM == 0
+    assert rows * columns <= tokens
+
+
+def test_a_long_row_takes_the_place_of_several_short_ones() -> None:
+    room = Room(SLOTS, max_len=512, tokens=256)
+    assert room.fits(8, 32)
+    assert not room.fits(8, 33)
+    assert room.fits(2, 128)
+    assert room.fits(1, 256)
+    assert not room.fits(1, 257)
+
+
+def test_a_cache_has_columns_to_spare_only_where_that_costs_no_row() -> None:
+    room = Room(SLOTS, max_len=512, tokens=256)
+    assert room.shape(1, 20) == (4, 64)
+    assert room.shape(6, 20) == (8, 32)
+    assert room.shape(1, 250) == (1, 256)
+
+
+def cramped(tokens: int) -> Rows:
+    return Rows(SLOTS, 512, 100, Room(SLOTS, 512, tokens))
+
+
+def test_requests_wait_in_line_for_room_and_nobody_overtakes() -> None:
+    rows = cramped(tokens=96)
+    long, *short = [
+        request(1, prompt=[1], max_tokens=95),
+        *(request(i, prompt=[1], max_tokens=15) for i in range(2, 6)),
+    ]
+    rows.submit([short[0], long, *short[1:]])
+    assert rows.admit(1000) == range(1)
+    assert [one.sample for one in rows.pending] == [1, 3, 4, 5], (
+        "those behind would fit, and would keep it out for ever"
+    )
+    rows.abort([(2, 1)])
+    rows.retire_aborted()
+    assert rows.admit(1000) == range(1)
+    assert rows.requests == [long]
+    rows.abort([(1, 1)])
+    rows.retire_aborted()
+    assert rows.admit(1000) == range(3)
+
+
+def test_a_row_counts_with_the_length_at_which_it_ends_and_not_with_what_it_has_made() -> None:
+    rows = cramped(tokens=96)
+    rows.submit([request(1, prompt=[1], tokens=[2] * 40, max_tokens=47), request(2, prompt=[1] * 40, max_tokens=9)])
+    assert rows.admit(1000) == range(1)
+    assert (rows.n, len(rows.pending)) == (1, 1)
+
+
+def test_a_request_that_never_fits_is_refused_at_once_and_holds_nobody_up() -> None:
+    rows = cramped(tokens=96)
+    rows.submit([request(1, prompt=[1], max_tokens=40), request(2, prompt=[1] * 10, max_tokens=87), request(3)])
+    assert rows.admit(1000) == range(2)
+    (refused,) = rows.drain()
+    assert (refused.sample, refused.tokens, refused.finish) == (2, [], FINISH_NONE)
+    assert "it may become 97 tokens long, and the KV cache holds 96" in refused.error
+    assert "RLBOOST_WORKER_KV_CACHE_BYTES" in refused.error
