@@ -20,6 +20,7 @@ from services.rollout_worker.adapters.torch_factory import TorchFactory
 from services.rollout_worker.adapters.vllm_factory import VllmFactory
 from services.rollout_worker.app import Pace, Worker
 from services.rollout_worker.generator import Generator, in_thread
+from services.rollout_worker.leaving import Leaving
 from services.rollout_worker.link import Identity, Link
 from services.rollout_worker.notices import Watch
 from services.rollout_worker.ports import EngineFactory, NoticeSource
@@ -62,7 +63,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     )
     seed = BaseModel(settings.base_model) if settings.base_model else None
     puller = Puller(store, cache, waits, source=swarm, seed=seed)
-    generator = Generator(_engines(settings))
+    generator = Generator(_engines(settings), dtype=settings.dtype, tolerance=settings.canary_tolerance)
     identity = Identity(
         name=settings.worker_name,
         role=settings.role,
@@ -79,8 +80,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     worker = Worker(bus, link, generator, StoreWeights(puller), pace, waits, heeds_advice=heeds, startup=startup)
     metadata = Metadata(settings.metadata_url)
     try:
-        serve = _http(settings, link, generator, worker, waits, cache, swarm)
-        watch = _watch(settings, metadata, worker)
+        serve = _http(settings, link, generator, worker.leaving, waits, cache, swarm)
+        watch = _watch(settings, metadata, worker.leaving)
         progress = Watchdog(generator, settings.stall_limit_s)
         more = {"http": serve, "peers": swarm.announce, "notices": watch.run, "progress": progress.run}
         await worker.run(stop, more)
@@ -96,7 +97,12 @@ def _engines(settings: Settings) -> EngineFactory:
     if settings.engine == "torch":
         if settings.tensor_parallel > 1:
             raise ConfigError(f"tensor_parallel {settings.tensor_parallel} needs the vllm engine: set engine to vllm")
-        return TorchFactory(slots=settings.slots, device=settings.device, dtype=settings.dtype)
+        return TorchFactory(
+            slots=settings.slots,
+            device=settings.device,
+            dtype=settings.dtype,
+            kv_cache_bytes=settings.kv_cache_bytes,
+        )
     return VllmFactory(
         slots=settings.slots,
         device=settings.device,
@@ -107,16 +113,16 @@ def _engines(settings: Settings) -> EngineFactory:
     )
 
 
-def _watch(settings: Settings, metadata: Metadata, worker: Worker) -> Watch:
+def _watch(settings: Settings, metadata: Metadata, leaver: Leaving) -> Watch:
     clouds: list[NoticeSource] = [Aws(metadata), Google(metadata), Azure(metadata)]
     sources = [cloud for cloud in clouds if cloud.name == settings.notices]
     if settings.notice_file is not None:
         sources.append(NoticeFile(settings.notice_file))
-    return Watch(sources, clouds if settings.notices == "auto" else [], worker)
+    return Watch(sources, clouds if settings.notices == "auto" else [], leaver)
 
 
 def _http(
-    settings: Settings, link: Link, generator: Generator, worker: Worker, waits: Waits, cache: Cache, swarm: Swarm
+    settings: Settings, link: Link, generator: Generator, leaving: Leaving, waits: Waits, cache: Cache, swarm: Swarm
 ) -> Loop:
     def serve() -> Loop:
         # The web framework is imported beside the loops that run already: a worker joins the sooner.
@@ -131,7 +137,7 @@ def _http(
         swarm.url = peer_url(settings.peer_url, settings.host, port, settings.url)
         log.info("listening", host=settings.host, port=port, peer_url=swarm.url)
         app = create(link, generator, token=settings.token.get_secret_value(), waits=waits)
-        app.include_router(notice_routes(worker.take_notice, settings.token.get_secret_value()))
+        app.include_router(notice_routes(leaving.take_notice, settings.token.get_secret_value()))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, settings.token.get_secret_value(), sent))
         return server_loop(app, sock)

@@ -11,7 +11,8 @@ import numpy as np
 
 from services.rollout_worker.adapters.rows import Rows
 from services.rollout_worker.domain.uniforms import uniforms
-from services.rollout_worker.ports import Emission, EngineFailed, EngineStats, Key, Request
+from services.rollout_worker.ports import Emission, EngineFailed, EngineStats, Key, Request, Sequences
+from shared.canary import Canary
 from shared.errors import Fatal, NotFound
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ class FakeEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots = slots
+        self.scored = 0
+        """How often it was asked to score."""
+        self.says = 0.0
+        """How far from the truth its scores are."""
         self.vocabulary = vocabulary
         self._rows = Rows(slots, max_len, vocabulary)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -106,6 +111,13 @@ class FakeEngine:
         """See `ports.Engine`."""
         return iter(self._tensors.items())
 
+    async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        """See `ports.Engine`."""
+        del temperature  # of a uniform distribution
+        self._catch_up()
+        self.scored += 1
+        return [[self.says - float(np.log(self.vocabulary))] * len(completion) for _, completion in sequences]
+
     async def suspend(self, *, keep_kv: bool = False) -> None:
         """See `ports.Engine`."""
         del keep_kv
@@ -169,6 +181,7 @@ class FakeStagedWeights:
         self, config_json: str = "{}", *, wrong_loads: int = 0, contents: Mapping[str, Hashable] | None = None
     ) -> None:
         self.config_json = config_json
+        self.canary: Canary | None = None
         self.wrong_loads = wrong_loads
         self.contents = contents or {}
         self.read: list[set[str]] = []

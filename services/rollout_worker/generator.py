@@ -3,6 +3,9 @@
 It decodes only while nobody holds it still. Each who wants it still says so under a name of his own (it is suspended,
 its weights are not verified yet, the log does not take its tokens, the process ends), and it goes on when all have let
 go: so nothing that ends early can start it while something else still needs it to stand.
+
+What it holds is verified twice: the digests of what was loaded say that it is what was published, and before the engine
+goes on, a fixed probe says that it computes with it what the trainer does.
 """
 
 from __future__ import annotations
@@ -10,21 +13,25 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import structlog
 
+from services.rollout_worker.domain.canary import Verdict, judge
 from services.rollout_worker.domain.progress import Progress
 from services.rollout_worker.ports import (
     Emission,
     Engine,
     EngineFactory,
+    EngineFailed,
     EngineStats,
     Key,
     Request,
     StagedWeights,
 )
+from shared.canary import Canary, Dtype
 from shared.errors import Fatal
 
 log = structlog.get_logger(__name__)
@@ -34,14 +41,40 @@ T = TypeVar("T")
 Hold = Literal["suspended", "loading", "unsent", "leaving"]
 _LOADS = 2
 """Loads that were tried when weights that still differ end the process."""
+_SCORE_LIMIT_S = 300.0
+"""How long an engine may take for the probe: the first forward pass may have kernels to compile."""
 _NONE = EngineStats(running=0, pending=0, tokens_made_total=0, version=-1)
 
 
-class Generator:
-    """Owns the engine; methods that need one do nothing while there is none."""
+class CanaryFailed(Fatal):
+    """The engine disagrees with the trainer about the weights that it holds."""
 
-    def __init__(self, engines: EngineFactory) -> None:
+    def __init__(self, version: int, verdict: Verdict) -> None:
+        super().__init__(
+            f"version {version}: the engine holds what was published, but {verdict}; it is not served. Look for an "
+            f"engine that uses the weights in another way than the trainer, or one that does not fit this machine; "
+            f"where they differ by nature, raise RLBOOST_WORKER_CANARY_TOLERANCE"
+        )
+        self.version = version
+        self.verdict = verdict
+
+
+class Generator:
+    """Owns the engine; methods that need one do nothing while there is none.
+
+    Args:
+        engines: makes it.
+        dtype: what it computes in.
+        tolerance: how far it may be from the trainer's answers to the probe; see `domain.canary.judge`.
+
+    """
+
+    def __init__(self, engines: EngineFactory, *, dtype: Dtype = "float32", tolerance: float = 0.0) -> None:
         self._engines = engines
+        self._dtype: Dtype = dtype
+        self._tolerance = tolerance
+        self._owed: Canary | None = None
+        """The probe of the weights that the engine holds, until it has passed."""
         self._progress = Progress()
         self._prepared: asyncio.Future[None] | None = None
         self._config_json = ""
@@ -118,10 +151,17 @@ class Generator:
                 self.stands_still, self._keeps_kv = True, keep_kv
 
     async def release(self, name: Hold) -> None:
-        """Let the engine go on, unless somebody else holds it."""
+        """Let the engine go on, unless somebody else holds it.
+
+        Raises:
+            CanaryFailed: it would have gone on, but it disagrees with the trainer.
+
+        """
         if name not in self._holds:
             return
         async with self._one_at_a_time:
+            if self._holds == {name}:
+                await self._pass_canary()
             self._holds.discard(name)
             if self._engine is not None and not self._holds:
                 self.stands_still = False
@@ -140,7 +180,8 @@ class Generator:
     ) -> None:
         """Load weights and compare what was loaded with what was published (invariant 5).
 
-        Returns holding the engine as "loading": the caller lets go when it has noted that the weights are good. When
+        Returns holding the engine as "loading": the caller calls `check_canary`, and lets go when it has noted that the
+        weights are good. When
         this does not return, they are not, and the hold stays.
 
         Args:
@@ -162,14 +203,14 @@ class Generator:
         before()
         contents = weights.contents
         names: set[str] | None = {name for name in contents if contents[name] != self._loaded.get(name)}
-        self._loaded = {}
+        self._loaded, self._owed = {}, None
         for tries in range(1, _LOADS + 1):
             tensors = weights.tensors(names)
             self._loading = asyncio.ensure_future(engine.load_weights(version, tensors, keep_kv=keep_kv))
             await asyncio.shield(self._loading)
             wrong = await in_thread("weights-verify", lambda: weights.differing(engine.loaded_tensors()))
             if not wrong:
-                self._loaded = contents
+                self._loaded, self._owed = contents, weights.canary
                 return
             names = None
             log.error("loaded_weights_differ", version=version, tries=tries, tensors=len(wrong), first=wrong[0])
@@ -178,6 +219,41 @@ class Generator:
             f"after {_LOADS} loads; they are not served. Look for an engine that changes weights as it loads them, or "
             f"for bad memory"
         )
+
+    async def check_canary(self) -> None:
+        """Ask the engine for the probe of the weights that were loaded, if nobody else needs it to stand still.
+
+        Where somebody does, such as a trainer that has the device, this is done before the engine goes on.
+
+        Raises:
+            CanaryFailed: it disagrees with the trainer.
+
+        """
+        async with self._one_at_a_time:
+            if self._holds == {"loading"}:
+                await self._pass_canary()
+
+    async def _pass_canary(self) -> None:
+        canary, engine = self._owed, self._engine
+        if canary is None or engine is None:
+            return
+        stats, began = engine.stats(), time.monotonic()
+        if self._keeps_kv and stats.running:
+            # Their cache is of older weights and in the way: this version is scored by those who join with it.
+            self._owed = None
+            log.info("canary_left_out", version=stats.version, running=stats.running)
+            return
+        try:
+            async with asyncio.timeout(_SCORE_LIMIT_S):
+                scored = await engine.score([(row.prompt, row.completion) for row in canary.rows], canary.temperature)
+        except TimeoutError as error:
+            raise EngineFailed(f"the inference engine took more than {_SCORE_LIMIT_S:.0f} s for the canary") from error
+        verdict = judge(canary, scored, dtype=self._dtype, tolerance=self._tolerance)
+        if not verdict.agrees:
+            raise CanaryFailed(stats.version, verdict)
+        self._owed = None
+        took_s = round(time.monotonic() - began, 3)
+        log.info("canary_passed", version=stats.version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)
 
     async def _replace_engine(self, config_json: str) -> None:
         if self._coming is not None:
@@ -190,7 +266,7 @@ class Generator:
             await asyncio.shield(self._prepared)
         self._config_json = config_json
         self.stands_still = False
-        self._loaded = {}
+        self._loaded, self._owed = {}, None
         self._coming = in_thread("engine-build", lambda: self._engines.build(config_json))
 
     async def _current(self) -> Engine:

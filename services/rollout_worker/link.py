@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.rollout_worker.domain.canary import Verdict
 from services.rollout_worker.domain.frames import Outbox
 from services.rollout_worker.domain.session import Session, Weights
 from services.rollout_worker.domain.throughput import Throughput
@@ -267,13 +268,19 @@ class Link:
         log.warning("weights_unavailable", job=weights[0], version=weights[1], reason=reason)
         await self._tell(weights[0], "weights_unavailable", version=weights[1], reason=reason)
 
+    async def report_canary(self, version: int, verdict: Verdict) -> None:
+        """Tell people that the engine disagrees with the trainer about the weights of its job."""
+        if self.me.session.wanted is not None:
+            fields = {"mean": verdict.mean, "worst": verdict.worst, "tolerated_mean": verdict.mean_tolerance}
+            await self._tell(self.me.session.wanted[0], "canary_failed", version=version, **fields)
+
     async def report_advice(self, reason: str) -> None:
         """Tell people, if there is a job, that this machine is likelier than others to be taken away soon."""
         log.warning("likely_to_be_taken", reason=reason)
         if self.me.session.wanted is not None:
             await self._tell(self.me.session.wanted[0], "worker_likely_to_be_taken", reason=reason)
 
-    async def _tell(self, job_id: str, kind: str, **fields: str | int) -> None:
+    async def _tell(self, job_id: str, kind: str, **fields: str | float) -> None:
         event = Event(kind=kind, at=time.time(), source=self.me.worker, fields=fields)
         await self._bus.append(names.job_events(job_id), event, _EVENTS_KEPT)
 

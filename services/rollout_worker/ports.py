@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.rollout_worker.domain.notices import Advice, Notice
+from shared.canary import Canary
 from shared.errors import Fatal
 from shared.messages import FINISH_NONE, Sampling
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """Which request: (sample, attempt)."""
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""(prompt, completion) of each, token ids; neither is empty."""
 
 
 class EngineFailed(Fatal):
@@ -73,7 +76,7 @@ class EngineStats:
     running: int
     """Requests that take part in each decode step."""
     pending: int
-    """Requests that wait for a slot."""
+    """Requests that wait for a slot, or for room in the KV cache."""
     tokens_made_total: int
     """Completion tokens made since the engine was built, those of aborted requests included."""
     version: int
@@ -148,6 +151,18 @@ class Engine(Protocol):
         Tensors tied to each other come under each of their names.
         """
 
+    async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        """Return each completion token's log-probability, given all before it, under the weights that are loaded.
+
+        The engine is suspended, and no request of it keeps a KV cache. It answers by the forward pass that it would
+        generate with, as far as it can, and without a trace in its counters.
+
+        Args:
+            sequences: not longer than the model's maximum length.
+            temperature: of the distribution, above 0.
+
+        """
+
     async def suspend(self, *, keep_kv: bool = False) -> None:
         """Stop decoding and keep the requests. The memory of the KV cache is given back; `resume` recomputes it.
 
@@ -194,6 +209,10 @@ class StagedWeights(Protocol):
     @property
     def contents(self) -> Mapping[str, Hashable]:
         """By name, what stands for each tensor's bytes: where it is equal in two versions of a model, so are they."""
+
+    @property
+    def canary(self) -> Canary | None:
+        """What the trainer says of a fixed probe under these weights; None where it says nothing."""
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, or those of these names, on the CPU, in its published dtype. Reads files."""

@@ -31,8 +31,15 @@ class Settings(ServiceSettings):
     engine: Literal["torch", "vllm"] = Field("torch", description="what generates")
     device: str = Field("cpu", description="the engine's device, as torch names it")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
+    canary_tolerance: float = Field(
+        0.0, ge=0, description="how far from the trainer's log-probabilities on average, in nats; 0 = by dtype"
+    )
     slots: int = Field(64, ge=1, description="how many samples run at once")
-    kv_cache_bytes: int = Field(0, ge=0, description="vllm: of the KV cache; 0 = a GPU's free memory, or 256 MiB")
+    kv_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="of the KV cache; 0 = most of what a GPU has free; on a CPU 1 GiB (torch) or 256 MiB (vllm)",
+    )
     tensor_parallel: int = Field(1, ge=1, description="vllm: over how many GPUs the model is split")
     cache_dir: Path = Field(_CACHE, description="keeps pulled weights, in a folder a worker name")
 

@@ -12,9 +12,10 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-Lap = Literal["import", "join", "version", "pull", "load", "assignment", "step"]
+Lap = Literal["import", "join", "version", "pull", "load", "canary", "assignment", "step"]
 """In order: until our code runs; until the manager has heard of the worker; until it is told which weights to serve;
-until they are here; until the engine has them, verified; until it has a sample; until the log has the first token."""
+until they are here; until the engine has them, verified; until it agrees with the trainer; until it has a sample; until
+the log has the first token."""
 
 
 class Startup:

@@ -304,6 +304,7 @@ class WeightStore:
                 parts=tuple(parts),
                 base_version=request.base_version,
                 adapter_json=request.adapter_json,
+                canary_json=request.canary_json,
             )
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
@@ -313,6 +314,7 @@ class WeightStore:
         data = await self._documents.manifest(job_id, found.version)
         manifest = await asyncio.to_thread(Manifest.decode, data)
         parts = tuple(part.digest for part in manifest.parts)
+        # Not the canary: of the same weights two trainers may say something else in the last digits.
         committed = (parts, manifest.config_json, manifest.base_version, manifest.adapter_json)
         if committed != (request.parts, request.config_json, request.base_version, request.adapter_json):
             raise Conflict(f"version {found.version} of job {job_id} is committed already, with another content")

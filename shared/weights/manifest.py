@@ -159,11 +159,13 @@ class Manifest(Document):
     """An adapter version: the older one with the whole model below the adapter."""
     adapter_json: str = ""
     """An adapter version: PEFT's `adapter_config.json`."""
+    canary_json: str = ""
+    """`shared.canary.Canary`: what the trainer says of a fixed probe under these weights; empty where nobody said."""
 
     def encode(self) -> bytes:
-        """Return canonical JSON; what only adapter versions have is left out of the others."""
-        absent = None if self.is_adapter else {"base_version", "adapter_json"}
-        return self.model_dump_json(exclude=absent).encode()
+        """Return canonical JSON; what a version has no use for is left out."""
+        absent = set() if self.is_adapter else {"base_version", "adapter_json"}
+        return self.model_dump_json(exclude=absent if self.canary_json else absent | {"canary_json"}).encode()
 
     @property
     def is_adapter(self) -> bool:

@@ -134,6 +134,7 @@ class Publisher:
         config_json: str,
         base_version: int | None = None,
         adapter_json: str = "",
+        canary_json: str = "",
     ) -> VersionInfo:
         """Make published parts the new head, if the head is `expect` (-1: none). To repeat it is safe.
 
@@ -145,6 +146,7 @@ class Publisher:
             config_json: the model's Hugging Face configuration.
             base_version: where the parts are an adapter's, the version with the model that it belongs to.
             adapter_json: and PEFT's `adapter_config.json`.
+            canary_json: `Manifest.canary_json`.
 
         Raises:
             Conflict: somebody else committed, the parts do not make up whole tensors, or the base is not kept; the
@@ -158,6 +160,7 @@ class Publisher:
             config_json=config_json,
             base_version=base_version,
             adapter_json=adapter_json,
+            canary_json=canary_json,
         )
         try:
             async with self._wait(f"commit version {version} of job {job_id}"):

@@ -35,6 +35,8 @@ class CommitRequest(_Body):
     """As in `Manifest`."""
     adapter_json: str = ""
     """As in `Manifest`."""
+    canary_json: str = ""
+    """As in `Manifest`."""
 
 
 class VersionInfo(_Body):

@@ -124,6 +124,20 @@ async def test_a_sample_does_not_depend_on_its_neighbours(engine: Engine) -> Non
     assert [made.tokens for made in together] == [made.tokens for made in alone]
 
 
+async def test_a_sample_is_the_same_with_its_group_and_alone(engine: Engine) -> None:
+    prompt = list(range(1, 40))
+    (first,) = await run(engine, [request(0, prompt=prompt, max_tokens=30)])
+    group = [request(n, prompt=prompt, max_tokens=30) for n in range(2 * SLOTS)]
+    group[1] = request(0, attempt=2, prompt=prompt, max_tokens=30, tokens=first.tokens[:11])
+    together = await run(engine, group)
+    assert together[0].tokens == first.tokens
+    assert together[1].tokens == first.tokens[11:]
+    for asked, made in zip(group[2::3], together[2::3], strict=True):
+        (alone,) = await run(engine, [asked])
+        assert made.tokens == alone.tokens
+        assert made.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
 async def test_a_sample_continued_from_any_offset_goes_on_as_it_would_have(engine: Engine) -> None:
     (whole,) = await run(engine, [request(5, max_tokens=40)])
     offsets = range(1, 40, 3)
@@ -370,7 +384,7 @@ async def test_an_engine_that_stands_gives_the_cache_back_when_it_is_asked_again
 async def test_what_is_loaded_can_be_read_back(engine: Engine, kind: Kind) -> None:
     loaded = dict(engine.loaded_tensors())
     for name, tensor in kind.weights:
-        assert loaded[name].equal(tensor)
+        assert loaded[name].cpu().equal(tensor)
 
 
 async def test_a_closed_engine_takes_nothing_and_gives_what_it_had(engine: Engine) -> None:
@@ -401,3 +415,47 @@ async def test_a_dead_engine_says_why_at_every_call(engine: Engine, kind: Kind) 
     with pytest.raises(Fatal, match="out of luck"):
         await engine.suspend()
     await engine.close()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_what_an_engine_says_of_given_tokens_is_what_it_says_when_it_draws_them(
+    engine: Engine, kind: Kind, temperature: float
+) -> None:
+    requests = [request(n, prompt=[n, 2] * n, max_tokens=5 + 7 * n, temperature=temperature) for n in range(1, 4)]
+    made = await run(engine, requests)
+    before = engine.stats()
+    await engine.suspend()
+    asked = [(one.prompt, done.tokens) for one, done in zip(requests, made, strict=True)]
+    scored = await engine.score(asked, temperature)
+    assert engine.stats() == before
+    for (prompt, tokens), done, logprobs in zip(asked, made, scored, strict=True):
+        assert logprobs == pytest.approx(done.logprobs, abs=1e-4)
+        if not isinstance(kind, Fake):
+            from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+            assert logprobs == pytest.approx(
+                tiny_models.logprobs(kind.models[0], prompt, tokens, temperature), abs=1e-4
+            )
+
+
+async def test_a_sample_goes_on_as_it_would_have_after_an_engine_was_asked_to_score(engine: Engine) -> None:
+    (whole,) = await run(engine, [request(1, max_tokens=60)])
+    collector, again = Collector(engine), request(1, attempt=2, max_tokens=60)
+    engine.submit([again])
+    await eventually(lambda: collector.made(1, 2) > 3)
+    await engine.suspend()
+    await engine.score([([1, 2], [3, 4])], 1.0)
+    await engine.resume()
+    (made,) = await collector.all_ended([again])
+    assert made.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's weights do not matter
+async def test_an_engine_scores_by_the_weights_that_were_loaded_last(engine: Engine, kind: Kind) -> None:
+    assert not isinstance(kind, Fake)
+    from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+    await engine.suspend()
+    await engine.load_weights(1, tiny_models.weights(kind.models[1]))
+    (logprobs,) = await engine.score([([3, 1, 4], [1, 5, 9])], 1.0)
+    assert logprobs == pytest.approx(tiny_models.logprobs(kind.models[1], [3, 1, 4], [1, 5, 9]), abs=1e-4)

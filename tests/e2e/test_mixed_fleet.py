@@ -1,7 +1,9 @@
-"""vLLM and torch workers under one job: samples move between them, and nothing is lost or doubled."""
+"""vLLM workers under one job, alone and beside torch workers: whoever dies, nothing is lost or doubled."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -14,6 +16,10 @@ from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box
 from tests.support.small_job import check, small_job
 
 pytestmark = pytest.mark.timeout(600)
+
+
+def ready(box: BlackBox, name: str) -> bool:
+    return any(w["id"].startswith(name) and w["state"] == "ready" for w in box.get("/v1/workers"))
 
 
 @contextmanager
@@ -34,15 +40,11 @@ def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Pat
     vllm_engines.require_installed()
     spec = small_job(steps=16)
     with black_box(tmp_path / "state", workers=1, engine="vllm") as box, ExitStack() as joined:
-
-        def ready(name: str) -> bool:
-            return any(w["id"].startswith(name) and w["state"] == "ready" for w in box.get("/v1/workers"))
-
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
-            box.until(lambda: ready("worker-1"), "the vllm worker is ready")
+            box.until(lambda: ready(box, "worker-1"), "the vllm worker is ready")
             joined.enter_context(torch_worker(box, tmp_path / "joined.log"))  # it is ready in much less time
-            box.until(lambda: ready("by-hand"), "the torch worker is ready")
+            box.until(lambda: ready(box, "by-hand"), "the torch worker is ready")
             assert box.until_busy(job_id), "the job was over before anybody died"
             box.kill("preemptible")
             box.until_completed(job_id)
@@ -50,3 +52,20 @@ def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Pat
         assert audit["preemptions"]["without_notice"] >= 1
         makers = {worker.rpartition("-")[0] for _, worker in observer.flushed}
         assert makers >= {"reserved-1", "worker-1", "by-hand"}
+
+
+def test_a_job_on_vllm_workers_alone_survives_the_death_of_one(tmp_path: Path) -> None:
+    vllm_engines.require_installed()
+    spec = small_job(steps=4)
+    with black_box(tmp_path / "state", workers=2, reserved=0, engine="vllm") as box:
+        box.until(lambda: len(box.get("/v1/workers")) == 2, "both have joined")
+        job_id = box.submit(spec)
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            box.until(lambda: ready(box, "worker-1") and ready(box, "worker-2"), "both are ready")
+            victim = box.processes("preemptible")[0]["pid"]
+            assert box.until_busy(job_id), "the job was over before anybody died"
+            os.kill(victim, signal.SIGKILL)
+            box.until_completed(job_id)
+        audit = check(box, job_id, observer, spec)
+        assert audit["preemptions"] == {"without_notice": 1}
+        assert not [event for event in box.events(job_id) if event["kind"] == "canary_failed"]

@@ -320,7 +320,9 @@ async def test_suspended_means_that_every_token_made_is_in_the_log(
     assert sum(len(row.tokens) for row in made.values()) == after[1] + 5
 
 
-async def test_health_and_metrics_tell_the_state(worker: str, resident: ServiceProcess) -> None:
+async def test_health_and_metrics_tell_the_state(boss: WorkerManager, worker: str, resident: ServiceProcess) -> None:
+    await boss.send(worker, assign(53, max_tokens=4))
+    await boss.until_finished((53, 1))
     async with httpx.AsyncClient() as client:
         assert (await client.get(f"{resident.url}/healthz")).status_code == 200
         assert (await client.get(f"{resident.url}/readyz")).json()["ready"] is True
@@ -525,7 +527,7 @@ async def test_a_worker_whose_engine_hangs_says_so_and_ends_with_every_token_in_
     made = await manager.made()
     assert sum(len(row.tokens) for row in made.values()) == HANGS_AFTER_TOKENS
     (start,) = [json.loads(line) for line in process.log().splitlines() if "first_token" in line]
-    laps = [start[f"{lap}_s"] for lap in ("import", "join", "version", "pull", "load", "assignment", "step")]
+    laps = [start[f"{lap}_s"] for lap in ("import", "join", "version", "pull", "load", "canary", "assignment", "step")]
     assert sum(laps) == pytest.approx(start["after_s"], abs=0.01)
     assert start["import_s"] > 0.1
     (hung,) = [json.loads(line) for line in process.log().splitlines() if "engine_hangs" in line]

@@ -40,7 +40,7 @@ class Machine:
         self.worker = Worker(bus, link, generator, weights, Pace(0.01, 0.05, 5.0), waits)
 
     async def run(self, *sources: NoticeSource, candidates: tuple[NoticeSource, ...] = ()) -> None:
-        watch = Watch(sources, candidates, self.worker, every_s=EVERY_S, acknowledge_after_s=0.0)
+        watch = Watch(sources, candidates, self.worker.leaving, every_s=EVERY_S, acknowledge_after_s=0.0)
         await self.worker.run(asyncio.Event(), {"notices": watch.run})
 
     async def fill(self) -> None:

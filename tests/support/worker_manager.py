@@ -35,8 +35,8 @@ M = TypeVar("M", bound=Message)
 class JoinServer:
     """Answers `GET /v1/join` to whoever has the token."""
 
-    def __init__(self, token: str, redis_url: str, weight_store_url: str) -> None:
-        body = json.dumps({"redis_url": redis_url, "weight_store_url": weight_store_url}).encode()
+    def __init__(self, token: str, redis_url: str, weight_store_url: str, **more: object) -> None:
+        body = json.dumps({"redis_url": redis_url, "weight_store_url": weight_store_url, **more}).encode()
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:

@@ -198,6 +198,14 @@ def test_a_version_without_an_adapter_has_the_bytes_that_it_always_had() -> None
     assert not manifest.is_adapter
 
 
+def test_a_canary_is_the_last_part_of_a_version_and_of_its_digest() -> None:
+    plain = Manifest(job_id="j", version=3, config_json="{}", parts=(part(0, [entry("a", (4,))]),))
+    manifest = plain.model_copy(update={"canary_json": '{"rows":[]}'})
+    assert manifest.encode() == plain.encode()[:-1] + b',"canary_json":"{\\"rows\\":[]}"}'
+    assert Manifest.decode(manifest.encode()) == manifest
+    assert manifest.digest != plain.digest
+
+
 def test_an_adapter_version_names_its_base() -> None:
     adapter = {"base_version": 0, "adapter_json": '{"r": 8}'}
     manifest = Manifest(job_id="j", version=3, config_json="{}", parts=(part(0, [entry("a", (4,))]),), **adapter)

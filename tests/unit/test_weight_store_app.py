@@ -157,6 +157,14 @@ async def announce(store: WeightStore, world: World, expected: list[int]) -> Non
     await loop
 
 
+async def test_a_version_keeps_the_canary_that_it_was_first_committed_with(store: WeightStore) -> None:
+    request = (await publish(store, 0, b"weights")).model_copy(update={"canary_json": "of a trainer"})
+    await store.commit(JOB, 0, request)
+    await store.commit(JOB, 0, request.model_copy(update={"canary_json": "of its successor, a rounding error off"}))
+    data, _ = await store.manifest(JOB, 0)
+    assert Manifest.decode(data).canary_json == "of a trainer"
+
+
 async def test_the_same_version_with_another_content_is_a_conflict(store: WeightStore) -> None:
     await commit(store, 0, b"weights")
     with pytest.raises(Conflict, match="committed already, with another content"):

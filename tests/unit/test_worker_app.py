@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
 
-from services.rollout_worker.app import Pace, Worker
 from services.rollout_worker.domain import frames
 from services.rollout_worker.domain.notices import Advice, Notice
-from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.link import Identity, Link
-from services.rollout_worker.ports import Memory
+from services.rollout_worker.fakes import FakeStagedWeights
 from services.rollout_worker.watchdog import Watchdog
-from shared.bus import Append, Op
 from shared.columns import U64, ints
-from shared.errors import BusUnavailable, Fatal
-from shared.fakes import MemoryBus
+from shared.errors import Fatal
 from shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
@@ -37,70 +31,10 @@ from shared.messages import (
     WorkerLeft,
     WorkerNotice,
 )
-from shared.names import DEAD_LETTERS, TOKEN_LOG, WORKER_BEATS, job_events, worker_lease
-from shared.waiting import Waits
+from shared.names import DEAD_LETTERS, WORKER_BEATS, job_events, worker_lease
 from tests.support.eventually import eventually
-from tests.support.worker_manager import JOB, WorkerManager, assign, release, revoke
-
-
-class SlowToLoad(FakeEngine):
-    """Loads weights only when it may."""
-
-    def __init__(self) -> None:
-        super().__init__(4, interval_s=0.001)
-        self.may_load = asyncio.Event()
-        self.may_load.set()
-        self.hangs = False
-        self.loads = 0
-        self.kept_kv: list[bool] = []
-        """Of each suspension and each load, whether the cache was to be kept."""
-
-    def tick(self) -> bool:
-        return not self.hangs and super().tick()
-
-    async def load_weights(self, version: int, tensors: Iterable[tuple[str, object]], *, keep_kv: bool = False) -> None:
-        self.loads += 1
-        self.kept_kv.append(keep_kv)
-        await self.may_load.wait()
-        await super().load_weights(version, ())
-
-    async def suspend(self, *, keep_kv: bool = False) -> None:
-        self.kept_kv.append(keep_kv)
-        await super().suspend(keep_kv=keep_kv)
-
-
-class Rig(MemoryBus):
-    """One worker with everything around it. As a bus it can refuse and delay writes to the log."""
-
-    def __init__(self, grace_s: float = 5.0, finish_limit_s: float = 20.0, *, heeds_advice: bool = False) -> None:
-        super().__init__()
-        self.factory = FakeEngineFactory(SlowToLoad)
-        self.weights = FakeWeights()
-        self.weights.versions = {(JOB, version): FakeStagedWeights() for version in range(3)}
-        self.manager = WorkerManager(self)
-        self.stop = asyncio.Event()
-        self.waits = Waits()
-        self.generator = Generator(self.factory)
-        identity = Identity("w", "preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
-        self.link = Link(self, self.generator, identity, 0.5, self.waits, lambda: Memory(1, 2, 3))
-        pace = Pace(flush_interval_s=0.002, beat_interval_s=0.02, grace_s=grace_s, finish_limit_s=finish_limit_s)
-        self.app = Worker(self, self.link, self.generator, self.weights, pace, self.waits, heeds_advice=heeds_advice)
-        self.log_refuses = False
-        self.sent_twice = 0
-
-    async def transact(self, ops: Sequence[Op]) -> None:
-        if any(isinstance(op, Append) and op.stream == TOKEN_LOG for op in ops):
-            if self.log_refuses:
-                raise BusUnavailable("the log refuses")
-            if self.sent_twice:
-                self.sent_twice -= 1
-                self.lose_next_reply = True
-        await super().transact(ops)
-
-    @property
-    def engine(self) -> SlowToLoad:
-        assert isinstance(self.factory.engine, SlowToLoad)
-        return self.factory.engine
+from tests.support.worker_manager import JOB, assign, release, revoke
+from tests.support.worker_rig import Rig
 
 
 @pytest.fixture
@@ -566,9 +500,9 @@ async def test_a_notice_is_passed_on_and_everything_handed_off_at_once(rig: Rig)
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
     await rig.manager.until_made((1, 1), tokens=5)
-    rig.app.take_notice(Notice("aws: terminate", 120.0))
-    rig.app.take_notice(Notice("another", 1.0))
-    await rig.app.handed_off()
+    rig.app.leaving.take_notice(Notice("aws: terminate", 120.0))
+    rig.app.leaving.take_notice(Notice("another", 1.0))
+    await rig.app.leaving.handed_off()
     (notice,), (left,) = await rig.manager.heard(WorkerNotice), await rig.manager.heard(WorkerLeft)
     assert (notice.worker, notice.lead_s, notice.reason) == (worker, 120.0, "aws: terminate")
     assert (left.reason, rig.stop.is_set()) == ("aws: terminate", True)
@@ -578,8 +512,8 @@ async def test_a_notice_is_passed_on_and_everything_handed_off_at_once(rig: Rig)
 
 async def test_a_notice_that_does_not_tell_the_time_promises_no_more_than_the_grace(rig: Rig) -> None:
     await rig.manager.ready_worker()
-    rig.app.take_notice(Notice("gcp: preempted"))
-    await rig.app.handed_off()
+    rig.app.leaving.take_notice(Notice("gcp: preempted"))
+    await rig.app.leaving.handed_off()
     (notice,) = await rig.manager.heard(WorkerNotice)
     assert notice.lead_s == 5.0
 
@@ -592,15 +526,15 @@ async def test_an_engine_that_does_not_stand_still_is_not_waited_for(rig: Rig, m
     await rig.manager.send(worker, assign(1, max_tokens=4000))
     await rig.manager.until_made((1, 1), tokens=5)
     monkeypatch.setattr(rig.engine, "suspend", never)
-    rig.app.take_notice(Notice("aws: terminate", 2.0))
-    await asyncio.wait_for(rig.app.handed_off(), 4.0)
+    rig.app.leaving.take_notice(Notice("aws: terminate", 2.0))
+    await asyncio.wait_for(rig.app.leaving.handed_off(), 4.0)
     made = await rig.manager.made()
     assert len(made[1, 1].tokens) == rig.engine.stats().tokens_made_total, "it made none of what it has forgotten"
 
 
 async def test_advice_is_told_to_people_and_the_worker_stays(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.app.take_advice(Advice("aws: rebalance"))
+    await rig.app.leaving.take_advice(Advice("aws: rebalance"))
     (event,) = [entry.message for entry in await rig.manager.entries(job_events(JOB))]
     assert isinstance(event, Event)
     assert (event.kind, event.source) == ("worker_likely_to_be_taken", worker)
@@ -611,7 +545,7 @@ async def test_advice_is_told_to_people_and_the_worker_stays(rig: Rig) -> None:
 async def test_advice_without_redis_is_only_logged(rig: Rig) -> None:
     await rig.manager.ready_worker()
     rig.down = True
-    await rig.app.take_advice(Advice("aws: rebalance"))
+    await rig.app.leaving.take_advice(Advice("aws: rebalance"))
     assert not rig.stop.is_set()
 
 
@@ -619,7 +553,7 @@ async def test_advice_that_is_heeded_is_a_drain() -> None:
     rig = Rig(heeds_advice=True)
     running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
     await rig.manager.ready_worker()
-    await rig.app.take_advice(Advice("aws: rebalance"))
+    await rig.app.leaving.take_advice(Advice("aws: rebalance"))
     await running
     (left,) = await rig.manager.heard(WorkerLeft)
     assert left.reason == "aws: rebalance"

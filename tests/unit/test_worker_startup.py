@@ -28,7 +28,8 @@ def clock() -> Clock:
 def test_the_laps_add_up_to_the_time_since_the_process_began(clock: Clock) -> None:
     startup = Startup(age_s=2.0, clock=clock)
     startup.end("import")
-    for lap, seconds in (("join", 1.0), ("version", 0.5), ("pull", 4.0), ("load", 3.0), ("assignment", 0.25)):
+    took = {"join": 1.0, "version": 0.5, "pull": 4.0, "load": 3.0, "canary": 0.5, "assignment": 0.25}
+    for lap, seconds in took.items():
         clock.now += seconds
         startup.end(lap)  # type: ignore[arg-type]
     clock.now += 0.125
@@ -45,6 +46,7 @@ def test_the_laps_add_up_to_the_time_since_the_process_began(clock: Clock) -> No
         "version_s": 0.5,
         "pull_s": 4.0,
         "load_s": 3.0,
+        "canary_s": 0.5,
         "assignment_s": 0.25,
         "step_s": 0.125,
     }

@@ -7,6 +7,7 @@ import stamina
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared.errors import ConfigError, Conflict, Retryable
+from shared.protocol import PROTOCOL, PROTOCOL_HEADER
 from shared.redirect import MAX_REDIRECTS, redirected
 
 JOIN_LIMIT_S = 300.0
@@ -21,6 +22,7 @@ class Joined(BaseModel):
 
     redis_url: str
     weight_store_url: str
+    protocol: int = PROTOCOL
 
 
 class _ManagerAway(Retryable):
@@ -31,12 +33,14 @@ async def join(url: str, token: str, limit_s: float = JOIN_LIMIT_S) -> Joined:
     """Ask the manager at `url` where Redis and the weight store are, for as long as it is away.
 
     Raises:
-        ConfigError: the token is wrong, nothing answered within the limit, or what answered is not a manager.
+        ConfigError: the token is wrong, nothing answered within the limit, what answered is not a manager, or it speaks
+            another protocol.
 
     """
     address = f"{url.rstrip('/')}/v1/join"
+    headers = {"Authorization": f"Bearer {token}", PROTOCOL_HEADER: str(PROTOCOL)}
     try:
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers={"Authorization": f"Bearer {token}"}) as client:
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=headers) as client:
             async for attempt in stamina.retry_context(on=_ManagerAway, attempts=None, timeout=limit_s, wait_max=2.0):
                 with attempt:
                     response = await _get(client, address)
@@ -47,9 +51,15 @@ async def join(url: str, token: str, limit_s: float = JOIN_LIMIT_S) -> Joined:
     except httpx.InvalidURL as error:
         raise ConfigError(f"manager URL {url!r}: {error}; give http://host:port") from error
     try:
-        return Joined.model_validate_json(response.content)
+        joined = Joined.model_validate_json(response.content)
     except ValidationError as error:
         raise ConfigError(f"{address} is not a rollout manager's; set RLBOOST_WORKER_URL to its URL") from error
+    if joined.protocol != PROTOCOL:
+        raise ConfigError(
+            f"manager at {address}: it speaks protocol {joined.protocol} and this worker {PROTOCOL}: install the same "
+            f"version of rlboost on both"
+        )
+    return joined
 
 
 async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response:
@@ -61,11 +71,21 @@ async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response:
         raise _ManagerAway(f"manager at {address}: {str(error) or type(error).__name__}") from error
     if response.status_code in {401, 403}:
         raise ConfigError(f"wrong token for the manager at {address}: set RLBOOST_TOKEN to the manager's token")
+    if response.status_code == httpx.codes.CONFLICT:
+        raise ConfigError(f"manager at {address}: {_detail(response)}")
     if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code == httpx.codes.NOT_FOUND:
         raise _ManagerAway(f"manager at {address}: status {response.status_code}")
     if response.is_error:
         raise ConfigError(f"manager at {address}: status {response.status_code}; is RLBOOST_WORKER_URL right?")
     return response
+
+
+def _detail(response: httpx.Response) -> str:
+    """Return what the manager says is wrong; it comes from elsewhere, so it may be anything."""
+    try:
+        return str(response.json()["detail"])
+    except (ValueError, TypeError, KeyError):
+        return f"status {response.status_code}; is RLBOOST_WORKER_URL right?"
 
 
 async def _get_from_leader(client: httpx.AsyncClient, address: str) -> httpx.Response:

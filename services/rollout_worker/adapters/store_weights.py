@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from services.rollout_worker.domain.lora import adapter_of
+from shared.canary import Canary
 from shared.weights.manifest import Manifest, TensorEntry
 from shared.weights.pulled import PulledVersion
 from shared.weights.puller import Puller
@@ -39,6 +40,11 @@ class StoredVersion:
     def contents(self) -> Mapping[str, Hashable]:
         """See `StagedWeights`."""
         return {name: tuple(map(_content, shards)) for name, shards in self.published.items()}
+
+    @property
+    def canary(self) -> Canary | None:
+        """See `StagedWeights`."""
+        return _canary(self._pulled.manifest)
 
     @cached_property
     def published(self) -> Published:
@@ -91,6 +97,11 @@ class AdaptedVersion:
             changed[name] = (contents[name], adapter.scaling, factors)
         return {**contents, **changed}
 
+    @property
+    def canary(self) -> Canary | None:
+        """See `StagedWeights`."""
+        return _canary(self._pulled.manifest)
+
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `StagedWeights`."""
         from services.rollout_worker.adapters import torch_tensors  # noqa: PLC0415 - torch is imported after joining
@@ -125,6 +136,10 @@ class StoreWeights:
         """See `WeightSource`."""
         pulled = await self._puller.pull(job_id, version)
         return StoredVersion(pulled) if pulled.base is None else AdaptedVersion(pulled, pulled.base)
+
+
+def _canary(manifest: Manifest) -> Canary | None:
+    return Canary.decode(manifest.canary_json) if manifest.canary_json else None
 
 
 def _published(manifest: Manifest) -> Published:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from services.rollout_worker.adapters.engine_thread import EngineThread
 from services.rollout_worker.adapters.rows import Rows
-from services.rollout_worker.ports import Emission, EngineStats, Key, Request
+from services.rollout_worker.ports import Emission, EngineStats, Key, Request, Sequences
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 class ThreadedEngine(ABC):
@@ -76,6 +78,10 @@ class ThreadedEngine(ABC):
         """See `ports.Engine`."""
         await self._call(lambda: self._load(version, tensors, keep_kv=keep_kv))
 
+    async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        """See `ports.Engine`."""
+        return await self._call(lambda: self._score(sequences, temperature))
+
     async def suspend(self, *, keep_kv: bool = False) -> None:
         """See `ports.Engine`."""
         await self._call(lambda: self._suspend(keep_kv=keep_kv))
@@ -96,8 +102,8 @@ class ThreadedEngine(ABC):
     def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `ports.Engine`."""
 
-    async def _call(self, call: Callable[[], None]) -> None:
-        await asyncio.wrap_future(self._thread.ask(call))
+    async def _call(self, call: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._thread.ask(call))
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -114,6 +120,10 @@ class ThreadedEngine(ABC):
     @abstractmethod
     def _load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool) -> None:
         """See `load_weights`; `_rows.begin_version` is told what came of it."""
+
+    @abstractmethod
+    def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        """See `score`."""
 
     @abstractmethod
     def _forget_kv(self) -> None:

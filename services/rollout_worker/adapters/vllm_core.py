@@ -24,7 +24,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from services.rollout_worker.adapters import vllm_draw, vllm_worker
 from services.rollout_worker.adapters.hf_tensors import HfTensors
-from services.rollout_worker.ports import Request
+from services.rollout_worker.ports import Request, Sequences
 from shared.errors import ConfigError
 from shared.messages import Sampling
 
@@ -108,23 +108,31 @@ class Core:
 
     def add(self, request: Request, tokens: Sequence[int]) -> str:
         """Begin a request that has made `tokens` of its completion so far; return the id that `step` uses."""
+        sampling = request.sampling
+        stops = [token for token in sampling.stop_token_ids if 0 <= token < self.vocabulary]
+        return self._add(
+            [*request.prompt, *tokens],
+            vllm_draw.extra_args(request, len(tokens)),
+            max_tokens=sampling.max_tokens - len(tokens),
+            stop_token_ids=stops,
+        )
+
+    def _add(self, tokens: list[int], extra_args: dict[str, Any], **params: Any) -> str:
         self._n_requests += 1
         request_id = str(self._n_requests)
-        sampling = request.sampling
-        params = SamplingParams(
+        sampling = SamplingParams(
             temperature=0.0,  # see `vllm_draw`
-            max_tokens=sampling.max_tokens - len(tokens),
-            stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self.vocabulary],
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=vllm_draw.extra_args(request, len(tokens)),
+            extra_args=extra_args,
+            **params,
         )
         # Salted: a new request must not find the prefix of one that goes on with keys and values of older weights.
-        prompt = {"prompt_token_ids": [*request.prompt, *tokens], "cache_salt": str(self._n_loads)}
-        self._engine.add_request(request_id, prompt, params)
+        prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._n_loads)}
+        self._engine.add_request(request_id, prompt, sampling)
         return request_id
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -141,6 +149,25 @@ class Core:
             logprobs = completion.logprobs.logprobs if completion.logprobs is not None else ()
             for token, logprob in zip(completion.token_ids, logprobs, strict=True):
                 yield Made(output.request_id, token, logprob)
+
+    def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        """See `ports.Engine.score`; no request may be there.
+
+        A request for each token, which is given: so the pass, the temperature and the logits processor are those of
+        generating, where vLLM's own `prompt_logprobs` would leave out the latter two.
+        """
+        asked: list[list[str]] = []
+        for prompt, completion in sequences:
+            tokens, ids = list(prompt), []
+            for token in completion:
+                ids.append(self._add(list(tokens), vllm_draw.given_args(token, temperature), max_tokens=1))
+                tokens.append(token)
+            asked.append(ids)
+        found: dict[str, float] = {}
+        while self._engine.has_unfinished_requests():
+            found.update((made.request_id, made.logprob) for made in self.step())
+        self.clear()
+        return [[found[request_id] for request_id in row] for row in asked]
 
     def clear(self) -> None:
         """Forget every key and value; no request may be there."""

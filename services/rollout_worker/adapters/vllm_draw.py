@@ -33,6 +33,8 @@ class _How(NamedTuple):
     top_p: float
     made_before: int
     """Completion tokens that were part of the prompt that vLLM got."""
+    given: int = -1
+    """The token to take, whatever is drawn; below 0: none."""
 
 
 class _Row(NamedTuple):
@@ -51,6 +53,11 @@ def extra_args(request: Request, made_before: int) -> dict[str, Any]:
     """
     sampling = request.sampling
     return {_KEY: _How(as_u64(request.seed), sampling.temperature, sampling.top_p, made_before)}
+
+
+def given_args(token: int, temperature: float) -> dict[str, Any]:
+    """Return `SamplingParams.extra_args` of a request whose one token is given: what comes back is its logprob."""
+    return {_KEY: _How(0, temperature, 1.0, 0, token)}
 
 
 class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is not there everywhere
@@ -75,5 +82,10 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is not there eve
         temperature = np.array([row.how.temperature for row in rows], np.float32)
         top_p = np.array([row.how.top_p for row in rows], np.float64)
         tokens, logprobs = draw(logits, temperature, top_p, uniforms(seeds, offsets))
+        given = torch.tensor([row.how.given for row in rows], device=logits.device)
+        if (is_given := given >= 0).any():
+            tokens = torch.where(is_given, given, tokens)
+            scaled = torch.log_softmax(logits.float() / torch.from_numpy(temperature).to(logits.device)[:, None], -1)
+            logprobs = torch.where(is_given, scaled.gather(1, tokens[:, None])[:, 0], logprobs)
         logprobs = torch.where(logprobs.isfinite(), logprobs, torch.inf)
         return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], logprobs[:, None])

@@ -20,7 +20,7 @@ from services.rollout_worker.adapters.engine_thread import EngineThread
 from services.rollout_worker.adapters.rows import NO_TOKEN, Rows
 from services.rollout_worker.adapters.threaded_engine import ThreadedEngine
 from services.rollout_worker.adapters.vllm_core import Core
-from services.rollout_worker.ports import Key
+from services.rollout_worker.ports import Key, Sequences
 from shared.errors import Timeout
 
 T = TypeVar("T")
@@ -74,6 +74,10 @@ class VllmEngine(ThreadedEngine):
                 self._forget_kv()
             with self._thread.lock:
                 self._rows.begin_version(version if self._complete else -1)
+
+    def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        self._core.wake()
+        return self._core.score(sequences, temperature)
 
     def _forget_kv(self) -> None:
         self._core.abort(list(self._running.values()))

@@ -1,0 +1,144 @@
+"""Real workers under a real manager, with weights that the trainer's own code has published."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from services.rollout_worker.adapters import manager_http
+from services.rollout_worker.adapters.manager_http import join
+from shared.columns import I32, length
+from shared.errors import ConfigError
+from shared.messages import SampleDropped
+from shared.protocol import PROTOCOL
+from tests.support import dial_out_only, published_model
+from tests.support.dial_out_only import Outside
+from tests.support.eventually import eventually
+from tests.support.real_fleet import RealFleet, lines
+from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.worker_manager import JoinServer
+
+pytestmark = pytest.mark.timeout(120)
+
+LONG = 800
+"""Tokens of a sample that outlives what a test does to its worker."""
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    fleet = RealFleet(tmp_path_factory.mktemp("fleet"))
+    try:
+        fleet.start()
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.fixture(scope="module")
+def good(fleet: RealFleet) -> ServiceProcess:
+    """A worker that stays."""
+    return fleet.hire("good")
+
+
+async def test_a_worker_that_joins_passes_the_trainers_canary_and_serves(
+    fleet: RealFleet, good: ServiceProcess
+) -> None:
+    samples = await fleet.delivered(await fleet.request(n=2, max_tokens=20))
+    assert [length(sample.tokens, I32) for sample in samples] == [20, 20]
+    (passed,) = lines(good, "canary_passed")
+    assert passed["mean"] <= passed["worst"] < 1e-4
+    (first,) = await eventually(lambda: lines(good, "first_token"))
+    assert first["canary_s"] >= passed["took_s"] > 0
+
+
+async def test_a_prompt_that_is_too_long_is_dropped_with_the_reason_and_nothing_else(
+    fleet: RealFleet, good: ServiceProcess
+) -> None:
+    too_long = await fleet.request(n=1, max_tokens=5, prompt=[1] * (published_model.MAX_LEN + 1))
+    others = await fleet.request(n=2, max_tokens=5)
+    (dropped,) = await fleet.delivered(too_long, SampleDropped)
+    assert "maximum length" in dropped.reason
+    await fleet.delivered(others)
+    assert (await fleet.until("good", "ready"))["state"] == "ready"
+
+
+async def test_a_worker_of_another_protocol_is_refused_when_it_joins(
+    fleet: RealFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await join(fleet.manager.url, TOKEN)).redis_url == fleet.redis.url
+    monkeypatch.setattr(manager_http, "PROTOCOL", PROTOCOL + 1)
+    with pytest.raises(ConfigError, match=f"protocol {PROTOCOL + 1} and this manager {PROTOCOL}: install the same"):
+        await join(fleet.manager.url, TOKEN)
+
+
+async def test_a_worker_refuses_a_manager_of_another_protocol() -> None:
+    newer = JoinServer(TOKEN, "redis://here", "http://there", protocol=PROTOCOL + 1)
+    try:
+        with pytest.raises(ConfigError, match=f"protocol {PROTOCOL + 1} and this worker {PROTOCOL}: install the same"):
+            await join(newer.url, TOKEN)
+    finally:
+        newer.close()
+
+
+async def test_a_worker_whose_engine_is_silently_wrong_is_found_out_before_it_serves(
+    fleet: RealFleet, good: ServiceProcess
+) -> None:
+    wrong = fleet.hire("wrong", "tests.support.wrong_worker")
+    assert await asyncio.to_thread(wrong.wait) == 1
+    assert lines(wrong, "loaded_weights_differ") == [], "its digests are right"
+    (last,) = [line for line in wrong.log().splitlines() if line.startswith("rollout_worker: ")]
+    assert "the engine holds what was published, but its log-probabilities" in last
+    assert "RLBOOST_WORKER_CANARY_TOLERANCE" in last
+    (event,) = await fleet.events("canary_failed")
+    assert event["version"] == 0
+    assert event["mean"] > 2 * event["tolerated_mean"]
+    assert fleet.worker("wrong")["state"] == "left"
+
+
+async def test_the_samples_of_a_worker_whose_engine_hangs_go_on_elsewhere(
+    fleet: RealFleet, good: ServiceProcess
+) -> None:
+    hanging = fleet.hire("hanging", "tests.support.hanging_worker", STALL_LIMIT_S="1")
+    await fleet.until("hanging", "ready")
+    group = await fleet.request(n=16, max_tokens=200)
+    assert await asyncio.to_thread(hanging.wait) == 1
+    samples = await fleet.delivered(group)
+    makers = {sample.sample: {maker.rpartition("-")[0] for maker, _, _ in sample.spans} for sample in samples}
+    moved = [sample for sample in samples if makers[sample.sample] == {"good", "hanging"}]
+    assert moved
+    assert all(length(sample.tokens, I32) == 200 for sample in moved), "from its last token, not from its first"
+
+
+async def test_a_worker_that_may_only_dial_out_joins_a_manager_that_restarts_and_leaves_by_ctrl_c(
+    fleet: RealFleet, good: ServiceProcess, tmp_path: Path
+) -> None:
+    if not dial_out_only.possible():
+        pytest.skip("no process can have a network of its own here")
+    urls = (fleet.manager.url, fleet.store.url, fleet.redis.url)
+    command = [sys.executable, "-m", "rlboost", "worker", "join", "--url", fleet.manager.url, "--token", TOKEN]
+    fleet.manager.kill()
+    worker = Outside([*command, "--name", "behind-nat"], [urlsplit(url).port or 0 for url in urls], tmp_path / "log")
+    try:
+        assert worker.has_network_of_its_own()
+        await eventually(lambda: worker.dialled > 1, within_s=60)
+        fleet.manager.start()
+        await fleet.until("behind-nat", "ready")
+        group = await fleet.request(n=16, max_tokens=LONG)
+        await fleet.until("behind-nat", "ready", busy=True)
+        worker.process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(worker.process.wait, 20) == 0
+        assert fleet.worker("behind-nat")["state"] == "left"
+    finally:
+        worker.close()
+    log = (tmp_path / "log").read_text()
+    assert '"canary_passed"' in log
+    samples = await fleet.delivered(group)
+    assert all(length(sample.tokens, I32) == LONG for sample in samples)
+    makers = {maker.rpartition("-")[0] for sample in samples for maker, _, _ in sample.spans}
+    assert makers == {"good", "behind-nat"}

@@ -1,0 +1,78 @@
+"""A worker's loops on an in-memory bus, with a fake engine and fake weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from services.rollout_worker.app import Pace, Worker
+from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
+from services.rollout_worker.generator import Generator
+from services.rollout_worker.link import Identity, Link
+from services.rollout_worker.ports import Memory
+from shared.bus import Append, Op
+from shared.errors import BusUnavailable
+from shared.fakes import MemoryBus
+from shared.names import TOKEN_LOG
+from shared.waiting import Waits
+from tests.support.worker_manager import JOB, WorkerManager
+
+
+class SlowToLoad(FakeEngine):
+    """Loads weights only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(4, interval_s=0.001)
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.hangs = False
+        self.loads = 0
+        self.kept_kv: list[bool] = []
+        """Of each suspension and each load, whether the cache was to be kept."""
+
+    def tick(self) -> bool:
+        return not self.hangs and super().tick()
+
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, object]], *, keep_kv: bool = False) -> None:
+        self.loads += 1
+        self.kept_kv.append(keep_kv)
+        await self.may_load.wait()
+        await super().load_weights(version, ())
+
+    async def suspend(self, *, keep_kv: bool = False) -> None:
+        self.kept_kv.append(keep_kv)
+        await super().suspend(keep_kv=keep_kv)
+
+
+class Rig(MemoryBus):
+    """One worker with everything around it. As a bus it can refuse and delay writes to the log."""
+
+    def __init__(self, grace_s: float = 5.0, finish_limit_s: float = 20.0, *, heeds_advice: bool = False) -> None:
+        super().__init__()
+        self.factory = FakeEngineFactory(SlowToLoad)
+        self.weights = FakeWeights()
+        self.weights.versions = {(JOB, version): FakeStagedWeights() for version in range(3)}
+        self.manager = WorkerManager(self)
+        self.stop = asyncio.Event()
+        self.waits = Waits()
+        self.generator = Generator(self.factory)
+        identity = Identity("w", "preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
+        self.link = Link(self, self.generator, identity, 0.5, self.waits, lambda: Memory(1, 2, 3))
+        pace = Pace(flush_interval_s=0.002, beat_interval_s=0.02, grace_s=grace_s, finish_limit_s=finish_limit_s)
+        self.app = Worker(self, self.link, self.generator, self.weights, pace, self.waits, heeds_advice=heeds_advice)
+        self.log_refuses = False
+        self.sent_twice = 0
+
+    async def transact(self, ops: Sequence[Op]) -> None:
+        if any(isinstance(op, Append) and op.stream == TOKEN_LOG for op in ops):
+            if self.log_refuses:
+                raise BusUnavailable("the log refuses")
+            if self.sent_twice:
+                self.sent_twice -= 1
+                self.lose_next_reply = True
+        await super().transact(ops)
+
+    @property
+    def engine(self) -> SlowToLoad:
+        assert isinstance(self.factory.engine, SlowToLoad)
+        return self.factory.engine

@@ -1,0 +1,142 @@
+"""A worker serves weights only if its engine agrees with the trainer about them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from services.rollout_worker.fakes import FakeStagedWeights
+from services.rollout_worker.generator import CanaryFailed
+from shared.canary import Canary, Scored
+from shared.messages import Event, Resume, Suspend, UseVersion, WorkerBeat, WorkerLeft
+from shared.names import job_events
+from tests.support.eventually import eventually
+from tests.support.worker_manager import JOB, assign
+from tests.support.worker_rig import Rig, SlowToLoad
+
+VOCABULARY = 128
+
+
+def staged(off: float = 0.0) -> FakeStagedWeights:
+    """Return weights whose canary is so far from what the fake engine says."""
+    weights = FakeStagedWeights()
+    row = Scored(prompt=(1, 2), completion=(3, 4, 5), logprobs=(off - math.log(VOCABULARY),) * 3)
+    weights.canary = Canary(temperature=1.0, dtype="float32", rows=(row,))
+    return weights
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    rig.weights.versions = {(JOB, version): staged() for version in range(3)}
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    yield rig
+    rig.stop.set()
+    await asyncio.wait({running})
+
+
+async def test_every_version_is_scored_once_before_it_is_served(rig: Rig) -> None:
+    with capture_logs() as logs:
+        worker = await rig.manager.ready_worker()
+        await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), assign(1, version=1, max_tokens=5))
+        await rig.manager.until_finished((1, 1))
+    assert rig.engine.scored == 2
+    passed = [line for line in logs if line["event"] == "canary_passed"]
+    assert [(line["version"], line["mean"], line["worst"]) for line in passed] == [
+        (0, pytest.approx(0.0, abs=1e-6), pytest.approx(0.0, abs=1e-6)),
+        (1, pytest.approx(0.0, abs=1e-6), pytest.approx(0.0, abs=1e-6)),
+    ]
+
+
+async def test_weights_without_a_canary_are_served(rig: Rig) -> None:
+    rig.weights.versions[JOB, 0].canary = None
+    await rig.manager.ready_worker()
+    assert rig.engine.scored == 0
+
+
+async def test_an_engine_that_disagrees_serves_nothing_and_ends_the_process_with_both_numbers() -> None:
+    rig = Rig()
+    rig.weights.versions[JOB, 0] = staged(off=0.25)
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    worker = await rig.manager.joined()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=0), assign(1))
+    with pytest.raises(ExceptionGroup) as failure:
+        await running
+    assert failure.group_contains(CanaryFailed, match="0.25 nats mean and 0.25 nats maximal", depth=2)
+    assert {beat.state for beat in await rig.manager.heard(WorkerBeat)} == {"joining", "pulling"}
+    assert await rig.manager.made() == {}
+    (left,) = await rig.manager.heard(WorkerLeft)
+    assert "RLBOOST_WORKER_CANARY_TOLERANCE" in left.reason
+    assert left.died_with == b"", "no sample is the cause"
+    (event,) = [entry.message for entry in await rig.manager.entries(job_events(JOB))]
+    assert isinstance(event, Event)
+    assert (event.kind, event.fields["version"]) == ("canary_failed", 0)
+    assert event.fields["mean"] == pytest.approx(0.25)
+
+
+async def test_samples_in_flight_make_no_token_with_weights_that_the_engine_gets_wrong() -> None:
+    rig = Rig()
+    rig.weights.versions = {(JOB, 0): staged(), (JOB, 1): staged(off=1.0)}
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=3)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    with pytest.raises(ExceptionGroup):
+        await running
+    assert set((await rig.manager.made())[1, 1].versions) == {0}
+
+
+async def test_a_suspended_engine_is_asked_when_it_may_go_on(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, Suspend(step=1), UseVersion(job_id=JOB, version=1))
+    await rig.manager.until(worker, "suspended", 1)
+    assert rig.engine.scored == 1, "the trainer has the device"
+    await rig.manager.send(worker, Resume(step=2), assign(1, version=1, max_tokens=5))
+    await rig.manager.until_finished((1, 1))
+    assert rig.engine.scored == 2
+
+
+async def test_an_engine_that_disagrees_when_it_may_go_on_makes_nothing() -> None:
+    rig = Rig()
+    rig.weights.versions = {(JOB, 0): staged(), (JOB, 1): staged(off=1.0)}
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, Suspend(step=1), UseVersion(job_id=JOB, version=1))
+    await rig.manager.until(worker, "suspended", 1)
+    await rig.manager.send(worker, Resume(step=2), assign(1, version=1, max_tokens=5))
+    with pytest.raises(ExceptionGroup) as failure:
+        await running
+    assert failure.group_contains(CanaryFailed)
+    assert await rig.manager.made() == {}
+
+
+async def test_where_samples_keep_their_cache_the_next_version_is_not_scored(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=3)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="keep"))
+    await rig.manager.until(worker, "ready", 1)
+    assert rig.engine.scored == 1
+
+
+async def test_an_engine_that_does_not_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> list[list[float]]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr("services.rollout_worker.generator._SCORE_LIMIT_S", 0.05)
+    monkeypatch.setattr(SlowToLoad, "score", never)
+    rig = Rig()
+    rig.weights.versions[JOB, 0] = staged()
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    worker = await rig.manager.joined()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=0))
+    await asyncio.wait({running}, timeout=10)
+    assert running.exception() is not None
+    (left,) = await eventually(lambda: rig.manager.heard(WorkerLeft))
+    assert "for the canary" in left.reason
