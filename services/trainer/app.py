@@ -6,6 +6,10 @@ share, by one that has none. Its command stays pending until the job has ended, 
 *Jobs* runs the job that was taken, produces its last report together with the acknowledgement of its command, ends at
 the stop: a job under way is left pending then.
 *Lease* renews the lease of the job under way each second, with what the job does and waits for, and ends at the stop.
+
+Two trainers never have one job. Its lease is taken only where nobody holds it, and in the same step of Redis an epoch
+is raised; each renewal, and the last report, takes place only while that epoch stands. A trainer that was paused for
+longer than its lease finds at its next renewal that it was succeeded, and drops the job without a word.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ import structlog
 
 from services.trainer.device import DeviceThread
 from services.trainer.domain.board import Board
-from services.trainer.job import LEASE_TTL_S, Handle, JobRun
+from services.trainer.job import LEASE_LIMIT_S, LEASE_TTL_S, Handle, JobRun
 from services.trainer.link import PatientBus
 from services.trainer.ports import WorkshopFactory
 from shared import jobspec, names
-from shared.bus import START, Ack, Append, Bus, Delete, Entry, HashDelete, HashSet
-from shared.errors import BusUnavailable, Retryable, RLBoostError
+from shared.bus import START, Ack, Append, Bus, Delete, Entry, Fence, HashDelete, HashSet, Op, Renew
+from shared.errors import BusUnavailable, Conflict, Fenced, Retryable, RLBoostError, Timeout
 from shared.ids import new_token
 from shared.lifecycle import until_stop
 from shared.messages import JobCommand, JobReport, JobState
@@ -128,22 +132,22 @@ class Trainer:
         """Return a job that is this trainer's from now on, if there is one for it."""
         if (now := time.monotonic()) - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
-            for entry in await self._begun():
-                if (handle := await self._take(entry)) is not None:
+            for entry, orphaned in await self._begun():
+                if (handle := await self._take(entry, orphaned=orphaned)) is not None:
                     return handle
         stream = names.JOB_COMMANDS
         new = await self._bus(lambda bus: bus.consume(stream, names.TRAINER_GROUP, self._incarnation, count=1))
         if not new:
             return None
         await self._follow()  # it may be younger than what was read, and repeat something between
-        return await self._take(new[0])
+        return await self._take(new[0], orphaned=False)
 
-    async def _begun(self) -> list[Entry]:
-        """Return the commands of jobs that were begun and have not ended, if they may be taken over."""
-        stream, group = names.JOB_COMMANDS, names.TRAINER_GROUP
-        claimed = await self._bus(
-            lambda bus: bus.claim(stream, group, self._incarnation, min_idle_s=0, count=_CLAIMED_AT_ONCE)
-        )
+    async def _begun(self) -> list[tuple[Entry, bool]]:
+        """Return the commands of jobs that were begun and have not ended, if they may be taken over.
+
+        With each: whether it was another trainer's, so that others may be taking it at this moment.
+        """
+        claimed = await self._pending()
         jobs = {e.id: e.message.job_id for e, _ in claimed if isinstance(e.message, JobCommand)}
         if not jobs:
             return []
@@ -154,9 +158,9 @@ class Trainer:
             for (entry_id, job), holder in zip(jobs.items(), held, strict=True)
             if self._board.may_take_over(job, owners.get(job), held=holder is not None)
         }
-        return [entry for entry, _ in claimed if entry.id in free]
+        return [(entry, owners.get(jobs[entry.id]) != self._name) for entry, _ in claimed if entry.id in free]
 
-    async def _take(self, entry: Entry) -> Handle | None:
+    async def _take(self, entry: Entry, *, orphaned: bool) -> Handle | None:
         command = entry.message
         if not isinstance(command, JobCommand):
             reason = f"a {command.tag} does not belong in this stream"
@@ -166,9 +170,13 @@ class Trainer:
             # What users want of a job, each trainer reads for itself.
             await self._bus.transact([Ack(entry.stream, names.TRAINER_GROUP, (entry.id,))])
             return None
-        await self._bus.transact([HashSet(names.JOB_TRAINERS, {command.job_id: self._name})])
+        handle = Handle(command.job_id, command.job_no, command.spec_json, entry.id)
+        held = await self._bus(lambda _: self._hold(handle))
+        # A job of one's own is begun at once: a predecessor's lease runs out while the model is loaded.
+        if handle.superseded.is_set() or (orphaned and not held):
+            return None
         log.info("job_taken", job=command.job_id)
-        return Handle(command.job_id, command.job_no, command.spec_json, entry.id)
+        return handle
 
     # --- jobs ---
 
@@ -190,17 +198,20 @@ class Trainer:
 
         Raises:
             Retryable: Redis or the weight store was away for too long; the job can go on in another process.
+            Conflict: somebody else has committed weights, a trainer that was thought dead: so, too, in another process.
 
         """
         job = asyncio.create_task(self._train(handle), name=f"job-{handle.job_id}")
         try:
-            await _first_of(stop.wait(), handle.cancelled.wait(), job)
+            await _first_of(stop.wait(), handle.cancelled.wait(), handle.superseded.wait(), job)
         finally:
             job.cancel()
         await asyncio.wait({job})
         if job.cancelled():
             return Ending("cancelled") if handle.cancelled.is_set() else None
         error = job.exception()
+        if handle.superseded.is_set():
+            return None
         return Ending("completed") if error is None else _ending_with(error)
 
     async def _train(self, handle: Handle) -> None:
@@ -209,38 +220,53 @@ class Trainer:
         await run.run(self._build)
 
     async def _finish(self, handle: Handle, ending: Ending | None) -> None:
-        if handle.owns_lease.is_set():
-            lease = names.trainer_lease(handle.job_id)
-            await self._bus.transact([Delete(lease)])
-        if ending is None:
+        if ending is not None and handle.fence is None:
+            await self._wait_for_lease(handle)
+        handle.left = True
+        if handle.superseded.is_set():
             return
-        log.info("job_ended", state=ending.state, error=ending.error)
-        report = JobReport(
-            job_id=handle.job_id, state=ending.state, step=handle.step, error=ending.error, trainer=self._name
-        )
-        done = Ack(names.JOB_COMMANDS, names.TRAINER_GROUP, (handle.command,))
-        owned = HashDelete(names.JOB_TRAINERS, (handle.job_id,))
-        await self._bus.transact([Append(names.JOB_REPORTS, report), done, owned])
+        ops: list[Op] = []
+        if handle.fence is not None:
+            ops.append(Delete(names.trainer_lease(handle.job_id)))
+        if ending is not None:
+            log.info("job_ended", state=ending.state, error=ending.error)
+            report = JobReport(
+                job_id=handle.job_id, state=ending.state, step=handle.step, error=ending.error, trainer=self._name
+            )
+            done = Ack(names.JOB_COMMANDS, names.TRAINER_GROUP, (handle.command,))
+            owned = HashDelete(names.JOB_TRAINERS, (handle.job_id,))
+            ops += [Append(names.JOB_REPORTS, report), done, owned, Delete(names.trainer_epoch(handle.job_id))]
+        try:
+            await self._bus(lambda bus: bus.transact(ops, handle.fence))
+        except Fenced as error:
+            # Or it has taken place, and the answer was lost.
+            log.warning("job_left_to_another", job=handle.job_id, reason=str(error))
+
+    async def _wait_for_lease(self, handle: Handle) -> None:
+        """Return once the job is this trainer's; one that another trainer still has is that one's to end."""
+        because = "another trainer held it last, and may still"
+        try:
+            async with self._waits.on("the lease of the job", because=because, limit_s=LEASE_LIMIT_S):
+                await _first_of(handle.owns_lease.wait(), handle.superseded.wait())
+        except Timeout as error:
+            log.warning("job_left_to_another", job=handle.job_id, reason=str(error))
+            handle.superseded.set()
 
     # --- lease ---
 
     async def lease(self, stop: asyncio.Event) -> None:
         """Show what the job under way does, until the stop."""
         while not stop.is_set():
-            if (handle := self._current) is not None:
+            if (handle := self._current) is not None and not handle.left:
                 try:
-                    await self._renew(handle)
+                    await self._hold(handle)
                 except BusUnavailable as error:
                     # It runs out, which is the truth: nobody can tell that the trainer is alive.
                     log.warning("lease_not_renewed", error=str(error))
             await until_stop(stop, LEASE_EVERY_S)
 
-    async def _renew(self, handle: Handle) -> None:
-        lease = names.trainer_lease(handle.job_id)
-        [held] = await self._bus.raw.holders([lease])
-        if held is not None and json.loads(held)["trainer"] != self._incarnation:
-            handle.owns_lease.clear()
-            return
+    async def _hold(self, handle: Handle) -> bool:
+        """Take the lease of a job, or renew it, and say what the job does; tell whether it is this trainer's."""
         waiting = self._waits.current()
         body = {
             "trainer": self._incarnation,
@@ -248,8 +274,39 @@ class Trainer:
             "step": handle.step,
             "waiting": waiting[0].public() if waiting else None,
         }
-        await self._bus.raw.renew(lease, json.dumps(body), LEASE_TTL_S)
+        lease, epoch, value = names.trainer_lease(handle.job_id), names.trainer_epoch(handle.job_id), json.dumps(body)
+        if handle.fence is None:
+            instead_of, handle.tried = handle.tried, value
+            taken = await self._bus.raw.take(lease, value, LEASE_TTL_S, epoch=epoch, instead_of=instead_of)
+            if taken is None:
+                return False
+            fence = Fence(epoch, taken)
+            if not await self._is_to_be_done(handle):
+                # Whoever had the lease has ended the job meanwhile.
+                handle.superseded.set()
+                await self._bus.raw.transact([Delete(lease), Delete(epoch)], fence)
+                return False
+            handle.fence = fence
+        mine = HashSet(names.JOB_TRAINERS, {handle.job_id: self._name})
+        try:
+            await self._bus.raw.transact([Renew(lease, value, LEASE_TTL_S), mine], handle.fence)
+        except Fenced as error:
+            log.warning("superseded", job=handle.job_id, reason=str(error))
+            handle.superseded.set()
+            return False
         handle.owns_lease.set()
+        return True
+
+    async def _is_to_be_done(self, handle: Handle) -> bool:
+        """Tell whether the job's command is pending still, whichever trainer it was given to."""
+        pending = await self._pending()
+        return any(entry.id == handle.command for entry, _ in pending)
+
+    async def _pending(self) -> list[tuple[Entry, int]]:
+        stream, group = names.JOB_COMMANDS, names.TRAINER_GROUP
+        return await self._bus(
+            lambda bus: bus.claim(stream, group, self._incarnation, min_idle_s=0, count=_CLAIMED_AT_ONCE)
+        )
 
 
 class Ending(NamedTuple):
@@ -263,7 +320,7 @@ def _ending_with(error: BaseException) -> Ending:
     """Return the failure that an error is for the job, unless it is none of the job's."""
     leaves = _leaves(error)
     for leaf in leaves:
-        if isinstance(leaf, RLBoostError) and not isinstance(leaf, Retryable):
+        if isinstance(leaf, RLBoostError) and not isinstance(leaf, Retryable | Conflict):
             return Ending("failed", str(leaf))
     for leaf in leaves:
         if not isinstance(leaf, RLBoostError):

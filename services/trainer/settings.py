@@ -23,6 +23,9 @@ class Settings(ServiceSettings):
     port: int = Field(0, ge=0, le=65535, description="port of the health routes; 0 takes a free one")
     weight_store_url: str = Field("http://127.0.0.1:8701", description="where weights are published")
     dir: Path = Field(Path(".rlboost/runs"), description="one folder a job: checkpoints, metrics, the final model")
+    checkpoints: str = Field(
+        "", description="folder or s3://BUCKET/PREFIX, gs://, az:// of checkpoints; `DIR` if empty"
+    )
     device: str = Field("cpu", description="torch device of the trained model")
     outage_limit_s: float = Field(600.0, gt=0, description="give up when Redis or the weight store is away for so long")
     samples_limit_s: float = Field(3600.0, gt=0, description="a job fails when no sample comes for so long")

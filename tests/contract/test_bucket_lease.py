@@ -11,11 +11,11 @@ import obstore
 import pytest
 
 from services.weight_store.adapters import origin
-from services.weight_store.adapters.bucket import Bucket, Changed, Register
 from services.weight_store.adapters.lease import Lease
 from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from services.weight_store.domain.versions import Model, Version
 from services.weight_store.ports import Elsewhere, InFile, Through
+from shared.bucket import Bucket, Changed, Register
 from shared.errors import ConfigError, Fenced, NotFound, StoreUnavailable
 from shared.waiting import Waits
 from shared.weights.manifest import ChunkRef, digest_of

@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all: the folder and the fake."""
+"""Checkpoints are there whole or not at all: a folder, an object store and the fake."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import structlog
 
 from services.trainer.adapters.checkpoint import CheckpointFolder
+from services.trainer.adapters.checkpoint_bucket import CheckpointBucket
 from services.trainer.fakes import MemoryCheckpoints
 from services.trainer.ports import CheckpointStore, TrainState
 from shared.errors import Fatal
@@ -23,13 +24,19 @@ from shared.errors import Fatal
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["folder", "fake"])
+@pytest.fixture(params=["folder", "bucket", "fake"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
-    return CheckpointFolder(tmp_path / "c") if request.param == "folder" else MemoryCheckpoints(tmp_path / "c")
+    match request.param:
+        case "folder":
+            return CheckpointFolder(tmp_path / "c")
+        case "bucket":
+            return CheckpointBucket("memory:///", tmp_path / "c", 5.0)
+        case _:
+            return MemoryCheckpoints(tmp_path / "c")
 
 
 def state(step: int) -> TrainState:
-    return TrainState(step=step, finished_cursor=f"{step}-0", train_rows=10, read_cursor=f"{step}-5")
+    return TrainState(step=step, finished_cursor=f"{step}-0", train_rows=10, read_cursor=f"{step}-5", data_digest="abc")
 
 
 def writing(text: str) -> Callable[[Path], None]:
@@ -53,11 +60,12 @@ def test_the_newest_comes_back_with_its_files(store: CheckpointStore) -> None:
     assert (found[1] / "weights").read_text() == "twenty"
 
 
-def test_a_checkpoint_of_a_trainer_that_read_for_no_later_step_is_still_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_before_lengths_digests_of_data_and_staleness_is_still_one(tmp_path: Path) -> None:
     CheckpointFolder(tmp_path).save(state(10), writing("ten"))
     [file] = tmp_path.glob("*/state.json")
     body = json.loads(file.read_text())
-    del body["state"]["read_cursor"]
+    del body["folder"], body["state"]["read_cursor"], body["state"]["data_digest"]
+    body["files"] = {name: digest for name, (digest, _) in body["files"].items()}
     file.write_text(json.dumps(body))
     found = CheckpointFolder(tmp_path).newest()
     assert found is not None
@@ -94,6 +102,7 @@ def test_only_two_are_kept(tmp_path: Path) -> None:
         lambda path: (path / "state.json").unlink(),
         lambda path: (path / "state.json").write_text('{"format": 1, "sta'),
         lambda path: (path / "state.json").write_text('{"format": 2}'),
+        lambda path: (path / "state.json").write_text("[]"),
     ],
 )
 def test_a_broken_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, damage: Callable[[Path], None]) -> None:

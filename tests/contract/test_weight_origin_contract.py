@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.weight_store.adapters.bucket import Bucket
 from services.weight_store.adapters.disk import Directory, DiskChunks, DiskDocuments
 from services.weight_store.adapters.lease import Lease
 from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from services.weight_store.domain.versions import Model, Version
 from services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from services.weight_store.ports import BadChunk, Chunks, Documents, Elsewhere, InFile, StagedPart, Through
+from shared.bucket import Bucket
 from shared.errors import NotFound
 from shared.waiting import Waits
 from shared.weights.manifest import ChunkRef, digest_of

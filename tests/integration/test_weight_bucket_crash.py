@@ -8,10 +8,10 @@ from typing import Any
 import obstore
 import pytest
 
-from services.weight_store.adapters.bucket import Bucket
 from services.weight_store.adapters.lease import Lease
 from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from services.weight_store.app import WeightStore
+from shared.bucket import Bucket
 from shared.waiting import Waits
 from shared.weights.edges import VersionEdges
 from shared.weights.manifest import Manifest, digest_of

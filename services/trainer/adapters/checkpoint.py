@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import structlog
-from blake3 import blake3
 
-from services.trainer.ports import TrainState
+from services.trainer.adapters.checkpoint_files import BROKEN, KEPT, PREFIX, Document, name_of, step_of
+from services.trainer.ports import Snapshot, TrainState
 from shared.errors import Fatal
+from shared.ids import new_token
 
 log = structlog.get_logger(__name__)
 
-KEPT = 2
-_STATE = "state.json"
-_PREFIX, _UNFINISHED = "step-", "unfinished-"
-_FORMAT = 1
+DOCUMENT = "state.json"
+_UNFINISHED = "unfinished-"
 
 
 class CheckpointFolder:
@@ -31,17 +26,17 @@ class CheckpointFolder:
         """Use `folder`, which need not be there yet."""
         self._folder = folder
 
-    def save(self, state: TrainState, write: Callable[[Path], None]) -> None:
+    def save(self, state: TrainState, write: Snapshot) -> None:
         """See `CheckpointStore.save`."""
-        name = f"{_PREFIX}{state.step:06d}"
-        aside, final = self._folder / f"{_UNFINISHED}{name}", self._folder / name
+        name = name_of(state.step)
+        # A name of its own: a trainer that was thought dead may still be writing.
+        aside, final = self._folder / f"{_UNFINISHED}{name}-{new_token()}", self._folder / name
         try:
             self._clear()
             aside.mkdir(parents=True)
             write(aside)
-            files = {file.name: _digest(file) for file in sorted(aside.iterdir())}
-            body = {"format": _FORMAT, "state": asdict(state), "files": files}
-            (aside / _STATE).write_text(json.dumps(body, indent=1), encoding="utf-8")
+            document = Document.of(aside, state).encode()
+            (aside / DOCUMENT).write_text(document, encoding="utf-8")
             for path in (*aside.iterdir(), aside):
                 _flush(path)
             # After a fall-back a step comes again: what is there of it did not verify.
@@ -60,8 +55,8 @@ class CheckpointFolder:
         """See `CheckpointStore.newest`."""
         for directory in self._directories():
             try:
-                return _read(directory, verify=True), directory
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                return read(directory), directory
+            except BROKEN as error:
                 log.warning("checkpoint_broken", directory=str(directory), reason=str(error) or repr(error))
         return None
 
@@ -71,39 +66,34 @@ class CheckpointFolder:
         if len(directories) < KEPT:
             return None
         try:
-            return _read(directories[-1], verify=False)
-        except (OSError, ValueError, KeyError, TypeError):
+            return _document(directories[-1]).state
+        except BROKEN:
             return None
 
     def _directories(self) -> list[Path]:
         """Return the finished checkpoints, newest first."""
-        return sorted(self._folder.glob(f"{_PREFIX}*"), key=_step_of, reverse=True)
+        return sorted(self._folder.glob(f"{PREFIX}*"), key=lambda path: step_of(path.name), reverse=True)
 
     def _remove(self, directory: Path) -> None:
         if directory.exists():
             # Renamed first: what is half removed must not look like a checkpoint.
-            going = directory.rename(self._folder / f"{_UNFINISHED}{directory.name}-old")
+            going = directory.rename(self._folder / f"{_UNFINISHED}{directory.name}-{new_token()}")
             shutil.rmtree(going)
 
     def _clear(self) -> None:
         for left in self._folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
 
 
-def _read(directory: Path, *, verify: bool) -> TrainState:
-    body: dict[str, Any] = json.loads((directory / _STATE).read_text(encoding="utf-8"))
-    if body["format"] != _FORMAT:
-        raise ValueError(f"format {body['format']} is not {_FORMAT}")
-    if verify:
-        for name, digest in body["files"].items():
-            if _digest(directory / name) != digest:
-                raise ValueError(f"{name} is not what was written")
-    return TrainState(**body["state"])
+def read(directory: Path) -> TrainState:
+    """Verify one checkpoint and return its state, raising one of `checkpoint_files.BROKEN`."""
+    document = _document(directory)
+    document.verify(directory)
+    return document.state
 
 
-def _digest(file: Path) -> str:
-    hasher = blake3(max_threads=1)
-    return hasher.update_mmap(file).hexdigest()
+def _document(directory: Path) -> Document:
+    return Document.decode((directory / DOCUMENT).read_text(encoding="utf-8"))
 
 
 def _flush(path: Path) -> None:
@@ -112,8 +102,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _step_of(directory: Path) -> int:
-    digits = directory.name.removeprefix(_PREFIX)
-    return int(digits) if digits.isdigit() else -1

@@ -22,7 +22,7 @@ from typing import Self
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from services.weight_store.adapters.bucket import Bucket, Changed, Found, Register
+from shared.bucket import Bucket, Changed, Found, Register
 from shared.errors import ConfigError, Fenced, NotFound, Retryable, StoreUnavailable
 from shared.ids import new_token
 from shared.lifecycle import until_stop

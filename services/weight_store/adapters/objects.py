@@ -22,10 +22,10 @@ from typing import Self
 from blake3 import blake3
 from pydantic import TypeAdapter
 
-from services.weight_store.adapters.bucket import Bucket, Register
 from services.weight_store.adapters.lease import Lease
 from services.weight_store.domain.versions import Model
 from services.weight_store.ports import BadChunk, Elsewhere, StagedPart, Through
+from shared.bucket import Bucket, Register
 from shared.errors import NotFound, StoreUnavailable
 from shared.weights.manifest import ChunkRef
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,18 +11,17 @@ from urllib.parse import unquote, urlsplit
 
 import structlog
 
-from services.weight_store.adapters.bucket import Bucket, NoCredentials, Refused
 from services.weight_store.adapters.disk import Directory, DiskChunks, DiskDocuments
 from services.weight_store.adapters.lease import Lease
 from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from services.weight_store.ports import Chunks, Documents
-from shared.errors import ConfigError, Fatal, NotFound, StoreUnavailable
+from shared.bucket import SCHEMES, Bucket, configuration
+from shared.errors import ConfigError, Fatal, StoreUnavailable
 from shared.lifecycle import Loop
 from shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 
-_OBJECT_STORES = {"s3", "gs", "az", "memory"}
 _PROBE = "probe"
 
 
@@ -70,13 +69,13 @@ async def opened(
         finally:
             folder.close()
         return
-    if scheme not in _OBJECT_STORES:
+    if scheme not in SCHEMES:
         raise ConfigError(f"origin {url!r}: give s3://bucket/prefix, gs://, az:// or file:///folder")
     bucket = Bucket(url)
-    with _configuration():
+    with configuration():
         lease = await Lease.take(bucket, lease_s, waits)
     try:
-        with _configuration():
+        with configuration():
             # The lease has tried to read and to write.
             await bucket.sizes(_PROBE)
             await bucket.remove([_PROBE])
@@ -94,23 +93,6 @@ def _folder(url: str) -> Path:
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ConfigError(f"origin {url!r}: a folder is file:///and/its/path")
     return Path(unquote(parts.path))
-
-
-@contextmanager
-def _configuration() -> Iterator[None]:
-    """At start, what the object store refuses is for somebody to mend."""
-    try:
-        yield
-    except NoCredentials as error:
-        raise ConfigError(
-            f"{error}: no credentials were found; set what the provider's tools read from the environment "
-            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME "
-            "and AZURE_STORAGE_ACCOUNT_KEY), or give this machine a role"
-        ) from error
-    except NotFound as error:
-        raise ConfigError(f"{error}: make the bucket, or mend its name") from error
-    except Refused as error:
-        raise ConfigError(str(error)) from error
 
 
 async def _has_links(bucket: Bucket) -> bool:

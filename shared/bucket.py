@@ -1,7 +1,7 @@
-"""An object store as this service needs it; the only file that knows `obstore` and its errors.
+"""An object store; the only file that knows `obstore` and its errors.
 
 Every object is there whole or not at all. A conditional write takes place only if nobody has written since; S3, Google
-Cloud Storage and Azure all have it, and `lease.Lease` finds out at start whether the server at hand keeps to it.
+Cloud Storage and Azure all have it. The weight store's lease finds out whether the server at hand keeps to it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _REFUSALS = ("status code: 401", "status code: 403")
 """What a listing that is not allowed looks like."""
 _LINK_LIFE = timedelta(minutes=10)
 _BLOCK_BYTES = 1 << 20
+SCHEMES = frozenset({"s3", "gs", "az", "memory"})
+"""How the URL of an object store begins."""
 
 
 class Changed(Retryable):
@@ -204,6 +206,23 @@ class Bucket:
             if any(sign in text for sign in _REFUSALS):
                 raise Refused(f"object store {self.url} refuses: {text}; {_PERMISSIONS}") from error
             raise StoreUnavailable(f"object store {self.url}: {text}") from error
+
+
+@contextmanager
+def configuration() -> Iterator[None]:
+    """At start, what the object store refuses is for somebody to mend: raise it as `ConfigError`."""
+    try:
+        yield
+    except NoCredentials as error:
+        raise ConfigError(
+            f"{error}: no credentials were found; set what the provider's tools read from the environment "
+            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME "
+            "and AZURE_STORAGE_ACCOUNT_KEY), or give this machine a role"
+        ) from error
+    except NotFound as error:
+        raise ConfigError(f"{error}: make the bucket, or mend its name") from error
+    except Refused as error:
+        raise ConfigError(str(error)) from error
 
 
 class Register:

@@ -1,0 +1,252 @@
+"""Checkpoints in an object store, for a trainer that may go on on another machine.
+
+    manifests/step-000010.json                     the document, written last: without it there is no checkpoint
+    files/step-000010-1f2e3d4c/optimizer.safetensors/000003    a part of a file
+
+Files are cut into parts, each a whole object: a trainer that is killed in the middle leaves objects that the next
+checkpoint finds and removes, and no unfinished upload that costs money and is seen nowhere. The folder of the files has
+a name of its own at each writing, so a trainer that was thought dead cannot spoil what its successor writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import stamina
+import structlog
+
+from services.trainer.adapters.checkpoint_files import BROKEN, KEPT, Document, name_of, step_of
+from services.trainer.ports import Snapshot, TrainState
+from shared.bucket import Bucket, NoCredentials, Refused, configuration
+from shared.errors import Fatal, NotFound, StoreUnavailable
+from shared.ids import new_token
+
+log = structlog.get_logger(__name__)
+
+PART_BYTES = 16 << 20
+AT_ONCE = 8
+"""Parts on their way. With `PART_BYTES` a link of 54 Mb/s sends them within the 20 s that a request may take."""
+_MANIFESTS, _FILES = "manifests", "files"
+_PROBE = "probe"
+
+T = TypeVar("T")
+
+
+class CheckpointBucket:
+    """`CheckpointStore` below a URL. The engine's files pass through a local folder, one checkpoint at a time."""
+
+    def __init__(self, url: str, scratch: Path, limit_s: float) -> None:
+        """Prepare.
+
+        Args:
+            url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`, for this job alone.
+            scratch: a folder of its own for files on their way.
+            limit_s: how long the object store may be away.
+
+        Raises:
+            ConfigError: the URL cannot be used.
+
+        """
+        self._bucket = Bucket(url)
+        self._scratch = scratch
+        self._limit_s = limit_s
+
+    def save(self, state: TrainState, write: Snapshot) -> None:
+        """See `CheckpointStore.save`."""
+        name = name_of(state.step)
+        folder = f"{name}-{new_token()}"
+        try:
+            with self._emptied() as directory:
+                write(directory)
+                asyncio.run(self._save(directory, name, Document.of(directory, state, folder)))
+        except (OSError, StoreUnavailable, NotFound) as error:
+            raise Fatal(
+                f"checkpoint {name} cannot be written to {self._bucket.url}: {error}; mend the object store or make "
+                f"room in {self._scratch}. The checkpoints before it are whole"
+            ) from error
+
+    def newest(self) -> tuple[TrainState, Path] | None:
+        """See `CheckpointStore.newest`. Finds out, too, whether one could be written."""
+        return self._found(asyncio.run(self._newest(may_write=True)))
+
+    def brought(self, name: str = "") -> tuple[TrainState, Path] | None:
+        """Bring one checkpoint here, the newest if it is not named; None where there is none that verifies.
+
+        Raises:
+            ConfigError, StoreUnavailable: see `newest`.
+
+        """
+        return self._found(asyncio.run(self._newest(may_write=False, only=name)))
+
+    def fallback(self) -> TrainState | None:
+        """See `CheckpointStore.fallback`."""
+        return asyncio.run(self._fallback())
+
+    def _found(self, state: TrainState | None) -> tuple[TrainState, Path] | None:
+        return None if state is None else (state, self._scratch)
+
+    @contextmanager
+    def _emptied(self) -> Iterator[Path]:
+        """Give an empty folder for files, and remove it afterwards."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir(parents=True)
+        try:
+            yield self._scratch
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    # --- writing ---
+
+    async def _save(self, directory: Path, name: str, document: Document) -> None:
+        await _all(
+            self._upload(directory / file, f"{_FILES}/{document.folder}/{_part(file, number)}", number)
+            for file, digest in document.files.items()
+            for number in _numbers(digest.n_bytes)
+        )
+        await self._patiently(lambda: self._bucket.put(_manifest(name), document.encode().encode()))
+        await self._remove_old(document.folder)
+
+    async def _upload(self, file: Path, path: str, number: int) -> None:
+        data = await asyncio.to_thread(_read_part, file, number)
+        await self._patiently(lambda: self._bucket.put(path, data))
+
+    async def _remove_old(self, newest: str) -> None:
+        """Remove all but the newest checkpoints, and what no checkpoint has: those that were killed while writing."""
+        names = await self._names()
+        await self._remove([_manifest(name) for name in names[KEPT:]])
+        used = {newest}
+        for name in names[:KEPT]:
+            try:
+                used.add((await self._document(name)).folder)
+            except (*BROKEN, NotFound):
+                continue  # its files are of no use
+        for folder in await self._patiently(lambda: self._bucket.folders(_FILES)):
+            if folder not in used:
+                await self._remove_files(f"{_FILES}/{folder}")
+
+    async def _remove_files(self, folder: str) -> None:
+        sizes = await self._patiently(lambda: self._bucket.sizes(folder))
+        await self._remove([f"{folder}/{path}" for path in sizes])
+
+    async def _remove(self, paths: Sequence[str]) -> None:
+        if paths:
+            await self._patiently(lambda: self._bucket.remove(paths))
+
+    # --- reading ---
+
+    async def _newest(self, *, may_write: bool, only: str = "") -> TrainState | None:
+        with configuration():
+            if may_write:
+                await self._patiently(lambda: self._bucket.put(_PROBE, b""))
+                await self._remove([_PROBE])
+            names = await self._names()
+        for name in names:
+            if only not in ("", name):
+                continue
+            try:
+                return await self._bring(await self._document(name))
+            except (*BROKEN, NotFound) as error:
+                where = f"{self._bucket.url}/{_manifest(name)}"
+                log.warning("checkpoint_broken", directory=where, reason=str(error) or repr(error))
+        return None
+
+    async def _bring(self, document: Document) -> TrainState:
+        try:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.mkdir(parents=True)
+            for name, digest in document.files.items():
+                with (self._scratch / name).open("wb") as file:
+                    file.truncate(digest.n_bytes)
+            await _all(
+                self._download(f"{_FILES}/{document.folder}/{_part(name, number)}", self._scratch / name, number)
+                for name, digest in document.files.items()
+                for number in _numbers(digest.n_bytes)
+            )
+        except OSError as error:
+            raise Fatal(f"{self._scratch} has no room for the checkpoint: {error}; make room there") from error
+        await asyncio.to_thread(document.verify, self._scratch)
+        return document.state
+
+    async def _download(self, path: str, file: Path, number: int) -> None:
+        found = await self._patiently(lambda: self._bucket.get(path))
+        await asyncio.to_thread(_write_part, file, number, found.data)
+
+    async def _fallback(self) -> TrainState | None:
+        names = await self._names()
+        if len(names) < KEPT:
+            return None
+        try:
+            return (await self._document(names[KEPT - 1])).state
+        except (*BROKEN, NotFound):
+            return None
+
+    async def _document(self, name: str) -> Document:
+        return Document.decode((await self._patiently(lambda: self._bucket.get(_manifest(name)))).data)
+
+    async def _names(self) -> list[str]:
+        """Return the names of the checkpoints, newest first."""
+        files = await self._patiently(lambda: self._bucket.sizes(_MANIFESTS))
+        return sorted((file.removesuffix(".json") for file in files), key=step_of, reverse=True)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an idempotent call for as long as the object store is away."""
+        retries = stamina.retry_context(on=_may_pass, attempts=None, timeout=self._limit_s, wait_max=2.0)
+        async for attempt in retries:
+            with attempt:
+                return await call()
+        raise AssertionError("a retry context ends with a result or an error")
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, StoreUnavailable) and not isinstance(error, Refused | NoCredentials)
+
+
+async def _all(works: Iterable[Coroutine[None, None, None]]) -> None:
+    """Do everything, some at once; the first error ends the others."""
+    waiting = iter(works)
+
+    async def some() -> None:
+        for work in waiting:
+            await work
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(some())
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from errors
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _numbers(n_bytes: int) -> range:
+    """Return the numbers of a file's parts; an empty file has none."""
+    return range(-(-n_bytes // PART_BYTES))
+
+
+def _part(file: str, number: int) -> str:
+    return f"{file}/{number:06d}"
+
+
+def _manifest(name: str) -> str:
+    return f"{_MANIFESTS}/{name}.json"
+
+
+def _read_part(file: Path, number: int) -> bytes:
+    with file.open("rb") as opened:
+        return os.pread(opened.fileno(), PART_BYTES, number * PART_BYTES)
+
+
+def _write_part(file: Path, number: int, data: bytes) -> None:
+    with file.open("r+b") as opened:
+        os.pwrite(opened.fileno(), data, number * PART_BYTES)

@@ -1,0 +1,297 @@
+"""Checkpoints in a real S3-compatible server: killed anywhere, damaged, away, and gone on from on another machine."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import structlog
+
+from services.trainer.adapters import checkpoint_bucket
+from services.trainer.adapters.checkpoint import CheckpointFolder
+from services.trainer.adapters.checkpoint_bucket import CheckpointBucket
+from services.trainer.adapters.checkpoint_places import Places
+from services.trainer.ports import TrainState
+from shared.bucket import Bucket
+from shared.errors import ConfigError, Fatal
+from tests.support.s3_server import S3Server
+
+ROOT = Path(__file__).parents[2]
+PART = 1000
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_bucket, "PART_BYTES", PART)
+
+
+def state(step: int) -> TrainState:
+    return TrainState(step, f"{step}-0", 10, f"{step}-5", "abc")
+
+
+def content(step: int) -> dict[str, bytes]:
+    """Files of several parts, of a part to the byte, and of none."""
+    return {"long": bytes([step % 251]) * (4 * PART + 7), "exact": bytes([step % 13]) * PART, "empty": b""}
+
+
+def writing(step: int) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        for name, data in content(step).items():
+            (directory / name).write_bytes(data)
+
+    return write
+
+
+def read(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def objects(url: str) -> dict[str, int]:
+    async def sizes() -> dict[str, int]:
+        bucket = Bucket(url)
+        return {
+            f"{folder}/{name}": size
+            for folder in ("manifests", "files")
+            for name, size in (await bucket.sizes(folder)).items()
+        }
+
+    return asyncio.run(sizes())
+
+
+def test_a_trainer_on_another_machine_gets_every_byte(s3_url: str, tmp_path: Path) -> None:
+    here = CheckpointBucket(s3_url, tmp_path / "here", 5.0)
+    assert here.newest() is None
+    for step in (5, 10, 15, 1_000_000):
+        here.save(state(step), writing(step))
+    assert not (tmp_path / "here").exists(), "nothing stays on the disk"
+    there = CheckpointBucket(s3_url, tmp_path / "there", 5.0)
+    found = there.newest()
+    assert found is not None
+    assert found[0] == state(1_000_000)
+    assert read(found[1]) == content(1_000_000)
+    assert there.fallback() == state(15)
+    names = objects(s3_url)
+    assert {name for name in names if name.startswith("manifests")} == {
+        "manifests/step-000015.json",
+        "manifests/step-1000000.json",
+    }
+    assert len(names) == 2 + 2 * (5 + 1)
+
+
+SAVER = """
+import asyncio, os, sys, pathlib
+from services.trainer.adapters import checkpoint_bucket
+from shared.bucket import Bucket
+from tests.contract.test_checkpoint_bucket import PART, state, writing
+url, scratch = sys.argv[1], pathlib.Path(sys.argv[2])
+checkpoint_bucket.PART_BYTES = PART
+
+def mortal(request, life):
+    async def call(self, *args):
+        life[0] -= 1
+        if life[0] == 0:
+            # On its way, whole or not, and its answer unheard.
+            asyncio.ensure_future(request(self, *args))
+            await asyncio.sleep(0.002)
+            os.kill(os.getpid(), 9)
+        answer = await request(self, *args)
+        if life[0] == 1:
+            os.kill(os.getpid(), 9)  # its answer heard, the next one not sent
+        return answer
+    return call
+
+for line in sys.stdin:
+    step, n = map(int, line.split())
+    child = os.fork()
+    if child == 0:
+        life = [n]
+        for name in ("put", "remove"):
+            setattr(Bucket, name, mortal(getattr(Bucket, name), life))
+        checkpoint_bucket.CheckpointBucket(url, scratch, 5.0).save(state(step), writing(step))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@contextmanager
+def saver(url: str, scratch: Path) -> Iterator[Callable[[int, int], int]]:
+    """Give what saves a step in a process that dies of its n-th request; it returns the exit code."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, url, str(scratch)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    lines, answers = process.stdin, process.stdout
+
+    def save(step: int, n: int) -> int:
+        print(step, n, file=lines, flush=True)
+        return int(answers.readline())
+
+    with process:
+        yield save
+        lines.close()
+
+
+def test_killed_at_any_request_of_an_upload_the_newest_checkpoint_is_whole_and_nothing_is_left_lying(
+    s3_url: str, tmp_path: Path
+) -> None:
+    steps = []
+    with saver(s3_url, tmp_path / "theirs") as save:
+        assert save(1, -1) == save(2, -1) == 0
+        for n in range(1, 100):
+            step = 2 + n
+            code = save(step, n)
+            assert code in (0, -9)
+            with structlog.testing.capture_logs() as logs:
+                found = CheckpointBucket(s3_url, tmp_path / "ours", 5.0).newest()
+            assert logs == []
+            assert found is not None
+            newest = found[0].step
+            assert newest >= max(steps, default=2)
+            assert read(found[1]) == content(newest)
+            steps.append(newest)
+            if code == 0:
+                break
+        assert code == 0
+        assert len(steps) > 8
+        assert steps[0] == 2, "without its document there is no checkpoint"
+    # What was killed has left objects; the last one, which was not, has removed them.
+    assert len(objects(s3_url)) == 2 + 2 * (5 + 1)
+
+
+def corrupt(url: str, name: str, data: bytes | None) -> None:
+    async def change() -> None:
+        bucket = Bucket(url)
+        [path] = [path for path in await bucket.sizes("files") if path.startswith("step-000020") and name in path]
+        if data is None:
+            await bucket.remove([f"files/{path}"])
+        else:
+            await bucket.put(f"files/{path}", data)
+
+    asyncio.run(change())
+
+
+@pytest.mark.parametrize("data", [b"x" * PART, b"", None], ids=["changed", "short", "gone"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(s3_url: str, tmp_path: Path, data: bytes | None) -> None:
+    store = CheckpointBucket(s3_url, tmp_path / "c", 5.0)
+    store.save(state(10), writing(10))
+    store.save(state(20), writing(20))
+    corrupt(s3_url, "long/000001", data)
+    with structlog.testing.capture_logs() as logs:
+        found = store.newest()
+    assert found is not None
+    assert found[0] == state(10)
+    assert [entry["event"] for entry in logs] == ["checkpoint_broken"]
+    store.save(state(20), writing(20))
+    assert store.newest() == (state(20), tmp_path / "c")
+
+
+def test_an_object_store_that_stays_away_fails_the_checkpoint_by_name(s3_url: str, tmp_path: Path) -> None:
+    store = CheckpointBucket(s3_url.replace("s3://weights", "s3://no-such-bucket"), tmp_path / "c", 0.5)
+    with pytest.raises(Fatal, match=r"step-000010 cannot be written to s3://no-such-bucket"):
+        store.save(state(10), writing(10))
+
+
+def test_a_place_that_cannot_be_used_is_refused_before_the_first_step(s3_url: str, tmp_path: Path) -> None:
+    store = CheckpointBucket(s3_url.replace("s3://weights", "s3://no-such-bucket"), tmp_path / "c", 0.5)
+    with pytest.raises(ConfigError, match="make the bucket, or mend its name"):
+        store.newest()
+
+
+def test_an_outage_within_the_limit_is_waited_for(
+    tmp_path_factory: pytest.TempPathFactory, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = S3Server(tmp_path_factory.mktemp("later"))
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    store = CheckpointBucket(f"s3://{server.bucket}/late", tmp_path / "c", 60.0)
+    put, tries = Bucket.put, []
+
+    async def counting(self: Bucket, path: str, data: bytes) -> None:
+        tries.append(path)
+        if len(tries) == 12:
+            await asyncio.to_thread(server.start)
+        await put(self, path, data)
+
+    monkeypatch.setattr(Bucket, "put", counting)
+    try:
+        store.save(state(10), writing(10))
+        assert store.newest() == (state(10), tmp_path / "c")
+    finally:
+        server.stop()
+
+
+def places(tmp_path: Path) -> Places:
+    return Places(tmp_path / "runs" / "next", 5.0)
+
+
+def test_a_jobs_checkpoints_lie_under_its_own_name(s3_url: str, tmp_path: Path) -> None:
+    places(tmp_path).store(f"{s3_url}/", "a").save(state(10), writing(10))
+    assert places(tmp_path).store(s3_url, "b").newest() is None
+    assert places(tmp_path).store(s3_url, "a").newest() is not None
+    places(tmp_path).store(str(tmp_path / "disk"), "a").save(state(10), writing(10))
+    assert (tmp_path / "disk/a/step-000010").is_dir()
+    places(tmp_path).store("", "next").save(state(10), writing(10))
+    assert (tmp_path / "runs/next/checkpoints/step-000010").is_dir()
+
+
+def test_another_jobs_checkpoint_is_found_by_its_url_or_that_of_its_checkpoints(s3_url: str, tmp_path: Path) -> None:
+    store = places(tmp_path).store(s3_url, "a")
+    store.save(state(10), writing(10))
+    store.save(state(20), writing(20))
+    for resume, step in ((f"{s3_url}/a", 20), (f"{s3_url}/a/", 20), (f"{s3_url}/a/step-000010", 10)):
+        find = places(tmp_path).predecessor(resume)
+        assert find is not None
+        found, directory = find()
+        assert found == state(step)
+        assert read(directory) == content(step)
+
+
+def test_another_jobs_checkpoint_is_found_by_its_own_folder_or_one_above(tmp_path: Path) -> None:
+    job = tmp_path / "runs/a"
+    store = CheckpointFolder(job / "checkpoints")
+    store.save(state(10), writing(10))
+    store.save(state(20), writing(20))
+    for resume, step in ((job, 20), (job / "checkpoints", 20), (job / "checkpoints/step-000010", 10)):
+        find = places(tmp_path).predecessor(str(resume))
+        assert find is not None
+        found, directory = find()
+        assert found == state(step)
+        assert (directory / "long").read_bytes() == content(step)["long"]
+
+
+@pytest.mark.parametrize("where", ["{s3}/nobody", "{disk}/nobody", "{s3}/a/step-000030", "Auto"])
+def test_a_checkpoint_that_is_not_there_is_refused_with_what_could_be_given(
+    s3_url: str, tmp_path: Path, where: str
+) -> None:
+    places(tmp_path).store(s3_url, "a").save(state(10), writing(10))
+    find = places(tmp_path).predecessor(where.format(s3=s3_url, disk=tmp_path))
+    assert find is not None
+    with pytest.raises(ConfigError, match=r"there is no checkpoint at .*: give auto, never, or a checkpoint"):
+        find()
+
+
+def test_a_broken_checkpoint_that_was_named_is_not_passed_over(tmp_path: Path) -> None:
+    CheckpointFolder(tmp_path).save(state(10), writing(10))
+    (tmp_path / "step-000010/long").write_bytes(b"")
+    find = places(tmp_path).predecessor(str(tmp_path / "step-000010"))
+    assert find is not None
+    with pytest.raises(ConfigError, match="is broken: long is not what was written"):
+        find()
+
+
+def test_auto_and_never_name_no_other_job_and_an_unknown_scheme_is_refused(tmp_path: Path) -> None:
+    assert places(tmp_path).predecessor("auto") is places(tmp_path).predecessor("never") is None
+    with pytest.raises(ConfigError, match=r"trainer.resume: hdfs:// is not known"):
+        places(tmp_path).predecessor("hdfs://x/y")
+    with pytest.raises(ConfigError, match=r"trainer.checkpoints: hdfs:// is not known"):
+        places(tmp_path).store("hdfs://x/y", "a")

@@ -1,0 +1,211 @@
+"""A trainer killed by SIGKILL at every point of its protocol ends where an undisturbed one does, to the last bit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import names
+from shared.bus import Delete
+from shared.ids import SampleId
+from shared.messages import StepReport
+from tests.integration.test_trainer import Machine, Site
+from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.mortal_trainer import POINTS
+from tests.support.s3_server import S3Server
+
+pytestmark = pytest.mark.timeout(300)
+
+LIVES = (
+    ("requested", 0),
+    ("stepped", 0),
+    ("uploading", 0),
+    ("uploaded", 0),
+    ("committed", 0),
+    ("logged", 1),
+    ("reported", 1),
+    ("captured", 2),
+    ("written", 2),
+    ("half-written", 2),
+    ("kept", 2),
+    ("stepped", 3),
+    ("kept", 4),
+    ("trimmed", -1),
+    ("committed", 6),
+    ("exporting", -1),
+)
+"""Each life begins where the one before has left off, and so goes on from there to its own end."""
+STEPS = 7
+JOB: dict[str, Any] = {
+    "steps": STEPS,
+    "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 128},
+    "eval": {"every": 3, "samples": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """Redis and a weight store; the trainers are forked elsewhere."""
+    try:
+        machine = Machine(tmp_path_factory.mktemp("machine"))
+    except FileNotFoundError as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    machine.redis.start()
+    try:
+        machine.store.start()
+        yield machine
+    finally:
+        machine.store.kill()
+        machine.redis.stop()
+
+
+@pytest.fixture
+async def site(machine: Machine, tmp_path: Path) -> AsyncIterator[Site]:
+    write_tokenizer(write_model(tmp_path / "model"))
+    for name, n in (("train", 10), ("eval", 3)):
+        rows = [{"prompt": f"t{5 + i} t{20 + i}", "row": i} for i in range(n)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    site = Site(machine, tmp_path)
+    yield site
+    await site.bus.close()
+
+
+class Lives:
+    """Trainers, one after the other."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._pid = 0
+
+    async def begin(self, point: str = "", step: int = -1) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{point} {step}\n".encode())
+        self._pid = await self._number()
+
+    async def end(self) -> int:
+        async with asyncio.timeout(60.0):
+            return await self._number()
+
+    def stop(self) -> None:
+        os.kill(self._pid, signal.SIGTERM)
+
+    async def _number(self) -> int:
+        assert self._process.stdout is not None
+        return int(await self._process.stdout.readline())
+
+
+@pytest.fixture
+async def lives(machine: Machine, s3_server: S3Server) -> AsyncIterator[Lives]:
+    env = machine.trainer.env | s3_server.env | {"RLBOOST_TRAINER_PORT": "0"}
+    with (machine.folder / "trainers.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tests.support.mortal_trainer",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            yield Lives(process)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def live_to_the_end(site: Site, lives: Lives, job_id: str) -> None:
+    await lives.begin()
+    report = await site.ended(job_id)
+    assert report.state == "completed", report.error
+    lives.stop()
+    assert await lives.end() == 0
+
+
+def rows(site: Site, job_id: str) -> list[dict[str, Any]]:
+    """Return the run log without what a clock has measured."""
+    lines = (site.folder / "runs" / job_id / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if not timed(name)} for line in lines]
+
+
+def timed(metric: str) -> bool:
+    return metric.startswith(("time/", "perf/"))
+
+
+async def test_a_trainer_killed_at_every_point_ends_where_an_undisturbed_one_does(site: Site, lives: Lives) -> None:
+    async with site.manager("undisturbed") as steady:
+        await site.create("undisturbed", **JOB)
+        await live_to_the_end(site, lives, "undisturbed")
+    async with site.manager("killed") as manager:
+        await site.create("killed", **JOB)
+        for point, step in LIVES:
+            await lives.begin(point, step)
+            assert await lives.end() == -signal.SIGKILL, f"it did not come to {point} of step {step}"
+            # What time does to a dead trainer's lease.
+            await site.bus.transact([Delete(names.trainer_lease("killed"))])
+        await live_to_the_end(site, lives, "killed")
+    assert site.model("killed") == site.model("undisturbed")
+    assert rows(site, "killed") == rows(site, "undisturbed")
+    assert manager.answered == steady.answered, "not one sample was generated twice"
+    assert {r.group: r.seed for r in manager.requests} == {r.group: r.seed for r in steady.requests}
+    assert "weights_restored" not in [kind for kind, _ in await site.events("killed")], "trained again to the same bits"
+    reported = {report.step for report in await site.reports("killed") if isinstance(report, StepReport)}
+    assert reported == set(range(STEPS + 1))
+    kept = sorted(path.name for path in (site.folder / "runs/killed/checkpoints").iterdir())
+    assert kept == ["step-000004", "step-000006"]
+
+
+async def test_what_is_drawn_at_random_goes_on_after_a_kill_as_it_would_have(site: Site, lives: Lives) -> None:
+    """An adapter's dropout draws in each step."""
+    job = JOB | {"steps": 4, "eval": None, "elastic": {"weights": "lora"}, "lora": {"dropout": 0.5}}
+    async with site.manager("adapter"):
+        await site.create("adapter", **job)
+        await live_to_the_end(site, lives, "adapter")
+    async with site.manager("adapter-killed"):
+        await site.create("adapter-killed", **job)
+        await lives.begin("stepped", 3)
+        assert await lives.end() == -signal.SIGKILL
+        await site.bus.transact([Delete(names.trainer_lease("adapter-killed"))])
+        await live_to_the_end(site, lives, "adapter-killed")
+    assert site.model("adapter-killed") == site.model("adapter")
+    assert [fields["step"] for kind, fields in await site.events("adapter-killed") if kind == "resumed"] == [2]
+
+
+async def test_on_another_machine_and_in_another_job_it_goes_on_from_the_object_store(
+    site: Site, lives: Lives, s3_url: str
+) -> None:
+    rates = {"optimizer": {"lr": 1e-3}, "eval": None, "steps": 6}
+    trainer = {**JOB["trainer"], "checkpoints": s3_url}
+    async with site.manager("whole"):
+        await site.create("whole", **(JOB | rates))
+        await live_to_the_end(site, lives, "whole")
+    async with site.manager("moved"):
+        await site.create("moved", **(JOB | rates | {"trainer": trainer}))
+        await lives.begin("stepped", 3)
+        assert await lives.end() == -signal.SIGKILL
+        await site.bus.transact([Delete(names.trainer_lease("moved"))])
+        shutil.rmtree(site.folder / "runs/moved")  # another machine has an empty disk
+        await live_to_the_end(site, lives, "moved")
+    assert site.model("moved") == site.model("whole")
+    assert [fields["step"] for kind, fields in await site.events("moved") if kind == "resumed"] == [2]
+    async with site.manager("continued") as manager:
+        await site.create("continued", **(JOB | rates | {"trainer": trainer | {"resume": f"{s3_url}/moved"}}))
+        await live_to_the_end(site, lives, "continued")
+    assert {SampleId.unpack(request.group).step for request in manager.requests} == {4, 5}
+    assert site.model("continued") == site.model("whole")
+
+
+def test_no_point_is_left_out() -> None:
+    assert {point for point, _ in LIVES} == set(POINTS)

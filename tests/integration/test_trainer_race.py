@@ -1,0 +1,76 @@
+"""Two trainers and one job whose own trainer is gone, on a real Redis: one has it, whoever is faster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from services.trainer import app
+from shared import names
+from shared.bus import HashSet
+from shared.messages import JobReport
+from shared.redis_bus import RedisBus
+from tests.support.eventually import eventually
+from tests.support.trainer_rig import JOB, Rig
+
+
+class InStep(RedisBus):
+    """Two of these go on from each look at the leases together, so that both see the same and act at once."""
+
+    def __init__(self, url: str, together: asyncio.Barrier) -> None:
+        super().__init__(url)
+        self._together = together
+
+    async def holders(self, leases: Sequence[str]) -> list[str | None]:
+        found = await super().holders(leases)
+        if not self._together.broken:
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._together.wait()
+            except (TimeoutError, asyncio.BrokenBarrierError):
+                await self._together.abort()  # the other has ceased to look
+        return found
+
+
+@pytest.fixture
+async def bus(redis_url: str) -> AsyncIterator[RedisBus]:
+    bus = RedisBus(redis_url)
+    yield bus
+    await bus.close()
+
+
+@pytest.mark.parametrize("attempt", range(2))
+async def test_of_two_trainers_that_see_an_orphaned_job_at_once_one_takes_it(
+    tmp_path: Path, redis_url: str, bus: RedisBus, attempt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "LEASE_EVERY_S", 0.05)
+    monkeypatch.setattr(app, "_LOOK_EVERY_S", 0.02)
+    together = asyncio.Barrier(2)
+    rigs = [Rig(tmp_path / name) for name in ("a", "b")]
+    buses = [InStep(redis_url, together) for _ in rigs]
+    for rig, own in zip(rigs, buses, strict=True):
+        rig.bus = own
+        rig.manager.bus = bus
+    await rigs[0].command("create")
+    [entry] = await bus.consume(names.JOB_COMMANDS, names.TRAINER_GROUP, "gone")
+    await bus.transact([HashSet(names.JOB_TRAINERS, {JOB: "gone"})])
+    async with AsyncExitStack() as stack:
+        for rig, name in zip(rigs, ("a", "b"), strict=True):
+            await stack.enter_async_context(rig.trainer(name=name))
+        assert (await rigs[0].ended(20.0)).state == "completed"
+
+        async def nobody_owns_it() -> bool:
+            return await bus.hash_all(names.JOB_TRAINERS) == {}
+
+        assert await eventually(nobody_owns_it)
+    told = [(report.state, report.trainer) for report in await rigs[0].reports() if isinstance(report, JobReport)]
+    [(_, winner), *_] = told
+    assert told == [("running", winner), ("completed", winner)], entry
+    assert [report.step for report in await rigs[0].steps()] == [0, 1, 2, 3, 4]
+    assert sorted(len(rig.weights.versions) for rig in rigs) == [0, 6]
+    for own in buses:
+        await own.close()

@@ -1,0 +1,243 @@
+"""What a job does about its checkpoints: beside its steps, one at a time, and what it begins with."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from services.trainer.domain.fingerprint import fingerprint
+from services.trainer.fakes import MemoryCheckpoints
+from services.trainer.ports import Snapshot, TrainState
+from shared import names
+from shared.bus import START
+from shared.errors import ConfigError, Fatal
+from shared.ids import SampleId
+from tests.support.eventually import eventually
+from tests.support.trainer_rig import JOB, Rig, spec
+
+
+class SlowCheckpoints(MemoryCheckpoints):
+    """Writes for as long as it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.go_on = threading.Event()
+        self.writing = 0
+        self.most = 0
+
+    def save(self, state: TrainState, write: Snapshot) -> None:
+        self.writing += 1
+        self.most = max(self.most, self.writing)
+        assert self.go_on.wait(20.0)
+        super().save(state, write)
+        self.writing -= 1
+
+
+class FullCheckpoints(MemoryCheckpoints):
+    """Keeps none from some step on."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        super().__init__(folder)
+        self._first = first
+
+    def save(self, state: TrainState, write: Snapshot) -> None:
+        if state.step >= self._first:
+            raise Fatal(f"checkpoint step-{state.step:06d} cannot be written: No space left on device")
+        super().save(state, write)
+
+
+async def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=7))
+    store = rig.checkpoints = SlowCheckpoints(tmp_path)
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("the checkpoint of step 2")
+        # Two steps were trained and published meanwhile, and nothing is forgotten that the checkpoint may be without.
+        assert max(rig.weights.versions) == 4
+        assert {report.checkpointed_step for report in await rig.steps()} == {0}
+        left = await rig.bus.read({names.rollouts_finished(JOB): START}, count=10_000)
+        assert {SampleId.unpack(e.message.sample).step for e in left if hasattr(e.message, "sample")} >= {0, 1, 2, 3}
+        store.go_on.set()
+        assert (await rig.ended()).state == "completed"
+    assert store.most == 1
+    assert [fields["step"] for kind, fields in await rig.events() if kind == "checkpoint_saved"] == [2, 4, 6]
+
+
+async def test_the_end_of_a_job_waits_for_its_last_checkpoint(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=3))
+    store = rig.checkpoints = SlowCheckpoints(tmp_path)
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("the checkpoint of step 2")
+        assert max(rig.weights.versions) == 3
+        assert "completed" not in await rig.states()
+        store.go_on.set()
+        assert (await rig.ended()).state == "completed"
+
+
+@pytest.mark.parametrize(("steps", "trained"), [(7, 4), (4, 4)])
+async def test_a_checkpoint_that_cannot_be_written_is_told_at_once_and_fails_the_job_at_the_next_or_at_the_end(
+    tmp_path: Path, steps: int, trained: int
+) -> None:
+    rig = Rig(tmp_path, spec(steps=steps))
+    rig.checkpoints = FullCheckpoints(tmp_path, 2)
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    assert report.state == "failed"
+    assert "step-000002 cannot be written: No space left on device" in report.error
+    assert max(rig.weights.versions) == trained
+    assert [fields["step"] for kind, fields in await rig.events() if kind == "checkpoint_failed"] == [2]
+
+
+async def test_a_trainer_killed_while_a_checkpoint_is_written_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    undisturbed = Rig(tmp_path / "a")
+    async with undisturbed.trainer():
+        await undisturbed.command("create")
+        await undisturbed.ended()
+    rig = Rig(tmp_path / "b")
+    store = rig.checkpoints = SlowCheckpoints(tmp_path / "b")
+    rig.manager.held = {3}
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await rig.waits_for("samples of step 3")
+        assert store.writing == 1
+    # The thread of the dead one may end whenever it likes.
+    rig.checkpoints = MemoryCheckpoints(tmp_path / "c")
+    store.go_on.set()
+    rig.manager.held = set()
+    rig.lease_runs_out()
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    assert rig.folder.model == undisturbed.folder.model
+    assert set(rig.manager.answered.values()) == {1}
+
+
+async def killed_in_step_3(rig: Rig) -> None:
+    """Leave a job that has a checkpoint of step 2."""
+    rig.manager.held = {3}
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await rig.waits_for("samples of step 3")
+        await eventually(lambda: rig.checkpoints.newest() is not None)
+    rig.manager.held = set()
+    rig.lease_runs_out()
+
+
+async def test_a_job_does_not_go_on_with_other_prompts_of_the_same_number(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await killed_in_step_3(rig)
+    rig.first_row = 1
+    async with rig.trainer():
+        report = await rig.ended()
+    assert report.state == "failed"
+    assert "data.train has 10 prompts as when the job was interrupted, but" in report.error
+    assert "trainer.resume" in report.error
+
+
+async def test_a_job_of_before_data_had_a_digest_goes_on(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await killed_in_step_3(rig)
+    found = rig.checkpoints.newest()
+    assert found is not None
+    state = TrainState(found[0].step, found[0].finished_cursor, found[0].train_rows, found[0].read_cursor)
+    rig.checkpoints = MemoryCheckpoints(tmp_path / "old")
+    rig.checkpoints.save(state, lambda directory: (directory / "fake.json").write_bytes(engine_file(found[1])))
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+
+
+def engine_file(directory: Path) -> bytes:
+    return (directory / "fake.json").read_bytes()
+
+
+async def test_a_job_that_begins_with_another_ones_checkpoint_goes_on_with_its_step_weights_and_optimizer(
+    tmp_path: Path,
+) -> None:
+    whole = Rig(tmp_path / "whole")
+    async with whole.trainer():
+        await whole.command("create")
+        await whole.ended()
+    other = Rig(tmp_path / "other")
+    await killed_in_step_3(other)
+    found = other.checkpoints.newest()
+    assert found is not None
+    rig = Rig(tmp_path / "next")
+    rig.predecessor = lambda: found
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    # The scripted samples are the same, so it must come out where a whole job does.
+    assert rig.folder.model == whole.folder.model
+    assert sorted(rig.weights.versions) == [2, 3, 4, 5]
+    assert [report.step for report in await rig.steps()] == [2, 3, 4]
+    assert {SampleId.unpack(request.group).step for request in rig.manager.requests} == {2, 3, 4}
+    saved = [fields["step"] for kind, fields in await rig.events() if kind == "checkpoint_saved"]
+    assert saved == [2, 4], "one of its own at once: the other may not stay where it is"
+
+
+async def test_a_job_that_began_with_another_ones_checkpoint_resumes_with_its_own(tmp_path: Path) -> None:
+    other = Rig(tmp_path / "other")
+    await killed_in_step_3(other)
+    found = other.checkpoints.newest()
+    rig = Rig(tmp_path / "next")
+
+    def once() -> tuple[TrainState, Path]:
+        assert found is not None
+        rig.predecessor = gone
+        return found
+
+    def gone() -> tuple[TrainState, Path]:
+        raise ConfigError("it is not there any more")
+
+    rig.predecessor = once
+    await killed_in_step_3(rig)
+    rig.predecessor = gone
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    assert sorted(rig.weights.versions) == [2, 3, 4, 5]
+    assert set(rig.manager.answered.values()) == {1}
+
+
+async def test_a_checkpoint_of_another_job_may_be_gone_on_from_with_other_data(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "next")
+    rig.predecessor = predecessor(tmp_path, TrainState(1, "7-0", 10_000, "8-0", "of other data"))
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    assert [report.step for report in await rig.steps()] == [1, 2, 3, 4]
+    assert all(report.metrics["samples/duplicates"] == 0 for report in await rig.steps())
+
+
+async def test_a_checkpoint_with_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "next")
+    rig.predecessor = predecessor(tmp_path, TrainState(5, START, 10))
+    async with rig.trainer():
+        await rig.command("create")
+        assert "nothing is left to train; raise steps" in (await rig.ended()).error
+
+
+def predecessor(folder: Path, state: TrainState) -> object:
+    (folder / "fake.json").write_text('{"weights": [1, 2, 3, 4], "moment": [0, 0, 0, 0]}')
+    return lambda: (state, folder)
+
+
+def test_a_fingerprint_sees_every_change_of_a_row_and_of_the_order() -> None:
+    rows = [(b"\1\0\0\0", b"", {"answer": "4", "n": 1}), (b"\2\0\0\0", b"", {"answer": "5", "n": 2})]
+    same = [(b"\1\0\0\0", b"", {"n": 1, "answer": "4"}), rows[1]]
+    others = [
+        rows[::-1],
+        rows[:1],
+        [(b"\1\0\0\0", b"", {"answer": "4", "n": 2}), rows[1]],
+        [(b"\1\0\0\0\2\0\0\0", b"", rows[0][2]), rows[1]],
+        [(b"", b"\1\0\0\0", rows[0][2]), rows[1]],
+    ]
+    assert fingerprint(rows) == fingerprint(same)
+    assert fingerprint(rows) not in [fingerprint(other) for other in others]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)
