@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.trainer.adapters.own_loss import own_loss
+from services.trainer.domain.critic import Experience, estimate
+from services.trainer.domain.plan import plan_step
 from services.trainer.domain.tokens import LossFn
 from services.trainer.fakes import FakeEngine
 from services.trainer.ports import NotFinite, RewardBatch, Row, Scores
 from shared.algorithm import PRESETS
-from shared.columns import F32, I32, length
+from shared.columns import F32, I32, length, unpack
 from shared.errors import ConfigError
 from tests.support.trainer_rig import Rig, spec
 
@@ -31,6 +35,14 @@ class Recording(FakeEngine):
     def logprobs(self, batches: Any) -> list[bytes]:
         self.calls.append("logprobs")
         return super().logprobs(batches)
+
+    def reference_logprobs(self, batches: Any) -> list[bytes]:
+        self.calls.append("reference")
+        return super().reference_logprobs(batches)
+
+    def values(self, batches: Any) -> list[bytes]:
+        self.calls.append("values")
+        return super().values(batches)
 
     def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
         self.calls.append("accumulate")
@@ -129,6 +141,101 @@ async def test_the_first_weights_are_asked_where_the_ratio_is_to_them(
     calls = [call for call, _ in itertools.groupby(engine.calls)]
     assert calls == ["logprobs"] * asks + ["accumulate", "step"] * 2
     assert all(bool(row.proximal) is asks for row in engine.rows)
+
+
+def calls_of(engine: Recording) -> list[str]:
+    return [call for call, _ in itertools.groupby(engine.calls)]
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+async def test_with_a_critic_each_token_has_an_advantage_of_its_own(tmp_path: Path, kl_coef: float) -> None:
+    """The fake critic expects 0.5 everywhere, the fake reference says -1.5 of each token."""
+    engine = Recording()
+    critic = {"gamma": 0.9, "gae_lambda": 0.5}
+    metrics = await completed(rig_of(tmp_path, engine, algorithm={"name": "ppo", "kl_coef": kl_coef, "critic": critic}))
+    assert calls_of(engine) == ["values", *["reference"] * (kl_coef > 0), *["accumulate", "step"] * 2]
+    step = [
+        Experience(
+            float(n % 3),
+            np.full(n, 0.5),
+            kl_coef * (unpack(row.logprobs, F32).astype(float) + 1.5) if kl_coef else None,
+        )
+        for row in engine.rows
+        for n in [length(row.completion, I32)]
+    ]
+    expected = estimate(step, 0.9, 0.5)
+    for row, advantages, returns in zip(engine.rows, expected.advantages, expected.returns, strict=True):
+        np.testing.assert_allclose(unpack(row.advantages, F32), advantages, atol=1e-6)
+        np.testing.assert_allclose(unpack(row.returns, F32), returns, atol=1e-6)
+        assert set(unpack(row.values, F32)) == {0.5}
+        assert bool(row.reference) is (kl_coef > 0)
+    assert metrics["advantage/mean"] == pytest.approx(expected.advantage_mean)
+    assert metrics["advantage/std"] == pytest.approx(expected.advantage_std)
+    assert metrics["value/explained_variance"] == pytest.approx(expected.explained_variance)
+
+
+async def test_with_a_critic_and_older_tokens_the_first_weights_are_asked_as_well(tmp_path: Path) -> None:
+    engine = Recording()
+    await completed(rig_of(tmp_path, engine, algorithm={"name": "ppo"}, elastic={"max_staleness": 1}))
+    assert calls_of(engine) == ["values", "logprobs", *["accumulate", "step"] * 2]
+    assert all(row.proximal and row.advantages for row in engine.rows)
+
+
+@pytest.mark.parametrize(("equal_groups", "trained"), [("keep", 8), ("drop", 4)])
+async def test_with_a_critic_equal_rewards_teach_unless_they_are_dropped(
+    tmp_path: Path, equal_groups: str, trained: int
+) -> None:
+    engine = Recording()
+    rig = rig_of(tmp_path, engine, algorithm={"name": "ppo", "equal_groups": equal_groups})
+    rig.reward = equal_in(*[group.row for group in plan_step(rig.job, 1, 0, 10, 3)[:2]])
+    metrics = await completed(rig)
+    assert len(engine.rows) == trained
+    assert metrics.get("dropped_groups/equal_rewards", 0.0) == (0.0 if trained == 8 else 2.0)
+
+
+class Moved(Recording):
+    """Says of tokens that they became likelier with each update: by 0.1, then 0.2."""
+
+    def logprobs(self, batches: Any) -> list[bytes]:
+        self.calls.append("logprobs")
+        by = 0.1 * (1 + self.calls.count("step"))
+        return [np.full(length(row.completion, I32), by - 1.5, F32).tobytes() for rows in batches for row in rows]
+
+
+@pytest.mark.parametrize("budget", [16, 1000])
+async def test_pairs_are_weighed_by_the_weights_of_their_own_update(tmp_path: Path, budget: int) -> None:
+    engine = Moved()
+    algorithm = {"name": "dpo", "group_size": 4, "preference": {"beta": 2.0}}
+    rig = rig_of(tmp_path, engine, algorithm=algorithm, trainer={"micro_batch_tokens": budget})
+    scores = {}
+
+    def reward(batch: RewardBatch) -> Scores:
+        found = tuple(float(sum(ids) % 7) if batch.columns["row"][0] % 2 else 1.0 for ids in batch.completion_ids)
+        scores[batch.columns["row"][0]] = sorted(found)
+        return Scores(found)
+
+    rig.reward = reward
+    metrics = await completed(rig)
+    groups = [group for group in scores.values() if group[0] < group[-1]]
+    assert len(engine.rows) == 2 * len(groups) > 0
+    assert metrics.get("dropped_groups/equal_rewards", 0.0) == 4 - len(groups)
+    pairs: dict[bytes, list[Row]] = {}
+    for row in engine.rows:
+        pairs.setdefault(row.prompt, []).append(row)
+        assert not row.proximal
+        assert set(unpack(row.reference, F32)) == {-1.5}
+    losses = []
+    for pair in pairs.values():
+        best, worst = sorted(pair, key=lambda row: -row.advantage)
+        assert sum(unpack(best.completion, I32)) % 7 > sum(unpack(worst.completion, I32)) % 7
+        further = length(best.completion, I32) - length(worst.completion, I32)
+        by = [0.1 * update for update in (1, 2)]
+        weights = [2 * 2.0 / (1 + math.exp(2.0 * moved * further)) for moved in by]
+        update = int(abs(best.advantage - weights[1]) < abs(best.advantage - weights[0]))
+        assert best.advantage == -worst.advantage == pytest.approx(weights[update], rel=1e-5)
+        losses.append(math.log1p(math.exp(-2.0 * by[update] * further)))
+    assert metrics["dpo/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert 0 <= metrics["dpo/accuracy"] <= 1
 
 
 class Mismatched(Recording):

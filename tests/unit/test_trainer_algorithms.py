@@ -17,7 +17,7 @@ from services.trainer.domain.importance import masked, truncated
 from services.trainer.domain.kl import k1, k2, k3
 from services.trainer.domain.shaping import overlong_penalty
 from services.trainer.domain.sums import add
-from shared.algorithm import GROUPLESS, PRESETS, AlgorithmSpec
+from shared.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
 from shared.errors import ConfigError
 from shared.jobspec import load, parse, to_json
 
@@ -179,6 +179,26 @@ def test_each_choice_of_a_preset_can_be_another() -> None:
     assert chosen(name="rloo", clip="ppo", clip_high=0.2).clip_high == 0.2
     assert chosen(overlong_penalty=1.0).overlong_fraction == 0.2
     assert chosen(tis_cap=False).importance is None
+    assert chosen(name="ppo", critic={"lr": 1e-3}).critic == CriticSpec(lr=1e-3)
+    assert chosen(name="ppo", critic={"value_clip": False}).critic == CriticSpec(value_clip="off")
+    assert chosen(name="ppo", kl_coef=0.1).kl_estimator is None
+    assert chosen(advantage="gae").critic == CriticSpec()
+    assert chosen(advantage="best_worst", preference={"beta": 0.5}) == chosen(
+        advantage="best_worst", preference={"beta": 0.5, "variant": "sigmoid"}
+    )
+
+
+def test_a_critic_is_refused_where_it_cannot_be_trained() -> None:
+    with pytest.raises(ConfigError, match=r"gae trains a critic, which needs trainer\.backend: torch"):
+        parse({**job(name="ppo"), "trainer": {"backend": "megatron"}})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "needs"), [({}, False), ({"kl_coef": 0.1}, True), ({"name": "ppo"}, False), ({"name": "dpo"}, True)]
+)
+def test_the_starting_weights_are_kept_where_they_are_asked(algorithm: dict[str, Any], needs: bool) -> None:
+    assert chosen(**algorithm).needs_reference is needs
+    assert not chosen(name="dpo").is_decoupled(1), "what is compared with is not what drew the tokens"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +214,34 @@ def test_each_choice_of_a_preset_can_be_another() -> None:
         ({"clip_low": None}, "clip_low is missing: give it, or leave the key out for grpo's own"),
         ({"importance": "mask", "tis_cap": 0.5}, "give more than 1"),
         ({"loss": "module"}, "not of the form package.module:function"),
-        ({"name": "ppo"}, "algorithm.name: Input should be 'grpo', 'dr_grpo'"),
+        ({"name": "vpg"}, "algorithm.name: Input should be 'grpo', 'dr_grpo'"),
+        ({"critic": {"lr": 1e-4}}, "critic does not apply, there is no critic: set algorithm.advantage to gae"),
+        ({"name": "dpo", "critic": {}}, "critic does not apply"),
+        ({"name": "ppo", "preference": {}}, "preference does not apply, nothing is preferred: set algorithm.advantage"),
+        ({"name": "ppo", "critic": None}, "critic is missing: give it, or leave the key out for ppo's own"),
+        ({"name": "ppo", "critic": {"gae_lambda": 2}}, "algorithm.critic.gae_lambda"),
+        ({"name": "ppo", "critic": {"warmup": 2}}, "algorithm.critic.warmup: unknown key"),
+        (
+            {"name": "ppo", "kl_coef": 0.1, "kl_estimator": "k3"},
+            "kl_estimator does not apply, with a critic the penalty",
+        ),
+        (
+            {"name": "dpo", "clip_low": 0.1},
+            "clip_low does not apply, pairs have a loss of their own: set algorithm.adv",
+        ),
+        ({"name": "dpo", "ratio": "token"}, "ratio does not apply, pairs have a loss of their own"),
+        ({"name": "dpo", "aggregation": "token_mean"}, "aggregation does not apply"),
+        ({"name": "dpo", "equal_groups": "keep"}, "equal_groups does not apply"),
+        ({"name": "dpo", "old_logprobs": "sampled"}, "old_logprobs does not apply"),
+        ({"name": "dpo", "tis_cap": "off"}, "tis_cap does not apply"),
+        (
+            {"name": "dpo", "kl_coef": 0.1},
+            "kl_coef does not apply, pairs have a loss of their own, which preference.beta",
+        ),
+        ({"name": "dpo", "loss": "m:f"}, "loss does not apply, pairs have a loss of their own"),
+        ({"name": "dpo", "preference": {"variant": "ipo", "label_smoothing": 0.1}}, "label_smoothing does not apply"),
+        ({"name": "dpo", "preference": {"beta": 0}}, "algorithm.preference.beta"),
+        ({"aggregation": None}, "aggregation is missing: give it, or leave the key out for grpo's own"),
         ({"name": ["grpo"]}, "algorithm.name"),
         ({"kl_coef": "much"}, "algorithm.kl_coef"),
         ({"clip_low": 2}, "algorithm.clip_low"),
@@ -219,5 +266,5 @@ def test_a_group_of_one_is_refused_where_there_is_nothing_to_compare_it_with(nam
 
 
 def test_the_estimators_that_need_the_step_are_those_that_normalise_over_it() -> None:
-    needy = {preset["advantage"] for name, preset in PRESETS.items() if name.startswith("reinforce++")}
+    needy = {preset["advantage"] for name, preset in PRESETS.items() if name.startswith(("reinforce++", "ppo"))}
     assert needy == NEED_THE_STEP

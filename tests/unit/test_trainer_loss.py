@@ -116,7 +116,9 @@ PAPERS: dict[str, Callable[[Case, Array], float]] = {
     "gspo": gspo,
     "rloo": rloo,
     "cispo": cispo,
+    "ppo": token_mean(0.2, 0.2),
 }
+"""All but DPO's, whose loss is not one of tokens: see `test_trainer_preference`."""
 
 
 def differences(formula: Callable[[Array], float], at: Array, h: float = 1e-6) -> Array:
@@ -132,7 +134,7 @@ def mean_and_gradient(loss: Any, given: TokenBatch) -> tuple[float, Array]:
 
 
 def test_every_preset_is_held_against_a_formula() -> None:
-    assert set(PAPERS) == set(PRESETS)
+    assert {*PAPERS, "dpo"} == set(PRESETS)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -228,6 +230,23 @@ def test_without_a_cap_older_tokens_are_not_weighed() -> None:
     total, sums = decoupled_loss(0.2, 0.28, None)(given)
     assert total.item() == clipped_loss(0.2, 0.28)(replace(given, sampled=given.proximal))[0].item()
     assert "tis_capped" not in sums
+
+
+def test_with_a_critic_the_kl_is_in_the_rewards_and_only_measured_here() -> None:
+    case = a_case(3)
+    reference = case.new + 0.5
+    value, gradient = mean_and_gradient(job_loss(job(name="ppo", kl_coef=0.1)), batch(case, reference=reference))
+    expected, same = mean_and_gradient(job_loss(job(name="ppo")), batch(case))
+    assert value == expected
+    np.testing.assert_array_equal(gradient, same)
+    sums = job_loss(job(name="ppo", kl_coef=0.1))(batch(case, reference=reference))[1]
+    assert sums["reference_kl"] == pytest.approx(KL["k3"](case.new - reference).sum(), abs=1e-6)
+
+
+def test_a_reference_further_than_floats_reach_breaks_no_loss_that_has_no_penalty() -> None:
+    case = a_case(3)
+    given = batch(case, torch.float32, reference=case.new + 1e3)
+    assert math.isfinite(job_loss(job(name="dpo"))(given)[0].item())
 
 
 def test_without_a_column_of_its_own_the_proximal_policy_is_the_one_being_trained() -> None:

@@ -14,9 +14,13 @@ from torch import Tensor
 
 from services.trainer.domain.advantages import NEED_THE_STEP, estimate
 from services.trainer.domain.batching import Accumulate, UpdatePlanner
+from services.trainer.domain.critic import Experience
+from services.trainer.domain.critic import estimate as estimate_tokens
 from services.trainer.domain.loss import job_loss
+from services.trainer.domain.preference import best_and_worst, judge, moved
 from services.trainer.domain.sums import add
 from services.trainer.domain.tokens import TokenBatch
+from services.trainer.domain.value_loss import value_loss
 from shared.algorithm import PRESETS
 from shared.jobspec import JobSpec, parse
 
@@ -29,7 +33,8 @@ class Sample:
 
     tokens: tuple[int, ...]
     before: tuple[float, ...]
-    advantage: float
+    advantages: tuple[float, ...] = ()
+    returns: tuple[float, ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -42,16 +47,24 @@ class TinyPolicy:
     def __init__(self) -> None:
         values = np.random.default_rng(0).standard_normal((CONTEXTS, VOCABULARY))
         self.table = torch.tensor(values, requires_grad=True)
+        self.values = torch.tensor(values.mean(-1), requires_grad=True)
         self.reference = torch.tensor(values + 0.3 * np.random.default_rng(1).standard_normal(values.shape))
 
     def logprobs(self, table: Tensor, rows: list[Sample]) -> Tensor:
-        places = torch.tensor([place % CONTEXTS for row in rows for place in range(row.n_tokens)])
         tokens = torch.tensor([token for row in rows for token in row.tokens])
-        return table.log_softmax(-1)[places, tokens]
+        return table.log_softmax(-1)[self._places(rows), tokens]
+
+    def expected(self, rows: list[Sample]) -> Tensor:
+        """Return what a critic says before each token, which is a table, too."""
+        return self.values[self._places(rows)]
+
+    @staticmethod
+    def _places(rows: list[Sample]) -> Tensor:
+        return torch.tensor([place % CONTEXTS for row in rows for place in range(row.n_tokens)])
 
     def batch(self, rows: list[Sample]) -> TokenBatch:
         before = torch.tensor([value for row in rows for value in row.before], dtype=torch.float64)
-        advantages = torch.tensor([row.advantage for row in rows for _ in row.tokens], dtype=torch.float64)
+        advantages = torch.tensor([value for row in rows for value in row.advantages], dtype=torch.float64)
         return TokenBatch(
             self.logprobs(self.table, rows),
             before,
@@ -62,24 +75,84 @@ class TinyPolicy:
         )
 
 
-def update(spec: JobSpec, groups: list[list[tuple[Sample, float]]], budget: int) -> tuple[Tensor, dict[str, float]]:
-    """Train one update as a step does, group after group; return its gradient and its numbers."""
+Scored = list[tuple[Sample, float]]
+
+
+def rows_of(spec: JobSpec, policy: TinyPolicy, groups: list[Scored]) -> list[list[Sample]]:
+    """Return each group's rows, as far as they can be known before the update."""
+    algorithm, rewards = spec.algorithm, [[reward for _, reward in group] for group in groups]
+    if algorithm.critic is not None:
+        values = [[policy.expected([sample]).detach().numpy() for sample, _ in group] for group in groups]
+        step = [
+            Experience(reward, column)
+            for group, columns in zip(groups, values, strict=True)
+            for (_, reward), column in zip(group, columns, strict=True)
+        ]
+        found = estimate_tokens(step, 0.9, 0.8)
+        known = iter(zip(found.advantages, found.returns, strict=True))
+        return [
+            [Sample(s.tokens, s.before, tuple(a), tuple(r)) for (s, _), (a, r) in zip(group, known, strict=False)]
+            for group in groups
+        ]
+    if algorithm.preference is not None:
+        places = [best_and_worst(one) for one in rewards]
+        return [[group[i][0] for i in both or ()] for group, both in zip(groups, places, strict=True)]
+    drop = algorithm.equal_groups == "drop"
+    if algorithm.advantage in NEED_THE_STEP:
+        together = estimate(algorithm.advantage, rewards, drop_equal=drop)
+    else:
+        together = [estimate(algorithm.advantage, [one], drop_equal=drop)[0] for one in rewards]
+    return [
+        [Sample(s.tokens, s.before, (a,) * s.n_tokens) for (s, _), a in zip(group, found or [], strict=False)]
+        for group, found in zip(groups, together, strict=True)
+    ]
+
+
+def weighed(spec: JobSpec, policy: TinyPolicy, batches: list[list[Sample]], pairs: list[list[Sample]]) -> None:
+    """Give the completions of pairs the weights that their loss comes down to, in place."""
+    if spec.algorithm.preference is None:
+        return
+
+    def gone(row: Sample) -> float:
+        with torch.no_grad():
+            now, start = (policy.logprobs(table, [row]).numpy() for table in (policy.table, policy.reference))
+        return moved(now, start)
+
+    margins = np.array([gone(best) - gone(worst) for best, worst in pairs])
+    judged = judge(margins, spec.algorithm.preference)
+    weights = {
+        id(row): by
+        for pair, w in zip(pairs, judged.weights, strict=True)
+        for row, by in zip(pair, (w, -w), strict=True)
+    }
+    for batch in batches:
+        batch[:] = [Sample(row.tokens, row.before, (weights[id(row)],) * row.n_tokens) for row in batch]
+
+
+def update(spec: JobSpec, groups: list[Scored], budget: int) -> tuple[Tensor, dict[str, float]]:
+    """Train one update as a step does, group after group; return its gradient, a critic's too, and its numbers."""
     policy, loss = TinyPolicy(), job_loss(spec)
     planner: UpdatePlanner[Sample] = UpdatePlanner(len(groups), 1, budget)
-    rewards = [[reward for _, reward in group] for group in groups]
-    kind, drop = spec.algorithm.advantage, spec.algorithm.equal_groups == "drop"
-    together = estimate(kind, rewards, drop_equal=drop) if kind in NEED_THE_STEP else None
     numbers: dict[str, float] = {}
-    for i, group in enumerate(groups):
-        found = together[i] if together else estimate(kind, [rewards[i]], drop_equal=drop)[0]
-        rows = [Sample(s.tokens, s.before, a) for (s, _), a in zip(group, found or [], strict=False)]
+    pairs: list[list[Sample]] = []
+    for rows in rows_of(spec, policy, groups):
+        pairs += [rows] if rows else []
         for work in planner.add(rows):
-            for batch in work.batches if isinstance(work, Accumulate) else []:
+            if not isinstance(work, Accumulate):
+                continue
+            weighed(spec, policy, work.batches, pairs)
+            pairs = []
+            for batch in work.batches:
                 total, part = loss(policy.batch(batch))
                 total.backward()
                 add(numbers, part)
-    gradient = policy.table.grad
-    return (torch.zeros_like(policy.table) if gradient is None else gradient / numbers["divisor"]), numbers
+                if spec.algorithm.critic is not None:
+                    values = policy.expected(batch)
+                    returns = torch.tensor([value for row in batch for value in row.returns])
+                    value_loss(values, values.detach(), returns, 0.2).losses.sum().backward()
+    gradients = [tensor.grad for tensor in (policy.table, policy.values)]
+    flat = [torch.zeros(1) if gradient is None else gradient.flatten() / numbers["divisor"] for gradient in gradients]
+    return torch.cat(flat), numbers
 
 
 @st.composite
@@ -89,14 +162,14 @@ def steps(draw: st.DrawFn) -> list[list[tuple[Sample, float]]]:
     def sample() -> tuple[Sample, float]:
         n = int(rng.integers(1, 9))
         tokens = tuple(int(token) for token in rng.integers(0, VOCABULARY, n))
-        return Sample(tokens, tuple(-rng.uniform(0.5, 3.0, n)), 0.0), float(rng.integers(0, 3))
+        return Sample(tokens, tuple(-rng.uniform(0.5, 3.0, n))), float(rng.integers(0, 3))
 
     return [[sample() for _ in range(GROUP)] for _ in range(draw(st.integers(1, 6)))]
 
 
 def job(name: str, max_staleness: int) -> JobSpec:
     raw: dict[str, Any] = {"model": "m", "data": {"train": "t"}, "reward": {"function": "m:f"}, "steps": 1}
-    algorithm = {"name": name, "group_size": GROUP, "kl_coef": 0.1}
+    algorithm = {"name": name, "group_size": GROUP, **({} if name == "dpo" else {"kl_coef": 0.1})}
     return parse({**raw, "algorithm": algorithm, "elastic": {"max_staleness": max_staleness}})
 
 
@@ -108,7 +181,9 @@ def test_the_gradient_depends_on_neither_arrival_order_nor_micro_batches(
 ) -> None:
     spec = job(name, stale)
     whole, numbers = update(spec, step, 10_000)
-    shuffled = random.sample([random.sample(group, GROUP) for group in step], len(step))
+    # Samples have an order of their own, by which the first of several that are as good is found.
+    members = [group if name == "dpo" else random.sample(group, GROUP) for group in step]
+    shuffled = random.sample(members, len(step))
     parts, others = update(spec, shuffled, budget)
     torch.testing.assert_close(parts, whole, atol=1e-12, rtol=1e-9)
     assert others == pytest.approx(numbers, rel=1e-9, abs=1e-9)
@@ -116,7 +191,7 @@ def test_the_gradient_depends_on_neither_arrival_order_nor_micro_batches(
 
 def test_the_same_order_and_cut_give_the_same_bits() -> None:
     rng = np.random.default_rng(0)
-    samples = [(Sample((1, 2, int(rng.integers(5))), (-1.0, -1.2, -0.7), 0.0), float(i % 3)) for i in range(9)]
+    samples = [(Sample((1, 2, int(rng.integers(5))), (-1.0, -1.2, -0.7)), float(i % 3)) for i in range(9)]
     step = [samples[i : i + 3] for i in range(0, 9, 3)]
     one, other = (update(job("dr_grpo", 0), step, 7) for _ in range(2))
     assert one[0].equal(other[0])

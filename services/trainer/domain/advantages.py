@@ -48,8 +48,8 @@ def estimate(kind: str, groups: Sequence[Rewards], *, drop_equal: bool) -> list[
     """Return the advantages of some groups' samples by one of the estimators of a job file.
 
     Args:
-        kind: `algorithm.advantage`. Those in `NEED_THE_STEP` compare across groups and want all of a step's at once;
-            for the others it makes no difference which groups come together.
+        kind: `algorithm.advantage`, one that compares rewards alone. Those in `NEED_THE_STEP` compare across groups and
+            want all of a step's at once; for the others it makes no difference which groups come together.
         groups: the rewards of each group.
         drop_equal: whether a group whose rewards are all equal is left out; else it counts, with what comes out.
 
@@ -89,5 +89,5 @@ _IN_GROUP: dict[str, Callable[[Rewards], list[float]]] = {
     "group_mean": centred,
     "leave_one_out": leave_one_out,
 }
-NEED_THE_STEP = frozenset({"batch_std", "group_mean_batch_std"})
+NEED_THE_STEP = frozenset({"batch_std", "group_mean_batch_std", "gae"})
 """Estimators that want all groups of a step before the first advantage is known: nothing is trained meanwhile."""

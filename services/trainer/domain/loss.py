@@ -71,7 +71,8 @@ class PolicyLoss:
             sums["tis_capped"] = (weights != raw).sum()
         if batch.reference is not None:
             kl = ESTIMATORS[self.kl_estimator](batch.logprobs, batch.reference)
-            losses = losses + self.kl_coef * kl
+            if self.kl_coef:
+                losses = losses + self.kl_coef * kl
             sums["reference_kl"] = kl.detach().sum()
         total = self._summed(losses, batch.lengths)
         with torch.no_grad():
@@ -124,21 +125,29 @@ def decoupled_loss(clip_low: float, clip_high: float, tis_cap: float | None) -> 
     return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high, decoupled=True, tis_cap=tis_cap)
 
 
+def weighted_likelihood(batch: TokenBatch) -> Tensor:
+    """Return a loss of 0 whose gradient is -A times that of log pi: `preference` says what the loss really is."""
+    return -batch.advantages * (batch.logprobs - batch.logprobs.detach())
+
+
 def job_loss(spec: JobSpec, own: TokenLoss | None = None) -> LossFn:
     """Return the loss of a job; `own` is the function that `algorithm.loss` names, where it names one."""
     algorithm = spec.algorithm
+    if algorithm.preference is not None:
+        return PolicyLoss(own=weighted_likelihood, aggregation="sequence_sum")
     return PolicyLoss(
         ratio=algorithm.ratio or "token",
         clip=algorithm.clip or "none",
         clip_low=algorithm.clip_low or 1.0,
         clip_high=algorithm.clip_high or 1.0,
         own=own,
-        aggregation=algorithm.aggregation,
+        aggregation=algorithm.aggregation or "token_mean",
         max_tokens=spec.sampling.max_tokens,
         decoupled=algorithm.is_decoupled(spec.elastic.max_staleness),
-        tis_cap=None if algorithm.tis_cap == "off" else algorithm.tis_cap,
+        tis_cap=algorithm.tis_cap if isinstance(algorithm.tis_cap, float) else None,
         importance=algorithm.importance or "truncate",
-        kl_coef=algorithm.kl_coef,
+        # With a critic the penalty is in the rewards.
+        kl_coef=algorithm.kl_coef if algorithm.critic is None else 0.0,
         kl_estimator=algorithm.kl_estimator or "k3",
     )
 

@@ -26,7 +26,7 @@ class TokenBatch:
     """Log-probabilities under the weights that the step began with; None where nobody asked, or these are still the
     ones being trained."""
     reference: Tensor | None = None
-    """Log-probabilities under the weights that the job began with; None without a KL penalty."""
+    """Log-probabilities under the weights that the job began with; None where these are not asked."""
 
 
 LossFn = Callable[[TokenBatch], tuple["Tensor", dict[str, float]]]

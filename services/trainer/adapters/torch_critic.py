@@ -1,0 +1,158 @@
+"""A critic trained with plain torch: the base model without its output head, and a head of one number a token.
+
+It is a network of its own: a policy that moves would otherwise take its critic's features along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel
+
+from services.trainer.adapters import torch_rows
+from services.trainer.domain.value_loss import value_loss
+from services.trainer.ports import Row, Snapshot
+from shared.algorithm import CriticSpec
+from shared.errors import ConfigError, Corrupt
+
+_FILE = "critic.safetensors"
+_WEIGHT, _MOMENT = "weight.", "optimizer."
+
+
+class TorchCritic:
+    """The values of tokens about to be drawn, and an AdamW that makes them come true.
+
+    Weights and optimizer are in float32; with `bfloat16` matrices are multiplied in that, except the head's.
+    """
+
+    def __init__(self, source: Path, spec: CriticSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Begin with the base model in `source` and a head of zeros: every value is 0.
+
+        Raises:
+            ConfigError: the directory holds no model whose last layer has a width.
+
+        """
+        self._spec = spec
+        self._dtype = dtype
+        self._device = device
+        try:
+            body = AutoModel.from_pretrained(
+                source, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            )
+            width = int(body.config.get_text_config().hidden_size)
+        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+            raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
+        self._body: Any = body.to(device).eval()
+        self._weight = torch.zeros(width, device=device, requires_grad=True)
+        self._bias = torch.zeros((), device=device, requires_grad=True)
+        self.trained = {
+            **{f"body.{name}": tensor for name, tensor in self._body.named_parameters()},
+            "head.weight": self._weight,
+            "head.bias": self._bias,
+        }
+        """Everything that is trained, by name."""
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True
+        )
+        self._n_tokens = 0
+
+    def values(self, rows: Sequence[Row]) -> list[bytes]:
+        """Return float32 columns of what is expected before each completion token is drawn, row after row."""
+        with torch.no_grad():
+            return torch_rows.columns(rows, self._forward(rows))
+
+    def accumulate(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Add a micro-batch's gradients, not yet divided by anything; return its numbers, for `sums.add`.
+
+        They are `value_loss`, and `value_clipped`, the tokens that the clip holds. The rows have `values` and
+        `returns`. What is not finite shows in the gradients' norm.
+        """
+        values = self._forward(rows)
+        before, returns = (torch.tensor(column, device=self._device) for column in torch_rows.values(rows))
+        clip = None if self._spec.value_clip == "off" else self._spec.value_clip
+        losses, clipped = value_loss(values, before, returns, clip)
+        total = losses.sum()
+        total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
+        self._n_tokens += len(losses)
+        return {"value_loss": total.item(), "value_clipped": float(clipped.sum())}
+
+    def clip(self) -> float:
+        """Divide the accumulated gradients by the number of tokens, clip them; return their norm before that."""
+        for tensor in self.trained.values():
+            if tensor.grad is not None:
+                tensor.grad.div_(self._n_tokens)
+        return float(torch.nn.utils.clip_grad_norm_(self.trained.values(), self._spec.grad_clip))
+
+    def step(self, fraction: float) -> None:
+        """Update by the clipped gradients at `fraction` of the learning rate, and forget them."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = fraction * self._spec.lr
+        self.optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was accumulated."""
+        self.optimizer.zero_grad()
+        self._n_tokens = 0
+
+    def snapshot(self) -> Snapshot:
+        """Copy weights and moments to host memory; return what writes the copy: see `PolicyEngine.snapshot`."""
+        copy = {name: tensor.to("cpu", copy=True) for name, tensor in self._state().items()}
+
+        def write(directory: Path) -> None:
+            try:
+                save_file(copy, directory / _FILE)
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+
+        return write
+
+    def load(self, directory: Path) -> None:
+        """Read what a snapshot wrote.
+
+        Raises:
+            Corrupt: it does not fit this critic.
+
+        """
+        try:
+            self._load_state(load_file(directory / _FILE))
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            raise Corrupt(f"the critic in checkpoint {directory} does not fit this model: {error}") from error
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return the weights and the optimizer's moments, by name; they are the critic's own, not copies."""
+        moments = self.optimizer.state_dict()["state"]
+        return {
+            **{f"{_WEIGHT}{name}": tensor.detach() for name, tensor in self.trained.items()},
+            **{
+                f"{_MOMENT}{name}.{key}": value
+                for index, name in enumerate(self.trained)
+                for key, value in moments.get(index, {}).items()
+            },
+        }
+
+    def _load_state(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in self.trained.items():
+                tensor.copy_(state[f"{_WEIGHT}{name}"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        places = {name: index for index, name in enumerate(self.trained)}
+        for path, tensor in state.items():
+            if path.startswith(_MOMENT):
+                name, _, key = path.removeprefix(_MOMENT).rpartition(".")
+                moments.setdefault(places[name], {})[key] = tensor
+        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+    def _forward(self, rows: Sequence[Row]) -> Tensor:
+        """Return the values before all completion tokens, row after row, [tokens]."""
+        ids, predicts = torch_rows.padded(rows)
+        token_ids, selected = torch.from_numpy(ids).to(self._device), torch.from_numpy(predicts).to(self._device)
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            hidden: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state
+        return hidden[selected].float() @ self._weight + self._bias

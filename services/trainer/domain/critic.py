@@ -1,0 +1,111 @@
+"""From rewards and a critic's values to advantages of single tokens. Pure numpy, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+"""A column, one entry a completion token."""
+
+_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """One completion, before its advantages are known."""
+
+    reward: float
+    values: Array
+    """What the critic expected before each token was drawn."""
+    penalties: Array | None = None
+    """What is taken off each token's reward; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a whole step's completions teach, completion after completion."""
+
+    advantages: list[Array]
+    """Whitened over all tokens of the step."""
+    returns: list[Array]
+    """What the critic should have said: advantages before they were whitened, plus values."""
+    advantage_mean: float
+    """Over tokens, before they were whitened."""
+    advantage_std: float
+    explained_variance: float
+    """Of the returns, by the values: 1 for a critic that knows them, 0 for one that says the same of all."""
+
+
+def token_rewards(reward: float, n_tokens: int, penalties: Array | None = None) -> Array:
+    """Return each token's reward: the completion's at the last one, less a penalty of each, [n_tokens].
+
+    As in InstructGPT, arXiv 2203.02155, equation 2, with log p - log p_start times a coefficient as the penalty.
+    """
+    rewards = np.zeros(n_tokens)
+    rewards[-1] = reward
+    return rewards if penalties is None else rewards - penalties
+
+
+def gae(rewards: Array, values: Array, gamma: float, lam: float) -> Array:
+    """Return the advantage of each token of one completion, whose last token ends the episode.
+
+    Generalised advantage estimation, arXiv 1506.02438, equation 16: the sum over l of (gamma lam)^l delta_(t+l), with
+    delta_t = r_t + gamma V_(t+1) - V_t, and nothing beyond the end.
+
+    Args:
+        rewards: of each token, [tokens].
+        values: what the critic expects before each token is drawn, [tokens].
+        gamma: what a reward is worth one token earlier.
+        lam: 0 for one token ahead of the critic, 1 for the rewards alone.
+
+    """
+    deltas = rewards - values
+    deltas[:-1] += gamma * values[1:]
+    found, after = [0.0] * len(deltas), 0.0
+    for place, delta in zip(range(len(deltas) - 1, -1, -1), reversed(deltas.tolist()), strict=True):
+        found[place] = after = delta + gamma * lam * after
+    return np.asarray(found)
+
+
+def estimate(step: Sequence[Experience], gamma: float, lam: float) -> Estimate:
+    """Return what a step's completions teach. The order in which they came changes no bit of it.
+
+    Advantages are whitened over the step's tokens, each of which counts alike: (a - mean) / std, as in PPO's usual
+    implementations.
+    """
+    raw = [gae(token_rewards(one.reward, len(one.values), one.penalties), one.values, gamma, lam) for one in step]
+    returns = [advantages + one.values for advantages, one in zip(raw, step, strict=True)]
+    mean, std = _moments(raw)
+    # The returns are the values plus the advantages, so these are what the values leave unexplained.
+    unexplained, spread = std**2, _moments(returns)[1] ** 2
+    return Estimate(
+        advantages=[(advantages - mean) / (std + _EPSILON) for advantages in raw],
+        returns=returns,
+        advantage_mean=mean,
+        advantage_std=std,
+        explained_variance=1.0 - unexplained / spread if spread else 0.0,
+    )
+
+
+def metrics(found: Estimate) -> dict[str, float]:
+    """Return a step's numbers under their names in the run log."""
+    return {
+        "advantage/mean": found.advantage_mean,
+        "advantage/std": found.advantage_std,
+        "value/explained_variance": found.explained_variance,
+    }
+
+
+def _moments(columns: Sequence[Array]) -> tuple[float, float]:
+    """Return mean and standard deviation over all entries, exactly rounded sums: no order matters."""
+    n = sum(map(len, columns))
+    if not n:
+        return 0.0, 0.0
+    mean = math.fsum(value for column in columns for value in column.tolist()) / n
+    square = math.fsum(value for column in columns for value in np.square(column - mean).tolist())
+    return mean, math.sqrt(square / n)

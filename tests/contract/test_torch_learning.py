@@ -1,0 +1,157 @@
+"""Whole jobs on the real torch engine, with completions drawn from what it published: rewards rise, bits repeat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.domain.loss import job_loss
+from services.trainer.fakes import MemoryWeights
+from services.trainer.ports import RewardBatch, Scores, Workshop
+from shared.columns import F32, I32, ints, pack
+from shared.jobspec import JobSpec
+from shared.messages import GroupRequested, SampleFinished
+from tests.support.eventually import eventually
+from tests.support.model_folder import write_model
+from tests.support.tiny_models import VOCABULARY
+from tests.support.trainer_rig import Rig, spec
+
+LENGTH = 4
+
+
+class Drawer:
+    """Draws groups from the committed weights, the same ones for the same seed."""
+
+    def __init__(self, folder: Path, weights: MemoryWeights) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(requires_grad=False)
+        self._weights = weights
+        self._version = -1
+        self._drawn: dict[int, list[tuple[list[int], list[float]]]] = {}
+
+    def __call__(self, request: GroupRequested, sample: int) -> SampleFinished:
+        if request.group not in self._drawn:
+            self._drawn[request.group] = self._draw(request)
+        tokens, logprobs = self._drawn[request.group][sample - request.group]
+        return SampleFinished(
+            sample=sample,
+            tokens=pack(tokens, I32),
+            logprobs=pack(logprobs, F32),
+            finish="length",
+            spans=[("w-1", request.version, len(tokens))],
+            attempts=1,
+            group_done=False,
+        )
+
+    def _draw(self, request: GroupRequested) -> list[tuple[list[int], list[float]]]:
+        if self._version != request.version:
+            state = self._model.state_dict()
+            for shard in self._weights.versions[request.version]:
+                value = torch.frombuffer(bytearray(shard.data), dtype=torch.float32)
+                state[shard.name].copy_(value.view(shard.local_shape))
+            self._version = request.version
+        dice = torch.Generator().manual_seed(request.seed)
+        ids = torch.tensor([ints(request.prompt)] * request.n)
+        told = []
+        for _ in range(LENGTH):
+            logprobs = self._model(input_ids=ids).logits[:, -1].log_softmax(-1)
+            picked = torch.multinomial(logprobs.exp(), 1, generator=dice)
+            ids = torch.cat([ids, picked], 1)
+            told.append(logprobs.gather(1, picked))
+        return list(zip(ids[:, -LENGTH:].tolist(), torch.cat(told, 1).tolist(), strict=True))
+
+
+class LearningRig(Rig):
+    """A trainer with the torch engine, and a bandit of a job: large tokens are good."""
+
+    def __init__(self, folder: Path, job: JobSpec) -> None:
+        super().__init__(folder, job)
+        self._model = write_model(folder / "model")
+        self.reward = share_of_large
+        self.manager.script = Drawer(self._model, self.weights)
+
+    def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
+        job = self.job
+        policy = TorchPolicy(
+            job.optimizer,
+            temperature=1.0,
+            dtype="float32",
+            device="cpu",
+            lora=job.adapter,
+            reference=job.algorithm.needs_reference,
+            critic=job.algorithm.critic,
+        )
+        workshop = super().build(job, _job_id)
+        return replace(workshop, engine=policy, critic=policy, model=self._model, loss=job_loss(job))
+
+
+def share_of_large(batch: RewardBatch) -> Scores:
+    return Scores(tuple(sum(token >= VOCABULARY // 2 for token in ids) / LENGTH for ids in batch.completion_ids))
+
+
+def job(algorithm: dict[str, Any], **changes: Any) -> JobSpec:
+    raw: dict[str, Any] = {
+        "algorithm": {"group_size": 8, "updates_per_step": 2, **algorithm},
+        "sampling": {"max_tokens": LENGTH},
+        "optimizer": {"lr": 2e-2},
+        "trainer": {"checkpoint_every": 100, "micro_batch_tokens": 200},
+        "steps": 6,
+    }
+    return spec(**{**raw, **changes})
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {"name": "ppo", "kl_coef": 0.01, "critic": {"lr": 1e-2}},
+    "dpo": {"name": "dpo"},
+}
+
+
+async def run(rig: Rig) -> list[dict[str, float]]:
+    """Run the job; return its metrics, step by step."""
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended(within_s=60)
+        assert (report.state, report.error) == ("completed", "")
+    return [report.metrics for report in await rig.steps()]
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+async def test_rewards_rise(tmp_path: Path, name: str) -> None:
+    metrics = await run(LearningRig(tmp_path, job(ALGORITHMS[name])))
+    rewards = [row["reward/mean"] for row in metrics]
+    assert sum(rewards[:2]) / 2 < 0.55
+    assert sum(rewards[-2:]) / 2 > 0.75
+    if name == "ppo":
+        told = {"value/loss", "value/clip_ratio", "value/explained_variance", "advantage/mean", "advantage/std", "kl"}
+        assert all(told <= set(row) for row in metrics)
+        assert metrics[0]["value/explained_variance"] == pytest.approx(0.0), "all values were 0"
+    else:
+        assert all({"dpo/loss", "dpo/accuracy", "dpo/margin", "kl"} <= set(row) for row in metrics)
+        assert all(row["loss"] == pytest.approx(row["dpo/loss"]) for row in metrics)
+        assert metrics[-1]["dpo/margin"] > metrics[0]["dpo/margin"]
+
+
+async def test_a_job_with_a_critic_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    trainer = {"checkpoint_every": 1, "micro_batch_tokens": 60}
+    steady = LearningRig(tmp_path / "steady", job(ALGORITHMS["ppo"], steps=3, trainer=trainer))
+    expected = await run(steady)
+    rig = LearningRig(tmp_path / "killed", steady.job)
+    rig.manager.held = {2}
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await eventually(lambda: 2 in rig.weights.versions, within_s=60)
+        await rig.waits_for("samples of step 2")
+    rig.lease_runs_out()
+    rig.manager.held = set()
+    assert (await run(rig))[-1]["value/loss"] == expected[-1]["value/loss"]
+    assert rig.folder.model == steady.folder.model
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)
