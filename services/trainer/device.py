@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from shared.errors import Fatal, Timeout
@@ -28,9 +28,9 @@ class DeviceThread:
         """
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
-    def post(self, call: Callable[[], object]) -> None:
+    def post(self, call: Callable[[], object]) -> Future[object]:
         """Make a call without waiting for it."""
-        self._executor.submit(call)
+        return self._executor.submit(call)
 
     def close(self) -> None:
         """Take no more calls; drop those that have not begun."""
@@ -40,9 +40,16 @@ class DeviceThread:
 class DeviceTurn:
     """The trainer's turn on a device that it shares with the reserved engines, during one step."""
 
-    def __init__(self, thread: DeviceThread, waits: Waits, step: int, limit_s: float) -> None:
-        """Wait for the turn; the engines may keep the device for `limit_s`."""
+    def __init__(
+        self, thread: DeviceThread, waits: Waits, step: int, limit_s: float, rest: Callable[[], object]
+    ) -> None:
+        """Wait for the turn; the engines may keep the device for `limit_s`.
+
+        `rest` is called on the device when the turn ends before the step does.
+        """
         self._thread = thread
+        self._rest = rest
+        self._resting: Future[object] | None = None
         self._waits = waits
         self._step = step
         self._limit_s = limit_s
@@ -64,7 +71,13 @@ class DeviceTurn:
                 self.waited_s = now - self._began
             self._ours.set()
         elif not ours and self._ours.is_set():
-            self.held_s += now - self._since
+            self.end()
+            self._resting = self._thread.post(self._rest)
+
+    def end(self) -> None:
+        """End the last turn of the step: what is published next is still where it was computed."""
+        if self._ours.is_set():
+            self.held_s += time.monotonic() - self._since
             self._ours.clear()
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -81,6 +94,9 @@ class DeviceTurn:
                     await self._ours.wait()
             except Timeout as error:
                 raise Fatal(f"{error}: is the rollout manager running, and is there a worker that hangs?") from error
+        if self._resting is not None:
+            resting, self._resting = self._resting, None
+            await asyncio.wrap_future(resting)
         began = time.monotonic()
         result = await self._thread(call)
         self.busy_s += time.monotonic() - began

@@ -152,7 +152,7 @@ def test_an_adapter_begins_as_no_change_and_the_same_for_the_same_seed(tmp_path:
 
 def test_a_checkpoint_holds_the_adapter_and_not_the_model(tmp_path: Path) -> None:
     policy = trained(write_model(tmp_path / "model"), lora=LoraSpec(rank=1, targets=("q_proj",)))
-    policy.save(tmp_path)
+    policy.snapshot()(tmp_path)
     n_bytes = (tmp_path / "model.safetensors").stat().st_size
     assert n_bytes < (tmp_path / "model" / "model.safetensors").stat().st_size / 10
 
@@ -163,7 +163,7 @@ def test_dropout_is_for_the_gradient_alone_and_goes_on_after_a_checkpoint(tmp_pa
     steady, whole = trained(folder, lora=lora), trained(folder, lora=LoraSpec())
     assert bits(steady) != bits(whole)
     assert steady.logprobs([rows()]) == steady.logprobs([rows()])
-    steady.save(tmp_path)
+    steady.snapshot()(tmp_path)
     norm = train(steady, 7)
     restored = engine(folder, lora)
     restored.load(tmp_path)

@@ -13,15 +13,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.trainer import workshop
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.domain.loss import clipped_loss, decoupled_loss
 from services.trainer.domain.tokens import TokenBatch
 from services.trainer.ports import NotFinite, Row
-from shared.columns import F32, I32, floats, ints, pack
+from services.trainer.settings import Settings
+from shared.columns import F32, I32, U8, floats, ints, pack
 from shared.errors import ConfigError
+from shared.jobspec import parse
 from shared.training import OptimizerSpec
-from tests.contract.test_trainer_engine_contract import rows
+from tests.contract.test_trainer_engine_contract import rows, told
 from tests.support.model_folder import write_model
+from tests.support.small_job import small_job
 from tests.support.tiny_models import CONFIGS, logprobs
 
 LOW, HIGH = 0.2, 0.28
@@ -46,13 +50,15 @@ def test_logprobs_are_those_of_a_plain_forward_pass(tmp_path: Path, family: str,
 
 
 def naive_step(model: Any, batch: list[Row], optimizer: torch.optim.Optimizer, clip: float) -> float:
-    """One update, sample by sample: the mean over all tokens of -min(ratio A, clip(ratio) A)."""
-    n_tokens = sum(len(ints(row.completion)) for row in batch)
+    """One update, sample by sample: the mean over all trained tokens of -min(ratio A, clip(ratio) A)."""
+    n_tokens = sum(row.n_trained for row in batch)
     optimizer.zero_grad()
     for row in batch:
         prompt, tokens = ints(row.prompt), ints(row.completion)
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
         new = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        if row.trained:
+            new = new[torch.tensor(ints(row.trained, U8), dtype=torch.bool)]
         ratio = (new - torch.tensor(floats(row.logprobs))).exp()
         value = torch.min(ratio * row.advantage, ratio.clamp(1 - LOW, 1 + HIGH) * row.advantage)
         (-value.sum() / n_tokens).backward()
@@ -68,7 +74,7 @@ def test_steps_equal_a_naive_implementation(tmp_path: Path, family: str) -> None
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for seed in range(3):
-        batch = rows(9, seed)
+        batch = [*rows(5, seed), *told(rows(4, seed + 10))]
         expected = naive_step(model, batch, optimizer, 0.5)
         for part in (batch[:4], batch[4:5], batch[5:]):
             ours.accumulate([part], clipped_loss(LOW, HIGH))
@@ -111,6 +117,20 @@ def test_two_updates_on_old_tokens_equal_a_naive_decoupled_objective(tmp_path: P
         np.testing.assert_allclose(
             np.frombuffer(shard.data, F32), state[shard.name].numpy().ravel(), atol=5e-5, err_msg=shard.name
         )
+
+
+def test_training_makes_one_forward_pass_a_micro_batch_and_tells_its_size_with_padding(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    ours = engine(tmp_path)
+    shapes: list[tuple[int, ...]] = []
+    ours._model.register_forward_pre_hook(
+        lambda _model, _args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    batch = sorted(rows(6), key=lambda row: row.n_tokens)
+    numbers = ours.accumulate([batch[:4], batch[4:]], clipped_loss(LOW, HIGH))
+    ours.step(1e-3)
+    assert shapes == [(4, batch[3].n_tokens), (2, batch[5].n_tokens)]
+    assert numbers["padded_tokens"] == sum(n * width for n, width in shapes)
 
 
 def test_tied_tensors_are_exported_once_under_the_name_that_hugging_face_saves(tmp_path: Path) -> None:
@@ -162,6 +182,13 @@ def test_a_loss_that_is_not_finite_is_told_before_it_reaches_the_gradients(
     with pytest.raises(NotFinite, match=f"the loss is {loss}"):
         ours.accumulate([[bad]], clipped_loss(LOW, HIGH))
     assert ours.step(1e-3) == 0.0, "nothing was accumulated"
+
+
+def test_what_would_rest_in_host_memory_and_is_there_already_is_refused(tmp_path: Path) -> None:
+    spec = parse({**small_job(steps=1), "trainer": {"offload": "all"}})
+    with pytest.raises(ConfigError, match=r"trainer\.offload: all is for a GPU.*leave it out"):
+        workshop._engine(Settings(device="cpu"), spec, tmp_path)
+    assert isinstance(workshop._engine(Settings(device="cuda"), spec, tmp_path), TorchPolicy)
 
 
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -16,24 +16,24 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from services.trainer.adapters import torch_rows
+from services.trainer.adapters.torch_critic import TorchCritic
 from services.trainer.adapters.torch_lora import Adapter
+from services.trainer.adapters.torch_rest import Resting
+from services.trainer.adapters.torch_state import captured, distinct, in_turn, load_state, shards_of
 from services.trainer.domain import sums
+from services.trainer.domain.batching import n_padded
 from services.trainer.domain.tokens import LossFn, TokenBatch
-from services.trainer.ports import Exported, Loaded, NotFinite, RankInfo, Row
-from shared.columns import F32, I32, unpack
-from shared.errors import ConfigError, Corrupt, Fatal
-from shared.training import LoraSpec, OptimizerSpec
+from services.trainer.ports import Exported, Loaded, NotFinite, RankInfo, Row, Snapshot
+from shared.algorithm import CriticSpec
+from shared.errors import ConfigError, Fatal
+from shared.training import LoraSpec, Offload, OptimizerSpec
 from shared.weights.publisher import Shard
-
-_MODEL_FILE = "model.safetensors"
-_OPTIMIZER_FILE = "optimizer.safetensors"
-_RNG, _CUDA_RNG = "rng", "rng.cuda"
 
 
 class TorchPolicy:
@@ -46,7 +46,7 @@ class TorchPolicy:
 
     rank = RankInfo()
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a job may choose of it
         self,
         optimizer: OptimizerSpec,
         *,
@@ -56,6 +56,8 @@ class TorchPolicy:
         lora: LoraSpec | None = None,
         seed: int = 0,
         reference: bool = False,
+        critic: CriticSpec | None = None,
+        offload: Offload = "none",
     ) -> None:
         """Prepare; `load_hf` makes the model.
 
@@ -67,7 +69,10 @@ class TorchPolicy:
             lora: the adapter to train; None to train the model itself.
             seed: of the adapter's first values.
             reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs one more
-                copy of them on the device, or nothing below an adapter; and one more forward pass.
+                copy of them on the device, or nothing below an adapter; and one more forward pass, unless rows have
+                them already.
+            critic: the value model to train along; None for none.
+            offload: what `rest` moves to host memory.
 
         """
         if "OMP_NUM_THREADS" not in os.environ:
@@ -79,6 +84,9 @@ class TorchPolicy:
         self._lora = lora
         self._seed = seed
         self._keeps_reference = reference
+        self._critic_spec = critic
+        self._offload = offload
+        self._critic: TorchCritic | None = None
         self._adapter: Adapter | None = None
         self._reference: Any = None
         self._divisor = 0
@@ -98,7 +106,7 @@ class TorchPolicy:
             raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
         # Kept in evaluation mode: dropout would make the trained distribution another than the sampled one.
         self._model: Any = model.to(self._device).eval()
-        self._tensors = self._trained = _distinct(self._model.state_dict(keep_vars=True))
+        self._tensors = self._trained = distinct(self._model.state_dict(keep_vars=True))
         if self._lora is not None:
             self._adapter = Adapter(self._model, self._tensors, self._lora, self._seed)
             self._trained = self._adapter.tensors
@@ -115,6 +123,16 @@ class TorchPolicy:
             weight_decay=self._spec.weight_decay,
             fused=True,
         )
+        if self._critic_spec is not None:
+            self._critic = TorchCritic(source, self._critic_spec, dtype=self._dtype, device=self._device)
+        models = [self._model, *([self._reference] if self._reference is not None else [])]
+        weights = [parameter for model in models for parameter in model.parameters()]
+        optimizers: list[torch.optim.Optimizer] = [self._optimizer]
+        if self._critic is not None:
+            weights += self._critic.trained.values()
+            optimizers.append(self._critic.optimizer)
+        self._resting = Resting(weights, optimizers, self._device, self._offload)
+        self.rest()
 
     @property
     def adapter_json(self) -> str:
@@ -123,33 +141,39 @@ class TorchPolicy:
 
     def logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
-        columns: list[bytes] = []
+        self._resting.wake_weights()
         with torch.no_grad():
-            for rows in batches:
-                values = self._forward(rows).cpu().numpy().astype(F32)
-                ends = np.cumsum([len(row.completion) // I32.itemsize for row in rows])
-                columns += [part.tobytes() for part in np.split(values, ends[:-1])]
-        return columns
+            return [column for rows in batches for column in torch_rows.columns(rows, self._forward(rows))]
+
+    def reference_logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+        """See `PolicyEngine.reference_logprobs`."""
+        if not self._keeps_reference:
+            raise Fatal("this engine was made without a reference")
+        self._resting.wake_weights()
+        return [column for rows in batches for column in torch_rows.columns(rows, self._starting_logprobs(rows))]
+
+    def values(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+        """See `Critic.values`."""
+        if self._critic is None:
+            raise Fatal("this engine was made without a critic")
+        self._resting.wake_weights()
+        return [column for rows in batches for column in self._critic.values(rows)]
 
     def accumulate(self, batches: Sequence[Sequence[Row]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
+        self._resting.wake_weights()
         numbers: dict[str, float] = {}
         for rows in batches:
-            reference = self._reference_logprobs(rows)
+            reference = self._reference_column(rows)
             with self._adapter.training() if self._adapter else nullcontext():
                 logprobs = self._forward(rows)
-            sampled = np.concatenate([unpack(row.logprobs, F32) for row in rows])
-            lengths = [len(row.completion) // I32.itemsize for row in rows]
-            advantages = np.repeat(np.asarray([row.advantage for row in rows], F32), lengths)
-            proximal = None
-            if all(row.proximal for row in rows):
-                proximal = self._column(np.concatenate([unpack(row.proximal, F32) for row in rows]))
+            proximal = torch_rows.proximal(rows)
             batch = TokenBatch(
                 logprobs,
-                self._column(sampled),
-                self._column(advantages),
-                tuple(lengths),
-                proximal,
+                self._column(torch_rows.sampled(rows)),
+                self._column(torch_rows.advantages(rows)),
+                tuple(torch_rows.lengths(rows)),
+                None if proximal is None else self._column(proximal),
                 reference,
             )
             total, part = loss(batch)
@@ -157,37 +181,40 @@ class TorchPolicy:
                 raise NotFinite(f"the loss is {total.item()}")
             total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
             self._divisor += int(part["divisor"])
-            sums.add(numbers, part)
+            sums.add(numbers, {**part, "padded_tokens": n_padded(rows)})
+            if self._critic is not None:
+                sums.add(numbers, self._critic.accumulate(rows))
         return numbers
 
     def step(self, learning_rate: float) -> float:
         """See `PolicyEngine.step`."""
         if not self._divisor:
             return 0.0
+        self._resting.wake()
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(self._divisor)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._spec.grad_clip))
+        critic_norm = self._critic.clip() if self._critic is not None else 0.0
         self._divisor = 0
-        if not np.isfinite(norm):
+        if not np.isfinite(norm + critic_norm):
             self._optimizer.zero_grad()
-            raise NotFinite(f"the gradient's norm is {norm}")
+            if self._critic is not None:
+                self._critic.forget()
+            raise NotFinite(f"the gradient's norm is {norm}" + f", the critic's {critic_norm}" * bool(self._critic))
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad()
+        if self._critic is not None:
+            self._critic.step(learning_rate / self._spec.lr)
         return norm
 
     def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
         """See `PolicyEngine.export_shards`."""
         if what == "adapter":
-            yield from (_shard(name, tensor.detach()) for name, tensor in self._trained.items())
-            return
-        for name, tensor in self._tensors.items():
-            value = tensor.detach()
-            if self._adapter and what == "model":
-                value = self._adapter.merged(name, value)
-            yield _shard(name, value.to(self._dtype) if value.is_floating_point() else value)
+            return shards_of((name, tensor.detach()) for name, tensor in self._trained.items())
+        return shards_of((name, self._exported(name, tensor.detach(), what)) for name, tensor in self._tensors.items())
 
     def load_shards(self, shards: Iterable[Shard], what: Loaded = "base") -> None:
         """See `PolicyEngine.load_shards`."""
@@ -205,60 +232,48 @@ class TorchPolicy:
         if missing:
             raise Fatal(f"the weights lack {len(missing)} tensors of this model, {min(missing)} among them")
 
-    def save(self, directory: Path) -> None:
-        """See `PolicyEngine.save`."""
-        weights = {name: tensor.detach() for name, tensor in self._trained.items()}
-        state = {
-            f"{index}.{key}": value
-            for index, values in self._optimizer.state_dict()["state"].items()
-            for key, value in values.items()
-        }
-        try:
-            save_file(weights, directory / _MODEL_FILE)
-            save_file(state | self._generators(), directory / _OPTIMIZER_FILE)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+    def snapshot(self) -> Snapshot:
+        """See `PolicyEngine.snapshot`."""
+        write = captured(self._trained, self._optimizer, self._device)
+        return write if self._critic is None else in_turn(write, self._critic.snapshot())
 
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
-        try:
-            tensors = load_file(directory / _MODEL_FILE)
-            state = load_file(directory / _OPTIMIZER_FILE)
-            with torch.no_grad():
-                for name, tensor in self._trained.items():
-                    tensor.copy_(tensors[name])
-            torch.set_rng_state(state.pop(_RNG))
-            if self._device.type == "cuda":
-                torch.cuda.set_rng_state(state.pop(_CUDA_RNG), self._device)
-            self._optimizer.load_state_dict(
-                {"state": _by_index(state), "param_groups": self._optimizer.state_dict()["param_groups"]}
-            )
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-            raise Corrupt(f"checkpoint {directory} does not fit this model: {error}") from error
+        self._resting.wake()
+        load_state(directory, self._trained, self._optimizer, self._device)
+        if self._critic is not None:
+            self._critic.load(directory)
+        self.rest()
+
+    def rest(self) -> None:
+        """See `PolicyEngine.rest`."""
+        self._resting.rest()
 
     def close(self) -> None:
         """See `PolicyEngine.close`."""
-        self._adapter = self._reference = None
-        for name in ("_optimizer", "_parameters", "_trained", "_tensors", "_model"):
+        self._adapter = self._reference = self._critic = None
+        for name in ("_resting", "_optimizer", "_parameters", "_trained", "_tensors", "_model"):
             self.__dict__.pop(name, None)
 
-    def _generators(self) -> dict[str, Tensor]:
-        """Return the states that an adapter's dropout draws from."""
-        states = {_RNG: torch.get_rng_state()}
-        if self._device.type == "cuda":
-            states[_CUDA_RNG] = torch.cuda.get_rng_state(self._device)
-        return states
+    def _exported(self, name: str, value: Tensor, what: Exported) -> Tensor:
+        if self._adapter and what == "model":
+            value = self._adapter.merged(name, value)
+        return value.to(self._dtype) if value.is_floating_point() else value
 
-    def _reference_logprobs(self, rows: Sequence[Row]) -> Tensor | None:
+    def _reference_column(self, rows: Sequence[Row]) -> Tensor | None:
+        """Return what the weights of the job's beginning say, which the rows may have already, for the loss."""
+        if (known := torch_rows.reference(rows)) is not None:
+            return self._column(known)
+        return self._starting_logprobs(rows) if self._keeps_reference else None
+
+    def _starting_logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Return what the weights of the job's beginning say of all completion tokens, [tokens]."""
-        if not self._keeps_reference:
-            return None
         with torch.no_grad(), self._adapter.without() if self._adapter else nullcontext():
             return self._forward(rows, self._reference)
 
     def _forward(self, rows: Sequence[Row], model: Any = None) -> Tensor:
         """Return the log-probabilities of all completion tokens, row after row, [tokens]."""
-        ids, predicts = _padded(rows)
+        ids, predicts = torch_rows.padded(rows)
         token_ids = torch.from_numpy(ids).to(self._device)
         self._selected = torch.from_numpy(predicts).to(self._device)
         with self._autocast():
@@ -278,43 +293,3 @@ class TorchPolicy:
 
     def _column(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
-
-
-def _padded(rows: Sequence[Row]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return token ids [rows, longest] and a mask of the positions whose *next* token is a completion's."""
-    width = max(row.n_tokens for row in rows)
-    ids = np.zeros((len(rows), width), np.int64)
-    predicts = np.zeros((len(rows), width), np.bool_)
-    for i, row in enumerate(rows):
-        prompt, completion = unpack(row.prompt, I32), unpack(row.completion, I32)
-        end = len(prompt) + len(completion)
-        ids[i, : len(prompt)] = prompt
-        ids[i, len(prompt) : end] = completion
-        predicts[i, len(prompt) - 1 : end - 1] = True
-    return ids, predicts
-
-
-def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out all but the first of tensors that share their memory, as Hugging Face does when it saves."""
-    seen: set[tuple[int, int]] = set()
-    found = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.numel())
-        if key not in seen:
-            seen.add(key)
-            found[name] = tensor
-    return found
-
-
-def _shard(name: str, value: Tensor) -> Shard:
-    raw = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    shape = tuple(value.shape)
-    return Shard(name, str(value.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
-
-
-def _by_index(flat: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    nested: dict[int, dict[str, Tensor]] = {}
-    for path, tensor in flat.items():
-        index, _, key = path.partition(".")
-        nested.setdefault(int(index), {})[key] = tensor
-    return nested

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-_FLUSH_BATCHES = 2
-"""How many micro-batches' worth of tokens to gather before sorting by length: more pads less but begins later."""
+_FLUSH_BATCHES = 6
+"""How many micro-batches' worth of tokens to gather before sorting by length: more pads less, but begins later and
+leaves more to do when the last group has come."""
+_SHORTEST = 0.5
+"""A row shorter than this part of a micro-batch's longest is not in it: so much of it is padding at most."""
 
 
 class Sized(Protocol):
@@ -65,11 +68,21 @@ class UpdatePlanner(Generic[R]):
 
 
 def pack(rows: Sequence[R], max_tokens: int) -> list[list[R]]:
-    """Return micro-batches of rows of similar length, the longest first; rows x longest row <= `max_tokens`."""
-    longest_first = sorted(rows, key=lambda row: -row.n_tokens)
+    """Return micro-batches of rows of similar length, the longest first.
+
+    Rows x longest row <= `max_tokens`, or it is one row; and less than half of that is padding.
+    """
     batches: list[list[R]] = []
-    while longest_first:
-        n = max(1, max_tokens // max(1, longest_first[0].n_tokens))
-        batches.append(longest_first[:n])
-        longest_first = longest_first[n:]
+    for row in sorted(rows, key=lambda row: -row.n_tokens):
+        if batches:
+            longest, n = batches[-1][0].n_tokens, len(batches[-1])
+            if (n + 1) * longest <= max_tokens and row.n_tokens >= _SHORTEST * longest:
+                batches[-1].append(row)
+                continue
+        batches.append([row])
     return batches
+
+
+def n_padded(batch: Sequence[Sized]) -> int:
+    """Return how many tokens a micro-batch has with its padding."""
+    return len(batch) * max(row.n_tokens for row in batch)

@@ -1,0 +1,89 @@
+"""The trainer's update path, and the loop that one would write without it, on the same micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.domain.batching import Accumulate, UpdatePlanner
+from services.trainer.domain.loss import clipped_loss
+from services.trainer.ports import Row
+from shared.columns import floats, ints
+from shared.training import OptimizerSpec
+
+LOW, HIGH, RATE = 0.2, 0.28, 1e-5
+
+
+def cut(groups: Sequence[Sequence[Row]], micro_batch_tokens: int) -> list[list[Row]]:
+    """Return the micro-batches of one update."""
+    planner: UpdatePlanner[Row] = UpdatePlanner(len(groups), 1, micro_batch_tokens)
+    works = [work for group in groups for work in planner.add(group)]
+    return [batch for work in works if isinstance(work, Accumulate) for batch in work.batches]
+
+
+class Ours:
+    """What a step of a job does from the moment on at which its samples are there and scored."""
+
+    def __init__(self, model: Path, groups: list[list[Row]], micro_batch_tokens: int) -> None:
+        self._groups, self._budget = groups, micro_batch_tokens
+        self._loss = clipped_loss(LOW, HIGH)
+        self._policy = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype="float32", device="cpu")
+        self._policy.load_hf(model)
+
+    def update(self) -> float:
+        """Take one optimizer step; return the gradient's norm."""
+        planner: UpdatePlanner[Row] = UpdatePlanner(len(self._groups), 1, self._budget)
+        norm = 0.0
+        for group in self._groups:
+            for work in planner.add(group):
+                if isinstance(work, Accumulate):
+                    for batch in work.batches:
+                        self._policy.accumulate([batch], self._loss)
+                else:
+                    norm = self._policy.step(RATE)
+        return norm
+
+
+class Bare:
+    """transformers and AdamW, no metrics and no checks; lists of token ids in, the same objective.
+
+    It gives no attention mask, which would take sdpa's faster path from it.
+    """
+
+    def __init__(self, model: Path, batches: list[list[Row]]) -> None:
+        self._batches = [
+            [(ints(row.prompt), ints(row.completion), floats(row.logprobs), row.advantage) for row in rows]
+            for rows in batches
+        ]
+        self._n_tokens = sum(len(tokens) for rows in self._batches for _, tokens, _, _ in rows)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.n_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+
+    def update(self) -> float:
+        """Take one optimizer step; return the gradient's norm."""
+        for rows in self._batches:
+            width = max(len(prompt) + len(tokens) for prompt, tokens, _, _ in rows)
+            ids = torch.zeros(len(rows), width, dtype=torch.long)
+            old, weight = torch.zeros(len(rows), width - 1), torch.zeros(len(rows), width - 1)
+            for i, (prompt, tokens, logprobs, advantage) in enumerate(rows):
+                begin, end = len(prompt), len(prompt) + len(tokens)
+                ids[i, :end] = torch.tensor([*prompt, *tokens])
+                old[i, begin - 1 : end - 1] = torch.tensor(logprobs)
+                weight[i, begin - 1 : end - 1] = advantage
+            logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1]
+            new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            ratio = (new - old).exp()
+            objective = torch.min(ratio * weight, ratio.clamp(1 - LOW, 1 + HIGH) * weight)
+            (-objective.sum() / self._n_tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm)

@@ -1,0 +1,79 @@
+"""What an update is measured on: rows whose lengths are spread as the Countdown demo's are after training."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+
+from services.trainer.ports import Row
+from shared.columns import F32, I32, pack
+
+PROMPT_TOKENS = 10
+GROUP_SIZE = 8
+QUANTILES = ((0.0, 12), (0.1, 22), (0.5, 62), (0.75, 122), (0.9, 202), (0.95, 256), (1.0, 256))
+"""(fraction of the completions, that are no longer than so many tokens)."""
+
+
+class Case(NamedTuple):
+    """A model, and how much of it an update takes."""
+
+    name: str
+    config: Any
+    groups: int
+    micro_batch_tokens: int
+
+
+def cases() -> list[Case]:
+    """Return the demo's model, and one whose time is spent in matrix products."""
+    larger = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    demo = AutoConfig.from_pretrained("examples/countdown/base")
+    return [Case("demo", demo, 16, 2048), Case("larger", larger, 2, 1024)]
+
+
+def write_model(case: Case, folder: Path) -> Path:
+    """Write a model of the case with random weights."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(case.config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def groups(case: Case, seed: int = 0) -> list[list[Row]]:
+    """Return the groups of one update, in the order in which they are complete: that of their longest row."""
+    draw = random.Random(seed)
+
+    def row(prompt: bytes) -> Row:
+        n = _length(draw.random())
+        tokens = [draw.randrange(3, case.config.vocab_size) for _ in range(n)]
+        logprobs = [-4.5 + draw.random() for _ in tokens]
+        return Row(prompt, pack(tokens, I32), pack(logprobs, F32), draw.gauss(0, 1))
+
+    made = []
+    for _ in range(case.groups):
+        prompt = pack([draw.randrange(3, case.config.vocab_size) for _ in range(PROMPT_TOKENS)], I32)
+        made.append([row(prompt) for _ in range(GROUP_SIZE)])
+    return sorted(made, key=lambda group: max(row.n_tokens for row in group))
+
+
+def _length(at: float) -> int:
+    for (low, shorter), (high, longer) in pairwise(QUANTILES):
+        if at <= high:
+            return round(shorter + (longer - shorter) * (at - low) / (high - low))
+    return QUANTILES[-1][1]

@@ -1,0 +1,121 @@
+"""The torch trainer on a GPU that it shares: what a CPU cannot show. Run with `pytest -m gpu tests/gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402 - only where torch is
+
+from services.trainer.adapters.torch_policy import TorchPolicy  # noqa: E402 - its like
+from services.trainer.domain.loss import clipped_loss  # noqa: E402 - its like
+from shared.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
+from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+LOSS, RATE = clipped_loss(0.2, 0.28), 1e-3
+BATCHES = [rows(12, seed=1), rows(9, seed=2), rows(7, seed=3)]
+SMALL = 32 << 20
+"""What may stay on the device: rotary tables, scalars, and what libraries keep."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of some 80 M parameters, so that what is left behind shows."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=10,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    made: Any = AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(folder)
+    return folder
+
+
+def policy(model: Path, **choices: Any) -> TorchPolicy:
+    settings: dict[str, Any] = {"dtype": "bfloat16", "reference": True, **choices}
+    made = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, device="cuda", **settings)
+    made.load_hf(model)
+    return made
+
+
+def on_device() -> int:
+    return int(torch.cuda.memory_reserved())
+
+
+def emptied() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return on_device()
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec()], ids=["model", "adapter"])
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_resting_between_all_calls_leaves_every_bit_as_it_is(model: Path, offload: Any, lora: LoraSpec | None) -> None:
+    steady, resting = policy(model, lora=lora), policy(model, lora=lora, offload=offload)
+    for batch in BATCHES:
+        for part in (batch[:4], batch[4:]):
+            assert resting.accumulate([part], LOSS) == steady.accumulate([part], LOSS)
+            resting.rest()
+        assert resting.step(RATE) == steady.step(RATE)
+        resting.rest()
+        assert bits(resting) == bits(steady)
+        assert resting.logprobs([batch]) == steady.logprobs([batch])
+        resting.rest()
+
+
+def test_weights_gradients_and_moments_that_rest_leave_the_device_to_others(model: Path) -> None:
+    before = emptied()
+    engine = policy(model, offload="all")
+    for batch in BATCHES:
+        engine.accumulate([batch], LOSS)
+        engine.step(RATE)
+    engine.accumulate([BATCHES[0]], LOSS)
+    busy = emptied()
+    engine.rest()
+    assert on_device() - before < SMALL
+    assert busy - before > 16 * sum(parameter.numel() for parameter in engine._parameters)
+    assert all(parameter.is_pinned() for parameter in engine._model.parameters())
+
+
+def test_with_the_optimizer_alone_the_weights_stay(model: Path) -> None:
+    engine = policy(model, offload="optimizer", reference=False)
+    engine.accumulate([BATCHES[0]], LOSS)
+    engine.step(RATE)
+    busy = emptied()
+    engine.rest()
+    n = sum(parameter.numel() for parameter in engine._parameters)
+    assert busy - on_device() > 7.5 * n, "two moments of four bytes"
+    assert all(parameter.is_cuda for parameter in engine._parameters)
+
+
+def test_a_checkpoint_is_taken_and_loaded_while_all_rests(model: Path, tmp_path: Path) -> None:
+    steady, resting = policy(model), policy(model, offload="all")
+    for engine in (steady, resting):
+        engine.accumulate([BATCHES[0]], LOSS)
+        engine.step(RATE)
+    resting.rest()
+    resting.snapshot()(tmp_path)
+    loaded = policy(model, offload="all")
+    loaded.load(tmp_path)
+    for engine in (steady, loaded):
+        engine.accumulate([BATCHES[1]], LOSS)
+    assert loaded.step(RATE) == steady.step(RATE)
+    assert bits(loaded) == bits(steady)

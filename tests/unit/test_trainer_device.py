@@ -1,0 +1,126 @@
+"""Who has the device, what the trainer asks of its engine there, and what it leaves to others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.device import DeviceThread, DeviceTurn
+from services.trainer.fakes import FakeEngine, MemoryWeights
+from services.trainer.ports import Row
+from shared.errors import ConfigError
+from shared.waiting import Waits
+from tests.support.trainer_rig import Rig, spec
+
+
+@pytest.fixture
+def thread() -> Iterator[DeviceThread]:
+    made = DeviceThread()
+    yield made
+    made.close()
+
+
+def turn(thread: DeviceThread, rest: Callable[[], object]) -> DeviceTurn:
+    return DeviceTurn(thread, Waits(), 0, 10.0, rest)
+
+
+async def test_when_the_turn_is_taken_away_the_engine_rests_behind_what_is_under_way(thread: DeviceThread) -> None:
+    calls: list[str] = []
+    ours = turn(thread, lambda: calls.append("rest"))
+    ours.give(ours=True)
+    running = asyncio.create_task(ours.run(lambda: calls.append("first")))
+    await asyncio.sleep(0)
+    ours.give(ours=False)
+    ours.give(ours=False)
+    waiting = asyncio.create_task(ours.run(lambda: calls.append("second")))
+    await running
+    ours.give(ours=True)
+    await waiting
+    assert calls == ["first", "rest", "second"]
+
+
+async def test_an_engine_that_cannot_rest_is_told_by_the_next_call(thread: DeviceThread) -> None:
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    ours = turn(thread, fail)
+    ours.give(ours=True)
+    ours.give(ours=False)
+    ours.give(ours=True)
+    with pytest.raises(MemoryError, match="no room"):
+        await ours.run(list)
+
+
+async def test_at_the_end_of_a_step_nothing_moves_before_it_is_published(thread: DeviceThread) -> None:
+    calls: list[str] = []
+    ours = turn(thread, lambda: calls.append("rest"))
+    ours.give(ours=True)
+    ours.end()
+    await thread(lambda: None)
+    assert calls == []
+    assert ours.held_s > 0
+
+
+class Watching(MemoryWeights):
+    """Notes whether the engine rests when a version is committed, from which moment on others use its device."""
+
+    def __init__(self, rests: Callable[[], bool]) -> None:
+        super().__init__()
+        self._rests = rests
+        self.seen: list[bool] = []
+
+    async def publish(self, version: int, shards: Any, **more: Any) -> None:
+        self.seen.append(self._rests())
+        await super().publish(version, shards, **more)
+
+
+async def test_the_engine_rests_before_a_version_is_committed(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=3))
+    rig.weights = weights = Watching(lambda: rig.engine.rests)
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+    assert weights.seen == [True] * 4
+
+
+class Counting(FakeEngine):
+    """Counts the rows whose log-probabilities it was asked for, and those that it was trained on."""
+
+    asked = trained = 0
+
+    def logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+        self.asked += sum(map(len, batches))
+        return super().logprobs(batches)
+
+    def accumulate(self, batches: Sequence[Sequence[Row]], loss: Any) -> dict[str, float]:
+        self.trained += sum(map(len, batches))
+        return super().accumulate(batches, loss)
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "updates", "passes"),
+    [("sampled", 1, 0), ("sampled", 2, 0), ("recomputed", 1, 0), ("recomputed", 2, 1), ("auto", 2, 0)],
+)
+async def test_old_logprobs_cost_a_pass_only_where_they_are_not_known_otherwise(
+    tmp_path: Path, old_logprobs: str, updates: int, passes: int
+) -> None:
+    algorithm = {"group_size": 2, "updates_per_step": updates, "old_logprobs": old_logprobs}
+    rig = Rig(tmp_path, spec(steps=2, algorithm=algorithm))
+    rig.make_engine = Counting
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+    engine = rig.engine
+    assert isinstance(engine, Counting)
+    assert engine.trained
+    assert engine.asked == passes * engine.trained
+
+
+def test_what_rests_is_for_the_torch_backend() -> None:
+    assert spec(trainer={"offload": "all"}).trainer.offload == "all"
+    with pytest.raises(ConfigError, match=r"offload is for trainer\.backend: torch"):
+        spec(trainer={"backend": "megatron", "offload": "optimizer"})
