@@ -451,6 +451,37 @@ class SampleDropped(Message):
 
 
 @message
+class GroupOpened(Message):
+    """Trainer -> its successor: an environment began a group's conversations, or why it did not. The first counts."""
+
+    group: int
+    prompt_digest: bytes
+    """Of what the samples begin with: other prompts than these would not belong to what was generated."""
+    reason: str = ""
+    """Why the group is dropped; empty where it is not."""
+    detail: str = ""
+
+
+@message
+class TurnAnswered(Message):
+    """Trainer -> its successor: what an environment answered to one turn. The first one of a sample counts.
+
+    Written in one transaction with the request of the next turn, if there is one.
+    """
+
+    sample: int
+    """Of the turn."""
+    tokens: bytes = b""
+    """int32 column: what follows the turn in the next one's prompt; empty with the last."""
+    reward: float = 0.0
+    over: Literal["", "done", "cut"] = ""
+    """Whether the conversation has ended: by the environment, or by a limit."""
+    reason: str = ""
+    """Why the group is dropped; empty where it is not."""
+    detail: str = ""
+
+
+@message
 class SeedingEnded(Message):
     """Manager -> trainer: the reserved engines are suspended; the device is yours for this step."""
 

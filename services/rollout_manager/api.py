@@ -28,6 +28,7 @@ from shared.ids import MAX_JOBS, new_token
 from shared.jobspec import JobSpec
 from shared.jobspec import to_json as spec_to_json
 from shared.messages import Drain, Event, JobCommand
+from shared.protocol import PROTOCOL, PROTOCOL_HEADER
 from shared.validation import describe
 
 COMMANDS_KEPT = 10_000
@@ -115,6 +116,12 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.get("/jobs/{job_id}", tags=["jobs"])
     async def show_job(job_id: str) -> dict[str, Any]:
         return await _public(manager, bus, _job(manager, job_id))
+
+    @router.get("/jobs/{job_id}/spec", tags=["jobs"])
+    async def job_file(job_id: str) -> dict[str, Any]:
+        """Return the job's resolved job file."""
+        found: dict[str, Any] = json.loads(spec_to_json(_job(manager, job_id).spec))
+        return found
 
     def add_action(action: Literal["pause", "resume", "cancel"]) -> None:
         @router.post(f"/jobs/{{job_id}}/{action}", status_code=202, tags=["jobs"], name=f"{action}_job")
@@ -270,9 +277,17 @@ async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.get("/join", tags=["fleet"])
-    async def join() -> dict[str, str]:
+    async def join(theirs: Annotated[int, Header(alias=PROTOCOL_HEADER)] = PROTOCOL) -> dict[str, str | int]:
         """Tell a worker that has this URL and the token where everything else is."""
+        if theirs != PROTOCOL:
+            raise Problem(
+                409,
+                "Another protocol",
+                f"the worker speaks protocol {theirs} and this manager {PROTOCOL}: install the same version of rlboost "
+                f"on both",
+            )
         return {
+            "protocol": PROTOCOL,
             "redis_url": settings.advertised_redis_url or settings.redis_url,
             "weight_store_url": settings.weight_store_url,
         }

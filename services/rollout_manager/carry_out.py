@@ -43,6 +43,7 @@ _KEYS_OF_A_JOB = (
     names.job_events,
     names.job_samples,
     names.job_lengths,
+    names.job_curriculum,
     names.job_metrics,
     names.job_audit,
 )

@@ -12,12 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shared.chat import STAND_IN, behind_answer
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-STAND_IN = "\ue000answer\ue000"
-"""Stands for an answer's text in a template; of characters that no text has."""
 
 
 class Untranslatable(Exception):
@@ -84,13 +82,10 @@ class ServedModel:
 
         """
         stand_in = {"role": "assistant", "content": STAND_IN}
-        _, *behind = self._render([*messages[:answer], stand_in, *messages[answer + 1 :]]).split(STAND_IN)
-        if len(behind) != 1:
+        rendered = self._render([*messages[:answer], stand_in, *messages[answer + 1 :]])
+        rest = behind_answer(rendered, self.piece(tokens[-1]) if tokens[-1] in self.stop_token_ids else "")
+        if rest is None:
             raise Untranslatable("the chat template does not show each answer once: leave out X-Session-ID")
-        rest = behind[0]
-        end = self.piece(tokens[-1])
-        if tokens[-1] in self.stop_token_ids and rest.lstrip().startswith(end):
-            rest = rest.lstrip().removeprefix(end)  # the model has made it itself
         return [*tokens, *self.encode(rest, special=False)]
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:

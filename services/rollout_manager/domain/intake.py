@@ -20,6 +20,7 @@ from shared.jobspec import parse
 from shared.messages import (
     Admitted,
     Closed,
+    GroupOpened,
     GroupRequested,
     JobCommand,
     JobReport,
@@ -34,6 +35,7 @@ from shared.messages import (
     SeedingReopened,
     StepReport,
     TokenFrame,
+    TurnAnswered,
     WeightsCommitted,
     WorkerBeat,
     WorkerJoined,
@@ -171,6 +173,8 @@ def _request(world: World, request: GroupRequested) -> None:
     job = world.jobs.get(request.job_id)
     if job is None:
         raise Bury(f"group {request.group} of the unknown job {request.job_id}")
+    if job_of(request.group) != job.no:
+        raise Bury(f"group {request.group} is of job number {job_of(request.group)}, but {request.job_id} is {job.no}")
     if job.ended or world.is_known(request):
         return
     world.admitted(world.ledger.admit(request, ""))
@@ -197,6 +201,8 @@ def recall_delivered(world: World, job_id: str, message: Message) -> None:
         case SeedingReopened():
             if job_id in world.windows:
                 world.windows[job_id].phase = "open"
+        case GroupOpened() | TurnAnswered():
+            pass  # notes of the trainer, for its successor
         case _:
             raise Bury(f"a {message.tag} does not belong among finished samples")
 
@@ -301,6 +307,9 @@ def _job_report(world: World, report: JobReport, now: Now) -> None:
     if job is None:
         raise Bury(f"a report on the unknown job {report.job_id}")
     job.trainer = report.trainer or job.trainer
+    if report.state == "running" and (window := world.windows.get(job.id)) is not None:
+        # A trainer that begins in the middle of a step: its absence says nothing of how long windows should be.
+        window.meter = None
     world.restless = True
     _enter(world, job, report.state, now, report.error)
 

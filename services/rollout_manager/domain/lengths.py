@@ -68,8 +68,8 @@ class Lengths:
     def group_closed(self, sample: Sample) -> tuple[str, float] | None:
         """Note that the group of this sample, its last, is over; return the prompt whose mean has changed."""
         longest = self.longest.pop(sample.request.group, None)
-        if longest is None:
-            return None
+        if longest is None or sample.request.near:
+            return None  # a later turn of a conversation: its prompt does not come again
         key = prompt_key(sample.request.prompt)
         before = self.prompts.pop(key, float(longest))
         self.prompts[key] = before + NEWEST * (longest - before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.trainer.domain.conversation import Talk
 from shared.columns import F32, I32, length
 from shared.errors import Fatal
 from shared.ids import SampleId, group_of
@@ -21,6 +22,8 @@ class WholeGroup:
 
     group: int
     samples: tuple[SampleFinished, ...]
+    talks: tuple[Talk, ...] = ()
+    """Where there is an environment, the conversation of each sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class DroppedGroup:
 
     group: int
     reason: str
-    """`generation`: a sample could not be made; `stale`: a token is of a weight version that may not be trained on."""
+    """`generation`: a sample could not be made; `stale`: a token is of a weight version that may not be trained on;
+    `environment_...`: what became of its environment."""
     detail: str
 
 
@@ -98,18 +102,30 @@ class StepCollector:
                 pass
         return None
 
+    def is_open(self, group: int) -> bool:
+        """Tell whether a group has neither come whole nor been dropped."""
+        return group in self._open
+
     def _is_new(self, sample: int) -> bool:
-        sample_id = SampleId.unpack(sample)
-        if sample_id.job == self._job_no and sample_id.step < self._step:
-            self.duplicates += 1
+        if self._is_late(sample):
             return False
-        if sample_id.member >= self._sizes.get(group_of(sample), 0):
-            raise Fatal(f"sample {sample_id} came, but step {self._step} of job {self._job_no} did not ask for it")
+        self._expects(sample)
         if sample in self._seen:
             self.duplicates += 1
             return False
         self._seen.add(sample)
         return True
+
+    def _is_late(self, sample: int) -> bool:
+        sample_id = SampleId.unpack(sample)
+        late = sample_id.job == self._job_no and sample_id.step < self._step
+        self.duplicates += late
+        return late
+
+    def _expects(self, sample: int) -> None:
+        sample_id = SampleId.unpack(sample)
+        if sample_id.member >= self._sizes.get(group_of(sample), 0):
+            raise Fatal(f"sample {sample_id} came, but step {self._step} of job {self._job_no} did not ask for it")
 
     def _finished(self, sample: SampleFinished) -> Outcome | None:
         self._check(sample)
@@ -127,11 +143,13 @@ class StepCollector:
         return DroppedGroup(group, "stale", stale) if stale else WholeGroup(group, samples)
 
     def _dropped(self, sample: SampleDropped) -> DroppedGroup | None:
-        group = group_of(sample.sample)
+        return self._drop(group_of(sample.sample), "generation", sample.reason)
+
+    def _drop(self, group: int, reason: str, detail: str) -> DroppedGroup | None:
         if group not in self._open:
             return None
         del self._open[group], self._arrived[group]
-        return DroppedGroup(group, "generation", sample.reason)
+        return DroppedGroup(group, reason, detail)
 
     def _check(self, sample: SampleFinished) -> None:
         name = SampleId.unpack(sample.sample)

@@ -9,7 +9,15 @@ from __future__ import annotations
 from services.trainer.domain.collector import Outcome, StepCollector
 from shared.bus import Entry, position
 from shared.ids import SampleId
-from shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
+from shared.messages import (
+    GroupOpened,
+    Message,
+    SampleDropped,
+    SampleFinished,
+    SeedingEnded,
+    SeedingReopened,
+    TurnAnswered,
+)
 
 
 class StepWindow:
@@ -66,8 +74,10 @@ class StepWindow:
 
 def _step_of(message: Message) -> int | None:
     match message:
-        case SampleFinished() | SampleDropped():
+        case SampleFinished() | SampleDropped() | TurnAnswered():
             return SampleId.unpack(message.sample).step
+        case GroupOpened():
+            return SampleId.unpack(message.group).step
         case SeedingEnded() | SeedingReopened():
             return message.step
         case _:

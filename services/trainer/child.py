@@ -1,0 +1,51 @@
+"""What a process that runs the user's code does with its streams; `adapters.own_process` is the other side.
+
+It reads requests from standard input and answers on standard output, each a 4-byte big-endian length and a msgpack
+map. The user's own prints go to standard error. It ends with its input, or when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, BinaryIO
+
+import msgpack
+
+LENGTH_BYTES = 4
+_PARENT_CHECK_S = 1.0
+
+
+class Pipe:
+    """Requests in, answers out."""
+
+    def __init__(self) -> None:
+        """Take the standard streams: whoever else reads gets nothing, whoever prints, prints errors."""
+        threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+        self._requests: BinaryIO = os.fdopen(os.dup(0), "rb")
+        self._answers: BinaryIO = os.fdopen(os.dup(1), "wb")
+        with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the next request, None at the input's end."""
+        head = self._requests.read(LENGTH_BYTES)
+        if len(head) < LENGTH_BYTES:
+            return None
+        body: dict[str, Any] = msgpack.unpackb(self._requests.read(int.from_bytes(head, "big")))
+        return body
+
+    def write(self, body: dict[str, Any]) -> None:
+        """Send an answer."""
+        packed = msgpack.packb(body)
+        self._answers.write(len(packed).to_bytes(LENGTH_BYTES, "big") + packed)
+        self._answers.flush()
+
+
+def _leave_with_parent(parent: int) -> None:
+    # Code that hangs would not notice that the input has ended.
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(1)

@@ -1,0 +1,44 @@
+"""Which turn of which sample: the ids under which a conversation's turns are generated.
+
+A sample's first turn has the sample's own id, and is asked for together with those of its group: they begin alike. Each
+later turn is a group of one, whose number lies behind those of the step's groups. Ids are derived, never drawn, so a
+trainer that was killed asks for the same turns again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.ids import SampleId
+
+
+@dataclass(frozen=True, slots=True)
+class TurnIds:
+    """The ids of one step's turns, of its training groups or of its evaluation groups."""
+
+    n_groups: int
+    group_size: int
+    """Of the largest group."""
+    max_turns: int
+
+    @property
+    def n_numbers(self) -> int:
+        """Return how many group numbers there are; they must fit an id."""
+        return self.n_groups * (1 + (self.max_turns - 1) * self.group_size)
+
+    def id_of(self, sample: int, turn: int) -> int:
+        """Return the packed id under which a turn of a sample is generated; turn 0 is the first."""
+        if turn == 0:
+            return sample
+        first = SampleId.unpack(sample)
+        number = ((turn - 1) * self.n_groups + first.group) * self.group_size + first.member
+        return first._replace(group=self.n_groups + number, member=0).pack()
+
+    def turn_of(self, packed: int) -> tuple[int, int]:
+        """Invert `id_of`: return the sample and the number of the turn."""
+        found = SampleId.unpack(packed)
+        if found.group < self.n_groups:
+            return packed, 0
+        rest, member = divmod(found.group - self.n_groups, self.group_size)
+        turn, group = divmod(rest, self.n_groups)
+        return found._replace(group=group, member=member).pack(), turn + 1

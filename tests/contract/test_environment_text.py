@@ -1,0 +1,147 @@
+"""What stands between two turns is what the chat template writes there, and what the model said stays as it is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlboost.environments import ToolEnvironment
+from services.trainer.adapters.environment_text import TokenizerSpeech
+from services.trainer.ports_environment import Misbehaved
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+CHATML = """
+{%- if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""In the manner of Qwen: answers of tools in one turn of the user."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    alphabet = {text: i for i, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=IM_END)
+    wrapped.add_special_tokens({"additional_special_tokens": [IM_START]})
+    wrapped.chat_template = CHATML
+    return wrapped
+
+
+@pytest.fixture
+def speech(tokenizer: Any) -> TokenizerSpeech:
+    config = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=512)
+    return TokenizerSpeech(tokenizer, config, [tokenizer.eos_token_id])
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+ASKED = [{"role": "user", "content": "12+5?"}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 5}}</tool_call>'
+
+
+async def test_a_conversation_with_tools_has_the_tokens_that_the_template_gives_the_whole(
+    speech: TokenizerSpeech, tokenizer: Any
+) -> None:
+    environment = ToolEnvironment([add])
+    ids = speech.opening(ASKED, environment.tools)
+    assert '"name": "add"' in tokenizer.decode(ids)
+    messages = list(ASKED)
+    for text in (CALL, CALL + CALL):
+        said = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        step = await environment.step(text)
+        assert isinstance(step.observation, list)
+        ids = [*ids, *said, *speech.behind(ASKED, said[-1], step.observation, environment.tools)]
+        messages += [{"role": "assistant", "content": text}, *step.observation]
+        whole = tokenizer.apply_chat_template(
+            messages, tools=environment.tools, tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+        assert ids == list(whole["input_ids"])
+    assert tokenizer.decode(ids).count("<tool_response>\n17\n</tool_response>") == 3
+    assert (await environment.step("It is 17.")).done
+
+
+def test_text_behind_a_chat_is_a_message_of_the_user(speech: TokenizerSpeech, tokenizer: Any) -> None:
+    behind = speech.behind(ASKED, tokenizer.eos_token_id, "Higher.", [])
+    assert tokenizer.decode(behind) == f"\n{IM_START}user\nHigher.{IM_END}\n{IM_START}assistant\n"
+
+
+def test_an_end_that_the_model_did_not_make_is_written(speech: TokenizerSpeech, tokenizer: Any) -> None:
+    behind = speech.behind(ASKED, tokenizer.encode("a")[0], "Higher.", [])
+    assert tokenizer.decode(behind).startswith(f"{IM_END}\n{IM_START}user")
+
+
+def test_text_behind_text_is_that_text(speech: TokenizerSpeech, tokenizer: Any) -> None:
+    assert speech.opening("12+5=", []) == tokenizer.encode("12+5=")
+    assert speech.behind("12+5=", tokenizer.eos_token_id, " no, 1", []) == tokenizer.encode(" no, 1")
+    assert speech.behind("12+5=", tokenizer.eos_token_id, "", []) == []
+
+
+def test_what_cannot_be_told_is_a_reason(speech: TokenizerSpeech, tokenizer: Any) -> None:
+    end = tokenizer.eos_token_id
+    with pytest.raises(Misbehaved, match="the prompt is text"):
+        speech.behind("12+5=", end, [{"role": "tool", "content": "17"}], [])
+    with pytest.raises(Misbehaved, match="give the prompt as chat messages"):
+        speech.opening("12+5=", ToolEnvironment([add]).tools)
+    with pytest.raises(Misbehaved, match="refuses the messages"):
+        speech.behind(ASKED, end, [{"role": "tool", "content": 17}], [])
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    try:
+        with pytest.raises(Misbehaved, match="does not show what the model said"):
+            speech.behind(ASKED, end, "Higher.", [])
+        tokenizer.chat_template = None
+        with pytest.raises(Misbehaved, match="has none"):
+            speech.opening(ASKED, [])
+    finally:
+        tokenizer.chat_template = CHATML
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ('{"name": "add", "arguments": {"a": "x", "b": 1}}', "error: a: Input should be a valid integer"),
+        ('{"name": "sub", "arguments": {}}', "error: there is no tool 'sub', only add"),
+        ("{nonsense", "error: a call is JSON with name and arguments"),
+        ('{"name": "add", "arguments": {"a": 1}}', "error: b: Missing required"),
+    ],
+)
+async def test_a_call_that_cannot_be_made_tells_the_model_why(call: str, says: str) -> None:
+    step = await ToolEnvironment([add]).step(f"Well. <tool_call>\n{call}\n</tool_call>")
+    assert not step.done
+    (message,) = step.observation
+    assert isinstance(message, dict)
+    assert message["role"] == "tool"
+    assert says in message["content"]
+
+
+async def test_a_tool_that_raises_tells_the_model_why_and_one_that_waits_is_awaited() -> None:
+    async def later(text: str) -> dict[str, str]:
+        if not text:
+            raise ValueError("nothing to do")
+        return {"text": text}
+
+    environment = ToolEnvironment([later])
+    calls = "".join(
+        f'<tool_call>{{"name": "later", "arguments": {{"text": "{text}"}}}}</tool_call>' for text in ("", "é")
+    )
+    step = await environment.step(calls)
+    assert [message["content"] for message in step.observation if isinstance(message, dict)] == [
+        "error: ValueError: nothing to do",
+        '{"text": "é"}',
+    ]
+    assert environment.n_calls == 2

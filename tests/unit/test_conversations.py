@@ -1,0 +1,235 @@
+"""The pure part of conversations: ids of turns, what an answer comes to, and the fold from turns to whole groups."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.domain import plan
+from services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
+from services.trainer.domain.conversation import Talk
+from services.trainer.domain.talk_collector import TalkCollector
+from services.trainer.domain.turns import TurnIds
+from shared.columns import F32, I32, U8, ints, pack
+from shared.errors import ConfigError, Fatal
+from shared.ids import SampleId, group_of
+from shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, SeedingEnded, TurnAnswered
+from tests.support.trainer_rig import spec
+
+IDS = TurnIds(n_groups=2, group_size=2, max_turns=3)
+GROUP, OTHER = SampleId(1, False, 4, 0, 0).pack(), SampleId(1, False, 4, 1, 0).pack()
+
+
+def said(sample: int, number: int, *tokens: int, finish: str = "stop", version: int = 4) -> SampleFinished:
+    return SampleFinished(
+        sample=IDS.id_of(sample, number),
+        tokens=pack(tokens, I32),
+        logprobs=pack([-0.5 * token for token in tokens], F32),
+        finish="stop" if finish == "stop" else "length",
+        spans=[(f"w{number}", version, len(tokens))],
+        attempts=number + 1,
+        group_done=True,
+    )
+
+
+def told(sample: int, number: int, *tokens: int, reward: float = 0.0, over: str = "") -> TurnAnswered:
+    turn = IDS.id_of(sample, number)
+    return TurnAnswered(sample=turn, tokens=pack(tokens, I32), reward=reward, over=over)  # type: ignore[arg-type]
+
+
+def collector(max_staleness: int = 0) -> TalkCollector:
+    return TalkCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness, {False: IDS})
+
+
+def folded(collecting: TalkCollector, *messages: Message) -> list[Outcome]:
+    return [outcome for message in messages if (outcome := collecting.fold(message)) is not None]
+
+
+def alone(sample: int) -> list[Message]:
+    """A conversation of one turn."""
+    return [said(sample, 0, 5, 2), told(sample, 0, reward=1.0, over="done")]
+
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 7), st.integers(1, 5), st.integers(1, 5), st.booleans())
+def test_every_turn_has_an_id_of_its_own_that_tells_its_sample(n: int, size: int, turns: int, is_eval: bool) -> None:
+    ids = TurnIds(n, size, turns)
+    seen = {}
+    for group in range(n):
+        for member in range(size):
+            sample = SampleId(3, is_eval, 8, group, member).pack()
+            for turn in range(turns):
+                packed = ids.id_of(sample, turn)
+                assert ids.turn_of(packed) == (sample, turn)
+                assert SampleId.unpack(packed)[:3] == (3, is_eval, 8)
+                assert turn == 0 or packed == group_of(packed)
+                seen[packed] = (sample, turn)
+    assert len(seen) == n * size * turns
+    assert {SampleId.unpack(packed).group for packed in seen} == set(range(ids.n_numbers))
+
+
+def test_more_turns_than_a_step_has_ids_for_are_refused() -> None:
+    much = {"data": {"train": "t", "prompts_per_step": 512}, "algorithm": {"group_size": 16}}
+    plan.check(spec(**much, environment={"function": "m:f", "max_turns": 8}), 0)
+    with pytest.raises(ConfigError, match=r"environment\.max_turns: 512 prompts with 16 samples of 9 turns"):
+        plan.check(spec(**much, environment={"function": "m:f", "max_turns": 9}), 0)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def answer(*turns: SampleFinished, told: list[int], done: bool = False, max_tokens: int = 10) -> TurnAnswered:
+    talk = Talk(GROUP, list(turns))
+    return talk.answered(told, 0.5, done=done, max_tokens=max_tokens, max_turns=2)
+
+
+def test_a_conversation_goes_on_while_there_are_turns_and_room() -> None:
+    assert answer(said(GROUP, 0, 5, 2), told=[7, 8]) == told(GROUP, 0, 7, 8, reward=0.5)
+
+
+def test_it_is_done_when_the_environment_says_so_even_in_a_turn_that_was_cut() -> None:
+    assert answer(said(GROUP, 0, 5, finish="length"), told=[], done=True).over == "done"
+
+
+@pytest.mark.parametrize(
+    ("turns", "told_"),
+    [
+        ([said(GROUP, 0, 5, 2, finish="length")], [7]),
+        ([said(GROUP, 0, 5, 2), said(GROUP, 1, 5, 2)], [7]),
+        ([said(GROUP, 0, 5, 2)], [7] * 8),
+    ],
+    ids=["the turn was cut off", "no turn is left", "the answer leaves no room"],
+)
+def test_it_is_cut_where_nothing_can_follow(turns: list[SampleFinished], told_: list[int]) -> None:
+    found = answer(*turns, told=told_)
+    assert (found.over, found.tokens, found.reward) == ("cut", b"", 0.5)
+
+
+def test_one_token_of_room_is_room() -> None:
+    assert answer(said(GROUP, 0, 5, 2), told=[7] * 7).over == ""
+
+
+def test_a_conversation_is_one_sample_of_the_models_own_tokens() -> None:
+    talk = Talk(GROUP, [said(GROUP, 0, 5, 2), said(GROUP, 1, 6, 9, 2)])
+    talk.answers = [told(GROUP, 0, 7, 8, reward=1.0), told(GROUP, 1, reward=0.25, over="done")]
+    assert ints(talk.completion) == [5, 2, 7, 8, 6, 9, 2]
+    assert ints(talk.trained, U8) == [1, 1, 0, 0, 1, 1, 1]
+    assert (talk.reward, talk.n_told) == (1.25, 2)
+    assert talk.whole() == SampleFinished(
+        sample=GROUP,
+        tokens=pack([5, 2, 6, 9, 2], I32),
+        logprobs=pack([-2.5, -1.0, -3.0, -4.5, -1.0], F32),
+        finish="stop",
+        spans=[("w0", 4, 2), ("w1", 4, 3)],
+        attempts=2,
+        group_done=False,
+    )
+
+
+# --- the fold ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_whole_with_the_answer_that_ends_its_last_conversation() -> None:
+    collecting = collector()
+    turns = [said(GROUP + 1, 0, 5, 2), said(GROUP, 0, 6, 2), told(GROUP, 0, reward=1.0, over="done")]
+    assert folded(collecting, *turns, told(GROUP + 1, 0, 9), said(GROUP + 1, 1, 7)) == []
+    assert (collecting.n_arrived, collecting.n_samples, collecting.complete) == (1, 4, False)
+    (outcome,) = folded(collecting, told(GROUP + 1, 1, reward=2.0, over="cut"))
+    assert isinstance(outcome, WholeGroup)
+    assert [sample.sample for sample in outcome.samples] == [GROUP, GROUP + 1]
+    assert [sample.finish for sample in outcome.samples] == ["stop", "length"]
+    assert [ints(talk.completion) for talk in outcome.talks] == [[6, 2], [5, 2, 9, 7]]
+    assert [talk.reward for talk in outcome.talks] == [1.0, 2.0]
+    assert len(folded(collecting, *alone(OTHER), *alone(OTHER + 1))) == 1
+    assert collecting.complete
+    assert collecting.duplicates == 0
+
+
+def test_a_turn_is_to_be_answered_once_and_not_where_an_answer_follows() -> None:
+    collecting = collector()
+    folded(collecting, said(GROUP, 0, 5, 2), said(OTHER, 0, 6, 2), told(OTHER, 0, 9))
+    assert [talk.sample for talk in collecting.take_unanswered()] == [GROUP]
+    assert collecting.take_unanswered() == []
+    folded(collecting, said(OTHER, 1, 6, 2))
+    assert [talk.sample for talk in collecting.take_unanswered()] == [OTHER]
+
+
+def test_of_two_answers_the_first_counts() -> None:
+    collecting = collector()
+    folded(collecting, said(GROUP, 0, 5, 2), told(GROUP, 0, 9), told(GROUP, 0, 8, 8), said(GROUP, 1, 6, 2))
+    (talk,) = collecting.take_unanswered()
+    assert ints(talk.completion) == [5, 2, 9, 6, 2]
+    folded(collecting, told(GROUP, 0, reward=9.0, over="done"))
+    assert talk.reward == 0.0
+
+
+def test_a_turn_that_comes_again_is_counted_and_changes_nothing() -> None:
+    collecting = collector()
+    folded(collecting, said(GROUP, 0, 5, 2), said(GROUP, 0, 5, 2))
+    earlier = said(SampleId(1, False, 3, 0, 0).pack(), 1, 5)
+    folded(collecting, earlier)
+    assert collecting.duplicates == 2
+    (talk,) = collecting.take_unanswered()
+    assert len(talk.turns) == 1
+
+
+@pytest.mark.parametrize(
+    "turn", [said(GROUP, 1, 5), said(GROUP + 3, 0, 5)], ids=["before its predecessor", "of a member that there is not"]
+)
+def test_a_turn_that_nobody_asked_for_is_fatal(turn: SampleFinished) -> None:
+    with pytest.raises(Fatal, match="ask"):
+        collector().fold(turn)
+
+
+def test_what_an_environment_does_wrong_drops_its_group_and_asks_nothing_more() -> None:
+    collecting = collector()
+    bad = TurnAnswered(sample=GROUP, reason="environment_raised", detail="ValueError: no")
+    folded(collecting, said(GROUP, 0, 5, 2), said(GROUP + 1, 0, 5, 2))
+    assert folded(collecting, bad) == [DroppedGroup(GROUP, "environment_raised", "ValueError: no")]
+    assert collecting.take_unanswered() == []
+    assert folded(collecting, told(GROUP + 1, 0, 9), said(GROUP + 1, 1, 5, 2)) == []
+    assert collecting.take_unanswered() == []
+    folded(collecting, *alone(OTHER), *alone(OTHER + 1))
+    assert collecting.complete
+    assert collecting.duplicates == 0
+
+
+def test_a_later_turn_that_cannot_be_generated_drops_its_group() -> None:
+    collecting = collector()
+    folded(collecting, said(GROUP, 0, 5, 2), told(GROUP, 0, 9))
+    lost = SampleDropped(sample=IDS.id_of(GROUP, 1), reason="failed 3 times", group_done=True)
+    assert folded(collecting, lost) == [DroppedGroup(GROUP, "generation", "failed 3 times")]
+
+
+def test_turns_of_other_weights_follow_the_jobs_rule() -> None:
+    with pytest.raises(Fatal, match="weight versions"):
+        collector().fold(said(GROUP, 0, 5, version=3))
+    collecting = collector(max_staleness=1)
+    turns = [
+        said(GROUP, 0, 5, 2, version=2),
+        told(GROUP, 0, 9),
+        said(GROUP, 1, 5, version=3),
+        told(GROUP, 1, over="cut"),
+    ]
+    (outcome,) = folded(collecting, *turns, *alone(GROUP + 1))
+    assert isinstance(outcome, DroppedGroup)
+    assert outcome.reason == "stale"
+
+
+def test_a_group_that_begins_in_another_way_than_before_is_dropped() -> None:
+    collecting = collector()
+    collecting.expect(GROUP, b"new")
+    collecting.expect(OTHER, b"same")
+    opened = [GroupOpened(group=GROUP, prompt_digest=b"old"), GroupOpened(group=OTHER, prompt_digest=b"same")]
+    (dropped,) = folded(collecting, *opened, GroupOpened(group=OTHER, prompt_digest=b"later"))
+    assert isinstance(dropped, DroppedGroup)
+    assert (dropped.group, dropped.reason) == (GROUP, "environment_not_the_same")
+
+
+def test_the_end_of_the_seeding_is_still_heard() -> None:
+    collecting = collector()
+    collecting.fold(SeedingEnded(step=4, window_s=1.0, reason="window"))
+    assert collecting.device_is_ours

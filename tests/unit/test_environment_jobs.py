@@ -1,0 +1,103 @@
+"""Jobs with an environment: what a job file may say, and what the manager makes of their turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlboost.jobcheck import problems
+from services.rollout_manager.domain.intake import recall_delivered
+from services.rollout_manager.domain.ledger import Sample
+from services.rollout_manager.domain.lengths import Lengths
+from services.rollout_manager.domain.world import World
+from shared.columns import I32, pack
+from shared.errors import ConfigError
+from shared.ids import SampleId
+from shared.jobspec import JobSpec, parse
+from shared.messages import GroupOpened, GroupRequested, Sampling, TurnAnswered
+
+JOB: dict[str, Any] = {"model": "m", "data": {"train": "t"}, "steps": 1}
+GAME = {"function": "tests.support.environments:Game"}
+
+
+def job(**changes: Any) -> JobSpec:
+    return parse({**JOB, **changes})
+
+
+def test_an_environment_may_stand_in_place_of_a_reward_or_beside_one() -> None:
+    alone = job(environment=GAME)
+    assert alone.reward is None
+    assert alone.environment is not None
+    assert (alone.environment.max_turns, alone.environment.timeout_s, alone.environment.workers) == (8, 30.0, 1)
+    assert job(environment=GAME, reward={"function": "m:f"}).reward is not None
+    assert job(reward={"function": "m:f"}).environment is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, "reward: a job of kind rl needs it, or an environment"),
+        ({"environment": {"function": "guess"}}, "environment.function"),
+        ({"environment": {**GAME, "max_turns": 0}}, "environment.max_turns"),
+        ({"environment": {**GAME, "turns": 3}}, "turns"),
+        ({"environment": GAME, "kind": "sft"}, "environment: a job of kind sft generates nothing: remove it"),
+    ],
+)
+def test_what_a_job_cannot_say_of_it_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        job(**changes)
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("Game", []),
+        ("Silent", ["is no environment: it makes a Silent, which has no method step"]),
+        ("Missing", ["cannot be imported from"]),
+    ],
+)
+def test_config_check_tries_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, problem: list[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    environment = {"function": f"tests.support.environments:{function}"}
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "environment": environment}))
+    found = [text for text in problems(Path("job.yaml"), []) if text.startswith("environment.function: ")]
+    assert len(found) == len(problem)
+    assert all(expected in text for expected, text in zip(problem, found, strict=True))
+
+
+def sample(near: str) -> Sample:
+    request = GroupRequested(
+        job_id="j",
+        group=SampleId(1, False, 0, 0, 0).pack(),
+        n=1,
+        prompt=pack([1, 2], I32),
+        sampling=Sampling(),
+        version=0,
+        seed=0,
+        near=near,
+    )
+    made = Sample(request.group, request, "1-0", 0)
+    made.tokens += pack([0] * 5, I32)
+    return made
+
+
+@pytest.mark.parametrize(("near", "learns"), [("", True), ("w-1", False)])
+def test_only_prompts_that_may_come_again_are_remembered_by_their_length(near: str, learns: bool) -> None:
+    lengths, turn = Lengths(), sample(near)
+    lengths.finished(turn)
+    assert (lengths.group_closed(turn) is not None) is learns
+    assert bool(lengths.prompts) is learns
+    assert not lengths.longest
+
+
+def test_a_manager_that_starts_again_passes_over_the_trainers_notes() -> None:
+    world = World(lease_s=1.0)
+    for note in (GroupOpened(group=256, prompt_digest=b"1"), TurnAnswered(sample=256)):
+        recall_delivered(world, "j", note)
+    assert not world.delivered

@@ -1,0 +1,335 @@
+"""A whole job with an environment on fakes: no sockets, no torch, no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.fakes import FakeEngine
+from services.trainer.fakes_environment import FakeEnvironments, FakeSpeech
+from services.trainer.ports import LossFn, RewardBatch, Row, Scores, Workshop
+from shared import names
+from shared.bus import START
+from shared.columns import F32, I32, U8, ints, length
+from shared.environment import Environment, Said, Step
+from shared.ids import SampleId
+from shared.jobspec import JobSpec, parse
+from shared.messages import Event, GroupRequested, SampleDropped, TurnAnswered
+from tests.support.scripted_manager import Answer, scripted
+from tests.support.trainer_rig import JOB, Rig, spec
+
+TURNS = 3
+GAME: dict[str, Any] = {
+    "reward": None,
+    "environment": {"function": "m:game", "max_turns": TURNS},
+    "sampling": {"max_tokens": 40},
+    "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 100},
+}
+
+
+class Echo:
+    """Says how many words it heard, for two or three turns."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+        self.n = 2 + row["row"] % 2
+        self.n_turns = 0
+        return None
+
+    def step(self, text: str) -> Step:
+        self.n_turns += 1
+        return Step(f"50 {len(text.split())}", len(text.split()) % 3, done=self.n_turns >= self.n)
+
+
+class Watched(FakeEngine):
+    """Keeps the rows that it was trained on."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+        self._rows += [row for rows in batches for row in rows]
+        return super().accumulate(batches, loss)
+
+
+class TalkRig(Rig):
+    """A trainer whose samples are conversations."""
+
+    def __init__(self, folder: Path, make: Callable[[], Environment] = Echo, **changes: Any) -> None:
+        super().__init__(folder, spec(**{**GAME, **changes}))
+        self.make = make
+        self.rows: list[Row] = []
+        self.make_engine = lambda: Watched(self.rows)
+        self.environments: list[FakeEnvironments] = []
+        self.reward = lambda batch: Scores((0.0,) * len(batch.completions))
+
+    def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
+        workshop = super().build(_spec, _job_id)
+        self.environments.append(FakeEnvironments(self.make))
+        data = replace(workshop.data, speech=FakeSpeech())
+        return replace(workshop, data=data, environments=self.environments[-1])
+
+    @property
+    def turns(self) -> list[GroupRequested]:
+        """Requests of turns behind the first."""
+        return [request for request in self.manager.requests if SampleId.unpack(request.group).group >= 4]
+
+    async def answers(self) -> list[TurnAnswered]:
+        entries = await self.bus.read({names.rollouts_finished(JOB): START}, count=10_000)
+        return [entry.message for entry in entries if isinstance(entry.message, TurnAnswered)]
+
+    async def samples(self) -> list[dict[str, Any]]:
+        entries = await self.bus.read({names.job_samples(JOB): START}, count=10_000)
+        return [entry.message.fields for entry in entries if isinstance(entry.message, Event)]
+
+
+def done(request: GroupRequested, sample: int) -> Answer:
+    """Turns of up to nine tokens, so that three of them have room."""
+    short = request.model_copy(update={"sampling": request.sampling.model_copy(update={"max_tokens": 9})})
+    return scripted(short, sample)
+
+
+async def played(rig: TalkRig) -> TalkRig:
+    rig.manager.script = done
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    return rig
+
+
+async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_trained_on(tmp_path: Path) -> None:
+    rig = await played(TalkRig(tmp_path, steps=1))
+    assert len(rig.rows) == 8
+    by_prompt = {request.group: request for request in rig.turns}
+    for row in rig.rows:
+        tokens, trained = ints(row.completion), ints(row.trained, U8)
+        said = [token for token, mine in zip(tokens, trained, strict=True) if mine]
+        told = [token for token, mine in zip(tokens, trained, strict=True) if not mine]
+        assert length(row.logprobs, F32) == len(said) == row.n_trained
+        assert told[::2] == [50] * (2 if ints(row.prompt)[1] % 2 else 1)
+        # Each later turn was asked for with exactly what stands before it.
+        starts = [i for i in range(1, len(trained)) if trained[i] and not trained[i - 1]]
+        asked = [ints(request.prompt) for request in by_prompt.values()]
+        assert all(ints(row.prompt) + tokens[:start] in asked for start in starts)
+    for request in rig.turns:
+        behind = length(request.prompt, I32) - 2
+        assert request.sampling.max_tokens == 40 - behind
+        assert (request.n, request.near) == (1, "w-1")
+    assert sum(environments.held for environments in rig.environments) == 0
+    assert rig.environments[0].closed
+
+
+async def test_rewards_of_the_turns_add_up_and_what_a_function_gives_is_added(tmp_path: Path) -> None:
+    rig = TalkRig(tmp_path, steps=1, reward={"function": "m:f"})
+    asked: list[RewardBatch] = []
+
+    def reward(batch: RewardBatch) -> Scores:
+        asked.append(batch)
+        return Scores((100.0,) * len(batch.completions))
+
+    rig.reward = reward
+    await played(rig)
+    answers = await rig.answers()
+    given = sum(answer.reward for answer in answers)
+    (report,) = await rig.steps()
+    assert report.metrics["reward/mean"] == pytest.approx(100 + given / 8)
+    assert report.metrics["reward/environment/mean"] == pytest.approx(given / 8)
+    assert report.metrics["turns/mean"] == len(answers) / 8
+    assert (report.metrics["turns/max"], report.metrics["tokens/told"]) == (3.0, 2.0 * len(rig.turns))
+    assert all(" 50 " in text for batch in asked for text in batch.completions if isinstance(text, str))
+    shown = await rig.samples()
+    assert [sample["reward"] for sample in shown] == [100 + sample["rewards"]["environment"] for sample in shown]
+    assert {sample["turns"] for sample in shown} == {2, 3}
+
+
+async def test_turns_and_room_have_an_end(tmp_path: Path) -> None:
+    class Endless(Echo):
+        def step(self, text: str) -> Step:
+            return replace(super().step(text), done=False)
+
+    rig = await played(TalkRig(tmp_path, Endless, steps=1))
+    assert [answer.over for answer in await rig.answers() if answer.over] == ["cut"] * 8
+    (report,) = await rig.steps()
+    assert report.metrics["turns/max"] == TURNS
+    assert report.metrics["completions/clipped_ratio"] == 1.0
+    assert all(length(row.completion, I32) <= 40 for row in rig.rows)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_trains_on_the_same_rows(
+    tmp_path: Path, max_staleness: int, turn: int
+) -> None:
+    elastic = {"max_staleness": max_staleness}
+    undisturbed = await played(TalkRig(tmp_path / "a", elastic=elastic))
+    first = 0 if turn == 0 else 4 + (turn - 1) * 8
+
+    def is_late(sample: int) -> bool:
+        """Tell whether a sample is of the turn that nobody sees before the trainer is killed."""
+        found = SampleId.unpack(sample)
+        return found.step == 2 and found.group >= first and (turn > 0 or found.group == 1)
+
+    rig = TalkRig(tmp_path / "b", elastic=elastic)
+    rig.manager.script = done
+    rig.manager.withholds = is_late
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await rig.waits_for("samples of step 2")
+    await rig.manager.release()
+    rig.lease_runs_out()
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    assert set(rig.manager.answered.values()) == {1}
+    assert {r.group: r.prompt for r in rig.manager.requests} == {
+        r.group: r.prompt for r in undisturbed.manager.requests
+    }
+    assert all(report.metrics["samples/duplicates"] == 0 for report in await rig.steps())
+    assert all(report.metrics["groups/dropped"] == 0 for report in await rig.steps())
+    assert rig.environments[1].held == 0
+    rows = [
+        {(row.prompt, row.completion, row.trained, row.advantage) for row in one.rows} for one in (rig, undisturbed)
+    ]
+    assert rows[0] == rows[1]
+
+
+async def test_what_was_answered_before_the_trainer_was_killed_stays_and_is_asked_for_in_silence(
+    tmp_path: Path,
+) -> None:
+    rig = TalkRig(tmp_path, steps=1)
+    rig.manager.script = done
+    rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= 4
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await rig.waits_for("samples of step 0")
+        before = await rig.answers()
+    await rig.manager.release()
+    rig.lease_runs_out()
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    after = await rig.answers()
+    assert after[: len(before)] == before
+    assert len({answer.sample for answer in after}) == len(after) == 8 + len(rig.turns)
+
+
+async def test_an_environment_that_does_not_do_the_same_again_drops_its_group(tmp_path: Path) -> None:
+    n_made = 0
+
+    class Moody(Echo):
+        def __init__(self) -> None:
+            nonlocal n_made
+            n_made += 1
+            self.mood = n_made
+
+        def step(self, text: str) -> Step:
+            step = super().step(text)
+            return replace(step, observation=f"{self.mood}") if self.n == 3 else step
+
+    rig = TalkRig(tmp_path, Moody, steps=1)
+    rig.manager.script = done
+    rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= 4
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await rig.waits_for("samples of step 0")
+    await rig.manager.release()
+    rig.lease_runs_out()
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    (report,) = await rig.steps()
+    odd = {request.group for request in rig.manager.requests if ints(request.prompt)[1] % 2 and request.n == 2}
+    assert 0 < len(odd) < 4
+    assert report.metrics["groups/dropped/environment_not_the_same"] == len(odd)
+
+
+async def test_an_environment_that_fails_drops_its_group_and_says_why(tmp_path: Path) -> None:
+    class Failing(Echo):
+        def step(self, text: str) -> Step:
+            if self.n == 3 and self.n_turns == 1:
+                raise ValueError("no more")
+            return super().step(text)
+
+    rig = await played(TalkRig(tmp_path, Failing, steps=1))
+    (report,) = await rig.steps()
+    n_dropped = report.metrics["groups/dropped/environment_raised"]
+    assert 0 < n_dropped < 4
+    assert report.metrics["groups/dropped"] == n_dropped
+    dropped = [fields for kind, fields in await rig.events() if kind == "group_dropped"]
+    assert {fields["detail"] for fields in dropped} == {"ValueError: no more"}
+    assert rig.environments[0].held == 0
+
+
+async def test_an_answer_that_the_model_cannot_read_drops_the_group(tmp_path: Path) -> None:
+    class Verbose(Echo):
+        def step(self, text: str) -> Step:
+            return replace(super().step(text), observation="words" if self.n == 3 else "5")
+
+    rig = await played(TalkRig(tmp_path, Verbose, steps=1))
+    (report,) = await rig.steps()
+    assert report.metrics["groups/dropped/environment_untellable"] > 0
+
+
+async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an_error(tmp_path: Path) -> None:
+    class Picky(Echo):
+        def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+            super().reset(row, seed)
+            if self.n == 3:
+                raise ValueError("not this row")
+            return f"1 {row['row']} {seed % 7 + 10}"
+
+    rig = await played(TalkRig(tmp_path / "some", Picky, steps=1))
+    (report,) = await rig.steps()
+    assert 0 < report.metrics["groups/dropped/environment_raised"] < 4
+    assert all(len(ints(row.prompt)) == 3 for row in rig.rows)
+
+    class Closed(Echo):
+        def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+            raise ValueError("we are closed")
+
+    rig = TalkRig(tmp_path / "none", Closed, steps=1)
+    async with rig.trainer():
+        await rig.command("create")
+        ended = await rig.ended()
+    assert ended.state == "failed"
+    assert "not one conversation of step 0 could begin" in ended.error
+    assert "we are closed" in ended.error
+    assert "environment.function m:game" in ended.error
+
+
+async def test_a_turn_that_cannot_be_generated_drops_its_group(tmp_path: Path) -> None:
+    rig = TalkRig(tmp_path, steps=1)
+
+    def script(request: GroupRequested, sample: int) -> Answer:
+        if request.n == 1 and not rig.turns:
+            return SampleDropped(sample=sample, reason="failed 3 times", group_done=True)
+        return done(request, sample)
+
+    rig.manager.script = script
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    (report,) = await rig.steps()
+    assert report.metrics["groups/dropped/generation"] >= 1
+
+
+async def test_evaluation_has_conversations_too(tmp_path: Path) -> None:
+    data = {"train": "t", "eval": "e", "prompts_per_step": 4}
+    rig = await played(TalkRig(tmp_path, steps=1, data=data, eval={"every": 1, "samples": 5}))
+    rows = {report.step: report.metrics for report in await rig.steps()}
+    assert all("eval/reward_mean" in rows[step] for step in (0, 1))
+    turns = [SampleId.unpack(request.group) for request in rig.manager.requests]
+    assert {found.group for found in turns if found.is_eval and found.step == 0} > {0, 1, 2}
+
+
+async def test_a_job_that_only_evaluates_has_conversations(tmp_path: Path) -> None:
+    rig = TalkRig(tmp_path)
+    environment, sampling = GAME["environment"], GAME["sampling"]
+    raw = {"kind": "eval", "model": "m", "data": {"eval": "e"}, "environment": environment, "sampling": sampling}
+    rig.job = parse({**raw, "eval": {"samples": 5}})
+    await played(rig)
+    (report,) = await rig.steps()
+    assert report.metrics["eval/reward_mean"] > 0
+    assert {SampleId.unpack(request.group).is_eval for request in rig.manager.requests} == {True}
+    assert any(SampleId.unpack(request.group).group >= 3 for request in rig.manager.requests)
