@@ -11,20 +11,27 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from rlboost.modelcheck import code_problems, data_problem, machine_problems, model_problems
 from shared.errors import ConfigError
-from shared.jobspec import JobSpec, load
-from shared.reward import RewardPart
-from shared.rows import BadRow, is_messages, is_remote, read_rows
-from shared.validation import describe
+from shared.examples import example_of
+from shared.jobspec import DataSpec, JobSpec, load
+from shared.rows import BadRow, Row, is_messages, is_remote, read_rows
+from shared.validation import Section, describe
 
 _IMPORT_LIMIT_S = 60.0
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-_IMPORT_SCRIPT = """
+_REWARD_SCRIPT = """
 import json, sys
 from shared.reward_call import load, style_of
 part = json.loads(sys.argv[1])
 style_of(load(part["function"]), part["arguments"], part["style"])
+"""
+_ENVIRONMENT_SCRIPT = """
+import json, sys
+from shared.environment import maker
+spec = json.loads(sys.argv[1])
+maker(spec["function"], spec["arguments"])
 """
 _UNFIT = "shared.reward_call.Unfit: "
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -42,10 +49,20 @@ def problems(file: Path, overrides: list[str]) -> list[str]:
         spec = JobSpec.model_validate(raw)
     except ValidationError as error:
         return describe(error)
-    found = [_model(spec.model), _data("data.train", spec, spec.data.train, spec.data.train_split)]
-    if spec.data.eval is not None:
+    found = [_model(spec.model)]
+    if spec.data.train is not None:
+        found.append(_data("data.train", spec, spec.data.train, spec.data.train_split))
+    if spec.data.eval is not None and spec.kind != "sft":
         found.append(_data("data.eval", spec, spec.data.eval, spec.data.eval_split))
-    found += [_reward(part) for part in spec.reward.parts]
+    # Of a service only the trainer can tell whether it is there.
+    functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
+    found += [_tried(_REWARD_SCRIPT, part, function, "reward function") for part, function in functions]
+    if (environment := spec.environment) is not None:
+        found.append(_tried(_ENVIRONMENT_SCRIPT, environment, environment.function, "environment"))
+    model_is_here = found[0] is None and Path(spec.model).expanduser().is_dir()
+    found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec), *machine_problems(spec)]
+    if model_is_here and not any(found):
+        found.append(data_problem(spec))
     return [problem for problem in found if problem]
 
 
@@ -75,15 +92,15 @@ def _data(field: str, spec: JobSpec, source: str, split: str) -> str | None:
 
 
 def _rows(spec: JobSpec, source: str, split: str) -> str | None:
-    key, chat, empty = spec.data.prompt_key, "", True
+    chat, empty = "", True
     for row in read_rows(source, split, spec.data.subset):
         empty = False
-        if key not in row.values:
-            return f"{source} {row.place} has no key {key!r}: mend it, or set data.prompt_key"
-        if is_messages(row.values[key]):
+        try:
+            prompt = _prompt(spec.data, row, imitates=spec.kind == "sft")
+        except ConfigError as error:
+            return f"{source} {row.place}: {error}"
+        if is_messages(prompt):
             chat = chat or row.place
-        elif not isinstance(row.values[key], str):
-            return f"{source} {row.place}: {key!r} is neither text nor a list of chat messages with a role"
     if empty:
         return f"{source} is empty: it needs one JSON object a line, or one row a problem"
     if chat and not _may_have_chat_template(Path(spec.model).expanduser()):
@@ -92,6 +109,18 @@ def _rows(spec: JobSpec, source: str, split: str) -> str | None:
             "put its chat_template.jinja there, or give prompts as text"
         )
     return None
+
+
+def _prompt(spec: DataSpec, row: Row, *, imitates: bool) -> object:
+    key = spec.prompt_key
+    if imitates:
+        return example_of(row.values, key, spec.completion_key).prompt
+    if key not in row.values:
+        raise ConfigError(f"no key {key!r}: mend it, or set data.prompt_key")
+    prompt = row.values[key]
+    if not is_messages(prompt) and not isinstance(prompt, str):
+        raise ConfigError(f"{key!r} is neither text nor a list of chat messages with a role")
+    return prompt
 
 
 def _may_have_chat_template(model: Path) -> bool:
@@ -104,14 +133,14 @@ def _may_have_chat_template(model: Path) -> bool:
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
-def _reward(part: RewardPart) -> str | None:
-    if (function := part.function) is None:
-        return None  # only the trainer can tell whether the service is there
+def _tried(script: str, section: Section, function: str, what: str) -> str | None:
+    """Return what is wrong with the user's function that a section names."""
+    field = f"{what.partition(' ')[0]}.function"
     # In a process of its own, as in the trainer: it may be slow, print, or hold on to anything.
     path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(  # noqa: S603 - our own script; the user's module is what is to be tried
-            [sys.executable, "-c", _IMPORT_SCRIPT, part.model_dump_json()],
+            [sys.executable, "-c", script, section.model_dump_json()],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -120,10 +149,10 @@ def _reward(part: RewardPart) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"reward.function: importing {function} took more than {_IMPORT_LIMIT_S:.0f} s"
+        return f"{field}: importing {function} took more than {_IMPORT_LIMIT_S:.0f} s"
     if done.returncode == 0:
         return None
     reason = (done.stderr.strip().splitlines() or ["it exited without a message"])[-1]
     if reason.startswith(_UNFIT):
-        return f"reward.function: {function} is no reward function: {reason.removeprefix(_UNFIT)}"
-    return f"reward.function: {function} cannot be imported from {Path.cwd()}: {reason}"
+        return f"{field}: {function} is no {what}: {reason.removeprefix(_UNFIT)}"
+    return f"{field}: {function} cannot be imported from {Path.cwd()}: {reason}"

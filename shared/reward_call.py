@@ -14,14 +14,15 @@ TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
 
 
 class Unfit(TypeError):
-    """A function that can be imported and not be called as reward functions are."""
+    """What can be imported, and not be called as a function of its kind is."""
 
 
 def load(path: str) -> Callable[..., Any]:
     """Import `package.module:function`, which runs the user's code.
 
     Raises:
-        Exception: whatever that does.
+        Unfit: it is no function.
+        Exception: whatever the user's code raises.
 
     """
     module, _, name = path.partition(":")
@@ -29,7 +30,7 @@ def load(path: str) -> Callable[..., Any]:
     for part in name.split("."):
         function = getattr(function, part)
     if not callable(function):
-        raise TypeError(f"{path} is not a function")
+        raise Unfit(f"{path} is not a function")
     return function
 
 

@@ -92,4 +92,4 @@ def test_a_batch_that_could_not_be_trained_on_is_there_to_read(tmp_path: Path) -
     assert len(kept) == 2
     assert str(kept[0]["logprobs"]) == "[nan]"
     del kept[0]["logprobs"]
-    assert kept[0] == {"prompt": [1, 2], "completion": [3], "proximal": [], "advantage": -0.5}
+    assert kept[0] == {"prompt": [1, 2], "completion": [3], "trained": [], "proximal": [], "advantage": -0.5}

@@ -19,6 +19,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text("{}")
     (tmp_path / "base/model.safetensors").touch()
+    (tmp_path / "base/tokenizer.json").touch()
+    # It tokenizes, with a real model: tests/contract/test_jobcheck_model.py.
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "my_reward.py").write_text(
         "def score(completions, **_): ...\n"
@@ -73,3 +76,32 @@ def test_each_of_several_functions_is_tried() -> None:
 
 def test_a_dataset_on_the_hub_is_left_to_the_trainer() -> None:
     assert check(data={"train": "openai/gsm8k"}, reward={"function": "my_reward:score"}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"prompt": "1", "completion": "2"}\n', ""),
+        (
+            '{"prompt": "1"}\n',
+            "train.jsonl line 1: no key 'completion', nor chat messages that end with the assistant's",
+        ),
+        ('{"completion": "1"}\n', "train.jsonl line 1: no key 'prompt' (keys: completion)"),
+        ('{"messages": [{"role": "user"}, {"role": "assistant"}]}\n', "train.jsonl line 1 has chat messages, but base"),
+    ],
+)
+def test_a_job_that_imitates_needs_completions_and_no_reward(folder: Path, text: str, problem: str) -> None:
+    (folder / "train.jsonl").write_text(text)
+    job = {"kind": "sft", "model": "base", "data": {"train": "train.jsonl"}, "steps": 1}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    found = problems(Path("job.yaml"), [])
+    assert len(found) == bool(problem)
+    assert all(line.startswith(f"data.train: {problem}") for line in found)
+
+
+def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
+    job = {"kind": "eval", "model": "base", "data": {"eval": "train.jsonl"}, "reward": {"function": "my_reward:score"}}
+    Path("job.yaml").write_text(yaml.safe_dump({**job, "eval": {"samples": 4}}))
+    assert problems(Path("job.yaml"), []) == []
+    Path("job.yaml").write_text(yaml.safe_dump({**job, "eval": {"samples": 4}, "steps": 3}))
+    assert problems(Path("job.yaml"), []) == ["steps: a job of kind eval trains nothing: remove it"]

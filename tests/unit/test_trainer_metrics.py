@@ -5,6 +5,7 @@ import math
 import pytest
 
 from services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
+from services.trainer.domain.utilization import Machine, flops_per_token, peak_flops
 from shared.columns import F32, I32, pack
 from shared.messages import SampleFinished
 
@@ -45,7 +46,11 @@ def test_the_rows_names_are_the_fields() -> None:
             "mismatch_kl": 0.5,
             "mismatch_tokens": 2.0,
             "reference_kl": 1.5,
+            "all_tokens": 50.0,
+            "padded_tokens": 80.0,
         },
+        measured={"data/skipped_solved": 3, "data/skipped_failed": 1},
+        machine=Machine(n_devices=5, flops_per_token=1e12, peak_flops=1e14),
         penalties=[0.0, 0.5, 0.0, 0.5],
         grad_norms=[1.0, 3.0],
         learning_rate=1e-3,
@@ -81,6 +86,7 @@ def test_the_rows_names_are_the_fields() -> None:
             "lr": 1e-3,
             "eval/reward_mean": 0.25,
             "eval/mean_length": 8.0,
+            "eval/pass@1": 0.0,
             "samples/duplicates": 3.0,
             "groups/dropped": 2.0,
             "groups/dropped/timeout": 2.0,
@@ -92,6 +98,11 @@ def test_the_rows_names_are_the_fields() -> None:
             "time/train_s": 0.25,
             "time/publish_s": 0.125,
             "perf/tokens_per_s": 10.0,
+            "perf/padding_ratio": 0.375,
+            "perf/throughput": 5.0,
+            "perf/mfu": 0.4,
+            "data/skipped_solved": 3.0,
+            "data/skipped_failed": 1.0,
         }
     )
 
@@ -119,3 +130,16 @@ def test_each_of_several_reward_functions_has_its_mean_over_what_it_applies_to()
         "reward/short/mean": 4.0,
         "eval/reward/right/mean": 1.0,
     }
+
+
+def test_utilization_is_told_only_of_devices_whose_peak_is_known() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12
+    assert peak_flops("NVIDIA L4", "bfloat16") == 121e12
+    assert peak_flops("NVIDIA L40S", "bfloat16") == 362e12
+    assert peak_flops("NVIDIA L40", "bfloat16") is None
+    assert peak_flops("NVIDIA H200", "float32") is None
+    assert set(Machine(flops_per_token=1.0).metrics(10.0, 2.0, 1.0)) == {"perf/throughput"}
+    assert flops_per_token(100, frozen=False) == 600.0
+    assert flops_per_token(100, frozen=True) == 400.0

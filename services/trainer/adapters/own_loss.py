@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, cast
+from typing import cast
 
 from services.trainer.domain.tokens import TokenLoss
-from shared.errors import ConfigError
+from shared.own_code import own_function
 
 
 def own_loss(path: str) -> TokenLoss:
     """Return the function `module:function`.
 
     Raises:
-        ConfigError: it cannot be imported, or is no function.
+        ConfigError: it cannot be imported, is no function, or does not take one micro-batch.
 
     """
-    module, _, name = path.partition(":")
-    try:
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
-    except Exception as error:
-        raise ConfigError(
-            f"algorithm.loss: {path} cannot be imported: {type(error).__name__}: {error}; start the trainer in a "
-            f"folder from which 'import {module}' works, or add that folder to PYTHONPATH"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"algorithm.loss: {path} is not a function")
-    return cast("TokenLoss", function)
+    return cast("TokenLoss", own_function("algorithm.loss", path, ("batch",)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,24 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from services.trainer.adapters.run_log import Opener, RunLog
 from services.trainer.ports import Row
 from shared.columns import floats, ints
 from shared.errors import Fatal
+from shared.model_folder import copy_without_weights, declare_dtype
 from shared.weights.publisher import Shard
 
-_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-"""Endings of files of the base model that hold its weights."""
+_FINISH_LIMIT_S = 5.0
+"""A trainer that is told to stop has ten seconds for everything."""
 
 
 class JobFolder:
     """`RunFolder` in a local folder."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, loggers: Mapping[str, Opener] | None = None) -> None:
         """Use `folder`, which is made where it is missing; `model` is the base model's directory."""
         self._folder = folder
+        self._log = RunLog(loggers or {})
         self._model = model
         self._metrics = folder / "metrics.jsonl"
 
@@ -38,11 +41,14 @@ class JobFolder:
             _replace(self._folder / "job.json", json.dumps(json.loads(spec_json), indent=2) + "\n")
             if self._metrics.exists():
                 _replace(self._metrics, "".join(_rows_before(self._metrics, step)))
+        self._log.begin(step)
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+    def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
         """See `RunFolder.log_step`."""
         with self._disk_errors(), self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._log.log(step, metrics)
+        return self._log.troubles()
 
     def keep_batch(self, name: str, rows: Sequence[Row]) -> Path:
         """See `RunFolder.keep_batch`: JSON, a row a line."""
@@ -54,12 +60,11 @@ class JobFolder:
     def export(self, shards: Iterable[Shard]) -> Path:
         """See `RunFolder.export`."""
         with self._aside("model") as aside:
-            for file in self._model.iterdir():
-                if file.is_file() and not file.name.endswith(_NOT_COPIED):
-                    shutil.copyfile(file, aside / file.name)
+            copy_without_weights(self._model, aside)
             tensors = {shard.name: _tensor(shard) for shard in shards}
             save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-            _declare_dtype(aside / "config.json", tensors.values())
+            dtypes = (t.dtype for t in tensors.values() if t.is_floating_point())
+            declare_dtype(aside, str(next(dtypes)).removeprefix("torch."))
         return self._folder / "model"
 
     def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
@@ -69,6 +74,11 @@ class JobFolder:
             save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
             _replace(aside / "adapter_config.json", json.dumps(json.loads(adapter_json), indent=2) + "\n")
         return self._folder / "adapter"
+
+    def close(self) -> list[str]:
+        """See `RunFolder.close`."""
+        self._log.close(_FINISH_LIMIT_S)
+        return self._log.troubles()
 
     @contextmanager
     def _aside(self, name: str) -> Iterator[Path]:
@@ -89,6 +99,10 @@ class JobFolder:
             raise Fatal(f"the run's folder {self._folder} cannot be written: {error}; make room or mend it") from error
 
 
+_ASKED = ("reference", "advantages", "values", "returns")
+"""Columns that only some algorithms have."""
+
+
 def _readable(row: Row) -> dict[str, Any]:
     return {
         "prompt": ints(row.prompt),
@@ -96,15 +110,9 @@ def _readable(row: Row) -> dict[str, Any]:
         "logprobs": floats(row.logprobs),
         "proximal": floats(row.proximal),
         "advantage": row.advantage,
+        "trained": list(row.trained),
+        **{name: floats(column) for name in _ASKED if (column := getattr(row, name))},
     }
-
-
-def _declare_dtype(config_file: Path, tensors: Iterable[torch.Tensor]) -> None:
-    """Make `from_pretrained` load what was trained: the base model may have had another dtype."""
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = next(str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point())
-    _replace(config_file, json.dumps(config, indent=2) + "\n")
 
 
 def _tensor(shard: Shard) -> torch.Tensor:

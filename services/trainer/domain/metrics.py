@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.trainer.domain.advantages import standard_deviation
+from services.trainer.domain.conversation import Talk
+from services.trainer.domain.pass_at_k import pass_rates
+from services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
 from shared.columns import I32, floats, length
 from shared.messages import SampleFinished
 
@@ -19,8 +22,12 @@ _TOKEN_MEANS = {
     "off_policy/kl": "kl",
     "off_policy/tis_capped": "tis_capped",
     "kl": "reference_kl",
+    "value/loss": "value_loss",
+    "value/clip_ratio": "value_clipped",
 }
 """Metric -> the sum over tokens that it is the mean of, where there is one."""
+_PAIR_MEANS = {"dpo/loss": "pair_losses", "dpo/margin": "pair_margins", "dpo/accuracy": "pairs_right"}
+"""The same over pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,8 @@ class ScoredGroup:
     rewards: tuple[float, ...]
     parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """What each of several reward functions said of each sample; None: it does not apply."""
+    talks: tuple[Talk, ...] = ()
+    """Where there is an environment, the conversation of each sample."""
 
 
 @dataclass(slots=True)
@@ -56,6 +65,8 @@ class StepTally:
     """The weight version that was trained."""
     scored: list[ScoredGroup] = field(default_factory=list)
     evaluated: list[ScoredGroup] = field(default_factory=list)
+    pass_reward: float = 1.0
+    """The least reward of a completion that passes an evaluation."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> groups, training and evaluation."""
     left_out: Counter[str] = field(default_factory=Counter)
@@ -65,14 +76,19 @@ class StepTally:
     duplicates: int = 0
     loss_sums: dict[str, float] = field(default_factory=dict)
     """Numbers of the tokens trained on, as the loss function gives them; `tokens` counts them. `mismatch_tokens` are
-    those among them that `mismatch_kl` is about."""
+    those among them that `mismatch_kl` is about, `all_tokens` has their prompts' beside, and
+    `padded_tokens` the padding, where there is any, too."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Metrics that are known as such, by name."""
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     durations: Durations = field(default_factory=Durations)
+    machine: Machine = UNKNOWN_MACHINE
 
     def metrics(self) -> dict[str, float]:
         """Return the step's row of the run log; what did not take place is left out."""
-        row = _rollout(self.scored, self.step) | _training(self) | _evaluation(self.evaluated)
+        row = _rollout(self.scored, self.step) | _training(self) | _evaluation(self.evaluated, self.pass_reward)
+        row |= self.measured
         row |= {"samples/duplicates": self.duplicates, "groups/dropped": self.dropped.total()}
         row |= {f"groups/dropped/{reason}": n for reason, n in sorted(self.dropped.items())}
         row |= {f"dropped_groups/{reason}": n for reason, n in sorted(self.left_out.items())}
@@ -88,6 +104,8 @@ class StepTally:
             "time/publish_s": times.publish_s,
             "perf/tokens_per_s": tokens / times.step_s if times.step_s else 0.0,
         }
+        if trained := self.loss_sums.get("all_tokens"):
+            row |= self.machine.metrics(trained, times.step_s, times.train_s)
         return {name: float(value) for name, value in row.items()}
 
 
@@ -114,7 +132,16 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         "off_policy/staleness": sum(age * n for age, n in late) / n_tokens if n_tokens else 0.0,
         "off_policy/staleness_max": max((age for age, _ in late), default=0),
         **_parts("reward", groups),
+        **_turns(groups),
     }
+
+
+def _turns(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    talks = [talk for group in groups for talk in group.talks]
+    if not talks:
+        return {}
+    turns = [len(talk.turns) for talk in talks]
+    return {"turns/mean": _mean(turns), "turns/max": max(turns), "tokens/told": sum(talk.n_told for talk in talks)}
 
 
 def _training(tally: StepTally) -> dict[str, float]:
@@ -129,6 +156,10 @@ def _training(tally: StepTally) -> dict[str, float]:
         "lr": tally.learning_rate,
     }
     row |= {name: sums[key] / n_tokens for name, key in _TOKEN_MEANS.items() if key in sums}
+    if pairs := sums.get("pairs"):
+        row |= {name: sums[key] / pairs for name, key in _PAIR_MEANS.items()}
+    if padded := sums.get("padded_tokens"):
+        row["perf/padding_ratio"] = 1 - sums["all_tokens"] / padded
     if "most_ratio_clipped" in sums:
         row["ratio/max_clipped"] = sums["most_ratio_clipped"]
     if tokens := sums.get("mismatch_tokens"):
@@ -136,10 +167,12 @@ def _training(tally: StepTally) -> dict[str, float]:
     return row
 
 
-def _evaluation(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def _evaluation(groups: Sequence[ScoredGroup], pass_reward: float) -> dict[str, float]:
     if not groups:
         return {}
+    rates = pass_rates([[reward >= pass_reward for reward in group.rewards] for group in groups])
     return {
+        **{f"eval/pass@{k}": rate for k, rate in rates.items()},
         "eval/reward_mean": _mean([reward for group in groups for reward in group.rewards]),
         "eval/mean_length": _mean([length(sample.tokens, I32) for group in groups for sample in group.samples]),
         **_parts("eval/reward", groups),

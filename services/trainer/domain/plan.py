@@ -5,10 +5,12 @@ A trainer that was killed and starts again derives the same groups, ids and seed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
+from services.trainer.domain.turns import TurnIds
 from shared.errors import ConfigError
 from shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
 from shared.jobspec import EvalSpec, JobSpec
@@ -41,6 +43,13 @@ def check(spec: JobSpec, n_eval: int) -> None:
     """
     if spec.sampling.temperature == 0:
         raise ConfigError("sampling.temperature: 0 makes all completions of a group alike; give a value above 0")
+    for ids in turn_ids(spec, n_eval).values():
+        if ids.n_numbers > MAX_GROUPS_PER_STEP:
+            raise ConfigError(
+                f"environment.max_turns: {ids.n_groups} prompts with {ids.group_size} samples of {ids.max_turns} turns "
+                f"are more than {MAX_GROUPS_PER_STEP} turns a step: lower it, or data.prompts_per_step, "
+                "algorithm.group_size or eval.samples"
+            )
     if spec.eval is None:
         return
     most = max(spread(spec.eval, n_eval), default=0)
@@ -53,19 +62,41 @@ def check(spec: JobSpec, n_eval: int) -> None:
         raise ConfigError(f"eval.samples: more than {MAX_GROUPS_PER_STEP - 1} evaluation prompts at once: lower it")
 
 
-def plan_step(spec: JobSpec, job_no: int, step: int, n_train: int, n_eval: int) -> list[PlannedGroup]:
+def plan_step(
+    spec: JobSpec, job_no: int, step: int, n_train: int, n_eval: int, rows: Sequence[int] | None = None
+) -> list[PlannedGroup]:
     """Return the groups of one step: training groups, then evaluation groups where they are due.
 
     The step numbered `spec.steps` trains nothing and evaluates what came out.
+
+    Args:
+        spec: the job.
+        job_no: its number.
+        step: the step.
+        n_train: number of training prompts.
+        n_eval: number of evaluation prompts.
+        rows: the training prompts that a curriculum has chosen; None where there is none, and their turn decides.
+
     """
     groups = []
     if step < spec.steps:
-        rows = training_rows(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
+        if rows is None:
+            rows = training_rows(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
         groups = [_planned(spec, job_no, step, g, row, spec.algorithm.group_size) for g, row in enumerate(rows)]
     if spec.eval is not None and (step % spec.eval.every == 0 or step == spec.steps):
         counts = enumerate(spread(spec.eval, n_eval))
         groups += [_planned(spec, job_no, step, row, row, n, is_eval=True) for row, n in counts if n]
     return groups
+
+
+def turn_ids(spec: JobSpec, n_eval: int) -> dict[bool, TurnIds]:
+    """Return the ids of a step's turns: of training groups, and under True of evaluation groups."""
+    turns = spec.environment.max_turns if spec.environment is not None else 1
+    ids = {False: TurnIds(spec.data.prompts_per_step, spec.algorithm.group_size, turns)}
+    if spec.eval is not None:
+        counts = [n for n in spread(spec.eval, n_eval) if n]
+        ids[True] = TurnIds(len(counts), max(counts), turns)
+    return ids
 
 
 def last_step(spec: JobSpec) -> int:

@@ -1,0 +1,50 @@
+"""`rlboost export`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlboost.commands.common import DEFAULT_STATE, JobArgument, JsonOption, StateOption, connect, endpoint, print_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(export)
+
+
+def export(  # noqa: PLR0913, PLR0917 - the command's options
+    job: JobArgument,
+    out: Annotated[Path, typer.Option("--out", help="The folder to make.")],
+    version: Annotated[int | None, typer.Option("--version", min=0, help="Which; the newest if not given.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, as a PEFT folder.")] = False,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder with the tokenizer of the job's model, where it is not here.")
+    ] = None,
+    weight_store: Annotated[
+        str, typer.Option("--weight-store", help="URL of the weight store, if not the one that workers are told.")
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a job's model as a Hugging Face folder: what a finished run left, or a version that is kept."""
+    from rlboost import export as work  # noqa: PLC0415 - keeps --help quick
+
+    wanted = work.Wanted(job, version, adapter)
+    # A system elsewhere has its runs there.
+    left = None if os.environ.get("RLBOOST_URL") else work.finished(state / "runs", wanted)
+    with work.new_folder(out, force=force) as aside:
+        if left is not None:
+            done = work.copy(left, aside)
+        else:
+            _, token = endpoint(state)
+            with connect(state) as client:
+                done = work.from_store(client, wanted, weight_store, token, model, aside)
+    if as_json:
+        print_json({"job": job, "version": done.version, "path": str(out.absolute())})
+    else:
+        typer.echo(f"{done.source} is in {out}")

@@ -1,0 +1,136 @@
+"""What of a job does not fit its model, or this machine, found before anything is trained.
+
+Where the trainer has a check of its own, it is that one which is asked here, so that the texts are the same. What needs
+a library that only trainers have is left to the trainer where that is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from services.trainer.adapters.megatron import shape as megatron
+from services.trainer.adapters.ranks.layout import Layout
+from shared.errors import ConfigError
+from shared.jobspec import JobSpec
+from shared.lora_targets import check_targets
+from shared.model_folder import check_tokenizer, config_of, tensors_of
+from shared.rows import is_remote
+from shared.runlog import lacking
+
+_IMPORT_LIMIT_S = 60.0
+_ERROR = "shared.errors.ConfigError: "
+
+_OWN_CODE_SCRIPT = """
+import sys
+from shared.own_code import own_function
+own_function(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
+"""
+
+
+def model_problems(spec: JobSpec) -> list[str]:
+    """Return what is wrong with a job whose model is a folder here, one line a problem."""
+    model = Path(spec.model).expanduser()
+    checks: list[Callable[[], None]] = [lambda: check_tokenizer(model)]
+    if (adapter := spec.adapter) is not None:
+        checks.append(lambda: check_targets(adapter, tensors_of(model)))
+    if spec.trainer.backend == "megatron":
+        checks.append(lambda: _check_cut(spec, model))
+    return [problem for check in checks if (problem := _said_by(check))]
+
+
+def code_problems(spec: JobSpec) -> list[str]:
+    """Return what is wrong with the user's functions that run in the trainer, one line a problem."""
+    asked = [("algorithm.loss", spec.algorithm.loss, "batch")]
+    if spec.data.curriculum is not None:
+        asked.append(("data.curriculum.function", spec.data.curriculum.function, "means,step,columns"))
+    found = [_tried(field, path, arguments) for field, path, arguments in asked if path]
+    return [problem for problem in found if problem and not _wants_torch(problem)]
+
+
+def machine_problems(spec: JobSpec) -> list[str]:
+    """Return what the job needs and is not installed, one line a library; nothing where no trainer can run."""
+    if not _is_installed("torch", "transformers"):
+        return []
+    return [*lacking(spec.log), *_other_libraries(spec)]
+
+
+def data_problem(spec: JobSpec) -> str:
+    """Return the first thing that is wrong with the prompts as the model gets them, nothing where all fit.
+
+    That is what the trainer itself does before it trains: every row is tokenized, and put beside the model's positions.
+    """
+    sources = [source for source in (spec.data.train, spec.data.eval) if source is not None]
+    if not _is_installed("torch", "transformers") or any(map(is_remote, sources)):
+        return ""  # only the trainer can tell
+    return _said_by(lambda: _load_data(spec))
+
+
+def _load_data(spec: JobSpec) -> None:
+    from services.trainer.adapters.data import load_data  # noqa: PLC0415 - imports torch
+    from services.trainer.domain import plan  # noqa: PLC0415 - only where a trainer may run
+
+    plan.check(spec, len(load_data(spec, Path(spec.model).expanduser()).evaluation))
+
+
+def _check_cut(spec: JobSpec, model: Path) -> None:
+    config = config_of(model)
+    given = {"tie_word_embeddings": False, "rope_parameters": {}, **config.get("text_config", config)}
+    given["rope_parameters"] = {"rope_theta": 0.0, **(given["rope_parameters"] or {})}
+    try:
+        shape = megatron.shape_of(SimpleNamespace(**given))
+    except AttributeError:
+        return  # it says less than transformers writes: only the trainer can tell
+    megatron.check(shape, Layout.of(spec.trainer))
+
+
+def _other_libraries(spec: JobSpec) -> Iterator[str]:
+    if spec.adapter is not None and not _is_installed("peft"):
+        yield "elastic.weights: lora needs PEFT: pip install 'rlboost[trainer]'"
+    if spec.trainer.backend == "megatron" and not _is_installed("megatron"):
+        yield "trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'"
+    for field, source in (("data.train", spec.data.train), ("data.eval", spec.data.eval)):
+        if source is not None and is_remote(source) and not _is_installed("datasets"):
+            yield f"{field}: {source} needs the library datasets: pip install 'rlboost[data]'"
+
+
+def _is_installed(*libraries: str) -> bool:
+    return all(find_spec(library) is not None for library in libraries)
+
+
+def _said_by(check: Callable[[], Any]) -> str:
+    try:
+        check()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _wants_torch(problem: str) -> bool:
+    return "No module named 'torch'" in problem and not _is_installed("torch")
+
+
+def _tried(field: str, function: str, arguments: str) -> str:
+    """Import the user's code, in a process of its own: it may be slow, print, or hold on to anything."""
+    path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(  # noqa: S603 - our own script
+            [sys.executable, "-c", _OWN_CODE_SCRIPT, field, function, arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{field}: importing {function} took more than {_IMPORT_LIMIT_S:.0f} s"
+    # Anything else that went wrong says nothing about the job.
+    lines = done.stderr.splitlines() if done.returncode else []
+    return next((line.removeprefix(_ERROR) for line in reversed(lines) if line.startswith(_ERROR)), "")

@@ -1,0 +1,45 @@
+"""Functions of the user's that a job file names and that run in the trainer's own process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.reward_call import Unfit, load
+
+
+def own_function(field: str, path: str, arguments: Sequence[str]) -> Callable[..., Any]:
+    """Return the function `package.module:function`, which runs the user's code.
+
+    Args:
+        field: of the job file, for the errors.
+        path: the function's.
+        arguments: what it will be given, by position; the names are for the errors.
+
+    Raises:
+        ConfigError: it cannot be imported, is no function, or does not take these arguments.
+
+    """
+    module = path.partition(":")[0]
+    try:
+        function = load(path)
+    except Unfit as error:
+        raise ConfigError(f"{field}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{field}: {path} cannot be imported: {type(error).__name__}: {error}; start the trainer in a folder from "
+            f"which 'import {module}' works, or add that folder to PYTHONPATH"
+        ) from error
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some written in C have none
+        return function
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{field}: {path} takes {signature}, but is called with ({', '.join(arguments)}): {error}"
+        ) from error
+    return function

@@ -1,0 +1,169 @@
+"""What `rlboost config check` finds about a real model and its tokenizer, in the words of the trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlboost.jobcheck import problems
+from services.trainer.adapters.data import load_data
+from services.trainer.adapters.own_judge import own_judge
+from services.trainer.adapters.own_loss import own_loss
+from services.trainer.adapters.torch_policy import TorchPolicy
+from shared.errors import ConfigError
+from shared.jobspec import parse
+from shared.training import LoraSpec, OptimizerSpec
+from tests.support.model_folder import write_model, write_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(write_model(tmp_path / "base", "llama-untied"))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "t5 t6"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, **_): ...\n"
+        "def loss(batch): ...\n"
+        "def two(batch, more): ...\n"
+        "def skip(means, step, columns): ...\n"
+    )
+    return tmp_path
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    sampling = {"max_tokens": 8}
+    reward = {"function": "mine:score"}
+    return {
+        "model": "base",
+        "data": {"train": "train.jsonl"},
+        "reward": reward,
+        "sampling": sampling,
+        "steps": 1,
+    } | changes
+
+
+def check(**changes: Any) -> list[str]:
+    Path("job.yaml").write_text(yaml.safe_dump(job(**changes)))
+    return problems(Path("job.yaml"), [])
+
+
+def trainers_words(call: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_job_that_fits_its_model_has_no_problem() -> None:
+    assert check() == []
+
+
+def test_a_prompt_that_does_not_fit_the_models_positions_is_named(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "t5"}\n' + json.dumps({"prompt": "t5 " * 155}) + "\n")
+    [problem] = check()
+    assert problem.startswith(
+        "train.jsonl, line 2: 156 prompt tokens and sampling.max_tokens 8 do not fit the model's 160"
+    )
+    assert problem == trainers_words(lambda: load_data(parse(job()), Path("base")))
+
+
+def test_an_evaluation_that_cannot_be_planned_is_named() -> None:
+    [problem] = check(data={"train": "train.jsonl", "eval": "train.jsonl"}, eval={"every": 1, "samples": 5000})
+    assert problem.startswith("eval.samples: 5000 over 1 evaluation prompts is 5000 a prompt")
+
+
+def test_a_tokenizer_that_is_missing_is_named_without_loading_anything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", None)
+    (folder / "base/tokenizer.json").unlink()
+    [problem] = check()
+    assert problem.startswith("model base has no tokenizer (tokenizer.json, ")
+    assert problem == trainers_words(lambda: load_data(parse(job()), Path("base")))
+
+
+def test_a_model_without_an_end_token_is_named(folder: Path) -> None:
+    write_tokenizer(folder / "base", eos=False)
+    [problem] = check()
+    assert problem == "model base: neither tokenizer nor config names an end token (eos): completions never end"
+
+
+def test_lora_targets_that_the_model_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    lora = {"elastic": {"weights": "lora"}, "lora": {"targets": ["q_proj", "query"]}}
+    [problem] = check(**lora)
+    assert problem == (
+        "lora.targets: the model has no layer 'query', but down_proj, embed_tokens, gate_proj, k_proj, lm_head, "
+        "o_proj, q_proj, up_proj, v_proj: name some of these, or all-linear"
+    )
+    spec = LoraSpec(targets=("q_proj", "query"))
+    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu", lora=spec)
+    assert problem == trainers_words(lambda: engine.load_hf(Path("base")))
+    assert check(elastic={"weights": "lora"}, lora={"targets": ["self_attn.q_proj", "up_proj"]}) == []
+
+
+@pytest.mark.parametrize(
+    ("trainer", "problem"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "trainer.tensor_parallel is 3, but the model's 4 attention heads cannot be divided by it",
+        ),
+        ({"pipeline_parallel": 2}, "trainer.pipeline_parallel is 2, but the model's 3 layers cannot be divided by it"),
+        ({"pipeline_parallel": 3}, None),
+    ],
+)
+def test_a_model_that_cannot_be_cut_up_is_named(
+    trainer: dict[str, Any], problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    assert check(trainer={"backend": "megatron", **trainer}) == ([problem] if problem else [])
+
+
+def test_a_model_of_a_kind_that_megatron_does_not_know_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    write_model(folder / "base", "gpt2")
+    [problem] = check(trainer={"backend": "megatron"})
+    assert problem.startswith(
+        "trainer.backend: megatron knows the model types llama, qwen2, qwen3, and this one is gpt2"
+    )
+
+
+def test_functions_that_run_in_the_trainer_are_tried_as_it_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    monkeypatch.syspath_prepend(str(folder))
+    fit = {"algorithm": {"loss": "mine:loss"}}
+    assert check(data={"train": "train.jsonl", "curriculum": {"function": "mine:skip"}}, **fit) == []
+    unfit = {"algorithm": {"loss": "mine:two"}}
+    loss, skips = check(data={"train": "train.jsonl", "curriculum": {"function": "mine:none"}}, **unfit)
+    assert loss == (
+        "algorithm.loss: mine:two takes (batch, more), but is called with (batch): missing a required argument: 'more'"
+    )
+    assert loss == trainers_words(lambda: own_loss("mine:two"))
+    assert skips.startswith(
+        "data.curriculum.function: mine:none cannot be imported: AttributeError: module 'mine' has no"
+    )
+    assert skips == trainers_words(lambda: own_judge("mine:none", []))
+
+
+def test_libraries_that_the_job_needs_are_named_where_a_trainer_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    there = {"torch", "transformers"}
+    for module in ("rlboost.modelcheck", "shared.runlog"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: name if name in there else None)
+    asked: dict[str, Any] = {
+        "data": {"train": "openai/gsm8k"},
+        "log": {"wandb": {"project": "p"}, "tensorboard": True},
+        "trainer": {"backend": "megatron"},
+    }
+    assert check(**asked) == [
+        "log.wandb needs wandb: install it with: pip install 'rlboost[logs]'",
+        "log.tensorboard needs tensorboard: install it with: pip install 'rlboost[logs]'",
+        "trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'",
+        "data.train: openai/gsm8k needs the library datasets: pip install 'rlboost[data]'",
+    ]
+    there.clear()
+    assert check(**asked) == []

@@ -1,0 +1,253 @@
+"""`rlboost export` against a real weight store: the folder is the trained model, for transformers, PEFT and vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from rlboost import client, export
+from rlboost.cli import app
+from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.adapters.weights import StorePublisher
+from services.trainer.domain.loss import clipped_loss
+from shared.training import LoraSpec, OptimizerSpec
+from shared.waiting import Waits
+from shared.weights.client import StoreClient
+from tests.contract.test_trainer_engine_contract import rows
+from tests.support import vllm_engines
+from tests.support.fake_rest import FakeRest, ok, problem
+from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.service_process import TOKEN, ServiceProcess
+
+PROMPT = torch.tensor([[1, 5, 20, 33, 7]])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, redis_server: Any) -> Iterator[ServiceProcess]:
+    folder = tmp_path_factory.mktemp("store")
+    env = {"RLBOOST_WEIGHT_STORE_DIR": str(folder / "store"), "RLBOOST_WEIGHT_STORE_KEEP_VERSIONS": "2"}
+    process = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", folder, redis_server.url, env)
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(write_model(tmp_path_factory.mktemp("base"), "llama-untied"))
+
+
+class System:
+    """What the command line sees of a system: the manager's answers are scripted, the weight store is real."""
+
+    def __init__(self, folder: Path, store: ServiceProcess, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rest = FakeRest()
+        self.out = folder / "out"
+        self.job = f"job-{folder.name}"
+        self._store, self._base, self._folder = store, base, folder
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(client, "Client", partial(client.Client, transport=self.rest))
+        monkeypatch.setenv("RLBOOST_URL", "http://api.test")
+        monkeypatch.setenv("RLBOOST_TOKEN", TOKEN)
+        self.rest.on("GET /v1/join", ok({"redis_url": "redis://x", "weight_store_url": store.url}))
+        self.is_job(model=str(base))
+
+    def is_job(self, model: str) -> None:
+        self.rest.on(f"GET /v1/jobs/{self.job}/spec", ok({"model": model}))
+
+    def trained(self, versions: int, lora: LoraSpec | None = None) -> list[TorchPolicy]:
+        """Publish versions of a job, an optimizer step apart; return the models as they were."""
+
+        async def publish() -> None:
+            config_json = (self._base / "config.json").read_text()
+            async with StoreClient(self._store.url, TOKEN) as open_client:
+                publisher = StorePublisher(open_client, self.job, config_json, self._folder / "p", Waits(), 60.0)
+                for version, engine in enumerate(engines):
+                    what, extra = ("base", {}) if lora is None or version == 0 else ("adapter", {"base_version": 0})
+                    if extra:
+                        extra["adapter_json"] = engine.adapter_json
+                    await publisher.publish(version, engine.export_shards(what), expect=version - 1, **extra)
+                await publisher.close()
+
+        engines = []
+        for version in range(versions):
+            engine = TorchPolicy(OptimizerSpec(lr=1e-2), temperature=1.0, dtype="float32", device="cpu", lora=lora)
+            engine.load_hf(self._base)
+            for _ in range(version):
+                engine.accumulate([rows()], clipped_loss(0.2, 0.28))
+                engine.step(1e-2)
+            engines.append(engine)
+        asyncio.run(publish())
+        return engines
+
+    def export(self, *arguments: str) -> Result:
+        return CliRunner().invoke(app, ["export", self.job, "--out", str(self.out), *arguments])
+
+
+@pytest.fixture
+def system(tmp_path: Path, store: ServiceProcess, base: Path, monkeypatch: pytest.MonkeyPatch) -> System:
+    return System(tmp_path, store, base, monkeypatch)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=PROMPT).logits
+    return found
+
+
+def trained_logits(engine: TorchPolicy) -> torch.Tensor:
+    engine._selected = None  # all positions, which gives the head's input one more dimension
+    found = logits(engine._model)
+    return found.reshape(*PROMPT.shape, -1)
+
+
+def test_any_version_that_is_kept_has_the_logits_of_the_trainers_model(system: System) -> None:
+    engines = system.trained(3)
+    for version, arguments in ((1, ["--version", "1"]), (2, ["--force"])):
+        done = system.export(*arguments, "--json")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout) == {"job": system.job, "version": version, "path": str(system.out)}
+        model: Any = AutoModelForCausalLM.from_pretrained(system.out)
+        assert torch.equal(logits(model), trained_logits(engines[version]))
+    tokenizer: Any = AutoTokenizer.from_pretrained(system.out)
+    assert tokenizer("t5")["input_ids"] == [1, 5]
+    assert not torch.equal(trained_logits(engines[1]), trained_logits(engines[2]))
+    assert sorted(path.name for path in system.out.parent.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_version_that_is_not_kept_is_an_error_that_lists_those_that_are(system: System) -> None:
+    system.trained(4)
+    done = system.export("--version", "0")
+    assert done.exit_code == 2
+    assert done.stderr == f"rlboost: version 0 of {system.job} is not kept, but these are: 2, 3\n"
+    assert not system.out.exists()
+
+
+def test_an_adapter_is_merged_or_comes_alone(system: System, base: Path) -> None:
+    engines = system.trained(2, LoraSpec(rank=2))
+    assert system.export().exit_code == 0
+    merged: Any = AutoModelForCausalLM.from_pretrained(system.out)
+    torch.testing.assert_close(logits(merged), trained_logits(engines[1]), rtol=0.0, atol=1e-5)
+    system.out = system.out.with_name("adapter")
+    assert system.export("--adapter").exit_code == 0
+    assert sorted(path.name for path in system.out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), system.out)
+    assert torch.equal(logits(adapted), trained_logits(engines[1]))
+    refused = system.export("--adapter", "--version", "0", "--force")
+    assert refused.stderr == f"rlboost: version 0 of {system.job} is no adapter: leave --adapter out\n"
+
+
+def test_a_large_model_is_cut_into_files_that_transformers_finds(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [engine] = system.trained(1)
+    monkeypatch.setattr(export, "_FILE_BYTES", 20_000)
+    assert system.export().exit_code == 0
+    assert len(list(system.out.glob("model-0000*-of-0000*.safetensors"))) > 2
+    model: Any = AutoModelForCausalLM.from_pretrained(system.out)
+    assert torch.equal(logits(model), trained_logits(engine))
+
+
+def test_vllm_loads_the_folder_and_says_what_transformers_says(
+    system: System, store: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_engines.require()
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - see require
+
+    base = tmp_path / "base"
+    model: Any = AutoModelForCausalLM.from_config(vllm_engines.config())
+    model.save_pretrained(base)
+    other = System(tmp_path, store, write_tokenizer(base), monkeypatch)
+    other.trained(2)
+    assert other.export().exit_code == 0
+    trained: Any = AutoModelForCausalLM.from_pretrained(other.out)
+    vllm_engines.end_shared()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # see require
+        engine = LLM(str(other.out), dtype="float32", enforce_eager=True, max_num_seqs=2, kv_cache_memory_bytes=8 << 20)
+    [answer] = engine.generate(
+        [{"prompt_token_ids": PROMPT[0].tolist()}],
+        SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0),
+        use_tqdm=False,
+    )
+    tokens = list(answer.outputs[0].token_ids)
+    whole = torch.tensor([PROMPT[0].tolist() + tokens])
+    with torch.no_grad():
+        said = trained(input_ids=whole).logits[0].log_softmax(-1)[PROMPT.shape[1] - 1 : -1]
+    assert said.argmax(-1).tolist() == tokens
+    told = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs, tokens, strict=True)]
+    assert told == pytest.approx(said.max(-1).values.tolist(), abs=5e-5)
+    engine.llm_engine.engine_core.shutdown()
+
+
+# --- what is not there ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_finished_run_left_is_copied_without_any_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLBOOST_URL", raising=False)
+    for name in ("model", "adapter"):
+        folder = tmp_path / ".rlboost/runs/sums-1" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(name)
+    run = CliRunner().invoke
+    done = run(app, ["export", "sums-1", "--out", "a"])
+    assert done.stdout == ".rlboost/runs/sums-1/model is in a\n"
+    assert run(app, ["export", "sums-1", "--out", "b", "--adapter"]).exit_code == 0
+    assert [(tmp_path / out / "config.json").read_text() for out in "ab"] == ["model", "adapter"]
+    other = run(app, ["export", "sums-2", "--out", "c"])
+    assert other.exit_code == 2
+    assert "does not run: start one with 'rlboost up'" in other.stderr
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_that_is_not_empty_stays_as_it_is(system: System) -> None:
+    system.out.mkdir()
+    (system.out / "notes.txt").write_text("mine")
+    done = system.export()
+    assert done.exit_code == 2
+    assert done.stderr == f"rlboost: {system.out} is there and not empty: name another with --out, or give --force\n"
+    assert [path.name for path in system.out.iterdir()] == ["notes.txt"]
+    assert system.rest.requests == []
+
+
+def test_with_force_other_files_stay_and_old_weights_go(system: System) -> None:
+    system.trained(1)
+    system.out.mkdir()
+    for name in ("notes.txt", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (system.out / name).write_text("old")
+    assert system.export("--force").exit_code == 0
+    names = {path.name for path in system.out.iterdir()}
+    assert {"notes.txt", "config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not names & {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+
+
+def test_an_unknown_job_and_one_without_weights_are_told(system: System) -> None:
+    assert system.export().stderr == (
+        f"rlboost: {system.job} has no weights in the store yet: its first version comes when it starts\n"
+    )
+    system.rest.on(f"GET /v1/jobs/{system.job}/spec", problem(404, "No such job", "there is no job"))
+    assert system.export().stderr == f"rlboost: there is no job '{system.job}': 'rlboost ps' lists them\n"
+
+
+def test_a_model_on_another_machine_needs_its_small_files_here(system: System, base: Path) -> None:
+    [engine] = system.trained(1)
+    system.is_job("/far/away/model")
+    refused = system.export()
+    assert refused.exit_code == 2
+    assert "the job's model /far/away/model is on another machine" in refused.stderr
+    assert "name the copy with --model" in refused.stderr
+    assert system.export("--model", str(base)).exit_code == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(system.out)
+    assert torch.equal(logits(model), trained_logits(engine))

@@ -1,0 +1,249 @@
+"""Prompts that are skipped for what became of them before, and a job that is killed while it skips them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.adapters.own_judge import own_judge
+from services.trainer.domain.curriculum import Curriculum, Judge
+from services.trainer.domain.plan import training_rows
+from services.trainer.ports import RewardBatch, Scores
+from shared import names
+from shared.bus import START
+from shared.columns import I32, unpack
+from shared.errors import ConfigError, Fatal
+from shared.ids import SampleId
+from shared.jobspec import JobSpec
+from shared.messages import GroupRequested
+from tests.support.trainer_rig import JOB, Rig, spec
+
+SOLVED_OR_FAILED = {"skip_solved_above": 1.0, "skip_failed_below": 0.0}
+
+
+def job(per_step: int = 4, *, max_staleness: int = 0, **curriculum: Any) -> JobSpec:
+    return spec(
+        data={"train": "t.jsonl", "prompts_per_step": per_step, "curriculum": curriculum or SOLVED_OR_FAILED},
+        algorithm={"group_size": 2},
+        elastic={"max_staleness": max_staleness},
+    )
+
+
+def play(
+    curriculum: Curriculum, means: dict[int, float], steps: Sequence[int], *, records: dict[str, str] | None = None
+) -> dict[int, tuple[int, ...]]:
+    """Plan and score steps as a trainer does; row r's groups have the mean `means[r]`."""
+    rows = {}
+    for step in steps:
+        rows[step] = curriculum.plan(step).rows
+        if records is not None:
+            records[str(step)] = curriculum.record(step)
+        curriculum.score(step, [(row, means[row]) for row in rows[step]])
+        if records is not None:
+            records[str(step)] = curriculum.record(step)
+    return rows
+
+
+def test_the_first_epoch_is_the_one_without_a_curriculum() -> None:
+    curriculum = Curriculum(job(), 8, None, {})
+    rows = play(curriculum, dict.fromkeys(range(8), 1.0), [0, 1])
+    assert [rows[0], rows[1]] == [tuple(training_rows(0, step, 4, 8)) for step in (0, 1)]
+
+
+def test_prompts_that_were_always_or_never_solved_do_not_come_again() -> None:
+    means = {0: 1.0, 1: 0.0, **dict.fromkeys(range(2, 8), 0.5)}
+    curriculum = Curriculum(job(), 8, None, {})
+    rows = play(curriculum, means, range(5))
+    assert {row for step in (0, 1) for row in rows[step]} == set(range(8))
+    assert not {0, 1} & {row for step in (2, 3, 4) for row in rows[step]}
+    assert sorted(rows[2] + rows[3][:2]) == [2, 3, 4, 5, 6, 7]
+    skipped = [curriculum.plan(step).metrics() for step in range(5)]
+    assert [row["data/skipped_solved"] + row["data/skipped_failed"] for row in skipped[:2]] == [0, 0]
+    assert sum(row["data/skipped_solved"] for row in skipped[2:4]) >= 1
+    assert {row["data/recalled"] for row in skipped} == {0}
+
+
+def test_a_prompt_is_judged_by_its_last_groups_and_never_before_there_are_so_many() -> None:
+    curriculum = Curriculum(job(2, skip_solved_above=0.75, window=2), 2, None, {})
+    for step, mean in enumerate([0.75, 0.5, 1.0]):
+        assert sorted(curriculum.plan(step).rows) == [0, 1]
+        curriculum.score(step, [(0, mean), (1, 0.5)])
+    # One alone was enough at step 1 and is not judged alone; the last two, 0.5 and 1.0, are three quarters.
+    assert curriculum.plan(3).rows == (1, 1)
+
+
+def test_a_skipped_prompt_is_tried_again_after_a_while() -> None:
+    means = {0: 0.0, 1: 0.5}
+    never = play(Curriculum(job(1, skip_failed_below=0.0), 2, None, {}), means, range(12))
+    again = play(Curriculum(job(1, skip_failed_below=0.0, retry_steps=5), 2, None, {}), means, range(12))
+    assert [row for (row,) in never.values()].count(0) == 1
+    assert [row for (row,) in again.values()].count(0) > 1
+
+
+def test_where_all_are_to_be_skipped_a_step_still_has_its_prompts_and_all_come_in_turn() -> None:
+    curriculum = Curriculum(job(), 8, None, {})
+    rows = play(curriculum, dict.fromkeys(range(8), 1.0), range(6))
+    assert all(len(set(found)) == 4 for found in rows.values())
+    assert curriculum.plan(4).metrics() == {
+        "data/recalled": 4,
+        "data/skipped_solved": 8,
+        "data/skipped_failed": 0,
+    }
+    assert {row for step in range(2, 6) for row in rows[step]} == set(range(8))
+
+
+def test_a_function_sees_the_means_the_step_and_the_row() -> None:
+    asked = []
+
+    def judge(means: Sequence[float], step: int, row: int) -> bool:
+        asked.append((tuple(means), step, row))
+        return row == 0
+
+    curriculum = Curriculum(job(2, function="m:f"), 4, judge, {})
+    rows = play(curriculum, dict.fromkeys(range(4), 0.5), range(4))
+    assert 0 not in {row for found in rows.values() for row in found}
+    assert sum(curriculum.plan(step).metrics()["data/skipped_function"] for step in range(4)) >= 2
+    assert ((), 0, rows[0][0]) in asked
+    assert ((0.5,), 2, 1) in [(means, 2, row) for means, _, row in asked]
+
+
+@given(
+    st.data(),
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.integers(1, 12),
+)
+def test_whoever_goes_on_from_the_record_plans_the_same(data: Any, lag: int, per_step: int, n_rows: int) -> None:
+    what = job(per_step, max_staleness=lag, **SOLVED_OR_FAILED, retry_steps=3)
+    scores = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n_rows, max_size=n_rows))
+    means = dict(enumerate(scores))
+    steps = 8
+    undisturbed = _ahead(Curriculum(what, n_rows, None, {}), means, 0, steps, lag, {})
+    # Killed in step `killed`, which the successor begins `back` steps before, and scores otherwise than was recorded.
+    killed = data.draw(st.integers(0, steps - 1))
+    records: dict[str, str] = {}
+    _ahead(Curriculum(what, n_rows, None, {}), means, 0, killed, lag, records)
+    back = data.draw(st.integers(0, killed))
+    others = dict.fromkeys(means, 0.25)
+    successor = Curriculum(what, n_rows, None, records)
+    again = _ahead(successor, others, killed - back, killed, lag, {})
+    assert again.items() <= undisturbed.items()
+    on = _ahead(successor, means, killed, steps, lag, {})
+    assert on.items() <= undisturbed.items()
+
+
+def _ahead(
+    curriculum: Curriculum, means: dict[int, float], first: int, end: int, lag: int, records: dict[str, str]
+) -> dict[int, tuple[int, ...]]:
+    """As a trainer that asks `lag` steps ahead."""
+    rows = {}
+    for step in range(first, end):
+        for ahead in range(step, step + lag + 1):
+            rows[ahead] = curriculum.plan(ahead).rows
+            records[str(ahead)] = json.dumps(json.loads(curriculum.record(ahead)))
+        curriculum.score(step, [(row, means[row]) for row in rows[step]])
+        records[str(step)] = curriculum.record(step)
+    return rows
+
+
+def test_a_record_that_is_gone_is_no_reason_to_guess() -> None:
+    records: dict[str, str] = {}
+    play(Curriculum(job(), 8, None, {}), dict.fromkeys(range(8), 0.5), range(3), records=records)
+    del records["2"]
+    with pytest.raises(Fatal, match="step 2 are recorded nowhere"):
+        Curriculum(job(), 8, None, records).plan(3)
+
+
+def test_a_curriculum_that_says_nothing_or_skips_everything_is_refused() -> None:
+    for wrong in ({"window": 2}, {"skip_solved_above": 0.5, "skip_failed_below": 0.5}, {"function": "nowhere"}):
+        with pytest.raises(ConfigError, match=r"data\.curriculum"):
+            job(**wrong)
+
+
+# --- a whole job ------------------------------------------------------------------------------------------------------
+
+
+def by_row(batch: RewardBatch) -> Scores:
+    """Solve even rows, never solve the third and the seventh, and differ within the groups of the others."""
+    rewards = []
+    for member, row in enumerate(batch.columns["row"]):
+        rewards.append(1.0 if row % 2 == 0 else 0.0 if row in {3, 7} else float(member))
+    return Scores(tuple(rewards))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_a_job_that_is_killed_asks_for_the_same_prompts_and_ends_with_the_same_bits(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    what = job(max_staleness=max_staleness).model_copy(update={"steps": 7})
+    undisturbed = Rig(tmp_path / "a", what)
+    undisturbed.reward = by_row
+    async with undisturbed.trainer():
+        await undisturbed.command("create")
+        assert (await undisturbed.ended()).state == "completed"
+    skipped = [report.metrics["data/skipped_solved"] for report in await undisturbed.steps()]
+    assert skipped[:2] == [0.0, 0.0]
+    assert sum(skipped) > 0
+    for killed_in in (3, 5):
+        rig = Rig(tmp_path / f"b{killed_in}", what)
+        rig.reward = by_row
+        rig.manager.held = {killed_in}
+        async with rig.trainer(killed=True):
+            await rig.command("create")
+            await rig.waits_for(f"samples of step {killed_in}")
+        rig.manager.held = set()
+        rig.lease_runs_out()
+        # What is judged anew may be judged otherwise; what was asked for stays what was asked for.
+        async with rig.trainer():
+            assert (await rig.ended()).state == "completed"
+        assert _asked(rig) == _asked(undisturbed)
+        assert rig.weights.versions == undisturbed.weights.versions
+        assert [report.metrics["data/skipped_solved"] for report in await rig.steps()][-3:] == skipped[-3:]
+
+
+def _asked(rig: Rig) -> dict[str, int]:
+    """Group -> the second token of its prompt, which is its row."""
+    return {str(SampleId.unpack(r.group)): int(unpack(r.prompt, I32)[1]) for r in rig.manager.requests}
+
+
+async def test_what_is_asked_for_was_recorded_before(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, job())
+    rig.reward = by_row
+    rig.manager.held = {2}
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await rig.waits_for("samples of step 2")
+    records = await rig.bus.hash_all(names.job_curriculum(JOB))
+    entries = await rig.bus.read({names.rollouts_requested(JOB): START}, count=100)
+    asked = [int(unpack(e.message.prompt, I32)[1]) for e in entries if isinstance(e.message, GroupRequested)]
+    assert len(asked) == 12
+    assert [row for step in ("0", "1", "2") for row in json.loads(records[step])["rows"]] == asked
+    assert [json.loads(records[step])["means"] is None for step in ("0", "1", "2")] == [False, False, True]
+
+
+async def test_a_function_that_raises_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, job(function="tests.unit.test_trainer_curriculum:broken"))
+    build = rig.build
+
+    def with_judge(what: JobSpec, job_id: str) -> Any:
+        shop = build(what, job_id)
+        judge: Judge = own_judge("tests.unit.test_trainer_curriculum:broken", shop.data.train)
+        return replace(shop, judge=judge)
+
+    rig.build = with_judge  # type: ignore[method-assign]
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    assert report.state == "failed"
+    assert "broken raised KeyError: 'difficulty', asked about prompt" in report.error
+
+
+def broken(means: list[float], step: int, columns: dict[str, Any]) -> bool:
+    return bool(columns["difficulty"] > step)
