@@ -1,4 +1,4 @@
-"""What megatron-core computes in several processes, against the torch backend in one."""
+"""What megatron-core and FSDP2 compute in several processes, against the torch backend in one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.adapters.megatron.boxes import BoxReader
-from services.trainer.adapters.megatron.names import Piece
-from services.trainer.adapters.megatron.policy import MegatronPolicy
+from services.trainer.adapters.ranks.boxes import BoxReader
+from services.trainer.adapters.ranks.piece import Piece
+from services.trainer.adapters.ranks.policy import RanksPolicy
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.domain.loss import clipped_loss, decoupled_loss
 from services.trainer.domain.tokens import TokenBatch
@@ -27,7 +27,7 @@ from services.trainer.ports import NotFinite, PolicyEngine, Row
 from shared.columns import F32, I32, pack, unpack
 from shared.errors import ConfigError, Retryable
 from shared.training import OptimizerSpec
-from tests.contract.test_trainer_engine_contract import rows
+from tests.contract.test_trainer_engine_contract import rows, told
 from tests.support import megatron_policies
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model
@@ -38,23 +38,24 @@ pytestmark = pytest.mark.timeout(180)
 RATE, TEMPERATURE = 1e-3, 0.8
 OPTIMIZER = OptimizerSpec(lr=RATE, weight_decay=0.1, betas=(0.9, 0.95), grad_clip=0.7)
 LOSS = clipped_loss(0.2, 0.28)
-BATCHES = [rows(6, seed=1), rows(3, seed=2)]
+BATCHES = [rows(6, seed=1), told(rows(3, seed=2))]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2, "sequence_parallel": True, "reference": True},
     "pp2": {"pipeline_parallel": 2},
     "dp2": {"data_parallel": 2, "distributed_optimizer": True},
     "tp2 x pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "fsdp3": {"backend": "torch", "data_parallel": 3, "reference": True},
 }
-Policies = Callable[[str], MegatronPolicy]
+Policies = Callable[[str], RanksPolicy]
 
 
 @pytest.fixture(scope="module")
 def policies() -> Iterator[Policies]:
     """One policy a layout, whose processes start when it is first asked for: they take seconds to import."""
-    started: dict[str, MegatronPolicy] = {}
+    started: dict[str, RanksPolicy] = {}
     with ExitStack() as stack:
 
-        def get(layout: str) -> MegatronPolicy:
+        def get(layout: str) -> RanksPolicy:
             if layout not in started:
                 made = megatron_policies.policy(OPTIMIZER, temperature=TEMPERATURE, **LAYOUTS[layout])
                 started[layout] = stack.enter_context(made)
@@ -83,10 +84,10 @@ def logprobs(policy: PolicyEngine) -> Any:
     return np.concatenate([unpack(column, F32) for column in policy.logprobs(BATCHES)])
 
 
-def moment(policy: MegatronPolicy, folder: Path, kind: str) -> dict[str, Any]:
+def moment(policy: RanksPolicy, folder: Path, kind: str) -> dict[str, Any]:
     """Return what the optimizer remembers, read from a checkpoint."""
     folder.mkdir()
-    policy.save(folder)
+    policy.snapshot()(folder)
     with BoxReader(sorted(folder.glob(f"{kind}-*"))) as reader:
         return {
             name: reader.read(Piece(name, shape, (0,) * len(shape), shape)).numpy().ravel()
@@ -117,6 +118,7 @@ def test_three_steps_are_those_of_the_torch_backend(
     np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
     for step in range(3):
         sums = one.accumulate(BATCHES, LOSS)
+        sums.pop("padded_tokens")  # told of one process only
         gradients = {name: tensor.grad.numpy() / sums["divisor"] for name, tensor in one._trained.items()}
         found = many.accumulate(BATCHES, LOSS)
         assert {name: found[name] for name in sums} == pytest.approx(sums, rel=1e-4, abs=1e-3)
@@ -142,7 +144,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
         first.accumulate(BATCHES, LOSS)
         first.step(RATE)
         (tmp_path / writer).mkdir()
-        first.save(tmp_path / writer)
+        first.snapshot()(tmp_path / writer)
         second.load_hf(models("qwen3"))
         second.load(tmp_path / writer)
         assert_close(values(second), values(first), 0)
@@ -154,8 +156,9 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
         assert_trained_alike(found, after[0])
 
 
-def test_losses_get_every_column(policies: Policies, models: Callable[[str], Path]) -> None:
-    policy, one = policies("tp2"), in_torch(models("qwen3"))
+@pytest.mark.parametrize("layout", ["tp2", "fsdp3"])
+def test_losses_get_every_column(policies: Policies, models: Callable[[str], Path], layout: str) -> None:
+    policy, one = policies(layout), in_torch(models("qwen3"))
     policy.load_hf(models("qwen3"))
     before = iter(policy.logprobs(BATCHES))
     policy.accumulate(BATCHES, LOSS)
@@ -173,6 +176,8 @@ def test_losses_get_every_column(policies: Policies, models: Callable[[str], Pat
         seen += len(batch.lengths)
         return decoupled_loss(0.2, 0.28, 1.5)(batch)
 
+    starting = [row.proximal for batch in aged for row in batch]
+    assert policy.reference_logprobs(BATCHES) == starting
     policy.accumulate(aged, loss)
     assert seen == len(expected)
     one.accumulate(BATCHES, LOSS)
@@ -180,11 +185,20 @@ def test_losses_get_every_column(policies: Policies, models: Callable[[str], Pat
     one.accumulate(aged, decoupled_loss(0.2, 0.28, 1.5))
     assert policy.step(RATE) == pytest.approx(one.step(RATE), rel=1e-4)
 
+    def noted(batch: TokenBatch) -> tuple[torch.Tensor, dict[str, float]]:
+        assert batch.reference is not None
+        assert (batch.reference == -1.5).all()
+        return LOSS(batch)
 
+    known = [replace(row, reference=pack([-1.5] * row.n_trained, F32)) for row in BATCHES[0]]
+    policy.accumulate([known], noted)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp3"])
 def test_a_loss_that_is_no_number_leaves_the_weights_and_the_ranks_alone(
-    policies: Policies, models: Callable[[str], Path]
+    policies: Policies, models: Callable[[str], Path], layout: str
 ) -> None:
-    policy = policies("dp2")
+    policy = policies(layout)
     policy.load_hf(models("qwen2"))
     before = values(policy)
     bad = Row(pack([3], I32), pack([4], I32), pack([float("nan")], F32), 1.0)
@@ -242,7 +256,7 @@ def test_a_rank_ends_when_the_trainer_is_gone() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         descriptor = theirs.fileno()
-        process = subprocess.Popen([sys.executable, "-m", MODULE, str(descriptor)], pass_fds=[descriptor])
+        process = subprocess.Popen([sys.executable, "-m", MODULE, str(descriptor), "megatron"], pass_fds=[descriptor])
     ours.close()
     assert process.wait(60) == 1
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +19,9 @@ from services.trainer.domain.loss import clipped_loss
 from services.trainer.domain.sums import add
 from services.trainer.fakes import FakeEngine
 from services.trainer.ports import Exported, Loaded, PolicyEngine, Row
-from shared.columns import F32, I32, pack
+from shared.columns import F32, I32, U8, ints, pack, unpack
 from shared.errors import Corrupt, Fatal
-from shared.training import LoraSpec, OptimizerSpec
+from shared.training import LoraSpec, Offload, OptimizerSpec
 from shared.weights.publisher import Shard
 from tests.support import megatron_policies
 from tests.support.model_folder import write_model
@@ -26,35 +29,38 @@ from tests.support.model_folder import write_model
 LOSS = clipped_loss(0.2, 0.28)
 RATE = 1e-2
 New = Callable[[], PolicyEngine]
+Kept = Callable[[str, int], PolicyEngine]
+RANKS: dict[str, dict[str, Any]] = {
+    "megatron-bfloat16": {"data_parallel": 2, "distributed_optimizer": True},
+    "fsdp-bfloat16": {"backend": "torch", "data_parallel": 2},
+}
 
 
-def torch_engine(folder: Path, *, dtype: str = "float32", lora: LoraSpec | None = None) -> TorchPolicy:
-    engine = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device="cpu", lora=lora)
+def torch_engine(
+    folder: Path, *, dtype: str = "float32", lora: LoraSpec | None = None, offload: Offload = "none"
+) -> TorchPolicy:
+    engine = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device="cpu", lora=lora, offload=offload)
     engine.load_hf(folder)
     return engine
 
 
 @pytest.fixture(scope="module")
-def kept() -> Iterator[Callable[[int], PolicyEngine]]:
-    """Engines by number whose processes live on between tests, for they take seconds to start."""
-    started: list[PolicyEngine] = []
+def kept() -> Iterator[Kept]:
+    """Engines by kind and number whose processes live on between tests, for they take seconds to start."""
+    started: dict[str, list[PolicyEngine]] = {kind: [] for kind in RANKS}
     with ExitStack() as stack:
 
-        def get(number: int) -> PolicyEngine:
-            while len(started) <= number:
-                made = megatron_policies.policy(
-                    OptimizerSpec(lr=RATE), dtype="bfloat16", data_parallel=2, distributed_optimizer=True
-                )
-                started.append(stack.enter_context(made))
-            return started[number]
+        def get(kind: str, number: int) -> PolicyEngine:
+            while len(started[kind]) <= number:
+                made = megatron_policies.policy(OptimizerSpec(lr=RATE), dtype="bfloat16", **RANKS[kind])
+                started[kind].append(stack.enter_context(made))
+            return started[kind][number]
 
         yield get
 
 
-@pytest.fixture(
-    params=["torch", "torch-bfloat16", "torch-untied", "torch-adapter", "megatron-bfloat16", "fake", "fake-adapter"]
-)
-def new(request: pytest.FixtureRequest, tmp_path: Path, kept: Callable[[int], PolicyEngine]) -> Iterator[New]:
+@pytest.fixture(params=["torch", "torch-bfloat16", "torch-untied", "torch-adapter", *RANKS, "fake", "fake-adapter"])
+def new(request: pytest.FixtureRequest, tmp_path: Path, kept: Kept) -> Iterator[New]:
     """Makes engines of one kind, each freshly loaded from the same model."""
     made: list[PolicyEngine] = []
     n_kept = itertools.count()
@@ -69,12 +75,14 @@ def new(request: pytest.FixtureRequest, tmp_path: Path, kept: Callable[[int], Po
             folder = tmp_path / "model"
             if not folder.exists():
                 write_model(folder, family)
-            if request.param.startswith("megatron"):
-                engine = kept(next(n_kept))
+            if request.param in RANKS:
+                engine = kept(request.param, next(n_kept))
                 engine.load_hf(folder)
                 return engine
             dtype = "bfloat16" if request.param == "torch-bfloat16" else "float32"
-            engine = torch_engine(folder, dtype=dtype, lora=LoraSpec() if adapter else None)
+            # Which of them rest makes no difference to any promise.
+            offload: Offload = "all" if adapter else "optimizer" if request.param == "torch-untied" else "none"
+            engine = torch_engine(folder, dtype=dtype, lora=LoraSpec() if adapter else None, offload=offload)
         made.append(engine)
         return engine
 
@@ -92,6 +100,17 @@ def rows(n: int = 6, seed: int = 0) -> list[Row]:
         logprobs = [-4.5 + 0.3 * rng.random() for _ in tokens]
         made.append(Row(pack(prompt, I32), pack(tokens, I32), pack(logprobs, F32), rng.uniform(-2, 2)))
     return made
+
+
+def told(batch: list[Row], seed: int = 0) -> list[Row]:
+    """Let some tokens of each completion be an environment's, but not all."""
+    rng = random.Random(seed)
+    return [_told(row, [rng.random() < 0.6 for _ in ints(row.completion)[1:]]) for row in batch]
+
+
+def _told(row: Row, trained: list[bool]) -> Row:
+    kept = np.array([*trained, True])
+    return replace(row, logprobs=unpack(row.logprobs, F32)[kept].tobytes(), trained=pack(kept, U8))
 
 
 def bits(engine: PolicyEngine, what: Exported = "model") -> list[tuple[str, bytes]]:
@@ -132,12 +151,14 @@ def test_the_same_calls_give_the_same_bits(new: New) -> None:
 
 def test_micro_batches_add_up_to_one_big_batch(new: New) -> None:
     whole, parts = new(), new()
-    sums = whole.accumulate([rows(8)], LOSS)
+    batch = [*rows(5), *told(rows(3, seed=1))]
+    sums = whole.accumulate([batch], LOSS)
     norm = whole.step(RATE)
     many: dict[str, float] = {}
-    for row in rows(8):
+    for row in batch:
         add(many, parts.accumulate([[row]], LOSS))
     assert parts.step(RATE) == pytest.approx(norm, rel=2e-2 if _rounds(parts) else 1e-4)
+    assert many.pop("padded_tokens", 0) <= sums.pop("padded_tokens", 0)
     for name, value in sums.items():
         assert many[name] == pytest.approx(value, rel=2e-2, abs=0.3 if _rounds(parts) else 1e-3)
     if not _rounds(parts):
@@ -167,16 +188,67 @@ def test_logprobs_are_one_column_a_row_and_leave_the_training_alone(new: New) ->
     assert bits(engine) == bits(other)
 
 
+def test_what_an_environment_said_is_read_and_not_trained_on(new: New) -> None:
+    engine = new()
+    plain, batch = rows(), told(rows())
+    assert engine.accumulate([batch], LOSS)["tokens"] == sum(row.n_trained for row in batch)
+    for row, whole, part in zip(batch, engine.logprobs([plain]), engine.logprobs([batch]), strict=True):
+        np.testing.assert_allclose(
+            unpack(part, F32), unpack(whole, F32)[unpack(row.trained, U8).astype(bool)], atol=1e-5
+        )
+
+
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(new: New, tmp_path: Path) -> None:
     steady, restored = new(), new()
     train(steady, 0)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    steady.save(folder)
+    steady.snapshot()(folder)
     restored.load(folder)
     assert bits(restored) == bits(steady)
     assert train(restored, 1) == train(steady, 1)
     assert bits(restored) == bits(steady)
+
+
+def test_a_snapshot_stays_as_it_was_taken_while_the_engine_trains_on(new: New, tmp_path: Path) -> None:
+    steady, restored = new(), new()
+    train(steady, 0)
+    before = bits(steady)
+    write = steady.snapshot()
+    train(steady, 1)
+    writing = threading.Thread(target=write, args=(tmp_path,))
+    writing.start()
+    after = train(steady, 2)
+    writing.join()
+    restored.load(tmp_path)
+    assert bits(restored) == before
+    train(restored, 1)
+    assert train(restored, 2) == after
+    assert bits(restored) == bits(steady)
+
+
+def test_resting_between_any_two_calls_changes_nothing(new: New, tmp_path: Path) -> None:
+    steady, resting = new(), new()
+    batch = rows()
+    resting.rest()
+    for engine in (steady, resting):
+        engine.accumulate([batch[:3]], LOSS)
+    resting.rest()
+    assert bits(resting) == bits(steady)
+    assert resting.logprobs([batch]) == steady.logprobs([batch])
+    resting.rest()
+    for engine in (steady, resting):
+        engine.accumulate([batch[3:]], LOSS)
+    resting.rest()
+    resting.rest()
+    assert resting.step(RATE) == steady.step(RATE)
+    resting.rest()
+    assert bits(resting, "model") == bits(steady, "model")
+    resting.snapshot()(tmp_path)
+    steady.load(tmp_path)
+    resting.load(tmp_path)
+    assert train(resting, 1) == train(steady, 1)
+    assert bits(resting) == bits(steady)
 
 
 def test_a_checkpoint_that_is_not_one_is_refused(new: New, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A job that megatron-core trains in two processes: each publishes its part, and one of them is killed."""
+"""Jobs that two processes train together, with megatron-core or FSDP2: each publishes its part; one is killed."""
 
 from __future__ import annotations
 
@@ -38,6 +38,18 @@ def test_the_example_is_trained_in_two_processes_one_of_which_is_killed(tmp_path
     worker = logs["worker-1"]
     assert "delta_failed" not in worker
     assert sum(int(found) for found in re.findall(r'"chunks_delta": (\d+)', worker)) > 0, worker[-2000:]
+
+
+def test_the_example_is_trained_by_fsdp_in_two_processes(tmp_path: Path) -> None:
+    spec = small_job(steps=2)
+    spec["trainer"] |= {"data_parallel": 2, "checkpoint_every": 1}
+    with black_box(tmp_path / "state", workers=1) as box:
+        job_id = box.submit(spec)
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            box.until_completed(job_id)
+        check(box, job_id, observer, spec)
+        (saved,) = [event["fields"]["path"] for event in box.events(job_id) if event["kind"] == "model_saved"]
+    assert (Path(saved) / "model.safetensors").is_file()
 
 
 def kill_a_rank(box: BlackBox) -> None:

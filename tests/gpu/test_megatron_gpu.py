@@ -1,4 +1,4 @@
-"""megatron-core on GPUs: what gloo cannot show. Needs `pip install -e '.[dev]'`; run with `pytest -m gpu tests/gpu`."""
+"""Several processes on GPUs: what gloo cannot show. Run `pytest -m gpu tests/gpu` after `pip install -e '.[dev]'`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel": 2},
     "dp2": {"data_parallel": 2, "distributed_optimizer": True},
     "tp2 x pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "fsdp2": {"backend": "torch", "data_parallel": 2},
 }
 
 
@@ -65,7 +66,7 @@ def test_three_steps_over_nccl_are_those_of_the_torch_backend(
         np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=10 * near)
         checkpoint = tmp_path / "checkpoint"
         checkpoint.mkdir()
-        many.save(checkpoint)
+        many.snapshot()(checkpoint)
         after = {shard.name: bytes(shard.data) for shard in many.export_shards()}
         many.load_hf(folder)
         many.load(checkpoint)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from services.trainer.adapters.fsdp.policy import FsdpPolicy
 from services.trainer.adapters.megatron.policy import MegatronPolicy
+from services.trainer.adapters.ranks.policy import RanksPolicy
 from shared.training import OptimizerSpec, TrainerSpec
 
 _SIZES: dict[str, Any] = {
@@ -48,11 +50,12 @@ def write(directory: Path, family: str) -> Path:
 @contextmanager
 def policy(
     optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
-) -> Iterator[MegatronPolicy]:
+) -> Iterator[RanksPolicy]:
     """A policy whose ranks are gone at the end; settings are `TrainerSpec`'s, and `reference`."""
     reference = settings.pop("reference", False)
-    spec = TrainerSpec(backend="megatron", dtype=dtype, **settings)
-    made = MegatronPolicy(spec, optimizer, temperature=temperature, device=device, reference=reference)
+    spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
+    kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
+    made = kind(spec, optimizer, temperature=temperature, device=device, reference=reference)
     try:
         yield made
     finally:

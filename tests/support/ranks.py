@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODULE = "services.trainer.adapters.megatron.rank"
+MODULE = "services.trainer.adapters.ranks.rank"
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -12,11 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.adapters.megatron import boxes, wire
-from services.trainer.adapters.megatron.boxes import BoxReader
-from services.trainer.adapters.megatron.names import HEAD, Piece, WeightMap
-from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place, check, shape_of
+from services.trainer.adapters.fsdp.network import RowMap
+from services.trainer.adapters.megatron.names import HEAD, WeightMap
+from services.trainer.adapters.megatron.shape import ModelShape, check, shape_of
+from services.trainer.adapters.ranks import boxes, wire
+from services.trainer.adapters.ranks.boxes import BoxReader
+from services.trainer.adapters.ranks.layout import Layout, Place
+from services.trainer.adapters.ranks.packed import packed, rows_of
+from services.trainer.adapters.ranks.piece import Piece
 from services.trainer.domain.spread import spread
+from services.trainer.ports import Row
+from shared.columns import I32, pack
 from shared.errors import ConfigError
 from shared.jobspec import parse
 from shared.training import TrainerSpec
@@ -62,7 +68,6 @@ def trainer(**settings: Any) -> TrainerSpec:
     [
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
-        {"data_parallel": 2},
         {"sequence_parallel": True},
         {"distributed_optimizer": True},
     ],
@@ -80,6 +85,29 @@ def test_settings_that_need_another_setting_say_so() -> None:
         trainer(backend="megatron", distributed_optimizer=True)
     with pytest.raises(ConfigError, match=r"lora needs trainer.backend: torch"):
         parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"backend": "megatron"}})
+    with pytest.raises(ConfigError, match=r"lora needs trainer.backend: torch in one process"):
+        parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"data_parallel": 2}})
+    with pytest.raises(ConfigError, match=r"offload is for trainer.backend: torch in one process"):
+        trainer(data_parallel=2, offload="all")
+
+
+def test_rows_are_shared_out_as_torch_does_it() -> None:
+    for n_rows, n_ranks in ((128, 2), (97, 3), (2, 3), (1, 4)):
+        maps = [RowMap({"w": (n_rows, 5)}, rank, n_ranks) for rank in range(n_ranks)]
+        pieces = [piece for found in maps for piece in found.pieces("w")]
+        expected = [len(part) for part in torch.empty(n_rows, 5).chunk(n_ranks)]
+        assert [piece.local_shape[0] for piece in pieces] == expected + [0] * (n_ranks - len(expected))
+        assert sum(piece.local_shape[0] for piece in pieces) == n_rows
+        held = [piece for piece in pieces if piece.local_shape[0]]
+        assert [piece.offset[0] for piece in held] == [sum(expected[:i]) for i in range(len(held))]
+
+
+def test_rows_come_out_of_what_a_rank_is_given_as_they_went_in() -> None:
+    given = [
+        Row(pack([3, 4], I32), pack([5, 6, 7], I32), b"", 0.0, trained=b"\1\0\1"),
+        Row(pack([8], I32), pack([9], I32), b"", 0.0, trained=b"\1"),
+    ]
+    assert rows_of(packed(given)) == given
 
 
 def test_a_job_may_ask_for_everything_at_once() -> None:

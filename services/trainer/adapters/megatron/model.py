@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from services.trainer.adapters.megatron.layers import block_spec
 from services.trainer.adapters.megatron.names import WeightMap
-from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place
+from services.trainer.adapters.megatron.shape import ModelShape
+from services.trainer.adapters.ranks.layout import Layout, Place
 from shared.training import OptimizerSpec
 
 
@@ -53,8 +54,16 @@ class Network:
         """Yield this rank's parameters under their names in `GPTModel`."""
         yield from self._parameters
 
+    def put(self, parameter: Tensor, value: Tensor) -> None:
+        """Overwrite a parameter."""
+        parameter.data.copy_(value)
 
-class Trained(Network):
+    def published(self, parameter: Tensor) -> Tensor:
+        """Return a parameter as it is published: in its own dtype."""
+        return parameter.detach()
+
+
+class TrainedNetwork(Network):
     """One rank's part of the model being trained and of its optimizer."""
 
     def __init__(

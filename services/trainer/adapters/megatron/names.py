@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place
+from services.trainer.adapters.megatron.shape import ModelShape
+from services.trainer.adapters.ranks.layout import Layout, Place
+from services.trainer.adapters.ranks.piece import Piece
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TOP = {
@@ -33,15 +34,6 @@ _ALONE = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
 }
-
-
-class Piece(NamedTuple):
-    """A box of a Hugging Face tensor."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    local_shape: tuple[int, ...]
 
 
 class WeightMap:

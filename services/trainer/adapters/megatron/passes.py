@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,25 +19,11 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor, distributed
 
 from services.trainer.adapters.megatron.model import Network
-from shared.columns import I32, ints, unpack
-
-GradientOf = Callable[[int, Tensor], Tensor]
-"""(number of the micro-batch, log-probabilities of its completion tokens) -> the loss's gradient with respect to them.
-Called on the last stage's first tensor-parallel rank."""
+from services.trainer.adapters.ranks.packed import GradientOf, Packed
+from shared.columns import I32, U8, ints, unpack
 
 
-class Packed(NamedTuple):
-    """One micro-batch as a rank gets it."""
-
-    tokens: bytes
-    """int32 column: all rows, prompt and completion, end to end."""
-    prompts: bytes
-    """int32 column: how long each row's prompt is."""
-    completions: bytes
-    """int32 column: how long each row's completion is."""
-
-
-class Passes:
+class SchedulePasses:
     """Runs micro-batches through one rank's part of the model; all ranks of a model do so at once."""
 
     def __init__(self, model: Network, temperature: float) -> None:
@@ -48,7 +34,7 @@ class Passes:
         self._is_first_of_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
 
     def logprobs(self, batches: Sequence[Packed]) -> list[Tensor]:
-        """Return each micro-batch's log-probabilities on the last stage, [completion tokens], nothing elsewhere."""
+        """Return each micro-batch's log-probabilities on the last stage, [trained tokens], nothing elsewhere."""
         found: list[Tensor] = []
 
         def keep(_number: int, logprobs: Tensor) -> Tensor:
@@ -119,7 +105,7 @@ class Passes:
 
 
 def _laid_out(batch: Packed, config: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return token ids, the sequences' ends from 0 on, and the positions whose next token is a completion's."""
+    """Return token ids, the sequences' ends from 0 on, and the positions whose next token is trained on."""
     tokens = unpack(batch.tokens, I32).astype(np.int64)
     prompts, completions = np.asarray(ints(batch.prompts)), np.asarray(ints(batch.completions))
     ends = np.concatenate([[0], np.cumsum(prompts + completions)]).astype(np.int32)
@@ -128,7 +114,7 @@ def _laid_out(batch: Packed, config: Any) -> tuple[np.ndarray[Any, Any], np.ndar
             np.arange(end + prompt - 1, end + prompt + completion - 1)
             for end, prompt, completion in zip(ends, prompts, completions, strict=False)
         ]
-    ).astype(np.int64)
+    ).astype(np.int64)[unpack(batch.trained, U8).astype(bool)]
     if config.sequence_parallel and (short := -len(tokens) % config.tensor_model_parallel_size):
         # The ranks share the tokens out evenly: what is missing is a sequence of its own that nobody looks at.
         tokens = np.concatenate([tokens, np.zeros(short, np.int64)])

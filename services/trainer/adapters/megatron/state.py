@@ -14,17 +14,16 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, distributed
 
-from services.trainer.adapters.megatron.model import Trained
+from services.trainer.adapters.megatron.model import TrainedNetwork
+from services.trainer.adapters.ranks.engine import WEIGHT
 
-WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 
 
 class OptimizerState:
     """The master weights and Adam's moments of one rank's parameters."""
 
-    def __init__(self, model: Trained) -> None:
+    def __init__(self, model: TrainedNetwork) -> None:
         """Look into the model's optimizer."""
         self._optimizer: Any = model.optimizer.chained_optimizers[0]
         self._distributed = isinstance(self._optimizer, DistributedOptimizer)

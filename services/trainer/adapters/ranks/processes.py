@@ -1,4 +1,4 @@
-"""The processes that the trainer starts for megatron-core, one a rank, seen from the trainer.
+"""The processes that the trainer starts where several train one model, one a rank, seen from the trainer.
 
 The trainer itself is none of them. It stays one asyncio process, and its engine's calls go to all ranks over a socket
 each: so a rank can be killed, can run out of memory or hang in a collective, and the trainer is there to say so.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.trainer.adapters.megatron import wire
+from services.trainer.adapters.ranks import wire
 from shared.errors import Retryable, Timeout
 
 CALL_LIMIT_S = 3600.0
@@ -35,15 +35,17 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 class Ranks:
     """Starts the processes at the first call; when one of them is gone, all of them go."""
 
-    def __init__(self, n: int, device: str, introduction: Callable[[int, str], dict[str, Any]]) -> None:
+    def __init__(self, kind: str, n: int, device: str, introduction: Callable[[int, str], dict[str, Any]]) -> None:
         """Prepare.
 
         Args:
+            kind: `megatron` or `fsdp`.
             n: how many.
             device: `cpu` hides every GPU from them.
             introduction: (rank, path of a file to meet at) -> arguments of the first call.
 
         """
+        self._kind = kind
         self._n = n
         self._device = device
         self._introduction = introduction
@@ -53,7 +55,7 @@ class Ranks:
         self._closed = False
         self._meeting: tempfile.TemporaryDirectory[str] | None = None
         self.rewritten: dict[str, int] = {}
-        """Modules of megatron-core that were rewritten for want of CUDA."""
+        """Modules of a library that were rewritten to run here, and in how many places."""
 
     @property
     def pids(self) -> list[int]:
@@ -114,7 +116,7 @@ class Ranks:
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         for _ in range(self._n):
             ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "services.trainer.adapters.megatron.rank", str(theirs.fileno())]
+            command = [sys.executable, "-m", "services.trainer.adapters.ranks.rank", str(theirs.fileno()), self._kind]
             with theirs:
                 # A session of its own: an interrupt from the keyboard is for the trainer.
                 process = subprocess.Popen(  # noqa: S603 - our own module

@@ -1,4 +1,4 @@
-"""`python -m services.trainer.adapters.megatron.rank FD`: one rank, a process of the trainer's.
+"""`python -m services.trainer.adapters.ranks.rank FD KIND`: one rank, a process of the trainer's.
 
 Consumes: calls from the socket FD, answers them in turn. Produces: their results or errors, and questions within one.
 Ends when: the trainer closes the socket or is gone, whatever is being computed.
@@ -15,19 +15,19 @@ import traceback
 import warnings
 from typing import Any
 
-from services.trainer.adapters.megatron import hook, wire
+from services.trainer.adapters.ranks import wire
+from services.trainer.adapters.ranks.engine import RankEngine
+from services.trainer.adapters.ranks.layout import Layout
 
 
-def main(descriptor: int) -> None:
-    """Serve the trainer at the other end of a socket."""
+def main(descriptor: int, kind: str) -> None:
+    """Serve the trainer at the other end of a socket, as a rank of `megatron` or `fsdp`."""
     channel = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), name="calls", daemon=True).start()
     # megatron-core tells of each library that it would like to have.
     warnings.simplefilter("ignore")
-    hook.install()
-    from services.trainer.adapters.megatron.engine import RankEngine  # noqa: PLC0415 - after the hook
-    from services.trainer.adapters.megatron.shape import Layout  # noqa: PLC0415 - its like
+    engine_class = _engine_class(kind)
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
         wire.send(channel, question)
@@ -39,14 +39,27 @@ def main(descriptor: int) -> None:
         name, arguments = request["call"], request["arguments"]
         try:
             if engine is None:
-                engine = RankEngine(**{**arguments, "layout": Layout(*arguments["layout"])})
-                result: Any = hook.rewritten()
+                engine = engine_class(**{**arguments, "layout": Layout(*arguments["layout"])})
+                result: Any = engine.rewritten
             else:
                 result = getattr(engine, name)(**arguments, **({"ask": ask} if name == "accumulate" else {}))
             answer = {"result": result}
         except Exception as error:  # noqa: BLE001 - the trainer is told, and decides
             answer = wire.failure(error, traceback.format_exc())
         wire.send(channel, answer)
+
+
+def _engine_class(kind: str) -> type[RankEngine]:
+    if kind == "megatron":
+        from services.trainer.adapters.megatron import hook  # noqa: PLC0415 - nobody else has it installed
+
+        hook.install()
+        from services.trainer.adapters.megatron.rank_engine import MegatronRank  # noqa: PLC0415 - after the hook
+
+        return MegatronRank
+    from services.trainer.adapters.fsdp.rank_engine import FsdpRank  # noqa: PLC0415 - it is one or the other
+
+    return FsdpRank
 
 
 def _read(channel: socket.socket, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -59,4 +72,4 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[dict[str, Any]]) -> N
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

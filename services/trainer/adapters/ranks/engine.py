@@ -1,4 +1,4 @@
-"""One rank of the trainer: its part of everything that `policy` is asked for. Import after `hook.install()`.
+"""One rank of the trainer: its part of everything that `policy` is asked for.
 
 All ranks get the same calls in the same order, which is what collectives need.
 """
@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from safetensors import SafetensorError
 from torch import Tensor, distributed
 
-from services.trainer.adapters.megatron import boxes
-from services.trainer.adapters.megatron.boxes import BoxReader
-from services.trainer.adapters.megatron.model import Network, Trained
-from services.trainer.adapters.megatron.names import Piece
-from services.trainer.adapters.megatron.passes import Packed, Passes
-from services.trainer.adapters.megatron.shape import Layout, ModelShape, Place
-from services.trainer.adapters.megatron.state import MOMENTS, WEIGHT, OptimizerState
-from shared.errors import ConfigError, Corrupt
+from services.trainer.adapters.ranks import boxes
+from services.trainer.adapters.ranks.boxes import BoxReader
+from services.trainer.adapters.ranks.layout import Layout, Place
+from services.trainer.adapters.ranks.packed import GradientOf, Packed
+from services.trainer.adapters.ranks.piece import Piece
+from shared.errors import ConfigError, Corrupt, Fatal
 from shared.training import OptimizerSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
@@ -36,13 +33,95 @@ from shared.weights.publisher import Publisher, Shard
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 """How long a rank waits for the others before it gives up."""
 STEPS_FILE = "steps.txt"
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 """Sends the trainer a question and waits for the answer."""
 
 
-class RankEngine:
+class Parts(Protocol):
+    """Which boxes of Hugging Face's tensors a rank's parameters consist of, by the parameters' own names."""
+
+    def owns(self, name: str) -> bool:
+        """Tell whether this rank is the one that speaks for a parameter, of those that have the same part."""
+
+    def pieces(self, name: str) -> list[Piece]:
+        """Return the boxes, in the order of `split` and `join`."""
+
+    def split(self, name: str, value: Tensor) -> list[Tensor]:
+        """Return the boxes' values, of the parameter's."""
+
+    def join(self, name: str, parts: list[Tensor]) -> Tensor:
+        """Return the parameter's value, of its boxes'."""
+
+
+class Model(Protocol):
+    """One rank's part of a model."""
+
+    @property
+    def map(self) -> Parts:
+        """What its parameters are."""
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's parameters under their own names."""
+
+    def put(self, parameter: Tensor, value: Tensor) -> None:
+        """Overwrite this rank's part of a parameter."""
+
+    def published(self, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a parameter in the dtype in which it is published."""
+
+
+class Trained(Model, Protocol):
+    """One rank's part of the model being trained and of its optimizer."""
+
+    def zero_gradients(self) -> None:
+        """Forget what was accumulated."""
+
+    def finish_gradients(self, divisor: int) -> float:
+        """Add up all ranks' gradients, divide them, and return the norm of all."""
+
+    def update(self, learning_rate: float) -> None:
+        """Clip and apply the gradients."""
+
+
+class Passes(Protocol):
+    """Runs micro-batches through one rank's part of a model; all ranks do so at once."""
+
+    def logprobs(self, batches: Sequence[Packed]) -> list[Tensor]:
+        """Return each micro-batch's log-probabilities, [trained tokens], where they come out."""
+
+    def accumulate(self, batches: Sequence[Packed], gradient_of: GradientOf) -> None:
+        """Run forward and backward, adding to the gradients."""
+
+
+class State(Protocol):
+    """The master weights and Adam's moments of one rank's parameters."""
+
+    def get(self, parameter: Tensor, kind: str) -> Tensor:
+        """Return this rank's part of a master weight or a moment; all ranks ask at once."""
+
+    def set(self, parameter: Tensor, kind: str, value: Tensor) -> None:
+        """Overwrite a master weight, with it the parameter, or a moment."""
+
+    def set_steps(self, n_steps: int) -> None:
+        """Say how many updates the moments come from; 0 forgets them."""
+
+
+class Built(NamedTuple):
+    """A model to train and what works with it."""
+
+    model: Trained
+    passes: Passes
+    state: State
+
+
+class RankEngine(ABC):
     """Every public method is a call; `ask` is there for the loss."""
+
+    rewritten: dict[str, int] = {}  # noqa: RUF012 - nobody writes to it
+    """Modules of a library that were rewritten to run here, and in how many places."""
 
     def __init__(
         self,
@@ -73,15 +152,9 @@ class RankEngine:
             world_size=layout.n_ranks,
             timeout=COLLECTIVE_LIMIT,
         )
-        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
-        model_parallel_cuda_manual_seed(0)
-        self._layout, self._place = layout, Place.of(rank, layout)
-        found = Place(
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_data_parallel_rank(),
-        )
-        assert found == self._place, f"megatron-core has put rank {rank} at {found}, not at {self._place}"
+        self._device = device
+        self._layout = layout
+        self._place = self._joined(rank, layout)
         self._optimizer = OptimizerSpec.model_validate(optimizer)
         self._temperature: float = settings["temperature"]
         self._dtype: torch.dtype = getattr(torch, settings["dtype"])
@@ -90,23 +163,43 @@ class RankEngine:
         self._runner = asyncio.Runner()
         self._publisher: Publisher | None = None
 
+    # --- what each kind of rank has of its own ---
+
+    @abstractmethod
+    def _joined(self, rank: int, layout: Layout) -> Place:
+        """Do what remains to be done when all ranks have met; return this one's place."""
+
+    @abstractmethod
+    def _built(self, model: dict[str, Any]) -> Built:
+        """Build a model with whatever weights, and its optimizer; `model` is what the policy says of it."""
+
+    @abstractmethod
+    def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:
+        """Build one that is not trained."""
+
+    @property
+    @abstractmethod
+    def _part(self) -> int | None:
+        """Return the number of this rank's part of the tensors, None where another rank has the same."""
+
+    @property
+    @abstractmethod
+    def _has_logprobs(self) -> bool:
+        """Tell whether log-probabilities come out here."""
+
     # --- the model ---
 
-    def load_hf(self, shape: list[Any], files: list[str]) -> list[Piece]:
+    def load_hf(self, model: dict[str, Any], files: list[str]) -> list[Piece]:
         """Build the model anew and fill it from safetensors files; return this rank's pieces of it."""
-        place = (ModelShape(*shape), self._layout, self._place, self._dtype)
-        self._model = Trained(*place, self._optimizer)
-        self._passes = Passes(self._model, self._temperature)
-        self._state = OptimizerState(self._model)
+        self._model, self._passes, self._state = self._built(model)
         self._n_steps = 0
         try:
             with BoxReader(Path(file) for file in files) as reader:
                 self._fill(reader)
                 if self._keeps_reference:
-                    frozen = Network(*place)
+                    frozen, self._reference = self._frozen(model)
                     for name, parameter in frozen.parameters():
-                        parameter.data.copy_(self._read(reader, name))
-                    self._reference = Passes(frozen, self._temperature)
+                        frozen.put(parameter, self._read(reader, name))
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the model cannot be loaded: {error}") from error
         return [piece for name, _ in self._model.parameters() for piece in self._model.map.pieces(name)]
@@ -130,7 +223,7 @@ class RankEngine:
         """Return float32 columns, one a micro-batch, from the rank that has them; of the frozen model if asked."""
         passes = self._reference if reference else self._passes
         found = passes.logprobs([Packed(*batch) for batch in batches])
-        return [column.numpy().tobytes() for column in found] if self._place.tensor == 0 else []
+        return [column.numpy().tobytes() for column in found] if self._has_logprobs else []
 
     def accumulate(self, batches: list[list[bytes]], ask: Ask) -> None:
         """Run forward and backward; the loss's gradient is asked for."""
@@ -155,7 +248,7 @@ class RankEngine:
 
     def write(self, directory: str) -> None:
         """Write this rank's shards into a folder, in the dtype in which they are published."""
-        self._write(Path(directory), WEIGHT, lambda parameter: parameter.detach())
+        self._write(Path(directory), WEIGHT, self._model.published)
 
     def digests(self) -> list[list[Any]]:
         """Return name, offset, shape, dtype and digest of this rank's shards."""
@@ -163,17 +256,16 @@ class RankEngine:
 
     def publish(self, store: dict[str, str], job_id: str, version: int, limit_s: float, deltas: dict[str, bool]) -> str:
         """Send this rank's part to the weight store; return the part's digest, empty where another rank has it all."""
-        if self._place.data:
+        if (number := self._part) is None:
             return ""
         if self._publisher is None:
             client = StoreClient(store["url"], store["token"])
             self._publisher = Publisher(client, Waits(), limit_s=limit_s, **deltas)
-        number = self._place.tensor + self._layout.tensor * self._place.pipeline
         part = self._runner.run(self._publisher.publish(job_id, version, number, self._shards()))
         return part.digest
 
     def _shards(self) -> Iterator[Shard]:
-        for piece, value in self._parts(lambda parameter: parameter.detach()):
+        for piece, value in self._parts(self._model.published):
             raw = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             yield Shard(*piece[:1], str(value.dtype).removeprefix("torch."), *piece[1:], raw)
 
@@ -181,7 +273,7 @@ class RankEngine:
         """Yield the pieces that this rank speaks for, of a value of each parameter's shape; all ranks must come."""
         for name, parameter in self._model.parameters():
             value = value_of(parameter)
-            if self._place.data or not self._model.map.owns(name):
+            if self._part is None or not self._model.map.owns(name):
                 continue
             for piece, part in zip(self._model.map.pieces(name), self._model.map.split(name, value), strict=True):
                 if math.prod(piece.local_shape):
@@ -200,10 +292,13 @@ class RankEngine:
     def save(self, directory: str) -> None:
         """Write master weights and moments, in files that any other number of ranks can read."""
         folder = Path(directory)
-        for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if self._n_steps else 0]):
-            self._write(folder, kind, partial(self._state.get, kind=kind))
-        if distributed.get_rank() == 0:
-            (folder / STEPS_FILE).write_text(str(self._n_steps), encoding="utf-8")
+        try:
+            for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if self._n_steps else 0]):
+                self._write(folder, kind, partial(self._state.get, kind=kind))
+            if distributed.get_rank() == 0:
+                (folder / STEPS_FILE).write_text(str(self._n_steps), encoding="utf-8")
+        except OSError as error:
+            raise Fatal(f"a copy for a checkpoint cannot be written to {folder}: {error}; make room there") from error
 
     def load(self, directory: str) -> None:
         """Read what `save` wrote."""

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer.adapters.megatron.names import Piece
+from services.trainer.adapters.ranks.piece import Piece
 
 _PLACES = "places"
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
-from services.trainer.adapters.megatron.policy import MegatronPolicy
+from services.trainer.adapters.ranks.policy import RanksPolicy
 from services.trainer.adapters.weights import Digests, StorePublisher
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
@@ -21,7 +21,7 @@ class RanksPublisher(StorePublisher):
 
     def __init__(  # noqa: PLR0913 - StorePublisher's, and the ranks'
         self,
-        policy: MegatronPolicy,
+        policy: RanksPolicy,
         token: str,
         client: StoreClient,
         job_id: str,

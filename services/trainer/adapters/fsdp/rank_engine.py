@@ -1,0 +1,38 @@
+"""A rank of FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.trainer.adapters.fsdp.network import Network, TrainedNetwork
+from services.trainer.adapters.fsdp.passes import PaddedPasses
+from services.trainer.adapters.fsdp.state import OptimizerState
+from services.trainer.adapters.ranks.engine import Built, Model, Passes, RankEngine
+from services.trainer.adapters.ranks.layout import Layout, Place
+
+
+class FsdpRank(RankEngine):
+    """See `RankEngine`. No two ranks have the same part of a tensor, and each has samples of its own."""
+
+    def _joined(self, rank: int, layout: Layout) -> Place:
+        return Place.of(rank, layout)
+
+    def _built(self, model: dict[str, Any]) -> Built:
+        network = TrainedNetwork(Path(model["source"]), self._device, self._dtype, self._optimizer)
+        return Built(network, self._passes_of(network), OptimizerState(network.optimizer))
+
+    def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:
+        network = Network(Path(model["source"]), self._device, self._dtype, trained=False)
+        return network, self._passes_of(network)
+
+    def _passes_of(self, network: Network) -> PaddedPasses:
+        return PaddedPasses(network.module, self._temperature, self._dtype, self._device)
+
+    @property
+    def _part(self) -> int | None:
+        return self._place.data
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return True
