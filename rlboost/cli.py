@@ -5,7 +5,8 @@ Those modules import what does the work only when a command runs, so that `--hel
 
 from __future__ import annotations
 
-from rlboost.commands import config, demo, jobs, ps, report, up, worker
+from rlboost.commands import config, demo, export, jobs, ps, report, up, worker
+from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
 app = new_app("Reinforcement learning of language models on spot GPUs: nothing is lost when they go.", top=True)
@@ -13,6 +14,8 @@ up.register(app)
 demo.register(app)
 report.register(app)
 jobs.register(app)
+evaluation.register(app)
+export.register(app)
 ps.register(app)
 app.add_typer(worker.app, name="worker")
 app.add_typer(config.app, name="config")

@@ -195,6 +195,11 @@ class Jobs:
         job: Json = self._get(job_id)
         return job
 
+    def spec(self, job_id: str) -> Json:
+        """Return a job's job file, every default filled in."""
+        spec: Json = self._get(job_id, "spec")
+        return spec
+
     def cancel(self, job_id: str) -> Json:
         """Ask a job to stop for good; return `{id, state}`."""
         return self._act(job_id, "cancel")

@@ -13,7 +13,7 @@ ENDED = frozenset({"completed", "failed", "cancelled"})
 _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
 """Every step waits a little for samples and for weights; only what lasts is news."""
-_SHOWN = ("reward/mean", "completions/mean_length", "perf/tokens_per_s")
+_SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
 
 
 def follow(client: Client, job_id: str) -> Iterator[tuple[Literal["job", "step", "wait"], Any]]:
@@ -62,7 +62,7 @@ class _LongWaits:
 def step_line(row: Mapping[str, Any], steps: int) -> str:
     """Return a finished step as one line: the metrics that people look at first, and all of the evaluation."""
     names = [name for name in _SHOWN if name in row] + sorted(name for name in row if name.startswith("eval/"))
-    place = f"step {row['step'] + 1:>4}/{steps}" if row["step"] < steps else "after the last step"
+    place = f"step {row['step'] + 1:>4}/{steps}" if row["step"] < steps else "after the last step" if steps else "done"
     return "  ".join([place, *(f"{name} {row[name]:.4g}" for name in names)])
 
 

@@ -24,9 +24,19 @@ def resolve(file: Path, overrides: list[str]) -> dict[str, Any]:
     """
     raw = jobspec.load(str(file), overrides)
     try:
-        spec = jobspec.parse(raw)
+        return complete(raw)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
+
+
+def complete(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole job that a mapping describes, as `resolve` does for a file.
+
+    Raises:
+        ConfigError: naming each wrong field.
+
+    """
+    spec = jobspec.parse(raw)
     job: dict[str, Any] = json.loads(jobspec.to_json(spec))
     job["model"] = _absolute(job["model"])
     for key in ("train", "eval"):

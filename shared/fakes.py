@@ -105,6 +105,7 @@ class MemoryBus:
                 self._streams.pop(key, None)
                 self._hashes.pop(key, None)
                 self._leases.pop(key, None)
+                self._counters.pop(key, None)
             case Renew(lease, value, ttl_s):
                 self._leases[lease] = (value, self._clock() + ttl_s)
 

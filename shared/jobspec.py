@@ -8,18 +8,30 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from shared.algorithm import AlgorithmSpec
+from shared.curriculum import CurriculumSpec
 from shared.errors import ConfigError
 from shared.ids import MAX_GROUPS_PER_STEP, MAX_STEPS
 from shared.messages import InFlight
-from shared.reward import RewardSpec
+from shared.reward import EnvironmentSpec, RewardPart, RewardSpec
+from shared.runlog import LogSpec
 from shared.training import LoraSpec, OptimizerSpec, TrainerSpec
 from shared.validation import Section, describe, off_is_no_boolean
 
 MAX_STALENESS = 16
 """Beyond it a sample's tokens say little about the policy that is trained."""
+
+Kind = Literal["rl", "sft", "eval"]
+_NEEDED: dict[Kind, tuple[str, ...]] = {"rl": ("reward", "steps"), "sft": ("steps",), "eval": ("reward", "eval")}
+_WANTED = {"reward": "it, or an environment", "steps": "at least one", "eval": "it, if only {samples: 256}"}
+_USELESS: dict[Kind, tuple[str, ...]] = {
+    "rl": (),
+    "sft": ("environment", "reward", "algorithm", "sampling", "eval"),
+    "eval": ("algorithm", "optimizer", "lora", "steps"),
+}
+_BECAUSE: dict[Kind, str] = {"rl": "", "sft": "generates nothing", "eval": "trains nothing"}
 
 
 class DataSpec(Section):
@@ -28,7 +40,8 @@ class DataSpec(Section):
     `.jsonl` files with one problem a line, `.parquet` files, folders or ids of Hugging Face datasets.
     """
 
-    train: str
+    train: str | None = None
+    """Every job that trains needs it."""
     eval: str | None = None
     train_split: str = "train"
     """Of a Hugging Face dataset with several."""
@@ -37,9 +50,21 @@ class DataSpec(Section):
     """Of a Hugging Face dataset with several (its configuration)."""
     prompt_key: str = "prompt"
     """Where a row holds its prompt: text, or chat messages, which go through the model's chat template."""
+    completion_key: str = "completion"
+    """With `kind: sft`, where a row holds what is to be imitated: text, or chat messages of the assistant."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Rows with longer prompts are left out, and counted."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """With `kind: sft`, rows with longer completions are left out, and counted."""
     prompts_per_step: int = Field(32, ge=1, lt=MAX_GROUPS_PER_STEP)
+    curriculum: CurriculumSpec | None = None
+    """Which prompts are skipped for what became of them before."""
+
+    @property
+    def limits(self) -> str:
+        """Return what rows are left out for, in words."""
+        most = {"max_prompt_tokens": self.max_prompt_tokens, "max_completion_tokens": self.max_completion_tokens}
+        return " or ".join(f"more than {n} tokens (data.{name})" for name, n in most.items() if n is not None)
 
 
 class SamplingSpec(Section):
@@ -93,24 +118,62 @@ class EvalSpec(Section):
     every: int = Field(10, ge=1)
     samples: int = Field(256, ge=1)
     """How many completions in all, spread evenly over the evaluation prompts."""
+    pass_reward: float = Field(1.0, allow_inf_nan=False)
+    """The least reward of a completion that passes, for `eval/pass@k`."""
 
 
 class JobSpec(Section):
     """A whole job file."""
 
+    kind: Kind = "rl"
+    """`rl`: reinforcement learning. `sft`: supervised fine-tuning on completions that the data has. `eval`: one
+    evaluation of the model, which stays as it is."""
     name: str = Field("job", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
     model: str
     data: DataSpec
-    reward: RewardSpec
+    environment: EnvironmentSpec | None = None
+    """Where there is one, a sample is a conversation with it; its rewards are added to those of `reward`, if any."""
+    reward: RewardSpec | None = Field(None, validate_default=True)
     algorithm: AlgorithmSpec = AlgorithmSpec()
     sampling: SamplingSpec = SamplingSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     trainer: TrainerSpec = TrainerSpec()
     elastic: ElasticSpec = ElasticSpec()
+    log: LogSpec = LogSpec()
     lora: LoraSpec | None = None
     """Only with `elastic.weights: lora`, where it may be left out for the defaults."""
-    steps: int = Field(ge=1, lt=MAX_STEPS)
-    eval: EvalSpec | None = None
+    steps: int = Field(0, ge=0, lt=MAX_STEPS, validate_default=True)
+    eval: EvalSpec | None = Field(None, validate_default=True)
+
+    @field_validator("environment", "reward", "algorithm", "sampling", "optimizer", "lora", "steps", "eval")
+    @classmethod
+    def _suits_the_kind(cls, value: object, info: ValidationInfo) -> object:
+        kind: Kind | None = info.data.get("kind")
+        if kind is None:
+            return value  # it is no kind, and that is told
+        name = str(info.field_name)
+        is_given = value != cls.model_fields[name].get_default()
+        if name in _NEEDED[kind] and not is_given and not (name == "reward" and info.data.get("environment")):
+            raise ValueError(f"a job of kind {kind} needs {_WANTED[name]}")
+        if name in _USELESS[kind] and is_given:
+            raise ValueError(f"a job of kind {kind} {_BECAUSE[kind]}: remove it")
+        return value
+
+    @field_validator("data")
+    @classmethod
+    def _has_what_the_kind_reads(cls, value: DataSpec, info: ValidationInfo) -> DataSpec:
+        kind: Kind | None = info.data.get("kind")
+        if kind == "eval" and value.eval is None:
+            raise ValueError("a job of kind eval needs data.eval")
+        if kind == "eval" and value.train is not None:
+            raise ValueError("a job of kind eval reads only data.eval: remove data.train")
+        if kind in {"rl", "sft"} and value.train is None:
+            raise ValueError(f"a job of kind {kind} needs data.train")
+        if kind in {"sft", "eval"} and value.curriculum is not None:
+            raise ValueError("curriculum is for jobs of kind rl: remove it")
+        if kind in {"rl", "eval"} and value.max_completion_tokens is not None:
+            raise ValueError("max_completion_tokens is for jobs of kind sft: set sampling.max_tokens in its place")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -122,14 +185,36 @@ class JobSpec(Section):
             raise ValueError("algorithm.group_size: a step of one sample has nothing to compare with: raise it")
         if self.elastic.link == "slow" and self.elastic.weights != "delta":
             raise ValueError("elastic.link: slow is about deltas: set elastic.weights to delta, or remove it")
-        if self.trainer.backend == "megatron" and self.elastic.weights == "lora":
-            raise ValueError("elastic.weights: lora needs trainer.backend: torch; megatron trains whole models")
         if self.lora is not None and self.elastic.weights != "lora":
             raise ValueError(
                 f"there is a section lora, but elastic.weights is {self.elastic.weights!r}: set elastic.weights to "
                 "lora to train an adapter, or remove the section to train the whole model"
             )
+        if self.kind == "eval" and self.elastic.weights == "lora":
+            raise ValueError("elastic.weights: a job of kind eval trains no adapter: remove it")
+        if self.kind == "sft" and self.elastic.model_copy(update={"weights": "full"}) != ElasticSpec():
+            raise ValueError("elastic: a job of kind sft generates nothing: remove all but elastic.weights")
         return self
+
+    @model_validator(mode="after")
+    def _several_processes_can(self) -> Self:
+        if self.trainer.in_one_process:
+            return self
+        if self.algorithm.critic is not None:
+            raise ValueError(
+                "algorithm.advantage: gae trains a critic, which needs trainer.backend: torch in one process; in "
+                "several take an algorithm that compares rewards with each other, such as grpo"
+            )
+        if self.elastic.weights == "lora":
+            raise ValueError(
+                "elastic.weights: lora needs trainer.backend: torch in one process; several train whole models"
+            )
+        return self
+
+    @property
+    def reward_parts(self) -> tuple[RewardPart, ...]:
+        """Return all reward functions, none where nothing is rewarded."""
+        return self.reward.parts if self.reward else ()
 
     @property
     def adapter(self) -> LoraSpec | None:
@@ -173,11 +258,21 @@ def load(path: str, overrides: list[str] | None = None) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"job file {path}: a mapping with the keys model, data, reward, steps, ... is expected")
     for override in overrides or []:
-        _override(raw, override)
+        set_by_override(raw, override)
     return raw
 
 
-def _override(raw: dict[str, Any], override: str) -> None:
+def set_by_override(raw: dict[str, Any], override: str) -> None:
+    """Set one value of a job file, in place.
+
+    Args:
+        raw: the job file as a mapping.
+        override: `a.b=v`, where `v` is read as YAML.
+
+    Raises:
+        ConfigError: it is not of that form, or `a` is no section.
+
+    """
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"override {override!r} is not of the form a.b=value")

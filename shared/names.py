@@ -68,6 +68,11 @@ def job_lengths(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:lengths"
 
 
+def job_curriculum(job_id: str) -> str:
+    """Hash: step -> the prompts that a curriculum chose for it, and how they were scored (JSON)."""
+    return f"{PREFIX}job:{job_id}:curriculum"
+
+
 def job_audit(job_id: str) -> str:
     """Hash: the audit's counters, with the log position that they cover."""
     return f"{PREFIX}job:{job_id}:audit"
@@ -81,6 +86,11 @@ def serving_session(session: str) -> str:
 def trainer_lease(job_id: str) -> str:
     """Lease: the trainer that runs the job, and what it waits for (JSON)."""
     return f"{PREFIX}job:{job_id}:trainer"
+
+
+def trainer_epoch(job_id: str) -> str:
+    """Counter: raised by each taking of the job's lease; renewals and the last report are fenced by it."""
+    return f"{PREFIX}job:{job_id}:trainer.epoch"
 
 
 def weight_peer(peer: str) -> str:

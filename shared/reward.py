@@ -1,4 +1,4 @@
-"""The reward section of a job file: functions, services, and what each counts."""
+"""The reward and environment sections of a job file: functions, services, and what each counts."""
 
 from __future__ import annotations
 
@@ -96,3 +96,18 @@ class RewardSpec(Section):
             part if part.name else part.model_copy(update={"name": (part.function or ":remote").rpartition(":")[2]})
             for part in self.functions
         )
+
+
+class EnvironmentSpec(Section):
+    """What answers the model in turns; see `shared.environment`."""
+
+    function: Annotated[str, AfterValidator(_function_path)]
+    """`package.module:function`, or a class: called for each conversation, it returns an environment."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Given to the function by name."""
+    max_turns: int = Field(8, ge=1)
+    """How often the model speaks at most."""
+    timeout_s: float = Field(30.0, gt=0)
+    """For one answer."""
+    workers: int = Field(1, ge=1)
+    """Processes that run environments; each answers one conversation at a time."""

@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from shared.validation import Section
 
+Offload = Literal["none", "optimizer", "all"]
+"""What rests in host memory while the reserved engines have the trainer's device: nothing; AdamW's moments, and
+gradients; or these and the weights."""
+
 
 class OptimizerSpec(Section):
     """AdamW."""
@@ -25,30 +29,48 @@ class TrainerSpec(Section):
     """How the trainer runs."""
 
     backend: Literal["torch", "megatron"] = "torch"
-    """`torch` trains in one process; `megatron` (megatron-core) in as many as the three numbers below make together."""
+    """`torch` trains in one process, or with FSDP2 in `data_parallel` of them; `megatron` (megatron-core) in as many as
+    the three numbers below make together."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint_every: int = Field(10, ge=1)
-    resume: Literal["auto", "never"] = "auto"
+    checkpoints: str = ""
+    """A folder, or a URL of an object store, under which the job's checkpoints lie; where the trainer says if empty."""
+    resume: str = Field("auto", min_length=1)
+    """What a trainer does that finds the job begun: go on (`auto`) or fail (`never`); or with what the job begins.
+
+    That is a checkpoint of another job: its folder, its checkpoints or one of them, as a path or URL. The job goes on
+    with its weights, optimizer and step, and with samples of its own.
+    """
     micro_batch_tokens: int = Field(4096, ge=1)
     seed: int = 0
+    offload: Offload = "none"
+    """For a GPU that reserved engines share with the trainer, see `Offload`."""
     tensor_parallel: int = Field(1, ge=1)
     """Processes that share each layer."""
     pipeline_parallel: int = Field(1, ge=1)
     """Processes that share the layers, one after the other."""
     data_parallel: int = Field(1, ge=1)
-    """Copies of all that, which share the samples."""
+    """Copies of all that, which share the samples; with `torch`, parts of the model, which share them, too."""
     sequence_parallel: bool = False
     """With `tensor_parallel`: norms, too, are shared out, along the tokens (arXiv 2205.05198)."""
     distributed_optimizer: bool = False
     """With `data_parallel`: each copy keeps a part of the optimizer's state (ZeRO stage 1, arXiv 1910.02054)."""
 
+    @property
+    def in_one_process(self) -> bool:
+        """Tell whether the trainer's own process trains, and no ranks are started."""
+        return self.backend == "torch" and self.data_parallel == 1
+
     @model_validator(mode="after")
     def _applies(self) -> Self:
-        numbers = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-        asked = [name for name in numbers if getattr(self, name) > 1]
+        asked = [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(self, name) > 1]
         asked += [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(self, name)]
         if self.backend == "torch" and asked:
-            raise ValueError(f"{asked[0]} needs trainer.backend: megatron; the torch backend is one process")
+            raise ValueError(f"{asked[0]} needs trainer.backend: megatron; torch has data_parallel alone")
+        if self.offload != "none" and not self.in_one_process:
+            raise ValueError(
+                "offload is for trainer.backend: torch in one process; with several, leave the trainer room beside them"
+            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == 1:

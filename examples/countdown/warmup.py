@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.countdown import reward
 from examples.countdown.make_data import eval_problems
-from examples.countdown.task import ALL_OPERATORS, BOS, EOS, HIT, MISS, PAD, VOCABULARY, noisy_trace, training_problems
-from examples.countdown.tokenizer import MAX_LENGTH, pretrained
+from examples.countdown.model import build_model
+from examples.countdown.task import ALL_OPERATORS, HIT, MISS, PAD, VOCABULARY, noisy_trace, training_problems
+from examples.countdown.tokenizer import pretrained
 
 
 class Cycle(NamedTuple):
@@ -68,31 +69,6 @@ def main() -> None:
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"held-out accuracy at temperature 1: {accuracy(model.float(), tokenizer):.3f}; saved to {out}")
-
-
-def build_model() -> Qwen3ForCausalLM:
-    """Return the model with random weights, float32."""
-    special = {
-        "bos_token_id": VOCABULARY.index(BOS),
-        "eos_token_id": VOCABULARY.index(EOS),
-        "pad_token_id": VOCABULARY.index(PAD),
-    }
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=192,
-        max_position_embeddings=MAX_LENGTH,
-        rope_theta=10000.0,
-        tie_word_embeddings=True,
-        **special,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, **special)
-    return model
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, cycle: Cycle, rng: Random) -> None:

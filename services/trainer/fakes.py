@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from services.trainer.domain.tokens import LossFn
-from services.trainer.ports import Exported, Loaded, RankInfo, RewardBatch, Row, Scores, TrainState
-from shared.columns import F32, I32, unpack
+from services.trainer.ports import Exported, Loaded, RankInfo, RewardBatch, Row, Scores, Snapshot, TrainState
+from shared.columns import F32, I32, U8, unpack
 from shared.errors import Conflict, Corrupt, Fatal, NotFound
 from shared.weights.publisher import Shard
 
@@ -35,6 +35,8 @@ class FakeEngine:
         self._moment = np.zeros(0, F32)
         self._gradient = np.zeros(0, np.float64)
         self._tokens = 0
+        self.rests = False
+        """Whether it was told to rest since it last computed."""
         self.closed = False
 
     def load_hf(self, source: Path) -> None:
@@ -47,14 +49,26 @@ class FakeEngine:
 
     def logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
-        return [np.full(len(unpack(row.completion, I32)), -1.0, F32).tobytes() for rows in batches for row in rows]
+        self.rests = False
+        return [np.full(row.n_trained, -1.0, F32).tobytes() for rows in batches for row in rows]
+
+    def reference_logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+        """See `PolicyEngine.reference_logprobs`."""
+        return [np.full(row.n_trained, -1.5, F32).tobytes() for rows in batches for row in rows]
+
+    def values(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+        """See `Critic.values`."""
+        return [np.full(row.n_trained, 0.5, F32).tobytes() for rows in batches for row in rows]
 
     def accumulate(self, batches: Sequence[Sequence[Row]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
         del loss
+        self.rests = False
         before = self._tokens
         for row in (row for rows in batches for row in rows):
             tokens = unpack(row.completion, I32)
+            if row.trained:
+                tokens = tokens[unpack(row.trained, U8).astype(bool)]
             self._gradient += row.advantage * float(np.sum(tokens, dtype=np.int64)) * np.arange(1, 5)
             self._tokens += len(tokens)
         n_tokens = float(self._tokens - before)
@@ -89,10 +103,14 @@ class FakeEngine:
         if places:
             raise Fatal(f"the weights lack {len(places)} tensors of this model")
 
-    def save(self, directory: Path) -> None:
-        """See `PolicyEngine.save`."""
-        state = {"weights": self._weights.tolist(), "moment": self._moment.tolist()}
-        (directory / "fake.json").write_text(json.dumps(state), encoding="utf-8")
+    def snapshot(self) -> Snapshot:
+        """See `PolicyEngine.snapshot`."""
+        text = json.dumps({"weights": self._weights.tolist(), "moment": self._moment.tolist()})
+
+        def write(directory: Path) -> None:
+            (directory / "fake.json").write_text(text, encoding="utf-8")
+
+        return write
 
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
@@ -101,6 +119,10 @@ class FakeEngine:
             self._weights, self._moment = np.asarray(state["weights"], F32), np.asarray(state["moment"], F32)
         except (OSError, ValueError, KeyError) as error:
             raise Corrupt(f"checkpoint {directory} does not fit this model: {error}") from error
+
+    def rest(self) -> None:
+        """See `PolicyEngine.rest`."""
+        self.rests = True
 
     def close(self) -> None:
         """See `PolicyEngine.close`."""
@@ -135,6 +157,8 @@ class MemoryWeights:
         self.versions: dict[int, list[Shard]] = {}
         self.adapters: dict[int, tuple[int, str]] = {}
         """Adapter version -> its base, and PEFT's configuration."""
+        self.canaries: dict[int, str] = {}
+        """Version -> the trainer's answer to the probe."""
 
     async def head(self) -> int:
         """See `WeightPublisher.head`."""
@@ -148,11 +172,13 @@ class MemoryWeights:
         expect: int,
         base_version: int | None = None,
         adapter_json: str = "",
+        canary_json: str = "",
     ) -> None:
         """See `WeightPublisher.publish`."""
         if await self.head() != expect:
             raise Conflict(f"the head is {await self.head()}, not {expect}")
         self.versions[version] = _copies(shards)
+        self.canaries[version] = canary_json
         if base_version is not None:
             self.adapters[version] = base_version, adapter_json
 
@@ -178,7 +204,7 @@ class MemoryCheckpoints:
         self._folder = folder
         self._kept: list[tuple[TrainState, Path]] = []
 
-    def save(self, state: TrainState, write: Callable[[Path], None]) -> None:
+    def save(self, state: TrainState, write: Snapshot) -> None:
         """See `CheckpointStore.save`."""
         directory = self._folder / str(state.step)
         directory.mkdir(parents=True, exist_ok=True)
@@ -203,15 +229,18 @@ class MemoryFolder:
         self.model: list[Shard] = []
         self.adapter: list[Shard] = []
         self.batches: dict[str, list[Row]] = {}
+        self.troubles: dict[int, list[str]] = {}
+        """Step -> what its loggers have to complain of."""
 
     def begin(self, spec_json: str, step: int) -> None:
         """See `RunFolder.begin`."""
         del spec_json
         self.rows = {number: row for number, row in self.rows.items() if number < step}
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+    def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
         """See `RunFolder.log_step`."""
         self.rows[step] = metrics
+        return self.troubles.pop(step, [])
 
     def keep_batch(self, name: str, rows: Sequence[Row]) -> Path:
         """See `RunFolder.keep_batch`."""
@@ -228,6 +257,10 @@ class MemoryFolder:
         del adapter_json
         self.adapter = _copies(shards)
         return Path("adapter")
+
+    def close(self) -> list[str]:
+        """See `RunFolder.close`."""
+        return []
 
 
 def _copies(shards: Iterable[Shard]) -> list[Shard]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from operator import itemgetter
+from statistics import fmean
 
+from services.trainer.conversations import Conversations
+from services.trainer.curriculum import KeptCurriculum
 from services.trainer.device import DeviceThread
 from services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector
 from services.trainer.domain.metrics import ScoredGroup, StepTally
@@ -12,7 +16,7 @@ from services.trainer.domain.plan import PlannedGroup, plan_step
 from services.trainer.domain.schedule import learning_rate
 from services.trainer.link import JobLink
 from services.trainer.ports import Prompt, Workshop
-from services.trainer.scoring import question, summaries
+from services.trainer.scoring import question, summaries, with_environment
 from shared import names
 from shared.bus import Append
 from shared.ids import SampleId
@@ -39,6 +43,8 @@ class JobContext:
     """How long a step may wait for its device."""
     scoring: asyncio.TaskGroup
     """Owns what scores: groups of a later step are scored while an earlier one trains."""
+    curriculum: KeptCurriculum | None = None
+    """Says which prompts a step has; None: their turn does."""
 
 
 class StepIntake:
@@ -56,15 +62,27 @@ class StepIntake:
         data, spec = job.workshop.data, job.spec
         self._job = job
         self._seen_before = seen_before
-        planned = plan_step(spec, job.no, step, len(data.train), len(data.evaluation))
+        chosen = job.curriculum.plan(step) if job.curriculum is not None and step < spec.steps else None
+        rows = None if chosen is None else chosen.rows
+        planned = plan_step(spec, job.no, step, len(data.train), len(data.evaluation), rows)
         self._planned = {group.id: group for group in planned}
         self._unasked = planned
         self.step = step
         self.n_train = sum(not group.is_eval for group in planned)
         """How many training groups there are."""
         sizes = {group.id: group.n for group in planned}
-        self.collector = StepCollector(job.no, step, sizes, spec.elastic.max_staleness)
-        self.tally = StepTally(step=step, learning_rate=learning_rate(spec.optimizer, step, spec.steps))
+        self._talks = Conversations(job, step, planned) if spec.environment is not None else None
+        self.collector = (
+            StepCollector(job.no, step, sizes, spec.elastic.max_staleness)
+            if self._talks is None
+            else self._talks.collector
+        )
+        rate = learning_rate(spec.optimizer, step, spec.steps)
+        self.tally = StepTally(step=step, learning_rate=rate, machine=job.workshop.machine)
+        if spec.eval is not None:
+            self.tally.pass_reward = spec.eval.pass_reward
+        if chosen is not None:
+            self.tally.measured |= chosen.metrics()
         self.came: asyncio.Queue[asyncio.Task[ScoredGroup | None]] = asyncio.Queue()
         """Training groups, in the order in which they came; None for one that was dropped."""
         self.evaluated: list[asyncio.Task[ScoredGroup | None]] = []
@@ -82,28 +100,44 @@ class StepIntake:
             stop_token_ids=workshop.data.stop_token_ids,
         )
         asked = [group for group in self._unasked if evaluation or not group.is_eval]
+        if self._talks is None:
+            prompts = {group.id: self._prompt(group).tokens for group in asked}
+        else:
+            prompts = await self._talks.open(asked)
         requests = [
             GroupRequested(
                 job_id=self._job.id,
                 group=group.id,
                 n=group.n,
-                prompt=self._prompt(group).tokens,
+                prompt=prompts[group.id],
                 sampling=sampling,
                 version=self.step,
                 seed=group.seed,
                 max_staleness=0 if group.is_eval else spec.elastic.max_staleness,
             )
             for group in asked
+            if group.id in prompts
         ]
+        if self._talks is not None:
+            self._talks.asked(requests)
+        if self._job.curriculum is not None and not all(group.is_eval for group in asked):
+            await self._job.curriculum.keep(self.step)
         stream = names.rollouts_requested(self._job.id)
         for start in range(0, len(requests), _REQUESTS_AT_ONCE):
             some = requests[start : start + _REQUESTS_AT_ONCE]
             await self._job.link.bus.transact([Append(stream, request) for request in some])
         self._unasked = [group for group in self._unasked if group not in asked]
 
+    def answer(self) -> None:
+        """Have the turns of conversations answered that came, once nothing more is at hand that may answer them."""
+        if self._talks is not None:
+            self._talks.answer()
+
     def take(self, outcome: Outcome) -> None:
         """Begin to score a group that came whole, or to drop one that did not."""
         planned = self._planned[outcome.group]
+        if self._talks is not None and isinstance(outcome, DroppedGroup):
+            self._talks.forget(outcome.group)
         name = f"score-{SampleId.unpack(outcome.group)}"
         task = self._job.scoring.create_task(self._score(outcome, planned), name=name)
         if planned.is_eval:
@@ -111,9 +145,16 @@ class StepIntake:
         else:
             self.came.put_nowait(task)
 
+    async def keep_scores(self) -> None:
+        """Let the curriculum know how the step's groups were scored."""
+        if self._job.curriculum is not None and self.n_train:
+            groups = sorted(((group.samples[0].sample, group) for group in self.tally.scored), key=itemgetter(0))
+            means = [(self._planned[name].row, fmean(group.rewards)) for name, group in groups]
+            await self._job.curriculum.score(self.step, means)
+
     def prompt_of(self, group: ScoredGroup) -> bytes:
         """Return the prompt's token ids, an int32 column."""
-        return self._prompt(self._planned[group.samples[0].sample]).tokens
+        return self._begins(self._planned[group.samples[0].sample])
 
     async def _score(self, outcome: Outcome, planned: PlannedGroup) -> ScoredGroup | None:
         if isinstance(outcome, DroppedGroup):
@@ -122,16 +163,20 @@ class StepIntake:
         prompt = self._prompt(planned)
         data = self._job.workshop.data
         scores = await self._job.workshop.rewards.score(question(outcome, prompt, data))
+        scores = with_environment(scores, outcome, named=self._job.spec.reward is not None)
         if not self._seen_before:
-            await self._job.link.show(summaries(outcome, prompt, scores, data))
+            await self._job.link.show(summaries(outcome, self._begins(planned), scores, data))
         if scores.rewards is None:
             await self._drop(outcome.group, scores.reason, scores.detail)
             return None
-        return ScoredGroup(outcome.samples, scores.rewards, scores.parts)
+        return ScoredGroup(outcome.samples, scores.rewards, scores.parts, outcome.talks)
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:
         self.tally.dropped[reason] += 1
         await self._job.link.tell("group_dropped", group=str(SampleId.unpack(group)), reason=reason, detail=detail)
+
+    def _begins(self, group: PlannedGroup) -> bytes:
+        return self._prompt(group).tokens if self._talks is None else self._talks.prompt_of(group.id)
 
     def _prompt(self, group: PlannedGroup) -> Prompt:
         data = self._job.workshop.data

@@ -14,24 +14,29 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.trainer.checkpoints import Checkpoints
+from services.trainer.curriculum import KeptCurriculum
 from services.trainer.device import DeviceThread
 from services.trainer.domain import plan
 from services.trainer.intake import JobContext
 from services.trainer.link import FinishedLog, JobLink, PatientBus
 from services.trainer.ports import TrainState, Workshop, WorkshopFactory
 from services.trainer.publishing import Publishing
+from services.trainer.sft import sft_step
 from services.trainer.step import StepRun
 from services.trainer.steps import Steps
 from shared import names
-from shared.bus import START, Append
-from shared.errors import ConfigError
+from shared.bus import Append, Fence
 from shared.jobspec import JobSpec, to_json
 from shared.messages import JobReport, JobState, StepReport
 from shared.waiting import Waits
 
 LEASE_TTL_S = 5.0
+LEASE_LIMIT_S = 4 * LEASE_TTL_S
+"""How long a trainer waits for the lease of a job that another has held."""
 BUILD_LIMIT_S = 4 * 3600.0
 PAUSE_LIMIT_S = 30 * 24 * 3600.0
 
@@ -48,6 +53,14 @@ class Handle:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     unpaused: asyncio.Event = field(default_factory=asyncio.Event)
     owns_lease: asyncio.Event = field(default_factory=asyncio.Event)
+    superseded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Another trainer has taken the job over: nothing more may be said of it."""
+    fence: Fence | None = None
+    """Stands while nobody else has taken the lease since this trainer did."""
+    tried: str | None = None
+    """What the lease was to say when it was last to be taken: it may, although no answer came."""
+    left: bool = False
+    """The trainer has ended its part of it: the lease is not renewed any more."""
     phase: str = "starting"
     step: int = 0
 
@@ -85,7 +98,8 @@ class JobRun:
         self._limit_s = limit_s
         self._trainer = trainer
         self._link = JobLink(bus, handle.job_id)
-        self._checkpointed_step = 0
+        self._checkpoints: Checkpoints
+        """There once the workshop is."""
 
     async def run(self, build: WorkshopFactory) -> None:
         """Train to the end.
@@ -99,45 +113,51 @@ class JobRun:
         because = "they are loaded, or downloaded where the model is an id"
         async with self._waits.on("the job's model and data", because=because, limit_s=BUILD_LIMIT_S):
             workshop = await self._device(lambda: build(self._spec, self._handle.job_id))
+        finished = names.rollouts_finished(self._handle.job_id)
+        self._checkpoints = Checkpoints(self._spec, workshop, self._device, self._waits, self._link, finished)
         try:
             await self._train(workshop)
         finally:
+            self._checkpoints.abandon()
             await workshop.rewards.close()
+            if workshop.environments is not None:
+                await workshop.environments.close()
             await workshop.weights.close()
             # Not waited for: a job that is cancelled has ended, although a last micro-batch may still compute.
             self._device.post(workshop.engine.close)
+            await self._warn(await asyncio.to_thread(workshop.folder.close))
 
     async def _train(self, workshop: Workshop) -> None:
         plan.check(self._spec, len(workshop.data.evaluation))
         await self._device(lambda: workshop.engine.load_hf(workshop.model))
         await workshop.rewards.start()
-        if self._spec.sampling.top_p < 1:
+        if workshop.environments is not None:
+            await workshop.environments.start()
+        if self._spec.sampling.top_p < 1 and self._spec.kind == "rl":
             text = "sampling.top_p below 1: the ratio compares the cut distribution with the whole one and is biased"
             await self._link.tell("warning", text=text)
         if (data := workshop.data).n_too_long or data.n_too_long_eval:
             await self._link.tell(
                 "prompts_left_out",
-                because=f"they have more than {self._spec.data.max_prompt_tokens} tokens (data.max_prompt_tokens)",
+                because=f"they have {self._spec.data.limits}",
                 train=data.n_too_long,
                 train_left=len(data.train),
                 evaluation=data.n_too_long_eval,
                 evaluation_left=len(data.evaluation),
             )
-        versions = Publishing(workshop.engine, workshop.weights, self._device, self._link)
+        versions = Publishing(workshop.engine, workshop.weights, self._device, self._link, workshop.probe)
         await versions.look()
-        state = await self._restore(workshop, versions.head)
+        state = await self._checkpoints.restore(versions.head)
         step = state.step
         await self._device(lambda: workshop.folder.begin(to_json(self._spec), step))
         await self._own_lease()
-        await versions.begin(step)
-        async with asyncio.TaskGroup() as scoring:
-            job = self._context(workshop, scoring)
-            log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
-            steps = Steps(job, log, state.read_cursor)
-            for number in range(step, plan.last_step(self._spec) + 1):
-                await self._pause_point(number)
-                due = number > step and number % self._spec.trainer.checkpoint_every == 0
-                await self._step(job, steps, versions, number, save=due)
+        if self._spec.kind == "sft":
+            await self._imitate(workshop, versions, step)
+        else:
+            await self._reinforce(workshop, versions, state)
+        await self._checkpoints.settle()
+        if self._spec.kind == "eval":
+            return
         self._enter("finishing", self._spec.steps)
         engine, folder = workshop.engine, workshop.folder
         model = await self._device(lambda: folder.export(engine.export_shards()))
@@ -146,68 +166,75 @@ class JobRun:
             adapter = await self._device(lambda: folder.export_adapter(engine.export_shards("adapter"), text))
             await self._link.tell("adapter_saved", path=str(adapter))
 
+    async def _reinforce(self, workshop: Workshop, versions: Publishing, state: TrainState) -> None:
+        step = state.step
+        await versions.begin(step)
+        async with asyncio.TaskGroup() as scoring:
+            curriculum = await KeptCurriculum.load(self._bus, self._handle.job_id, self._spec, workshop)
+            job = self._context(workshop, scoring, curriculum)
+            log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
+            steps = Steps(job, log, state.read_cursor)
+            for number in range(step, plan.last_step(self._spec) + 1):
+                await self._pause_point(number)
+                await self._step(job, steps, versions, number, save=self._due(step, number))
+
+    async def _imitate(self, workshop: Workshop, versions: Publishing, first: int) -> None:
+        """Train on what the data has. Nobody generates for it, so only the last version is published."""
+        spec = self._spec
+        for step in range(first, spec.steps):
+            await self._pause_point(step)
+            self._enter("training", step)
+            if self._due(first, step):
+                await self._checkpoints.begin(self._checkpoints.state(step))
+            done = await sft_step(spec, workshop, self._device, step)
+            await self._log_step(workshop, step, done.metrics(), wait_s=0.0, train_s=done.train_s)
+        self._enter("publishing", spec.steps)
+        was_there = versions.head >= spec.steps
+        await versions.begin(spec.steps)
+        if was_there:
+            await versions.publish(spec.steps)  # it may have been trained elsewhere, to other bits
+
+    def _due(self, first: int, step: int) -> bool:
+        """Tell whether a checkpoint is due before this step."""
+        return self._checkpoints.lacking or (step > first and step % self._spec.trainer.checkpoint_every == 0)
+
     async def _step(self, job: JobContext, steps: Steps, versions: Publishing, step: int, *, save: bool) -> None:
         began = time.monotonic()
         self._enter("training" if step < self._spec.steps else "evaluating", step)
-        run = StepRun(job, steps.enter(step, versions.head), steps)
+        intake = steps.enter(step, versions.head)
+        run = StepRun(job, intake, steps)
         await steps.request()
         if save:
             # The fleet generates meanwhile.
-            n_rows = len(job.workshop.data.train)
-            await self._checkpoint(job.workshop, TrainState(step, steps.needed_from, n_rows, steps.read_until))
+            await self._checkpoints.begin(self._checkpoints.state(step, steps.needed_from, steps.read_until))
         tally = await run.run()
+        await intake.keep_scores()
         if step < self._spec.steps:
             self._enter("publishing", step)
             published = time.monotonic()
             await versions.publish(step + 1)
             tally.durations.publish_s = time.monotonic() - published
-        tally.durations.step_s = time.monotonic() - began
-        metrics = tally.metrics()
-        await self._device(lambda: job.workshop.folder.log_step(step, metrics))
+        times = tally.durations
+        times.step_s = time.monotonic() - began
+        await self._log_step(job.workshop, step, tally.metrics(), wait_s=times.wait_s, train_s=times.train_s)
+
+    async def _log_step(
+        self, workshop: Workshop, step: int, metrics: dict[str, float], *, wait_s: float, train_s: float
+    ) -> None:
+        await self._warn(await self._device(lambda: workshop.folder.log_step(step, metrics)))
         report = StepReport(
-            job_id=job.id,
+            job_id=self._handle.job_id,
             step=step,
             metrics=metrics,
-            checkpointed_step=self._checkpointed_step,
-            wait_s=tally.durations.wait_s,
-            train_s=tally.durations.train_s,
+            checkpointed_step=self._checkpoints.covered_step,
+            wait_s=wait_s,
+            train_s=train_s,
         )
         await self._bus.transact([Append(names.JOB_REPORTS, report)])
 
-    # --- where the job stands ---
-
-    async def _restore(self, workshop: Workshop, head: int) -> TrainState:
-        """Return the step to go on with and the position in the finished samples."""
-        found = await self._device(workshop.checkpoints.newest)
-        if self._spec.trainer.resume == "never" and (found is not None or head > 0):
-            raise ConfigError("the trainer was restarted in the middle of this job, and trainer.resume is 'never'")
-        if found is None:
-            return TrainState(step=0, finished_cursor=START, train_rows=len(workshop.data.train))
-        state, directory = found
-        if state.train_rows != len(workshop.data.train):
-            raise ConfigError(
-                f"data.train has {len(workshop.data.train)} prompts, but had {state.train_rows} when the job was "
-                "interrupted: restore the file"
-            )
-        await self._device(lambda: workshop.engine.load(directory))
-        if (fallback := await self._device(workshop.checkpoints.fallback)) is not None:
-            self._checkpointed_step = fallback.step
-        await self._link.tell("resumed", step=state.step, head=head)
-        return state
-
-    async def _checkpoint(self, workshop: Workshop, state: TrainState) -> None:
-        await self._device(lambda: workshop.checkpoints.save(state, workshop.engine.save))
-        fallback = await self._device(workshop.checkpoints.fallback)
-        if fallback is not None:
-            # Should the newest checkpoint turn out broken, the samples behind the one before it are still there.
-            self._checkpointed_step = fallback.step
-            stream = names.rollouts_finished(self._handle.job_id)
-            await self._bus(lambda bus: bus.trim(stream, fallback.finished_cursor))
-        await self._link.tell("checkpoint_saved", step=state.step)
-
     # --- what others see and want ---
 
-    def _context(self, workshop: Workshop, scoring: asyncio.TaskGroup) -> JobContext:
+    def _context(self, workshop: Workshop, scoring: asyncio.TaskGroup, curriculum: KeptCurriculum | None) -> JobContext:
         return JobContext(
             id=self._handle.job_id,
             no=self._handle.job_no,
@@ -218,7 +245,12 @@ class JobRun:
             waits=self._waits,
             limit_s=self._limit_s,
             scoring=scoring,
+            curriculum=curriculum,
         )
+
+    async def _warn(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            await self._link.tell("warning", text=text)
 
     def _enter(self, phase: str, step: int) -> None:
         self._handle.phase, self._handle.step = phase, step
@@ -226,7 +258,7 @@ class JobRun:
     async def _own_lease(self) -> None:
         # A killed predecessor's lease runs out by itself; a living one must not be joined.
         because = "another trainer held it last"
-        async with self._waits.on("the lease of the job", because=because, limit_s=4 * LEASE_TTL_S):
+        async with self._waits.on("the lease of the job", because=because, limit_s=LEASE_LIMIT_S):
             await self._handle.owns_lease.wait()
 
     async def _pause_point(self, step: int) -> None:

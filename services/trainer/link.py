@@ -112,6 +112,11 @@ class FinishedLog:
         self._limit_s = limit_s
         self._ahead: deque[Entry] = deque()
 
+    @property
+    def drained(self) -> bool:
+        """Tell whether nothing is at hand that was not taken yet; there may be more in the stream."""
+        return not self._ahead
+
     async def wait(self, what: str, because: str) -> None:
         """Wait for `what` until there is a next entry.
 

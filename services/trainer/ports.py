@@ -7,35 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from services.trainer.domain.canary import Probe
+from services.trainer.domain.curriculum import Judge
+from services.trainer.domain.row import Row as Row  # noqa: PLC0414 - the engine's port speaks of it: exported
 from services.trainer.domain.tokens import LossFn
+from services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
+from services.trainer.ports_environment import Environments, Speech
 from shared.bus import START
-from shared.columns import I32, length
 from shared.errors import Fatal
 from shared.jobspec import JobSpec
 from shared.weights.publisher import Shard
 
 # --- the model --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sample to train on."""
-
-    prompt: bytes
-    """int32 column of token ids."""
-    completion: bytes
-    """int32 column of token ids; the loss is on these."""
-    logprobs: bytes
-    """float32 column: log-probability of each completion token when it was drawn."""
-    advantage: float
-    proximal: bytes = b""
-    """float32 column: its log-probability under the weights that the step began with; empty where those are the ones
-    being trained, or nobody asks. All rows of one micro-batch have it, or none."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Prompt and completion together."""
-        return length(self.prompt, I32) + length(self.completion, I32)
 
 
 class RankInfo(NamedTuple):
@@ -51,6 +34,9 @@ Exported = Literal["model", "base", "adapter"]
 """The model as it is, an adapter merged into it; the model below the adapter; the adapter. Without an adapter the
 first two are the same, and there is no third."""
 Loaded = Literal["base", "adapter"]
+Snapshot = Callable[[Path], None]
+"""Writes what was captured into an existing directory: once, in any thread, whatever the engine does meanwhile. Raises
+`OSError` where that cannot be."""
 
 
 class NotFinite(Fatal):
@@ -83,11 +69,14 @@ class PolicyEngine(Protocol):
         Gradients are neither used nor changed.
         """
 
+    def reference_logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+        """Return the same under the weights that `load_hf` loaded, by an engine that was made to keep these."""
+
     def accumulate(self, batches: Sequence[Sequence[Row]], loss: LossFn) -> dict[str, float]:
         """Run forward and backward over micro-batches, adding unnormalised gradients; return the loss's numbers.
 
         `domain.sums.add` adds them up. An engine that was made to keep a reference gives its log-probabilities to the
-        loss: those of the weights that `load_hf` loaded.
+        loss: those of the weights that `load_hf` loaded, or those that the rows have. A critic is trained along.
 
         Raises:
             NotFinite: a loss is NaN or infinite; nothing was added for that micro-batch.
@@ -123,24 +112,39 @@ class PolicyEngine(Protocol):
 
         """
 
-    def save(self, directory: Path) -> None:
-        """Write the weights that are trained and the optimizer's state into an existing directory.
+    def snapshot(self) -> Snapshot:
+        """Copy the weights that are trained, the optimizer's and the random state; return what writes the copy.
+
+        There is one copy at a time: the one before must have been written, or given up.
 
         Raises:
-            OSError: they cannot be written.
+            Fatal: there is no room for it.
 
         """
 
     def load(self, directory: Path) -> None:
-        """Read what `save` wrote.
+        """Read what a snapshot wrote.
 
         Raises:
             Corrupt: it does not fit this model.
 
         """
 
+    def rest(self) -> None:
+        """Move to host memory what was told to rest there, until a call that computes with it.
+
+        Nothing else is changed by it, not a bit. Called when others get the device.
+        """
+
     def close(self) -> None:
         """Give the memory back."""
+
+
+class Critic(Protocol):
+    """What an engine with a critic can be asked beside."""
+
+    def values(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+        """Return float32 columns of what is expected before each completion token is drawn, row after row."""
 
 
 # --- data and rewards -------------------------------------------------------------------------------------------------
@@ -156,6 +160,8 @@ class Prompt:
     """int32 column of token ids, as the model gets it."""
     columns: dict[str, Any]
     """The line's other keys."""
+    completion: bytes = b""
+    """int32 column of token ids, the end token last: what is to be imitated, where the job imitates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,8 @@ class Data:
     n_too_long: int = 0
     """Training prompts that were left out for their length."""
     n_too_long_eval: int = 0
+    speech: Speech | None = None
+    """Where there is an environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +238,14 @@ class TrainState:
     """Number of training prompts: with the job's seed and the step it says which prompts come next."""
     read_cursor: str = START
     """How far it was read: between the two positions lie entries of the steps before, too."""
+    data_digest: str = ""
+    """Of the training prompts, see `domain.plan.data_digest`; empty in checkpoints of before there was one."""
 
 
 class CheckpointStore(Protocol):
-    """Checkpoints of one job. A checkpoint is there whole or not at all. All calls block."""
+    """Checkpoints of one job. A checkpoint is there whole or not at all. All calls block, one at a time."""
 
-    def save(self, state: TrainState, write: Callable[[Path], None]) -> None:
+    def save(self, state: TrainState, write: Snapshot) -> None:
         """Keep a checkpoint; `write` puts the engine's files into the directory it is given. Older ones are removed.
 
         Raises:
@@ -244,7 +254,15 @@ class CheckpointStore(Protocol):
         """
 
     def newest(self) -> tuple[TrainState, Path] | None:
-        """Return the newest checkpoint that verifies, None for none. Broken ones are passed over with a warning."""
+        """Return the newest checkpoint that verifies, None for none. Broken ones are passed over with a warning.
+
+        Its files are in the directory until the next call of `save`.
+
+        Raises:
+            ConfigError: the place where they should be cannot be used.
+            StoreUnavailable: it is away for too long.
+
+        """
 
     def fallback(self) -> TrainState | None:
         """Return the oldest checkpoint kept, once there are as many as are kept: what lies before it is not needed."""
@@ -267,11 +285,12 @@ class WeightPublisher(Protocol):
         expect: int,
         base_version: int | None = None,
         adapter_json: str = "",
+        canary_json: str = "",
     ) -> None:
         """Commit the shards as `version`, if the head is `expect`.
 
         Shards of an adapter come with the version of the model that they belong to, which is kept as long as this one,
-        and with PEFT's `adapter_config.json`.
+        and with PEFT's `adapter_config.json`. `canary_json` is what workers must agree with: see `shared.canary`.
 
         Raises:
             Conflict: another version is the head.
@@ -300,8 +319,13 @@ class RunFolder(Protocol):
     def begin(self, spec_json: str, step: int) -> None:
         """Write the resolved job file; forget metrics of `step` and later, which will be trained again."""
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Add a row to the run log."""
+    def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """Add a row to the run log, and hand it to the loggers that the job asked for.
+
+        Returns:
+            What has gone wrong with these, each once.
+
+        """
 
     def keep_batch(self, name: str, rows: Sequence[Row]) -> Path:
         """Write rows that could not be trained on into a file of this name, for people to look at, and return it."""
@@ -311,6 +335,9 @@ class RunFolder(Protocol):
 
     def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
         """Write the final adapter as a PEFT directory and return it."""
+
+    def close(self) -> list[str]:
+        """Let the loggers finish, for some seconds at most; return what has gone wrong, as `log_step` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +353,18 @@ class Workshop:
     checkpoints: CheckpointStore
     weights: WeightPublisher
     folder: RunFolder
+    critic: Critic | None = None
+    """The engine, where it has one."""
+    environments: Environments | None = None
+    """Where samples are conversations."""
+    predecessor: Callable[[], tuple[TrainState, Path]] | None = None
+    """Finds the checkpoint of another job that this one begins with (`trainer.resume` names it), and its files. Raises
+    `ConfigError` where there is none."""
+    machine: Machine = UNKNOWN_MACHINE
+    judge: Judge | None = None
+    """What `data.curriculum.function` says, where there is one."""
+    probe: Probe | None = None
+    """What each version is scored on before it is published; None: workers are given nothing to agree with."""
 
 
 class WorkshopFactory(Protocol):

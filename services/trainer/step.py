@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from services.trainer.device import DeviceTurn
 from services.trainer.domain import sums
-from services.trainer.domain.advantages import NEED_THE_STEP, estimate
-from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner, pack
+from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner
 from services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
-from services.trainer.domain.shaping import overlong_penalty
 from services.trainer.intake import JobContext, StepIntake
 from services.trainer.ports import NotFinite, Row
-from shared.columns import I32, length
+from services.trainer.rows import RowMaker
 from shared.errors import Fatal
 
 T = TypeVar("T")
@@ -53,9 +50,10 @@ class StepRun:
         self._intake = intake
         self._source = source
         self._tally = intake.tally
-        self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s)
+        self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s, job.workshop.engine.rest)
         self._moved = False
         """Whether the weights are others than those that the step began with."""
+        self._rows = RowMaker(job, intake, self._turn)
         self._update: list[Row] = []
         """What was accumulated since the last optimizer step."""
 
@@ -77,7 +75,8 @@ class StepRun:
         self._tally.evaluated = [group for task in self._intake.evaluated if (group := await task) is not None]
         self._tally.duplicates = self._intake.collector.duplicates
         self._tally.durations = self._durations()
-        if self._intake.n_train and not self._tally.scored:
+        needed = self._tally.evaluated if self._job.spec.kind == "eval" else self._tally.scored
+        if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):
             raise Fatal(
                 f"not one group of step {self._step} could be scored ({dict(self._tally.dropped)}): see the job's "
                 f"events for the reasons, and mend {self._suspect()}"
@@ -87,7 +86,9 @@ class StepRun:
     def _suspect(self) -> str:
         if set(self._tally.dropped) == {"stale"}:
             return "what serves old weights, or raise elastic.max_staleness"
-        return "reward.function " + ", ".join(part.source for part in self._job.spec.reward.parts)
+        if (environment := self._job.spec.environment) and any("environment" in why for why in self._tally.dropped):
+            return f"environment.function {environment.function}"
+        return "reward.function " + ", ".join(part.source for part in self._job.spec.reward_parts)
 
     # --- collect ---
 
@@ -106,66 +107,20 @@ class StepRun:
         planner: UpdatePlanner[Row] = UpdatePlanner(
             n_groups, spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
         )
-        whole = await self._whole_step()
+        whole = None
+        if self._rows.needs_the_step:
+            whole = await self._rows.make([await self._next_group() for _ in range(n_groups)])
         for number in range(n_groups):
-            rows = self._rows([await self._next_group()])[0] if whole is None else whole[number]
+            rows = whole[number] if whole is not None else (await self._rows.make([await self._next_group()]))[0]
             for work in planner.add(rows):
                 await self._do(work)
-        self._turn.give(ours=False)
-
-    async def _whole_step(self) -> list[list[Row]] | None:
-        """Return the rows of all groups, once they are there, if the first cannot be trained on without the last."""
-        spec = self._job.spec
-        # The weights that the step begins with are gone after its first update: what they say is asked before.
-        asks_first = spec.algorithm.is_decoupled(spec.elastic.max_staleness) and spec.algorithm.updates_per_step > 1
-        if not asks_first and spec.algorithm.advantage not in NEED_THE_STEP:
-            return None
-        groups = self._rows([await self._next_group() for _ in range(self._intake.n_train)])
-        return await self._with_proximal(groups) if asks_first else groups
+        self._turn.end()
 
     async def _next_group(self) -> ScoredGroup | None:
         group = await (await self._intake.came.get())
         if group is not None:
             self._tally.scored.append(group)
         return group
-
-    def _rows(self, groups: Sequence[ScoredGroup | None]) -> list[list[Row]]:
-        """Return the rows of each group, none for one that was dropped or is left out."""
-        algorithm = self._job.spec.algorithm
-        scored = [group for group in groups if group is not None]
-        rewards = [self._shaped(group) for group in scored]
-        values = iter(estimate(algorithm.advantage, rewards, drop_equal=algorithm.equal_groups == "drop"))
-        return [[] if group is None else self._group_rows(group, next(values)) for group in groups]
-
-    def _shaped(self, group: ScoredGroup) -> list[float]:
-        spec = self._job.spec
-        fraction, most = spec.algorithm.overlong_fraction, spec.algorithm.overlong_penalty
-        if fraction is None:
-            return list(group.rewards)
-        lengths = [length(sample.tokens, I32) for sample in group.samples]
-        penalties = [overlong_penalty(n, spec.sampling.max_tokens, fraction, most) for n in lengths]
-        self._tally.penalties += penalties
-        return [reward - penalty for reward, penalty in zip(group.rewards, penalties, strict=True)]
-
-    def _group_rows(self, group: ScoredGroup, advantages: list[float] | None) -> list[Row]:
-        if advantages is None:
-            self._tally.left_out["equal_rewards"] += 1
-            return []
-        prompt = self._intake.prompt_of(group)
-        return [
-            Row(prompt, sample.tokens, sample.logprobs, advantage)
-            for sample, advantage in zip(group.samples, advantages, strict=True)
-            if sample.tokens
-        ]
-
-    async def _with_proximal(self, groups: list[list[Row]]) -> list[list[Row]]:
-        """Return the groups' rows with their log-probabilities under the weights of now."""
-        engine = self._job.workshop.engine
-        columns: dict[int, bytes] = {}
-        for batch in pack([row for rows in groups for row in rows], self._job.spec.trainer.micro_batch_tokens):
-            values = await self._turn.run(partial(engine.logprobs, [batch]))
-            columns |= {id(row): column for row, column in zip(batch, values, strict=True)}
-        return [[replace(row, proximal=columns[id(row)]) for row in rows] for rows in groups]
 
     async def _do(self, work: Accumulate[Row] | OptimizerStep) -> None:
         engine, loss = self._job.workshop.engine, self._job.workshop.loss
@@ -176,7 +131,7 @@ class StepRun:
             if norm:
                 self._tally.grad_norms.append(norm)
             return
-        for batch in work.batches:
+        for batch in await self._rows.weigh(work.batches):
             # One at a time: the turn may end between two.
             numbers = await self._finite(partial(engine.accumulate, [batch], loss), batch)
             self._update += batch
@@ -184,6 +139,7 @@ class StepRun:
                 del numbers[sums.MISMATCH]  # it compared with weights that the step did not begin with
             else:
                 numbers["mismatch_tokens"] = numbers["tokens"]
+            numbers["all_tokens"] = sum(row.n_tokens for row in batch)
             sums.add(self._tally.loss_sums, numbers)
 
     async def _finite(self, call: Callable[[], T], rows: Sequence[Row]) -> T:

@@ -80,9 +80,16 @@ class Steps:
         if len(self._intakes) > 1:
             while self._window.holds((await self._log.peek()).message):
                 self._take()
+            self._answer()
 
     def _take(self) -> None:
         before, entry = self._log.cursor, self._log.take()
         if (decided := self._window.fold(before, entry)) is not None:
             step, outcome = decided
             self._intakes[step].take(outcome)
+        if self._log.drained:
+            self._answer()
+
+    def _answer(self) -> None:
+        for intake in self._intakes.values():
+            intake.answer()

@@ -5,18 +5,31 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from services.trainer.adapters.checkpoint import CheckpointFolder
+from transformers import AutoConfig
+
+from services.trainer.adapters.checkpoint_places import Places
 from services.trainer.adapters.data import find_model, load_data
+from services.trainer.adapters.environment_pool import EnvironmentPool
+from services.trainer.adapters.fsdp.policy import FsdpPolicy
+from services.trainer.adapters.machine import machine_of
 from services.trainer.adapters.megatron.policy import MegatronPolicy
-from services.trainer.adapters.megatron.weights import RanksPublisher
+from services.trainer.adapters.no_reward import NoReward
+from services.trainer.adapters.own_judge import own_judge
 from services.trainer.adapters.own_loss import own_loss
+from services.trainer.adapters.ranks.policy import RanksPolicy
+from services.trainer.adapters.ranks.publisher import RanksPublisher
 from services.trainer.adapters.reward_pool import RewardPool
 from services.trainer.adapters.run_folder import JobFolder
+from services.trainer.adapters.run_log_sinks import openers
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
+from services.trainer.domain.canary import probe
 from services.trainer.domain.loss import job_loss
+from services.trainer.domain.sft import imitation_loss
+from services.trainer.domain.tokens import LossFn
 from services.trainer.ports import Workshop
 from services.trainer.settings import Settings
+from shared.errors import ConfigError
 from shared.jobspec import JobSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
@@ -32,18 +45,22 @@ def build(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> Worksho
     folder = config.dir / job_id
     model = find_model(spec.model)
     data = load_data(spec, model)
+    places = Places(folder, config.outage_limit_s)
     token = config.token.get_secret_value()
     client = StoreClient(config.weight_store_url, token)
     config_json = (model / "config.json").read_text(encoding="utf-8")
+    vocabulary = int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
     engine = _engine(config, spec, folder)
-    publisher = partial(RanksPublisher, engine, token) if isinstance(engine, MegatronPolicy) else StorePublisher
+    judge = spec.data.curriculum.function if spec.data.curriculum else None
+    publisher = partial(RanksPublisher, engine, token) if isinstance(engine, RanksPolicy) else StorePublisher
     return Workshop(
         engine=engine,
         model=model,
-        loss=job_loss(spec, own_loss(spec.algorithm.loss) if spec.algorithm.loss else None),
+        loss=_loss(spec),
         data=data,
-        rewards=RewardPool(spec.reward, waits),
-        checkpoints=CheckpointFolder(folder / "checkpoints"),
+        rewards=RewardPool(spec.reward, waits) if spec.reward else NoReward(),
+        environments=EnvironmentPool(spec.environment, waits) if spec.environment else None,
+        checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
         weights=publisher(
             client,
             job_id,
@@ -54,20 +71,37 @@ def build(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> Worksho
             deltas=spec.elastic.weights == "delta",
             small=spec.elastic.link == "slow",
         ),
-        folder=JobFolder(folder, model),
+        folder=JobFolder(folder, model, openers(spec, job_id, folder)),
+        predecessor=places.predecessor(spec.trainer.resume),
+        critic=engine if isinstance(engine, TorchPolicy) and spec.algorithm.critic else None,
+        machine=machine_of(spec, model, config.device),
+        judge=own_judge(judge, data.train) if judge else None,
+        probe=probe(vocabulary, temperature=spec.sampling.temperature, dtype=spec.trainer.dtype),
     )
 
 
-def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | MegatronPolicy:
-    temperature, reference = spec.sampling.temperature, spec.algorithm.kl_coef > 0
-    if spec.trainer.backend == "megatron":
-        return MegatronPolicy(
+def _loss(spec: JobSpec) -> LossFn:
+    if spec.kind == "sft":
+        return imitation_loss
+    return job_loss(spec, own_loss(spec.algorithm.loss) if spec.algorithm.loss else None)
+
+
+def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | RanksPolicy:
+    temperature, reference = spec.sampling.temperature, spec.algorithm.needs_reference
+    if not spec.trainer.in_one_process:
+        kind = MegatronPolicy if spec.trainer.backend == "megatron" else FsdpPolicy
+        return kind(
             spec.trainer,
             spec.optimizer,
             temperature=temperature,
             device=config.device,
             reference=reference,
             folder=folder,
+        )
+    if spec.trainer.offload != "none" and config.device == "cpu":
+        raise ConfigError(
+            f"trainer.offload: {spec.trainer.offload} is for a GPU that reserved engines share with the trainer, whose "
+            "device is cpu here (RLBOOST_TRAINER_DEVICE): leave it out"
         )
     return TorchPolicy(
         spec.optimizer,
@@ -77,4 +111,6 @@ def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | Mega
         lora=spec.adapter,
         seed=spec.trainer.seed,
         reference=reference,
+        critic=spec.algorithm.critic,
+        offload=spec.trainer.offload,
     )

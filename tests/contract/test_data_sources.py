@@ -110,7 +110,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(model: Path, tmp_pat
     data = load(model, source, source, max_prompt_tokens=5)
     assert [prompt.columns["n"] for prompt in data.train] == [1, 3, 4]
     assert (data.n_too_long, data.n_too_long_eval) == (2, 2)
-    with pytest.raises(ConfigError, match=r"all 5 prompts have more than 1 tokens: raise data\.max_prompt_tokens"):
+    with pytest.raises(ConfigError, match=r"all 5 prompts have more than 1 tokens \(data\.max_prompt_tokens\)"):
         load(model, source, max_prompt_tokens=1)
     with pytest.raises(ConfigError, match=r"row 3: 201 prompt tokens .* set data\.max_prompt_tokens"):
         load(model, source)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shared import names
 from shared.bus import START
@@ -100,7 +100,6 @@ class Site:
         self.files = files
         self.bus = RedisBus(machine.redis.url, "test")
         self.jobs: list[str] = []
-        self._led_by = ""
 
     async def create(self, job_id: str, **changes: Any) -> None:
         """Ask for a job. All have the number 1, so that the same samples are asked for in each."""
@@ -119,8 +118,12 @@ class Site:
             "eval": {"every": 2, "samples": 5},
             "steps": STEPS,
         }
+        await self.submit(job_id, {**raw, **changes})
+
+    async def submit(self, job_id: str, raw: dict[str, Any]) -> None:
+        """Ask for a job that is given whole."""
         self.jobs.append(job_id)
-        spec_json = to_json(parse({**raw, **changes}))
+        spec_json = to_json(parse(raw))
         command = JobCommand(
             command_id=f"create-{job_id}", action="create", job_id=job_id, job_no=1, spec_json=spec_json
         )
@@ -167,16 +170,6 @@ class Site:
             there = sum(not manager.withholds(sample) for sample in asked)
             waiting = (await self.lease(job_id)).get("waiting") or {}
             return len(asked) == n_samples and waiting.get("because") == f"{there} of {n_samples} samples are there"
-
-        await eventually(it_does, within_s=120)
-
-    async def leads(self, job_id: str) -> None:
-        """Return once the running trainer holds the job's lease and not a dead one."""
-        before = self._led_by
-
-        async def it_does() -> bool:
-            self._led_by = (await self.lease(job_id)).get("trainer", before)
-            return self._led_by != before
 
         await eventually(it_does, within_s=120)
 
@@ -256,14 +249,22 @@ async def published(site: Site, job_id: str, tmp_path: Path) -> dict[str, bytes]
     return found
 
 
-async def test_a_trainer_killed_anywhere_ends_with_the_same_bits_from_the_same_samples(site: Site) -> None:
-    undisturbed = await train(site, "undisturbed")
+async def test_a_trainer_killed_anywhere_ends_with_the_same_bits_from_the_same_samples(
+    site: Site, machine: Machine
+) -> None:
+    curriculum = {"skip_solved_above": 0.6, "skip_failed_below": 0.3}
+    data = {"train": str(site.files / "train.jsonl"), "eval": str(site.files / "eval.jsonl")}
+    changes: dict[str, Any] = {
+        "data": {**data, "prompts_per_step": 4, "curriculum": curriculum},
+        "log": {"tensorboard": True},
+    }
+    undisturbed = await train(site, "undisturbed", **changes)
     async with site.manager("killed") as manager:
         # Step 1 half delivered and half trained, before the first checkpoint; step 3, behind it; the last evaluation.
         for step, first_group in ((1, 2), (3, 0), (5, 0)):
             manager.withholds = withholding(step, first_group)
             if step == 1:
-                await site.create("killed")
+                await site.create("killed", **changes)
             await site.waits_in("killed", step, manager)
             site.trainer.kill()
             await manager.release()
@@ -273,8 +274,14 @@ async def test_a_trainer_killed_anywhere_ends_with_the_same_bits_from_the_same_s
     assert site.model("killed") == site.model("undisturbed")
     assert set(manager.answered.values()) == {1}
     assert manager.answered.keys() == undisturbed.answered.keys()
-    assert {r.group: r.seed for r in manager.requests} == {r.group: r.seed for r in undisturbed.requests}
+    asked = {request.group: (request.seed, request.prompt) for request in undisturbed.requests}
+    assert {request.group: (request.seed, request.prompt) for request in manager.requests} == asked
     assert "weights_restored" not in [kind for kind, _ in await site.events("killed")]
+    steps = {report.step: report for report in await site.reports("killed") if isinstance(report, StepReport)}
+    assert sum(steps[step].metrics["data/skipped_solved"] for step in range(STEPS)) > 0
+    shown = EventAccumulator(str(machine.folder / "runs/killed/tensorboard")).Reload()
+    told = [(event.step, event.value) for event in shown.Scalars("reward/mean")]
+    assert told == [(step, pytest.approx(steps[step].metrics["reward/mean"])) for step in range(STEPS)]
 
 
 def withholding(step: int, first_group: int) -> Callable[[int], bool]:
@@ -316,24 +323,6 @@ async def test_with_staleness_a_killed_trainer_finds_again_what_had_come_for_lat
     trained = {report.step: report for report in await site.reports("ahead-killed") if isinstance(report, StepReport)}
     assert all(report.metrics["samples/duplicates"] == 0 for report in trained.values())
     assert site.model("ahead-killed") == site.model("ahead")
-
-
-async def test_a_trainer_killed_again_and_again_at_random_moments_loses_nothing(site: Site) -> None:
-    rng = random.Random(3)
-    undisturbed = await train(site, "steady")
-    async with site.manager("stormy") as manager:
-        await site.create("stormy")
-        for _ in range(3):
-            # From the first sign of life on, not a start: that the moments are many is what counts.
-            await site.leads("stormy")
-            await asyncio.sleep(rng.uniform(0.0, 0.8))
-            if await site.has_ended("stormy"):
-                break
-            site.trainer.kill()
-            await asyncio.to_thread(site.trainer.start)
-        assert (await site.ended("stormy")).state == "completed"
-    assert site.model("stormy") == site.model("steady")
-    assert manager.answered == undisturbed.answered
 
 
 async def test_a_stop_in_order_exits_with_0_and_the_successor_goes_on_at_once(site: Site) -> None:
@@ -469,3 +458,68 @@ async def test_the_health_routes_answer(site: Site) -> None:
         assert (await client.get("/healthz")).json() == {"status": "ok"}
         assert (await client.get("/readyz")).json() == {"ready": True, "missing": None, "waiting": []}
         assert (await client.get("/metrics")).status_code == 401
+
+
+TUNING = 120
+
+
+async def fine_tuned(site: Site, job_id: str, kill_at: int | None = None) -> JobReport:
+    """Imitate for `TUNING` steps, without anybody who could generate; the trainer is killed behind a step."""
+    file = site.folder / "pairs.jsonl"
+    rows = [{"prompt": f"t{5 + i}", "completion": f"t{20 + i} t{40 + i}"} for i in range(10)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    raw = {
+        "kind": "sft",
+        "model": str(site.files / "model"),
+        "data": {"train": str(file), "prompts_per_step": 8},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+        "trainer": {"checkpoint_every": 10},
+        "steps": TUNING,
+    }
+    await site.submit(job_id, raw)
+    if kill_at is not None:
+
+        async def got_there() -> bool:
+            reports = await site.reports(job_id)
+            return any(isinstance(report, StepReport) and report.step >= kill_at for report in reports)
+
+        await eventually(got_there, within_s=120)
+        site.trainer.kill()
+        assert not await site.has_ended(job_id)
+        await asyncio.to_thread(site.trainer.start)
+    report = await site.ended(job_id)
+    assert report.state == "completed", report.error
+    return report
+
+
+async def test_a_model_is_fine_tuned_without_workers_whoever_is_killed_and_then_evaluated(
+    site: Site, machine: Machine, tmp_path: Path
+) -> None:
+    await fine_tuned(site, "tuned")
+    await fine_tuned(site, "tuned-killed", kill_at=30)
+    [resumed] = [fields for kind, fields in await site.events("tuned-killed") if kind == "resumed"]
+    assert resumed["step"] >= 20
+    assert site.model("tuned-killed") == site.model("tuned") == await published(site, "tuned", tmp_path)
+    assert await site.head("tuned") == TUNING
+    lines = (machine.folder / "runs/tuned/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == TUNING
+    assert losses[-1] < losses[0] / 3
+    async with site.manager("judged") as manager:
+        data = {"eval": str(site.files / "eval.jsonl")}
+        reward = {"function": "tests.support.reward_functions:lengths"}
+        model = str(machine.folder / "runs/tuned/model")
+        raw = {"kind": "eval", "model": model, "data": data, "reward": reward, "sampling": {"max_tokens": 24}}
+        await site.submit("judged", {**raw, "eval": {"samples": 12, "pass_reward": 0.5}})
+        report = await site.ended("judged")
+    assert report.state == "completed", report.error
+    assert len(manager.answered) == 12
+    assert await published(site, "judged", tmp_path / "judged") == site.model("tuned")
+    [step] = [report for report in await site.reports("judged") if isinstance(report, StepReport)]
+    assert [name for name in step.metrics if name.startswith("eval/pass@")] == [
+        "eval/pass@1",
+        "eval/pass@2",
+        "eval/pass@4",
+    ]
+    assert 0 < step.metrics["eval/pass@1"] < step.metrics["eval/pass@4"] <= 1
+    assert not (machine.folder / "runs/judged/model").exists()

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 
 from services.trainer.adapters.checkpoint import CheckpointFolder
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
+from services.trainer.domain.canary import probe
 from services.trainer.domain.loss import clipped_loss
 from services.trainer.fakes import FakeRewards
 from services.trainer.ports import Data, Prompt, RewardBatch, Scores, Workshop
@@ -25,6 +27,7 @@ from shared.weights.publisher import Shard
 from tests.support.engine_manager import EngineManager
 from tests.support.model_folder import write_model
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.tiny_models import VOCABULARY
 from tests.support.trainer_rig import JOB, Rig, spec
 
 STEPS = 4
@@ -68,6 +71,7 @@ class Loop(Rig):
                 deltas=job.elastic.weights == "delta",
             ),
             folder=self.folder,
+            probe=probe(VOCABULARY, temperature=1.0, dtype=job.trainer.dtype),
         )
 
     @asynccontextmanager
@@ -106,10 +110,13 @@ def job(weights: str, lr: float, **more: Any) -> JobSpec:
 
 async def finished(loop: Loop) -> EngineManager:
     """Run the job to its end, and pull its last version."""
-    async with loop.worker() as worker, loop.trainer():
-        await loop.command("create")
-        assert (await loop.ended(60.0)).state == "completed"
-        await worker.serve(STEPS)
+    with capture_logs() as logs:
+        async with loop.worker() as worker, loop.trainer():
+            await loop.command("create")
+            assert (await loop.ended(60.0)).state == "completed"
+            await worker.serve(STEPS)
+    passed = [line["version"] for line in logs if line["event"] == "canary_passed"]
+    assert passed == list(range(STEPS + 1)), "every version was scored as the trainer scores it"
     return worker
 
 

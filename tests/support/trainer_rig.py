@@ -12,7 +12,7 @@ from typing import Any
 from services.trainer.app import Trainer
 from services.trainer.device import DeviceThread
 from services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
-from services.trainer.ports import Data, Prompt, RewardBatch, Scores, Workshop
+from services.trainer.ports import CheckpointStore, Data, Prompt, RewardBatch, Scores, TrainState, Workshop
 from shared import names
 from shared.bus import START
 from shared.columns import I32, pack
@@ -51,7 +51,10 @@ class Rig:
         self.job = job or spec()
         self.bus = MemoryBus()
         self.weights = MemoryWeights()
-        self.checkpoints = MemoryCheckpoints(folder)
+        self.checkpoints: CheckpointStore = MemoryCheckpoints(folder)
+        self.predecessor: Callable[[], tuple[TrainState, Path]] | None = None
+        self.first_row = 0
+        """What the first prompt is called: with another, the data are others."""
         self.folder = MemoryFolder()
         self.manager = ScriptedManager(self.bus, JOB)
         self.reward: Callable[[RewardBatch], Scores] = by_length
@@ -64,7 +67,7 @@ class Rig:
         self._trainers = 0
 
     def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
-        prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(10)]
+        prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(self.first_row, self.first_row + 10)]
         self.engine = self.make_engine()
         return Workshop(
             engine=self.engine,
@@ -75,6 +78,8 @@ class Rig:
             checkpoints=self.checkpoints,
             weights=self.weights,
             folder=self.folder,
+            critic=self.engine,
+            predecessor=self.predecessor,
         )
 
     async def command(self, action: Any, job: JobSpec | None = None, *, job_id: str = JOB) -> None:
@@ -110,6 +115,8 @@ class Rig:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*loops, *managers)
+            if jobs := [task for task in asyncio.all_tasks() if task.get_name().startswith("job-")]:
+                await asyncio.wait(jobs, timeout=10)
             device.close()
 
     def lease_runs_out(self) -> None:

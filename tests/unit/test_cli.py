@@ -41,6 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLBOOST_URL", raising=False)
     monkeypatch.delenv("RLBOOST_TOKEN", raising=False)
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")  # it needs a real model
     monkeypatch.setattr(follow, "_POLL_S", 0.0)
     monkeypatch.setattr(follow, "_LONG_WAIT_S", 0.0)
     return tmp_path
@@ -65,6 +66,7 @@ def write_job(**changes: Any) -> None:
     Path("base").mkdir(exist_ok=True)
     Path("base/config.json").write_text("{}")
     Path("base/model.safetensors").touch()
+    Path("base/tokenizer.json").touch()
     Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
     Path("my_reward.py").write_text("def score(prompts, completions, completion_ids): return [1.0]\n")
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, **changes}))
@@ -154,7 +156,7 @@ def test_a_dry_run_prints_the_whole_job_and_sends_nothing(rest: FakeRest) -> Non
     [
         (["run", "none.yaml"], "job file none.yaml: No such file or directory"),
         (["run", "job.yaml", "steps"], "override 'steps' is not of the form a.b=value"),
-        (["run", "job.yaml", "stepz=1", "steps=0"], "job.yaml: steps: Input should be greater than"),
+        (["run", "job.yaml", "stepz=1", "steps=0"], "job.yaml: steps: a job of kind rl needs at least one"),
         (["run", "job.yaml", "stepz=1"], "stepz: unknown key"),
     ],
 )
@@ -356,7 +358,7 @@ def test_each_missing_file_and_function_is_one_line() -> None:
     ("text", "what"),
     [
         ("", "is empty"),
-        ('{"prompt": "a"}\n{"question": "b"}\n', "line 2 has no key 'prompt'"),
+        ('{"prompt": "a"}\n{"question": "b"}\n', "line 2: no key 'prompt'"),
         ('{"prompt": "a"}\nno json\n', "line 2 is not a JSON object"),
         ("3\n", "line 1 is not a JSON object"),
     ],

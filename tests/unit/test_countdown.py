@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.countdown import make_data, reward
+from examples.countdown.make_traces import traces
 from examples.countdown.task import (
     ALL_OPERATORS,
     EOS,
+    HIT,
     RL_OPERATORS,
     VOCABULARY,
     VOCABULARY_SIZE,
@@ -261,3 +263,21 @@ def test_any_tokens_a_model_samples_decode_to_text_that_encodes_and_decodes_to_i
 def test_text_that_the_vocabulary_cannot_spell_is_refused(tokenizer: Any) -> None:
     with pytest.raises(Exception, match="UNK"):
         tokenizer.encode("hello")
+
+
+def test_traces_to_imitate_are_of_problems_that_are_not_held_out_and_end_like_a_completion() -> None:
+    rows = list(islice(traces(0.5, seed=1), 200))
+    assert rows == list(islice(traces(0.5, seed=1), 200))
+    behind_a_hit = [row for row in rows if row["completion"].startswith(HIT)]
+    assert 60 < len(behind_a_hit) < 140
+    for row in rows:
+        prompt, think, _ = row["prompt"].partition("<think>")
+        numbers, _, target = prompt.partition(">")
+        first, second, third = map(int, numbers.split(","))
+        assert not Problem((first, second, third), int(target)).is_held_out
+        assert answer_of(think + row["prompt"].partition("<think>")[2] + row["completion"]) is not None
+        assert bool(think) == (row in behind_a_hit)
+
+
+def test_the_warm_up_is_a_job_that_imitates() -> None:
+    assert jobspec.parse(jobspec.load(str(COUNTDOWN / "warmup.yaml"))).kind == "sft"

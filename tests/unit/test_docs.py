@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import re
@@ -182,13 +183,29 @@ def test_every_job_file_that_is_shown_is_valid() -> None:
 
 
 def test_every_reward_function_that_is_shown_gives_a_reward_for_each_completion() -> None:
-    shown = [block for doc in DOCS for block in blocks_in(doc, "python") if "def score" in block]
+    shown = [
+        block for doc in DOCS for block in blocks_in(doc, "python") if re.search("^def score", block, re.MULTILINE)
+    ]
     assert shown
     for block in shown:
         module: dict[str, Any] = {}
         exec(block, module)
         rewards = module["score"](["2+2="] * 2, [" 4", "5"], [[1], [2]], answer=["4", "4"])
         assert rewards == [1.0, 0.0]
+
+
+def test_every_environment_that_is_shown_is_done_with_what_is_right() -> None:
+    shown = [block for doc in DOCS for block in blocks_in(doc, "python") if "rlboost.environments" in block]
+    assert len(shown) > 1
+    for block in shown:
+        module: dict[str, Any] = {"__name__": "shown"}
+        exec(block, module)
+        made = [cls() for cls in module.values() if isinstance(cls, type) and cls.__module__ == "shown"]
+        for environment in made:
+            assert environment.reset({"prompt": "?", "target": 5, "answer": 5}, 0) is None
+            step = environment.step("5")
+            step = asyncio.run(step) if inspect.isawaitable(step) else step
+            assert (step.done, step.reward) == (True, 1.0)
 
 
 def test_no_figure_is_left_to_fill_in() -> None:

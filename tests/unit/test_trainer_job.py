@@ -390,7 +390,9 @@ async def test_the_finished_samples_are_trimmed_only_behind_the_older_of_two_che
     async with rig.trainer():
         await rig.command("create")
         await rig.ended()
-    assert [report.checkpointed_step for report in await rig.steps()] == [0, 0, 0, 0, 2, 2, 4]
+    # A step may end while its checkpoint is still being written: then the next one tells.
+    told = [report.checkpointed_step for report in await rig.steps()]
+    assert all(step in allowed for step, allowed in zip(told, [{0}] * 4 + [{0, 2}, {2}, {2, 4}], strict=True)), told
     left = await rig.bus.read({names.rollouts_finished(JOB): START}, count=10_000)
     steps = {SampleId.unpack(e.message.sample).step for e in left if hasattr(e.message, "sample")}
     assert {4, 5, 6} <= steps <= {3, 4, 5, 6}

@@ -44,7 +44,7 @@ def test_several_wrong_fields_are_named_each() -> None:
     assert text.split("; ") == [
         "elastic.seeding: Input should be a valid number, or 'auto' or 'off'",
         "elastic.seading: unknown key: remove it or mend its spelling",
-        "steps: Input should be greater than or equal to 1",
+        "steps: a job of kind rl needs at least one",
     ]
 
 

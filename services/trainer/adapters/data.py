@@ -1,4 +1,4 @@
-"""Prompts from rows of data, tokenized as the model's own tokenizer does it; the model's directory found."""
+"""Prompts, or examples to imitate, from rows of data, as the model's own tokenizer has them; the model's directory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from services.trainer.adapters.environment_text import TokenizerSpeech
+from services.trainer.adapters.tokens import Tokens
 from services.trainer.ports import Data, Prompt
 from shared.columns import I32, pack
 from shared.errors import ConfigError
+from shared.examples import TextExample, example_of, without_nulls
 from shared.jobspec import JobSpec
+from shared.model_folder import check_tokenizer
 from shared.reward_call import TRL_ARGUMENTS
 from shared.rows import Row, is_messages, read_rows
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
@@ -48,17 +51,19 @@ def load_data(spec: JobSpec, model: Path) -> Data:
         ConfigError: a file, a line or the tokenizer is wrong; the text names it.
 
     """
-    if not any((model / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"model {model} has no tokenizer ({', '.join(_TOKENIZER_FILES)}): put its files there")
+    check_tokenizer(model)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
         config: Any = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
-    reader = _Reader(spec, tokenizer, config)
-    train, n_long = reader.read(spec.data.train, spec.data.train_split)
+    end_ids = _stop_token_ids(model, tokenizer, config)
+    reader = _Reader(spec, Tokens(tokenizer, config, end_ids))
+    train: list[Prompt] = []
     evaluation: list[Prompt] = []
-    n_long_eval = 0
+    n_long = n_long_eval = 0
+    if spec.data.train is not None:
+        train, n_long = reader.read(spec.data.train, spec.data.train_split)
     if spec.eval is not None and spec.data.eval:
         evaluation, n_long_eval = reader.read(spec.data.eval, spec.data.eval_split)
     return Data(
@@ -66,93 +71,84 @@ def load_data(spec: JobSpec, model: Path) -> Data:
         evaluation=evaluation,
         n_too_long=n_long,
         n_too_long_eval=n_long_eval,
-        stop_token_ids=_stop_token_ids(model, tokenizer, config),
+        stop_token_ids=end_ids,
         decode=lambda tokens, skip_special: str(tokenizer.decode(tokens, skip_special_tokens=skip_special)),
+        speech=TokenizerSpeech(tokenizer, config, end_ids) if spec.environment is not None else None,
     )
 
 
 class _Reader:
-    def __init__(self, spec: JobSpec, tokenizer: Any, config: Any) -> None:
+    def __init__(self, spec: JobSpec, tokens: Tokens) -> None:
         self._spec = spec.data
-        self._key = spec.data.prompt_key
+        self._row = self._example if spec.kind == "sft" else self._prompt
         self._max_tokens = spec.sampling.max_tokens
-        self._tokenizer = tokenizer
-        self._vocab_size = int(config.vocab_size)
-        self._max_length = getattr(config, "max_position_embeddings", None)
+        self._tokens = tokens
 
     def read(self, source: str, split: str) -> tuple[list[Prompt], int]:
-        """Return the prompts of a source, and how many were left out for their length."""
-        prompts, n_long = [], 0
+        """Return what the rows of a source say, and how many were left out for their length."""
+        found, n_long = [], 0
         for row in read_rows(source, split, self._spec.subset):
-            prompt = self._prompt(row, f"{source}, {row.place}")
+            prompt = self._row(row, f"{source}, {row.place}")
             if prompt is None:
                 n_long += 1
             else:
-                prompts.append(prompt)
-        if prompts:
-            return prompts, n_long
+                found.append(prompt)
+        if found:
+            return found, n_long
         if n_long:
-            raise ConfigError(
-                f"{source}: all {n_long} prompts have more than {self._spec.max_prompt_tokens} tokens: raise "
-                "data.max_prompt_tokens"
-            )
+            raise ConfigError(f"{source}: all {n_long} prompts have {self._spec.limits}: raise it")
         raise ConfigError(f"{source} has no prompts: give one JSON object a line, or one row a problem")
 
     def _prompt(self, row: Row, place: str) -> Prompt | None:
         """Return the row as a prompt, None where it is to be left out."""
-        if self._key not in row.values:
+        key = self._spec.prompt_key
+        if key not in row.values:
             known = ", ".join(row.values) or "none"
-            raise ConfigError(f"{place}: no key {self._key!r} (keys: {known}): mend the line or set data.prompt_key")
+            raise ConfigError(f"{place}: no key {key!r} (keys: {known}): mend the line or set data.prompt_key")
         for name in TRL_ARGUMENTS:
-            if name in row.values and name != self._key:
+            if name in row.values and name != key:
                 raise ConfigError(f"{place}: a column named {name!r} hides the reward function's argument: rename it")
-        given = row.values[self._key]
+        given = row.values[key]
         if is_messages(given):
-            # A table has every key in every message; those that were not given are null.
-            given = [{name: value for name, value in message.items() if value is not None} for message in given]
-        tokens = self._tokens(given, place)
-        if self._spec.max_prompt_tokens is not None and len(tokens) > self._spec.max_prompt_tokens:
+            given = without_nulls(given)
+        ids = self._tokens.prompt(given, key, place)
+        if _is_longer(ids, self._spec.max_prompt_tokens):
             return None
-        self._check_length(tokens, place)
-        columns = {name: value for name, value in row.values.items() if name != self._key}
-        _check_columns(columns, place)
-        return Prompt(given, pack(tokens, I32), columns)
-
-    def _tokens(self, given: object, place: str) -> list[int]:
-        if isinstance(given, str):
-            tokens = self._tokenizer(given, add_special_tokens=True)["input_ids"]
-        elif is_messages(given):
-            tokens = self._chat_tokens(given, place)
-        else:
-            raise ConfigError(f"{place}: {self._key!r} is neither text nor a list of chat messages with a role")
-        if not tokens:
-            raise ConfigError(f"{place}: the prompt has no tokens")
-        if max(tokens) >= self._vocab_size:
+        if not self._tokens.fit(len(ids) + self._max_tokens):
             raise ConfigError(
-                f"{place}: token id {max(tokens)} is outside the model's vocabulary of {self._vocab_size}: the "
-                "tokenizer and the model in this directory do not belong together"
-            )
-        return list(tokens)
-
-    def _check_length(self, tokens: list[int], place: str) -> None:
-        if self._max_length is not None and len(tokens) + self._max_tokens > self._max_length:
-            raise ConfigError(
-                f"{place}: {len(tokens)} prompt tokens and sampling.max_tokens {self._max_tokens} do not fit the "
-                f"model's {self._max_length} positions: shorten the prompt, lower sampling.max_tokens, or set "
+                f"{place}: {len(ids)} prompt tokens and sampling.max_tokens {self._max_tokens} do not fit the model's "
+                f"{self._tokens.max_length} positions: shorten the prompt, lower sampling.max_tokens, or set "
                 "data.max_prompt_tokens to leave such prompts out"
             )
+        columns = {name: value for name, value in row.values.items() if name != key}
+        _check_columns(columns, place)
+        return Prompt(given, pack(ids, I32), columns)
 
-    def _chat_tokens(self, messages: list[Any], place: str) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            raise ConfigError(f"{place}: chat messages need a chat template, and the model's tokenizer has none")
+    def _example(self, row: Row, place: str) -> Prompt | None:
+        """Return the row as a prompt with its completion, None where it is to be left out."""
+        spec = self._spec
         try:
-            return list(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=True, add_generation_prompt=True, return_dict=True
-                )["input_ids"]
+            example = example_of(row.values, spec.prompt_key, spec.completion_key)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        ids = self._tokens.prompt(example.prompt, spec.prompt_key, place)
+        if isinstance(example, TextExample):
+            target = self._tokens.completion(example.completion, place)
+        else:
+            target = self._tokens.answer(example.prompt, example.completion, place)
+        if _is_longer(ids, spec.max_prompt_tokens) or _is_longer(target, spec.max_completion_tokens):
+            return None
+        if not self._tokens.fit(len(ids) + len(target)):
+            raise ConfigError(
+                f"{place}: {len(ids)} prompt and {len(target)} completion tokens do not fit the model's "
+                f"{self._tokens.max_length} positions: shorten them, or set data.max_prompt_tokens and "
+                "data.max_completion_tokens to leave such rows out"
             )
-        except Exception as error:  # a template is a program of its own, which raises anything
-            raise ConfigError(f"{place}: the chat template refuses the messages: {error}") from error
+        return Prompt(example.prompt, pack(ids, I32), {}, pack(target, I32))
+
+
+def _is_longer(ids: list[int], most: int | None) -> bool:
+    return most is not None and len(ids) > most
 
 
 def _check_columns(columns: dict[str, Any], place: str) -> None:

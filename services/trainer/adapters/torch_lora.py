@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import ConfigError
+from shared.lora_targets import check_targets
 from shared.training import LoraSpec
 
 _NAME = "default"
@@ -48,6 +49,7 @@ class Adapter:
             target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
             task_type="CAUSAL_LM",
         )
+        check_targets(spec, {name: tuple(tensor.shape) for name, tensor in weights.items()})
         try:
             wrapped = peft.get_peft_model(model, config)
         except ValueError as error:

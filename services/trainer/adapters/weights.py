@@ -70,6 +70,7 @@ class StorePublisher:
         expect: int,
         base_version: int | None = None,
         adapter_json: str = "",
+        canary_json: str = "",
     ) -> None:
         """See `WeightPublisher.publish`."""
         part_digests = await self._upload(version, shards)
@@ -81,6 +82,7 @@ class StorePublisher:
             config_json=self._config_json,
             base_version=base_version,
             adapter_json=adapter_json,
+            canary_json=canary_json,
         )
         if self._deltas and expect < 0:
             # It stays, so that whoever has the model that everything began with gets deltas from there.

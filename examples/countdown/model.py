@@ -1,0 +1,56 @@
+"""Write the model before any training, with its tokenizer: `python -m examples.countdown.model --out DIR`.
+
+A Qwen3 of 0.2 M parameters with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from examples.countdown.task import BOS, EOS, PAD, VOCABULARY
+from examples.countdown.tokenizer import MAX_LENGTH, pretrained
+
+_SEED = 0
+
+
+def build_model() -> Qwen3ForCausalLM:
+    """Return the model with random weights, float32."""
+    special = {
+        "bos_token_id": VOCABULARY.index(BOS),
+        "eos_token_id": VOCABULARY.index(EOS),
+        "pad_token_id": VOCABULARY.index(PAD),
+    }
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        max_position_embeddings=MAX_LENGTH,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        **special,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, **special)
+    return model
+
+
+def main() -> None:
+    """Write the folder."""
+    parser = argparse.ArgumentParser(description="Write Countdown's model with random weights.")
+    parser.add_argument("--out", type=Path, required=True, help="the directory to write")
+    out: Path = parser.parse_args().out
+    torch.manual_seed(_SEED)
+    build_model().save_pretrained(out)
+    pretrained().save_pretrained(out)
+
+
+if __name__ == "__main__":
+    main()

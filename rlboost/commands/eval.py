@@ -1,0 +1,105 @@
+"""`rlboost eval`: how well a model does on a job's held-out data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlboost.commands.common import (
+    DEFAULT_STATE,
+    EXIT_FAILED,
+    JsonOption,
+    StateOption,
+    connect,
+    print_json,
+    print_table,
+)
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlboost.client import Client
+
+_FILES = {".yaml", ".yml", ".toml", ".json"}
+_PATIENCE_S = 120.0
+"""An evaluation should outlast a restart of the manager."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="JOB.yaml|JOB", help="A job file, or the id of a completed job.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
+    model: Annotated[str | None, typer.Option(help="What to evaluate in place of the job's (final) model.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Completions in all; eval.samples if not given.")] = None,
+    state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate for a job's held-out prompts on the fleet, score, and print the result. Nothing is trained.
+
+    Of a job file its model is evaluated, of a completed job its final model.
+    """
+    from rlboost import jobfile  # noqa: PLC0415 - keeps --help quick
+    from rlboost.evaljob import evaluation_of  # noqa: PLC0415 - likewise
+    from shared import jobspec  # noqa: PLC0415 - likewise
+
+    with connect(state, patience_s=_PATIENCE_S) as client:
+        if Path(target).suffix in _FILES:
+            raw = jobspec.load(target, overrides)
+        else:
+            raw = client.jobs.spec(target)
+            model = model or _final_model(client, target)
+            for override in overrides or []:
+                jobspec.set_by_override(raw, override)
+        try:
+            job = jobfile.complete(evaluation_of(raw, model, samples))
+        except ConfigError as error:
+            raise ConfigError(f"{target}: {error}") from error
+        ended, row = _watch(client, client.jobs.create(job)["id"])
+    if as_json:
+        print_json({"job": ended, "model": job["model"], "metrics": row})
+    if ended["state"] != "completed":
+        typer.echo(f"rlboost: {ended['id']} {ended['state']}: {ended['error'] or 'see its logs'}", err=True)
+        raise typer.Exit(EXIT_FAILED)
+    if not as_json:
+        shown = [(name, f"{value:.4g}") for name, value in sorted(row.items()) if _is_shown(name, value)]
+        print_table(f"{job['model']}, evaluated by {ended['id']}", ("", ""), shown)
+
+
+def _final_model(client: Client, job_id: str) -> str:
+    """Return where the trainer saved the model of a completed job.
+
+    Raises:
+        ConfigError: the job has not completed, or that is no longer known.
+
+    """
+    if (state := client.jobs.show(job_id)["state"]) != "completed":
+        raise ConfigError(f"{job_id} is {state}, not completed: name the model to evaluate with --model")
+    saved = [event.data["fields"]["path"] for event in client.jobs.events(job_id) if event.kind == "model_saved"]
+    if not saved:
+        raise ConfigError(f"where {job_id} saved its model is not known (any more): name it with --model")
+    return str(saved[-1])
+
+
+def _watch(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a job's record once it has ended, and its row of metrics, empty where there is none."""
+    from rlboost.follow import follow, wait_line  # noqa: PLC0415 - keeps --help quick
+
+    job: dict[str, Any] = {}
+    row: dict[str, Any] = {}
+    for kind, news in follow(client, job_id):
+        if kind == "job":
+            job = news
+        elif kind == "step":
+            row = news
+        else:
+            typer.echo(wait_line(news), err=True)
+    return job, row
+
+
+def _is_shown(name: str, value: float) -> bool:
+    return name.startswith("eval/") or (name.startswith("groups/dropped") and value > 0)

@@ -1,0 +1,50 @@
+"""From a job to the evaluation of a model on its held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.jobspec import EvalSpec
+
+_KEPT = ("environment", "reward", "sampling")
+_KEPT_OF = {
+    "data": ("eval", "eval_split", "subset", "prompt_key", "max_prompt_tokens"),
+    "trainer": ("backend", "dtype", "seed", "tensor_parallel", "pipeline_parallel"),
+    "elastic": ("seeding", "share"),
+    "eval": ("samples", "pass_reward"),
+}
+_SUFFIX = "-eval"
+_NAME_CHARS = 64
+
+
+def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int | None = None) -> dict[str, Any]:
+    """Return the job file of `kind: eval` for a job: its held-out data, reward and sampling, and nothing of training.
+
+    Args:
+        job: a job file as a mapping, of any kind.
+        model: what to evaluate in place of the job's own model.
+        samples: how many completions in all; None for the job's own number, or else the default.
+
+    Raises:
+        ConfigError: the job has nothing to evaluate on.
+
+    """
+    made: dict[str, Any] = {"kind": "eval", "name": _name(str(job.get("name", "job"))), "model": model or job["model"]}
+    made |= {name: job[name] for name in _KEPT if job.get(name) is not None}
+    for section, names in _KEPT_OF.items():
+        given = job.get(section) or {}
+        made[section] = {name: given[name] for name in names if given.get(name) is not None}
+    if "eval" not in made["data"]:
+        raise ConfigError("data.eval is not set: name held-out prompts, such as data.eval=test.jsonl")
+    if "reward" not in made and "environment" not in made:
+        raise ConfigError("there is no reward: give a job file that has one, and --model for what it shall score")
+    made["eval"].setdefault("samples", EvalSpec().samples)
+    if samples is not None:
+        made["eval"]["samples"] = samples
+    return made
+
+
+def _name(name: str) -> str:
+    return name if name.endswith(_SUFFIX) else name[: _NAME_CHARS - len(_SUFFIX)] + _SUFFIX

@@ -1,0 +1,57 @@
+"""Supervised fine-tuning: the loss of a micro-batch, and a step's row of the run log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.trainer.domain.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MOST_NATS = 700.0
+"""Beyond it a perplexity is no float any more."""
+
+
+def imitation_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
+    """Return the summed cross entropy of the completions' tokens, and the sums; a `LossFn`.
+
+    The divisor is the number of tokens, so an update's loss is the mean over all tokens of its step, however the step
+    is cut into micro-batches. Prompts have no part in it.
+    """
+    total = -batch.logprobs.sum()
+    n_tokens = float(sum(batch.lengths))
+    return total, {"loss": float(total.detach()), "tokens": n_tokens, "divisor": n_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class SftStep:
+    """What happened in one step."""
+
+    sums: Mapping[str, float]
+    """The loss's, over all micro-batches."""
+    lengths: Sequence[int]
+    """How many tokens each completion has."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    train_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return the step's row of the run log."""
+        loss, n_tokens = self.sums["loss"] / self.sums["divisor"], self.sums["tokens"]
+        return {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, _MOST_NATS)),
+            "grad_norm": self.grad_norm,
+            "lr": self.learning_rate,
+            "tokens/trained": n_tokens,
+            "completions/mean_length": sum(self.lengths) / len(self.lengths),
+            "completions/max_length": float(max(self.lengths)),
+            "time/step_s": self.train_s,
+            "time/train_s": self.train_s,
+            "perf/tokens_per_s": n_tokens / self.train_s if self.train_s else 0.0,
+        }

@@ -1,0 +1,114 @@
+"""Reading examples to imitate: prompts and completions as token ids, or an error that names the row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.adapters.data import load_data
+from services.trainer.ports import Data
+from shared.columns import ints
+from shared.errors import ConfigError
+from shared.jobspec import parse
+from tests.support.model_folder import write_model, write_tokenizer
+
+TURNS = (
+    "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos> t92 {% endfor %}"
+)
+CHAT_TEMPLATE = TURNS + "{% if add_generation_prompt %}t91 {% endif %}"
+USER = {"role": "user", "content": "t5 t6"}
+ANSWER = {"role": "assistant", "content": "t7"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tokenizer(write_model(tmp_path / "model"))
+
+
+@pytest.fixture
+def chat_model(model: Path) -> Path:
+    return with_template(model, CHAT_TEMPLATE)
+
+
+def with_template(model: Path, template: str) -> Path:
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return model
+
+
+def load(model: Path, *rows: dict[str, Any], **data: Any) -> Data:
+    file = model.parent / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_data(parse({"kind": "sft", "model": "m", "data": {"train": str(file), **data}, "steps": 1}), model)
+
+
+def pairs(data: Data) -> list[tuple[list[int], list[int]]]:
+    return [(ints(row.tokens), ints(row.completion)) for row in data.train]
+
+
+def test_a_completion_follows_its_prompt_and_ends_with_the_end_token_once(model: Path) -> None:
+    rows = [{"prompt": "t5", "completion": "t7 t8", "more": 1}, {"prompt": "t5", "completion": "t7 <eos>"}]
+    assert pairs(load(model, *rows)) == [([1, 5], [7, 8, 2]), ([1, 5], [7, 2])]
+
+
+def test_the_keys_are_configurable(model: Path) -> None:
+    row = {"q": "t5", "a": "t7"}
+    assert pairs(load(model, row, prompt_key="q", completion_key="a")) == [([1, 5], [7, 2])]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": [USER], "completion": "t7"},
+        {"messages": [USER, ANSWER]},
+        {"prompt": [USER, ANSWER]},
+        {"messages": [{**USER, "name": None}, {**ANSWER, "tool_calls": None}]},
+    ],
+)
+def test_the_assistants_last_turn_is_imitated_up_to_its_end_token(chat_model: Path, row: dict[str, Any]) -> None:
+    [(prompt, completion)] = pairs(load(chat_model, row))
+    assert prompt[-6:] == [90, 5, 6, 2, 92, 91]
+    assert completion == [7, 2]
+
+
+def test_a_conversation_is_the_prompt_of_its_last_turns(chat_model: Path) -> None:
+    [(prompt, completion)] = pairs(load(chat_model, {"messages": [USER, ANSWER, USER, ANSWER, ANSWER]}))
+    assert prompt[-11:] == [90, 5, 6, 2, 92, 91, 7, 2, 92, 90, 5, 6, 2, 92, 91][-11:]
+    assert completion == [7, 2, 92, 91, 7, 2]
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted(model: Path) -> None:
+    rows = [{"prompt": "t5 " * n, "completion": "t6 " * m} for n, m in ((2, 2), (9, 2), (2, 9))]
+    data = load(model, *rows, max_prompt_tokens=4, max_completion_tokens=4)
+    assert (len(data.train), data.n_too_long) == (1, 2)
+    with pytest.raises(ConfigError, match=r"all 1 prompts have more than 4 tokens \(data\.max_completion_tokens\)"):
+        load(model, rows[2], max_completion_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "t5"}, r"line 1: no key 'completion', nor .* \(keys: prompt\): .*data\.completion_key"),
+        ({"completion": "t5"}, r"line 1: no key 'prompt' \(keys: completion\): .*data\.prompt_key"),
+        ({"messages": [USER]}, r"line 1: no key 'completion', nor chat messages that end with the assistant's"),
+        ({"messages": [ANSWER]}, "line 1: all messages are the assistant's"),
+        ({"prompt": "t5", "completion": 7}, "line 1: 'completion' is no text, but 'prompt' is"),
+        ({"prompt": 5, "completion": "t7"}, "line 1: 'prompt' is neither text nor"),
+        ({"prompt": [USER], "completion": [USER]}, "line 1: 'completion' is neither text nor a list of chat messages"),
+        ({"prompt": [USER], "completion": "t7"}, "line 1: chat messages need a chat template"),
+        ({"prompt": "t5", "completion": "t7 " * 160}, r"line 1: 2 prompt and 161 completion tokens do not fit .* 160"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(model: Path, row: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.jsonl, {text}"):
+        load(model, row)
+
+
+def test_a_template_that_writes_the_prompt_otherwise_before_an_answer_is_refused(model: Path) -> None:
+    with_template(model, TURNS + "{% if add_generation_prompt %}t91 t93 {% endif %}")
+    with pytest.raises(ConfigError, match="line 1: the chat template writes the messages in another way"):
+        load(model, {"messages": [USER, ANSWER]})

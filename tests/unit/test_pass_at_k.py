@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from services.trainer.domain.metrics import ScoredGroup, StepTally
+from services.trainer.domain.pass_at_k import pass_at_k, pass_rates
+from shared.columns import F32, I32, pack
+from shared.messages import SampleFinished
+
+
+@pytest.mark.parametrize(("n", "n_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 6)])
+def test_it_is_the_share_of_all_choices_of_k_in_which_one_passes(n: int, n_passed: int) -> None:
+    outcomes = [i < n_passed for i in range(n)]
+    for k in range(1, n + 1):
+        choices = list(combinations(outcomes, k))
+        assert pass_at_k(n, n_passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_it_says_nothing_of_more_completions_than_there_are(k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from 3 completions"):
+        pass_at_k(3, 1, k)
+
+
+def test_problems_are_averaged_up_to_the_fewest_completions_of_one() -> None:
+    problems = [[True, False, False, False], [False] * 5]
+    assert pass_rates(problems) == {1: 0.125, 2: 0.25, 4: 0.5}
+    assert pass_rates([]) == {}
+
+
+def test_what_passes_is_a_matter_of_the_reward() -> None:
+    empty = SampleFinished(
+        sample=1, tokens=pack([], I32), logprobs=pack([], F32), finish="stop", spans=[], attempts=1, group_done=False
+    )
+    tally = StepTally(evaluated=[ScoredGroup((empty, empty), (1.0, 0.5)), ScoredGroup((empty, empty), (0.0, 0.5))])
+    assert {k: v for k, v in tally.metrics().items() if "@" in k} == {"eval/pass@1": 0.25, "eval/pass@2": 0.5}
+    tally.pass_reward = 0.5
+    assert {k: v for k, v in tally.metrics().items() if "@" in k} == {"eval/pass@1": 0.75, "eval/pass@2": 1.0}
