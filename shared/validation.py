@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -10,6 +11,8 @@ from pydantic_core import ErrorDetails
 _WORD = "literal["
 """So begins the last part of a place where a value is none of the words that a field takes beside a number."""
 _SHOULD = "Input should be "
+_NAMED = re.compile(r"([a-z_]+(?:\.[a-z_]+)+): ")
+"""How a rule about several fields begins that blames one of them."""
 
 
 class Section(BaseModel):
@@ -28,7 +31,7 @@ def describe(error: ValidationError) -> list[str]:
     lines = []
     for place, wrong in found.items():
         texts = [_alternatives(wrong)] if place in either else map(_text, wrong)
-        lines += [f"{'.'.join(map(str, place)) or 'job'}: {text}" for text in texts]
+        lines += [_line(".".join(map(str, place)), text) for text in texts]
     return lines
 
 
@@ -36,6 +39,12 @@ def off_is_no_boolean(value: object) -> object:
     """Return what was meant where a field takes the word off: YAML reads a bare one as false."""
     # A bare on means nothing here.
     return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+
+
+def _line(place: str, text: str) -> str:
+    """Put the place before the text, unless it begins with one that is more exact."""
+    named = _NAMED.match(text)
+    return text if named and named[1].startswith(place) else f"{place or 'job'}: {text}"
 
 
 def _text(item: ErrorDetails) -> str:

@@ -1,15 +1,11 @@
-"""A policy trained with plain torch: a causal language model of transformers, or an adapter on it; AdamW, one process.
-
-Rows are padded on the right and given without an attention mask: under the causal mask no real token sees a pad. The
-output head runs on completion tokens only.
-"""
+"""A policy trained with plain torch: a causal language model of transformers, or an adapter on it; AdamW, one process."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +13,18 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.adapters import torch_rows
 from services.trainer.adapters.torch_critic import TorchCritic
+from services.trainer.adapters.torch_logprobs import LogprobPass
 from services.trainer.adapters.torch_lora import Adapter
 from services.trainer.adapters.torch_rest import Resting
 from services.trainer.adapters.torch_state import captured, distinct, in_turn, load_state, shards_of
 from services.trainer.domain import sums
 from services.trainer.domain.batching import n_padded
-from services.trainer.domain.tokens import LossFn, TokenBatch
+from services.trainer.domain.tokens import LossFn
 from services.trainer.ports import Exported, Loaded, NotFinite, RankInfo, Row, Snapshot
 from shared.algorithm import CriticSpec
 from shared.errors import ConfigError, Fatal
@@ -90,7 +86,6 @@ class TorchPolicy:
         self._adapter: Adapter | None = None
         self._reference: Any = None
         self._divisor = 0
-        self._selected: Tensor | None = None
 
     def load_hf(self, source: Path) -> None:
         """See `PolicyEngine.load_hf`."""
@@ -113,8 +108,8 @@ class TorchPolicy:
             self._model.eval()
         elif self._keeps_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
-            self._reference.get_output_embeddings().register_forward_pre_hook(self._select)
-        self._model.get_output_embeddings().register_forward_pre_hook(self._select)
+        self._forward = self._pass_of(self._model)
+        self._forward_reference = self._forward if self._reference is None else self._pass_of(self._reference)
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -164,19 +159,10 @@ class TorchPolicy:
         self._resting.wake_weights()
         numbers: dict[str, float] = {}
         for rows in batches:
-            reference = self._reference_column(rows)
+            reference = self._starting_logprobs(rows) if self._keeps_reference and not _has_reference(rows) else None
             with self._adapter.training() if self._adapter else nullcontext():
                 logprobs = self._forward(rows)
-            proximal = torch_rows.proximal(rows)
-            batch = TokenBatch(
-                logprobs,
-                self._column(torch_rows.sampled(rows)),
-                self._column(torch_rows.advantages(rows)),
-                tuple(torch_rows.lengths(rows)),
-                None if proximal is None else self._column(proximal),
-                reference,
-            )
-            total, part = loss(batch)
+            total, part = loss(torch_rows.token_batch(rows, logprobs, reference))
             if not torch.isfinite(total):
                 raise NotFinite(f"the loss is {total.item()}")
             total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
@@ -252,7 +238,16 @@ class TorchPolicy:
     def close(self) -> None:
         """See `PolicyEngine.close`."""
         self._adapter = self._reference = self._critic = None
-        for name in ("_resting", "_optimizer", "_parameters", "_trained", "_tensors", "_model"):
+        for name in (
+            "_resting",
+            "_forward",
+            "_forward_reference",
+            "_optimizer",
+            "_parameters",
+            "_trained",
+            "_tensors",
+            "_model",
+        ):
             self.__dict__.pop(name, None)
 
     def _exported(self, name: str, value: Tensor, what: Exported) -> Tensor:
@@ -260,36 +255,14 @@ class TorchPolicy:
             value = self._adapter.merged(name, value)
         return value.to(self._dtype) if value.is_floating_point() else value
 
-    def _reference_column(self, rows: Sequence[Row]) -> Tensor | None:
-        """Return what the weights of the job's beginning say, which the rows may have already, for the loss."""
-        if (known := torch_rows.reference(rows)) is not None:
-            return self._column(known)
-        return self._starting_logprobs(rows) if self._keeps_reference else None
-
     def _starting_logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Return what the weights of the job's beginning say of all completion tokens, [tokens]."""
         with torch.no_grad(), self._adapter.without() if self._adapter else nullcontext():
-            return self._forward(rows, self._reference)
+            return self._forward_reference(rows)
 
-    def _forward(self, rows: Sequence[Row], model: Any = None) -> Tensor:
-        """Return the log-probabilities of all completion tokens, row after row, [tokens]."""
-        ids, predicts = torch_rows.padded(rows)
-        token_ids = torch.from_numpy(ids).to(self._device)
-        self._selected = torch.from_numpy(predicts).to(self._device)
-        with self._autocast():
-            logits: Tensor = (model or self._model)(input_ids=token_ids, use_cache=False).logits[0]
-        targets = token_ids[:, 1:][self._selected[:, :-1]]
-        return -functional.cross_entropy(logits.float() / self._temperature, targets, reduction="none")
+    def _pass_of(self, model: Any) -> LogprobPass:
+        return LogprobPass(model, temperature=self._temperature, dtype=self._dtype, device=self._device)
 
-    def _select(self, _head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        """Give the output head only the positions that predict a completion token, [1, tokens, hidden].
 
-        As a hook in front of the head it leaves whatever a family does to its logits in place.
-        """
-        return (inputs[0][self._selected].unsqueeze(0),)
-
-    def _autocast(self) -> AbstractContextManager[None]:
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16)
-
-    def _column(self, values: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+def _has_reference(rows: Sequence[Row]) -> bool:
+    return all(row.reference for row in rows)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from services.trainer.domain.tokens import TokenBatch
 from services.trainer.ports import Row
 from shared.columns import F32, I32, U8, unpack
 
@@ -43,7 +45,7 @@ def proximal(rows: Sequence[Row]) -> Array | None:
     return _joined([row.proximal for row in rows])
 
 
-def reference(rows: Sequence[Row]) -> Array | None:
+def starting(rows: Sequence[Row]) -> Array | None:
     """Return the same under the weights that the job began with, None unless all rows have it."""
     return _joined([row.reference for row in rows])
 
@@ -65,6 +67,27 @@ def advantages(rows: Sequence[Row]) -> Array:
     if (known := _joined([row.advantages for row in rows])) is not None:
         return known
     return np.repeat(np.asarray([row.advantage for row in rows], F32), lengths(rows))
+
+
+def token_batch(rows: Sequence[Row], logprobs: Tensor, reference: Tensor | None) -> TokenBatch:
+    """Return what the loss is given of the rows, on the device of their log-probabilities.
+
+    Args:
+        rows: a micro-batch.
+        logprobs: of all trained tokens, row after row, [tokens].
+        reference: the same under the weights that the job began with, unless the rows have it or nobody asks.
+
+    """
+
+    def column(values: Array | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values).to(logprobs.device)
+
+    drawn, weights = column(sampled(rows)), column(advantages(rows))
+    assert drawn is not None
+    assert weights is not None
+    if reference is None:
+        reference = column(starting(rows))
+    return TokenBatch(logprobs, drawn, weights, tuple(lengths(rows)), column(proximal(rows)), reference)
 
 
 def _joined(columns: Sequence[bytes]) -> Array | None:

@@ -142,7 +142,8 @@ def _built(source: Path, device: str, *, trained: bool) -> Any:
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
     parts = [*module.get_decoder().layers, module]
     for part in parts:
-        fully_shard(part, mesh=mesh)
+        # The outermost too, which would stay whole until a backward pass that a frozen model never makes.
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
         # Else it would divide by the number of ranks.
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)

@@ -7,15 +7,12 @@ micro-batches than another makes the rest with a row that nobody looks at.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import functional
 
-from services.trainer.adapters import torch_rows
 from services.trainer.adapters.ranks.packed import GradientOf, Packed, rows_of
+from services.trainer.adapters.torch_logprobs import LogprobPass
 from services.trainer.ports import Row
 from shared.columns import I32, pack
 
@@ -25,14 +22,10 @@ _NOTHING = [Row(pack([0], I32), pack([0], I32), b"", 0.0)]
 class PaddedPasses:
     """Runs one rank's micro-batches through the model."""
 
-    def __init__(self, module: Any, temperature: float, dtype: torch.dtype, device: str) -> None:
-        """Use `module`; log-probabilities are of the distribution at `temperature`, matrices multiplied in `dtype`."""
-        self._module = module
-        self._temperature = temperature
-        self._dtype = dtype
+    def __init__(self, forward: LogprobPass, device: str) -> None:
+        """Use the pass of a model that is on `device`."""
+        self._forward = forward
         self._device = device
-        self._selected: Tensor | None = None
-        module.get_output_embeddings().register_forward_pre_hook(self._select)
 
     def logprobs(self, batches: Sequence[Packed]) -> list[Tensor]:
         """Return each micro-batch's log-probabilities, [trained tokens]."""
@@ -55,19 +48,3 @@ class PaddedPasses:
         distributed.all_reduce(most, distributed.ReduceOp.MAX)
         own: list[Sequence[Row]] = [rows_of(batch) for batch in batches]
         return own + [_NOTHING] * (int(most) - len(own))
-
-    def _forward(self, rows: Sequence[Row]) -> Tensor:
-        ids, predicts = torch_rows.padded(rows)
-        token_ids = torch.from_numpy(ids).to(self._device)
-        self._selected = torch.from_numpy(predicts).to(self._device)
-        with self._autocast():
-            logits: Tensor = self._module(input_ids=token_ids, use_cache=False).logits[0]
-        targets = token_ids[:, 1:][self._selected[:, :-1]]
-        return -functional.cross_entropy(logits.float() / self._temperature, targets, reduction="none")
-
-    def _select(self, _head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        """Give the output head only the positions that predict a trained token, [1, tokens, hidden]."""
-        return (inputs[0][self._selected].unsqueeze(0),)
-
-    def _autocast(self) -> AbstractContextManager[None]:
-        return torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16)

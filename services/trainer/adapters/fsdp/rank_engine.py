@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from services.trainer.adapters.fsdp.network import Network, TrainedNetwork
 from services.trainer.adapters.fsdp.passes import PaddedPasses
 from services.trainer.adapters.fsdp.state import OptimizerState
 from services.trainer.adapters.ranks.engine import Built, Model, Passes, RankEngine
 from services.trainer.adapters.ranks.layout import Layout, Place
+from services.trainer.adapters.torch_logprobs import LogprobPass
 
 
 class FsdpRank(RankEngine):
@@ -27,7 +30,10 @@ class FsdpRank(RankEngine):
         return network, self._passes_of(network)
 
     def _passes_of(self, network: Network) -> PaddedPasses:
-        return PaddedPasses(network.module, self._temperature, self._dtype, self._device)
+        forward = LogprobPass(
+            network.module, temperature=self._temperature, dtype=self._dtype, device=torch.device(self._device)
+        )
+        return PaddedPasses(forward, self._device)
 
     @property
     def _part(self) -> int | None:

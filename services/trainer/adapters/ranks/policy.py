@@ -27,9 +27,10 @@ from services.trainer.adapters.ranks.layout import Layout, Place
 from services.trainer.adapters.ranks.packed import packed
 from services.trainer.adapters.ranks.piece import Piece
 from services.trainer.adapters.ranks.processes import Ranks
+from services.trainer.adapters.torch_rows import token_batch
 from services.trainer.domain import sums
 from services.trainer.domain.spread import spread
-from services.trainer.domain.tokens import LossFn, TokenBatch
+from services.trainer.domain.tokens import LossFn
 from services.trainer.ports import Exported, Loaded, NotFinite, RankInfo, Row, Snapshot
 from shared.columns import F32, unpack
 from shared.errors import ConfigError, Fatal
@@ -173,7 +174,8 @@ class RanksPolicy(ABC):
         def answer(question: dict[str, Any]) -> dict[str, Any]:
             replica, number = question["data"], question["batch"]
             reference = references[replica][number] if references else None
-            batch = _batch(shares[replica][number], question["logprobs"], reference)
+            logprobs = _column(question["logprobs"]).requires_grad_()
+            batch = token_batch(shares[replica][number], logprobs, None if reference is None else _column(reference))
             total, part = loss(batch)
             if not torch.isfinite(total):
                 # The other ranks are in the middle of theirs: this one adds nothing.
@@ -333,23 +335,8 @@ def _count_devices(device: str, layout: Layout) -> None:
         )
 
 
-def _batch(rows: Sequence[Row], column: bytes, reference: bytes | None) -> TokenBatch:
-    """Return what the loss is given of the rows, whose log-probabilities are `column`."""
-    if reference is None and all(row.reference for row in rows):
-        reference = b"".join(row.reference for row in rows)
-    lengths = [row.n_trained for row in rows]
-    return TokenBatch(
-        logprobs=_column([column]).requires_grad_(),
-        sampled=_column([row.logprobs for row in rows]),
-        advantages=torch.from_numpy(np.repeat(np.asarray([row.advantage for row in rows], F32), lengths)),
-        lengths=tuple(lengths),
-        proximal=_column([row.proximal for row in rows]) if all(row.proximal for row in rows) else None,
-        reference=None if reference is None else _column([reference]),
-    )
-
-
-def _column(parts: Sequence[bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float32)
+def _column(values: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(values), dtype=torch.float32)
 
 
 def _tensor(shard: Shard) -> Tensor:

@@ -1,0 +1,55 @@
+"""The pass through a causal language model of transformers that training consists of: tokens in, log-probabilities out.
+
+Rows are padded on the right and given without an attention mask: under the causal mask no real token sees a pad. The
+output head runs on positions that predict a trained token only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from services.trainer.adapters import torch_rows
+from services.trainer.ports import Row
+
+
+class LogprobPass:
+    """Passes of one model."""
+
+    def __init__(self, model: Any, *, temperature: float, dtype: torch.dtype, device: torch.device) -> None:
+        """Put a hook in front of the model's output head, so that it serves nothing else from now on.
+
+        Args:
+            model: of transformers, in evaluation mode.
+            temperature: log-probabilities are of the distribution at this one.
+            dtype: in which matrices are multiplied.
+            device: where the model is.
+
+        """
+        self._model = model
+        self._temperature = temperature
+        self._dtype = dtype
+        self._device = device
+        self._selected: Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._select)
+
+    def __call__(self, rows: Sequence[Row]) -> Tensor:
+        """Return the log-probabilities of all trained tokens, row after row, [tokens]."""
+        ids, predicts = torch_rows.padded(rows)
+        token_ids = torch.from_numpy(ids).to(self._device)
+        self._selected = torch.from_numpy(predicts).to(self._device)
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            logits: Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
+        targets = token_ids[:, 1:][self._selected[:, :-1]]
+        return -functional.cross_entropy(logits.float() / self._temperature, targets, reduction="none")
+
+    def _select(self, _head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        """Give the output head only the positions that predict a trained token, [1, tokens, hidden].
+
+        As a hook in front of the head it leaves whatever a family does to its logits in place.
+        """
+        return (inputs[0][self._selected].unsqueeze(0),)
