@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
 from shared.reward_call import Unfit, load
 
 
+_changed_at: dict[str, int] = {}
+"""Module -> when its file had changed last when it was read, in nanoseconds."""
+
+
 def own_function(field: str, path: str, arguments: Sequence[str]) -> Callable[..., Any]:
     """Return the function `package.module:function`, which runs the user's code.
+
+    Where its file has changed since, the module is read again; those that it imports are not.
 
     Args:
         field: of the job file, for the errors.
@@ -24,9 +33,12 @@ def own_function(field: str, path: str, arguments: Sequence[str]) -> Callable[..
     """
     module = path.partition(":")[0]
     try:
+        _read_again_if_changed(module)
         function = load(path)
     except Unfit as error:
         raise ConfigError(f"{field}: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{field}: {path} is not there: {error}: mend the name or the module") from error
     except Exception as error:
         raise ConfigError(
             f"{field}: {path} cannot be imported: {type(error).__name__}: {error}; start the trainer in a folder from "
@@ -43,3 +55,13 @@ def own_function(field: str, path: str, arguments: Sequence[str]) -> Callable[..
             f"{field}: {path} takes {signature}, but is called with ({', '.join(arguments)}): {error}"
         ) from error
     return function
+
+
+def _read_again_if_changed(name: str) -> None:
+    module = sys.modules.get(name) or importlib.import_module(name)
+    if (file := getattr(module, "__file__", None)) is None:
+        return
+    changed_at = Path(file).stat().st_mtime_ns
+    if _changed_at.setdefault(name, changed_at) != changed_at:
+        _changed_at[name] = changed_at
+        importlib.reload(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -308,11 +309,23 @@ def test_the_users_loss_is_found_by_its_path() -> None:
     assert own_loss("math:hypot")(3, 4) == 5.0  # type: ignore[arg-type]
 
 
+def test_a_loss_that_was_edited_since_the_last_job_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "edited_loss", raising=False)
+    file = tmp_path / "edited_loss.py"
+    for number in (1, 22):
+        file.write_text(f"def loss(batch):\n    return {number}\n")
+        os.utime(file, ns=(number * 10**9, number * 10**9))
+        assert own_loss("edited_loss:loss")(None) == number  # type: ignore[arg-type, comparison-overlap]
+
+
 @pytest.mark.parametrize(
     ("path", "text"),
     [
         ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
-        ("math:no_such_function", "cannot be imported: AttributeError"),
+        ("math:no_such_function", "is not there: module 'math' has no attribute"),
         ("math:pi", "is not a function"),
     ],
 )

@@ -331,7 +331,7 @@ def _step_report(world: World, report: StepReport, now: Now) -> None:
     if job is None:
         raise Bury(f"a report on the unknown job {report.job_id}")
     job.step = min(max(job.step, report.step + 1), job.spec.steps)  # the last evaluation reports no step of training
-    job.latest = report.metrics
+    job.note(report.step, report.metrics)
     job.checkpointed_step = max(job.checkpointed_step, report.checkpointed_step)
     for step in [step for step in world.delivered[job.id] if step < job.checkpointed_step]:
         del world.delivered[job.id][step]

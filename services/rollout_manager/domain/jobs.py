@@ -36,7 +36,7 @@ class Job:
     finished_at: float | None = None
     error: str = ""
     latest: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last step."""
+    """Metrics of the last step, and of the evaluation behind it."""
     checkpointed_step: int = 0
     trainer: str = ""
     """Name of the trainer that runs it."""
@@ -62,6 +62,11 @@ class Job:
             self.finished_at = at
             self.error = error
         return True
+
+    def note(self, step: int, metrics: dict[str, float]) -> None:
+        """Take in a step's metrics; behind the last step comes an evaluation, which leaves what training said."""
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        self.latest = metrics if step < self.spec.steps else metrics | self.latest | evaluation
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""

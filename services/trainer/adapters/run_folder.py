@@ -63,6 +63,8 @@ class JobFolder:
             copy_without_weights(self._model, aside)
             tensors = {shard.name: _tensor(shard) for shard in shards}
             save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+            # Else nobody but its owner could read it, other than the files beside it.
+            shutil.copymode(aside / "config.json", aside / "model.safetensors")
             dtypes = (t.dtype for t in tensors.values() if t.is_floating_point())
             declare_dtype(aside, str(next(dtypes)).removeprefix("torch."))
         return self._folder / "model"
@@ -73,6 +75,7 @@ class JobFolder:
             tensors = {shard.name: _tensor(shard) for shard in shards}
             save_file(tensors, aside / "adapter_model.safetensors", metadata={"format": "pt"})
             _replace(aside / "adapter_config.json", json.dumps(json.loads(adapter_json), indent=2) + "\n")
+            shutil.copymode(aside / "adapter_config.json", aside / "adapter_model.safetensors")
         return self._folder / "adapter"
 
     def close(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A policy trained with plain torch: a causal language model of transformers, or an adapter on it; AdamW, one process."""
+"""A policy trained by torch in one process: a causal language model of transformers, or an adapter on it; AdamW."""
 
 from __future__ import annotations
 
