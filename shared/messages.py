@@ -377,7 +377,8 @@ class WorkerJoined(Message):
     trainer: str = ""
     """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
     kv_tokens: int = 0
-    """How many tokens, prompts included, its KV cache holds at once; 0 where every slot holds the longest sample."""
+    """How many tokens, prompts included, its KV cache holds at once; 0 where it does not say: what finds no room there
+    waits at the worker, and its beats count it as `pending`."""
 
 
 @message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -28,7 +29,7 @@ from shared.ids import MAX_JOBS, new_token
 from shared.jobspec import JobSpec
 from shared.jobspec import to_json as spec_to_json
 from shared.messages import Drain, Event, JobCommand
-from shared.protocol import PROTOCOL, PROTOCOL_HEADER
+from shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 from shared.validation import describe
 
 COMMANDS_KEPT = 10_000
@@ -94,6 +95,8 @@ async def _write(manager: Manager, ops: Sequence[Op]) -> None:
 
 
 def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
+    creating = asyncio.Lock()  # two requests with one idempotency key may come at once
+
     @router.post("/jobs", status_code=201, tags=["jobs"])
     async def create_job(
         raw: Annotated[dict[str, Any], Body()],
@@ -105,7 +108,8 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
             created = names.job_created(idempotency_key)
             await bus.acquire([created], job_id, IDEMPOTENCY_KEPT_S)
             job_id = (await bus.holders([created]))[0] or job_id
-        job = manager.world.jobs.get(job_id) or await _create(manager, bus, job_id, spec)
+        async with creating:
+            job = manager.world.jobs.get(job_id) or await _create(manager, bus, job_id, spec)
         return JSONResponse({"id": job.id, "state": job.state}, 201)
 
     @router.get("/jobs", tags=["jobs"])
@@ -164,7 +168,7 @@ async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job
 def _job(manager: Manager, job_id: str) -> Job:
     job = manager.world.jobs.get(job_id)
     if job is None:
-        raise Problem(404, "No such job", f"there is no job {job_id!r}: list them with GET /v1/jobs")
+        raise Problem(404, "No such job", f"there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs")
     return job
 
 
@@ -277,7 +281,7 @@ async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.get("/join", tags=["fleet"])
-    async def join(theirs: Annotated[int, Header(alias=PROTOCOL_HEADER)] = PROTOCOL) -> dict[str, str | int]:
+    async def join(theirs: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
         """Tell a worker that has this URL and the token where everything else is."""
         if theirs != PROTOCOL:
             raise Problem(
@@ -300,7 +304,8 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"])
     async def drain(worker_id: str) -> dict[str, str]:
         if worker_id not in manager.world.fleet.workers:
-            raise Problem(404, "No such worker", f"no worker {worker_id!r} is here: list them with GET /v1/workers")
+            detail = f"no worker {worker_id!r} is here: list them with 'rlboost worker list' or GET /v1/workers"
+            raise Problem(404, "No such worker", detail)
         await _write(manager, [Append(names.worker_commands(worker_id), Drain(reason="asked over REST"))])
         return {"id": worker_id, "state": "draining"}
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.rollout_worker.adapters.rows import Rows
+from services.rollout_worker.domain.kv_room import Room
 from services.rollout_worker.domain.uniforms import uniforms
 from services.rollout_worker.ports import Emission, EngineFailed, EngineStats, Key, Request, Sequences
 from shared.canary import Canary
@@ -28,6 +29,7 @@ class FakeEngine:
         max_len: of prompt and completion.
         interval_s: each running request gets a token in every interval of the clock; None = only when `tick` is called.
         clock: seconds.
+        room: of the KV cache that it might have; None = for every slot.
 
     """
 
@@ -39,6 +41,7 @@ class FakeEngine:
         max_len: int = 4096,
         interval_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        room: Room | None = None,
     ) -> None:
         self.slots = slots
         self.scored = 0
@@ -46,7 +49,7 @@ class FakeEngine:
         self.says = 0.0
         """How far from the truth its scores are."""
         self.vocabulary = vocabulary
-        self._rows = Rows(slots, max_len, vocabulary)
+        self._rows = Rows(slots, max_len, vocabulary, room)
         self._tensors: dict[str, torch.Tensor] = {}
         self._suspended = False
         self._interval_s = interval_s
@@ -97,6 +100,10 @@ class FakeEngine:
         """See `ports.Engine`."""
         self._catch_up(closed_is_fine=True)
         return EngineStats(self._rows.n, len(self._rows.pending), self._rows.made_total, self._rows.version)
+
+    def running(self) -> set[Key]:
+        """See `ports.Engine`."""
+        return {request.key for request in self._rows.requests}
 
     async def load_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False

@@ -89,6 +89,8 @@ class Generator:
         """Whether the engine has said that it does."""
         self._keeps_kv = False
         """While it stands still: whether it has kept its KV cache."""
+        self._woken = False
+        """While it stands still: whether it was asked for the canary, for which an engine takes back all its memory."""
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -125,6 +127,10 @@ class Generator:
         """See `Engine.stats`."""
         return self._engine.stats() if self._engine is not None else _NONE
 
+    def running(self) -> set[Key]:
+        """See `Engine.running`."""
+        return self._engine.running() if self._engine is not None else set()
+
     def progress(self, elapsed_s: float) -> Progress:
         """Look whether the engine gets on with its work; return what all the looks so far have shown.
 
@@ -146,9 +152,10 @@ class Generator:
         """
         async with self._one_at_a_time:
             self._holds.add(name)
-            if self._engine is not None and (not self.stands_still or (self._keeps_kv and not keep_kv)):
+            holds_memory = self._keeps_kv or self._woken
+            if self._engine is not None and (not self.stands_still or (holds_memory and not keep_kv)):
                 await self._engine.suspend(keep_kv=keep_kv)
-                self.stands_still, self._keeps_kv = True, keep_kv
+                self.stands_still, self._keeps_kv, self._woken = True, keep_kv, False
 
     async def release(self, name: Hold) -> None:
         """Let the engine go on, unless somebody else holds it.
@@ -181,8 +188,7 @@ class Generator:
         """Load weights and compare what was loaded with what was published (invariant 5).
 
         Returns holding the engine as "loading": the caller calls `check_canary`, and lets go when it has noted that the
-        weights are good. When
-        this does not return, they are not, and the hold stays.
+        weights are good. When this does not return, they are not, and the hold stays.
 
         Args:
             weights: to load.
@@ -243,6 +249,7 @@ class Generator:
             self._owed = None
             log.info("canary_left_out", version=stats.version, running=stats.running)
             return
+        self._woken = True
         try:
             async with asyncio.timeout(_SCORE_LIMIT_S):
                 scored = await engine.score([(row.prompt, row.completion) for row in canary.rows], canary.temperature)

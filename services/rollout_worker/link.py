@@ -212,7 +212,7 @@ class Link:
             price_per_hour=who.price_per_hour,
             at=now,
             trainer=who.trainer,
-            kv_tokens=0,  # every engine so far keeps room for the longest sample in each slot
+            kv_tokens=0,  # there is no engine yet that could tell; what finds no room waits in it
         )
 
     async def give_notice(self, reason: str, lead_s: float) -> None:
@@ -228,11 +228,11 @@ class Link:
             engine_failed: whether what the engine ran may have been the cause.
 
         """
-        # The first ones hold the slots, the others wait for one.
-        ran = self.me.session.in_engine[: self._identity.slots]
+        # Those that wait in the engine, for a slot or for room in its cache, have done nothing.
+        ran = self._generator.running().intersection(self.me.session.held.items()) if engine_failed else ()
         async with self._beating:
             self._gone = True
-            await self._say_left(reason, ran if engine_failed else ())
+            await self._say_left(reason, sorted(sample for sample, _ in ran))
 
     async def rejoin(self, reason: str) -> None:
         """End this incarnation, whose samples the engine has forgotten, and become another. Insists."""

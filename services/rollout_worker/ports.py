@@ -127,6 +127,9 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """Return the load."""
 
+    def running(self) -> set[Key]:
+        """Return the requests that take part in each decode step: of an engine that died, in the last one."""
+
     async def load_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
     ) -> None:

@@ -406,6 +406,12 @@ async def test_a_dead_engine_says_why_at_every_call(engine: Engine, kind: Kind) 
     other = asyncio.create_task(engine.wait_failed(), name="a watcher that gives up")
     await eventually(lambda: not other.done())
     other.cancel()
+    requests = [request(sample, max_tokens=150) for sample in range(SLOTS + 2)]
+    engine.submit(requests)
+    await eventually(lambda: engine.stats().tokens_made_total > 0)
+    await engine.suspend()
+    ran = {one.key for one in requests[:SLOTS]}
+    assert engine.running() == ran
     await kind.kill(engine, RuntimeError("out of luck"))
     with pytest.raises(Fatal, match="out of luck"):
         await asyncio.wait_for(watcher, 5)
@@ -414,6 +420,7 @@ async def test_a_dead_engine_says_why_at_every_call(engine: Engine, kind: Kind) 
             call()
     with pytest.raises(Fatal, match="out of luck"):
         await engine.suspend()
+    assert engine.running() == ran, "any of them may have been the cause"
     await engine.close()
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,6 +93,15 @@ class RealFleet:
             await weights.close()
             device.close()
             await bus.close()
+
+    @contextmanager
+    def without_manager(self) -> Iterator[None]:
+        """Be without a manager for a while."""
+        self.manager.kill()
+        try:
+            yield
+        finally:
+            self.manager.start()
 
     def hire(self, name: str, module: str = "", **settings: str) -> ServiceProcess:
         """Start a worker, or what `module` makes of one."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from services.rollout_worker.app import Pace, Worker
+from services.rollout_worker.domain.kv_room import Room
 from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from services.rollout_worker.generator import Generator
 from services.rollout_worker.link import Identity, Link
@@ -21,8 +22,8 @@ from tests.support.worker_manager import JOB, WorkerManager
 class SlowToLoad(FakeEngine):
     """Loads weights only when it may."""
 
-    def __init__(self) -> None:
-        super().__init__(4, interval_s=0.001)
+    def __init__(self, room: Room | None = None) -> None:
+        super().__init__(4, interval_s=0.001, room=room)
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.hangs = False
@@ -47,9 +48,16 @@ class SlowToLoad(FakeEngine):
 class Rig(MemoryBus):
     """One worker with everything around it. As a bus it can refuse and delay writes to the log."""
 
-    def __init__(self, grace_s: float = 5.0, finish_limit_s: float = 20.0, *, heeds_advice: bool = False) -> None:
+    def __init__(
+        self,
+        grace_s: float = 5.0,
+        finish_limit_s: float = 20.0,
+        *,
+        heeds_advice: bool = False,
+        room: Room | None = None,
+    ) -> None:
         super().__init__()
-        self.factory = FakeEngineFactory(SlowToLoad)
+        self.factory = FakeEngineFactory(lambda: SlowToLoad(room))
         self.weights = FakeWeights()
         self.weights.versions = {(JOB, version): FakeStagedWeights() for version in range(3)}
         self.manager = WorkerManager(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from services.rollout_manager.leadership import RECOVERY_LEASE_S, Leader, manage
 from services.rollout_manager.metrics import WorldCollector
 from services.rollout_manager.settings import Settings
 from shared import names
-from shared.bus import Append
+from shared.bus import START, Append
 from shared.errors import BusUnavailable, ConfigError, Fenced
 from shared.fakes import MemoryBus
 from shared.jobspec import parse, to_json
@@ -275,6 +276,38 @@ async def test_a_leader_that_does_not_know_yet_that_it_was_superseded_creates_no
         answer = await client.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "once"})
         assert answer.status_code == 201
     assert set(await pair.bus.hash_all(names.JOBS)) == {answer.json()["id"]}
+
+
+async def test_one_idempotency_key_makes_one_job_also_where_two_requests_come_at_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    increment = pair.bus.increment
+
+    async def slowly(key: str) -> int:
+        await asyncio.sleep(0.02)
+        return await increment(key)
+
+    assert await pair.first.try_lead()
+    monkeypatch.setattr(pair.bus, "increment", slowly)
+    async with rest(pair, pair.first) as client:
+        posts = [client.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "once"}) for _ in range(2)]
+        first, second = await asyncio.gather(*posts)
+    assert first.json() == second.json()
+    assert len(await pair.bus.read({names.JOB_COMMANDS: START})) == 1
+    assert await increment(names.JOB_COUNTER) == 2
+
+
+async def test_a_worker_that_gives_no_protocol_speaks_the_first_one(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await pair.first.try_lead()
+    async with rest(pair, pair.first) as client:
+        assert (await client.get("/v1/join")).status_code == 200
+    monkeypatch.setattr("services.rollout_manager.api.PROTOCOL", 2)
+    async with rest(pair, pair.first) as client:
+        refused = await client.get("/v1/join")
+    assert refused.status_code == 409
+    assert "speaks protocol 1 and this manager 2" in refused.json()["detail"]
 
 
 async def test_prometheus_sees_who_leads(pair: Pair) -> None:

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from services.rollout_worker.fakes import FakeStagedWeights
 from services.rollout_worker.generator import CanaryFailed
+from services.rollout_worker.ports import Sequences
 from shared.canary import Canary, Scored
 from shared.messages import Event, Resume, Suspend, UseVersion, WorkerBeat, WorkerLeft
 from shared.names import job_events
@@ -99,6 +100,28 @@ async def test_a_suspended_engine_is_asked_when_it_may_go_on(rig: Rig) -> None:
     await rig.manager.send(worker, Resume(step=2), assign(1, version=1, max_tokens=5))
     await rig.manager.until_finished((1, 1))
     assert rig.engine.scored == 2
+
+
+async def test_an_engine_that_is_suspended_during_the_canary_gives_its_memory_back_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, may_answer, score = asyncio.Event(), asyncio.Event(), SlowToLoad.score
+
+    async def slowly(engine: SlowToLoad, sequences: Sequences, temperature: float) -> list[list[float]]:
+        asked.set()
+        await may_answer.wait()
+        return await score(engine, sequences, temperature)
+
+    monkeypatch.setattr(SlowToLoad, "score", slowly)
+    worker = await rig.manager.joined()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=0))
+    await asked.wait()
+    assert rig.engine.kept_kv == [False, False], "a suspension and a load"
+    await rig.manager.send(worker, Suspend(step=1))
+    await eventually(lambda: rig.link.me.session._suspended)
+    may_answer.set()
+    await rig.manager.until(worker, "suspended")
+    assert rig.engine.kept_kv == [False, False, False], "and another suspension"
 
 
 async def test_an_engine_that_disagrees_when_it_may_go_on_makes_nothing() -> None:

@@ -7,7 +7,7 @@ import stamina
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared.errors import ConfigError, Conflict, Retryable
-from shared.protocol import PROTOCOL, PROTOCOL_HEADER
+from shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 from shared.redirect import MAX_REDIRECTS, redirected
 
 JOIN_LIMIT_S = 300.0
@@ -22,7 +22,7 @@ class Joined(BaseModel):
 
     redis_url: str
     weight_store_url: str
-    protocol: int = PROTOCOL
+    protocol: int = UNNUMBERED
 
 
 class _ManagerAway(Retryable):

@@ -72,6 +72,11 @@ class ThreadedEngine(ABC):
             self._thread.check_alive(closed_is_fine=True)
             return EngineStats(self._rows.n, len(self._rows.pending), self._rows.made_total, self._rows.version)
 
+    def running(self) -> set[Key]:
+        """See `ports.Engine`."""
+        with self._thread.lock:
+            return {request.key for request in self._rows.requests}
+
     async def load_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
     ) -> None:

@@ -87,11 +87,6 @@ class Session:
         return len(self.held) - len(self._early)
 
     @property
-    def in_engine(self) -> list[int]:
-        """Return the held samples that the engine has, in the order in which it got them."""
-        return [sample for sample in self.held if sample not in self._early]
-
-    @property
     def early(self) -> int:
         """Return how many assigned samples wait for their weights."""
         return len(self._early)
