@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -33,7 +36,8 @@ class Environment(Protocol):
 
     What it does is to depend on its row, its seed and the texts that it hears, and on nothing else: after a crash of
     its process or of the trainer another one is made and hears the same texts again. It may have an attribute `tools`:
-    JSON schemas that the chat template shows the model; and a method `close`, called when it is no longer needed.
+    JSON schemas that the chat template shows the model; and a method `close`, called when it is no longer needed, be it
+    that it was never reset.
     """
 
     def reset(self, row: dict[str, Any], seed: int) -> Said | Awaitable[Said | None] | None:
@@ -62,6 +66,30 @@ def maker(path: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """
     make = partial(load(path), **arguments)
     one = make()
-    if missing := [name for name in ("reset", "step") if not callable(getattr(one, name, None))]:
-        raise Unfit(f"it makes a {type(one).__name__}, which has no method {missing[0]}")
+    try:
+        if missing := [name for name in ("reset", "step") if not callable(getattr(one, name, None))]:
+            raise Unfit(f"it makes a {type(one).__name__}, which has no method {missing[0]}")
+    finally:
+        end(one, asyncio.run)
     return make
+
+
+def end(environment: Any, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    """Close an environment that can be closed; what it raises is printed, for nothing depends on it any more.
+
+    Args:
+        environment: no longer needed.
+        run: what runs a coroutine, as `asyncio.run` does; called where `close` is async.
+
+    """
+    if not hasattr(environment, "close"):
+        return
+    try:
+        if inspect.isawaitable(closing := environment.close()):
+
+            async def wait() -> None:
+                await closing
+
+            run(wait())
+    except Exception as error:  # noqa: BLE001 - the user's environment may raise anything
+        print(f"environment.close: {type(error).__name__}: {error}", file=sys.stderr)

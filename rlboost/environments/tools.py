@@ -16,6 +16,7 @@ from pydantic_core import ArgsKwargs
 
 from shared.environment import Said, Step
 
+_MALFORMED = "error: a call is JSON with name and arguments"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -41,8 +42,16 @@ class ToolEnvironment:
             functions: they may be async; a docstring's first paragraph says what one does, and
                 `Annotated[int, Field(description=...)]` what a parameter is.
 
+        Raises:
+            TypeError: one has no name, or another's, or a parameter that cannot be given by name.
+
         """
-        self._tools = {function.__name__: _Tool(function) for function in functions}
+        self._tools: dict[str, _Tool] = {}
+        for function in functions:
+            tool = _Tool(function)
+            if tool.name in self._tools:
+                raise TypeError(f"{tool.name}: two tools have this name: give each function one of its own")
+            self._tools[tool.name] = tool
         self.tools = [tool.schema for tool in self._tools.values()]
         self.row: dict[str, Any] = {}
         """The row of the data, once the conversation has begun."""
@@ -72,10 +81,12 @@ class ToolEnvironment:
         try:
             body = json.loads(call)
             name, arguments = body["name"], body.get("arguments") or {}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return _message("", f"error: a call is JSON with name and arguments: {error}")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            return _message("", f"{_MALFORMED}: {error}")
+        if not isinstance(name, str):
+            return _message("", f"{_MALFORMED}: the name is to be text")
         if name not in self._tools:
-            return _message(str(name), f"error: there is no tool {name!r}, only {', '.join(self._tools)}")
+            return _message(name, f"error: there is no tool {name!r}, only {', '.join(self._tools)}")
         try:
             return _message(name, await self._tools[name].call(arguments))
         except ValidationError as error:
@@ -87,12 +98,16 @@ class ToolEnvironment:
 
 class _Tool:
     def __init__(self, function: Any) -> None:
+        name = getattr(function, "__name__", None)
+        if name is None:
+            raise TypeError(f"{function!r}: a tool is called by its function's name: wrap this in a function with def")
+        self.name: str = name
         self._call: TypeAdapter[Any] = TypeAdapter(function)
         parameters = self._call.json_schema()
         if parameters.get("type") != "object":
-            raise TypeError(f"{function.__name__}: a tool's parameters are given by name: let none be positional only")
+            raise TypeError(f"{name}: a tool's parameters are given by name: let none be positional only")
         about = (inspect.getdoc(function) or "").partition("\n\n")[0]
-        described = {"name": function.__name__, "description": about, "parameters": parameters}
+        described = {"name": name, "description": about, "parameters": parameters}
         self.schema: dict[str, Any] = {"type": "function", "function": described}
 
     async def call(self, arguments: dict[str, Any]) -> str:
@@ -103,4 +118,9 @@ class _Tool:
 
 
 def _message(name: str, content: str) -> dict[str, Any]:
-    return {"role": "tool", "name": name, "content": content}
+    return {"role": "tool", "name": _sayable(name), "content": _sayable(content)}
+
+
+def _sayable(text: str) -> str:
+    # JSON that the model writes can spell half a character, which is in no encoding and could not be sent on.
+    return text.encode(errors="backslashreplace").decode()

@@ -7,6 +7,7 @@ map. The user's own prints go to standard error. It ends with its input, or when
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import Any, BinaryIO
@@ -48,4 +49,6 @@ def _leave_with_parent(parent: int) -> None:
     # Code that hangs would not notice that the input has ended.
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
+    if os.getsid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # with all that it has started
     os._exit(1)

@@ -21,7 +21,7 @@ from shared import names
 from shared.bus import Append, Op
 from shared.columns import I32, ints, length, pack
 from shared.environment import Said
-from shared.errors import Fatal
+from shared.errors import Fatal, Timeout
 from shared.ids import SampleId, group_of
 from shared.messages import GroupOpened, GroupRequested, TurnAnswered
 from shared.reward import EnvironmentSpec
@@ -52,6 +52,8 @@ class Conversations:
         """Group -> what it begins with: the prompt, and how the environment told it."""
         self._first: dict[int, GroupRequested] = {}
         """Group -> the request of its first turns."""
+        self._refused: GroupOpened | None = None
+        """The last that could not begin."""
 
     # --- beginning ---
 
@@ -59,18 +61,20 @@ class Conversations:
         """Return what each group begins with, an int32 column; those that cannot begin are dropped by the log.
 
         Raises:
-            Fatal: not one of them can.
+            Fatal: their environments took too long.
 
         """
-        opened = await asyncio.gather(*(self._open(group) for group in groups))
+        # Each has a limit of its own; beside them a process may be busy with conversations of the steps before.
+        limit_s = self._job.limit_s + self._spec.timeout_s * len(groups)
+        because = f"{len(groups)} groups of step {self._step} begin"
+        try:
+            async with self._job.waits.on("the environment", because=because, limit_s=limit_s):
+                opened = await asyncio.gather(*(self._open(group) for group in groups))
+        except Timeout as error:
+            raise Fatal(f"{error}: make reset of environment.function {self._spec.function} faster") from error
         stream = names.rollouts_finished(self._job.id)
         await self._job.link.bus.transact([Append(stream, message) for message, _ in opened])
-        if groups and all(message.reason for message, _ in opened):
-            reason, detail = opened[0][0].reason, opened[0][0].detail
-            raise Fatal(
-                f"not one conversation of step {self._step} could begin ({reason}: {detail}): mend "
-                f"environment.function {self._spec.function}"
-            )
+        self._refused = next((message for message, _ in opened if message.reason), self._refused)
         return {message.group: tokens for message, tokens in opened if not message.reason}
 
     async def _open(self, group: PlannedGroup) -> tuple[GroupOpened, bytes]:
@@ -98,9 +102,22 @@ class Conversations:
                 f"{n_tokens} prompt tokens and sampling.max_tokens {most} do not fit the model's {longest} positions",
             )
 
-    def asked(self, requests: Sequence[GroupRequested]) -> None:
-        """Note the requests of groups' first turns."""
+    def begun(self, requests: Sequence[GroupRequested]) -> None:
+        """Note the requests of groups' first turns, whether they are asked for now or later."""
         self._first |= {request.group: request for request in requests}
+
+    def check_begun(self) -> None:
+        """Refuse to go on when all groups were opened and none has begun.
+
+        Raises:
+            Fatal: why not.
+
+        """
+        if self._refused is not None and not self._first:
+            raise Fatal(
+                f"not one conversation of step {self._step} could begin ({self._refused.reason}: "
+                f"{self._refused.detail}): mend environment.function {self._spec.function}"
+            )
 
     def prompt_of(self, group: int) -> bytes:
         """Return what a group has begun with, an int32 column."""
@@ -120,16 +137,20 @@ class Conversations:
             self._environments.forget(group + member)
 
     async def _answer(self, talk: Talk) -> None:
-        number, turn = len(talk.turns), talk.turns[-1].sample
+        number, turn, group = len(talk.turns), talk.turns[-1].sample, group_of(talk.sample)
+        if not self.collector.is_open(group):
+            return
         try:
             replies = await self._replies(talk)
             if len(talk.answers) >= number:
                 return  # a predecessor's answer was behind
-            if not self.collector.is_open(group_of(talk.sample)):
+            if not self.collector.is_open(group):
                 self._environments.forget(talk.sample)
                 return
             answer = self._judge(talk, replies)
         except Misbehaved as error:
+            if not self.collector.is_open(group):
+                return
             answer = TurnAnswered(sample=turn, reason=error.reason, detail=error.detail)
         if answer.over:
             self._environments.forget(talk.sample)
@@ -156,7 +177,7 @@ class Conversations:
             ):
                 raise Misbehaved("not_the_same", f"it was made anew, and answers turn {i} in another way than before")
         last = replies[-1]
-        told = [] if last.done else self._told(talk, len(talk.turns) - 1, last)
+        told = [] if last.done or not talk.turns[-1].tokens else self._told(talk, len(talk.turns) - 1, last)
         return talk.answered(
             told,
             last.reward,

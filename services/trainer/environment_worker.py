@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgpack
+
 from services.trainer.child import Pipe
-from shared.environment import Step, maker
+from shared.environment import Step, end, maker
 from shared.reward_call import Unfit
 
 
@@ -25,25 +27,22 @@ def main() -> int:
     pipe = Pipe()
     spec = json.loads(sys.argv[1])
     function = spec["function"]
+    try:
+        make = maker(function, spec["arguments"])
+    except Unfit as error:
+        pipe.write({"unfit": str(error), "function": function})
+        return 1
+    except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
+        pipe.write({"failed": f"{type(error).__name__}: {error}", "function": function})
+        return 1
+    pipe.write({"ready": True})
     with asyncio.Runner() as runner:
+        host = _Host(runner, make)
         try:
-            host = _Host(runner, maker(function, spec["arguments"]))
-        except Unfit as error:
-            pipe.write({"unfit": str(error), "function": function})
-            return 1
-        except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
-            pipe.write({"failed": f"{type(error).__name__}: {error}", "function": function})
-            return 1
-        pipe.write({"ready": True})
-        while (request := pipe.read()) is not None:
-            for talk in request["forget"]:
-                host.forget(talk)
-            try:
-                answer = host.open(request) if request["talk"] is None else host.hear(request)
-            except Exception as error:  # noqa: BLE001 - the user's environment may raise anything
-                host.forget(request["talk"])
-                answer = {"raised": f"{type(error).__name__}: {error}"}
-            pipe.write(answer)
+            while (request := pipe.read()) is not None:
+                pipe.write(host.answer(request))
+        finally:
+            host.close()
     return 0
 
 
@@ -55,12 +54,27 @@ class _Host:
         self._make = make
         self._held: dict[int, Any] = {}
 
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return what a request is answered with, which can be sent."""
+        for talk in request["forget"]:
+            self.forget(talk)
+        try:
+            answer = self.open(request) if request["talk"] is None else self.hear(request)
+            _check_sendable(answer)
+        except Exception as error:  # noqa: BLE001 - the user's environment may raise anything
+            self.forget(request["talk"])
+            text = f"{type(error).__name__}: {error}"
+            return {"raised": text.encode(errors="backslashreplace").decode()}
+        return answer
+
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return what a conversation begins with; its environment is made when the model has spoken."""
         environment = self._make()
-        prompt = self._call(environment.reset, request["row"], request["seed"])
-        tools = list(getattr(environment, "tools", None) or ())
-        self.end(environment)
+        try:
+            prompt = self._call(environment.reset, request["row"], request["seed"])
+            tools = list(getattr(environment, "tools", None) or ())
+        finally:
+            end(environment, self._runner.run)
         return {"prompt": None if prompt is None else _said(prompt, "reset"), "tools": tools}
 
     def hear(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -74,15 +88,12 @@ class _Host:
     def forget(self, talk: int | None) -> None:
         """End the environment of a conversation, if it is here."""
         if talk is not None and (environment := self._held.pop(talk, None)) is not None:
-            self.end(environment)
+            end(environment, self._runner.run)
 
-    def end(self, environment: Any) -> None:
-        """Close an environment that can be closed."""
-        if hasattr(environment, "close"):
-            try:
-                self._call(environment.close)
-            except Exception as error:  # noqa: BLE001 - likewise, and nothing depends on it any more
-                print(f"environment.close: {type(error).__name__}: {error}", file=sys.stderr)
+    def close(self) -> None:
+        """End all that are here."""
+        for talk in list(self._held):
+            self.forget(talk)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         # Called outside the event loop: the environment may run one of its own.
@@ -102,6 +113,13 @@ def _reply(step: object) -> list[Any]:
     if not math.isfinite(reward := float(step.reward)):
         raise ValueError(f"step gave the reward {step.reward}")
     return [_said(step.observation, "step"), reward, bool(step.done)]
+
+
+def _check_sendable(answer: dict[str, Any]) -> None:
+    try:
+        msgpack.unpackb(msgpack.packb(answer))  # the other side refuses some of what can be packed
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"what it gave cannot be sent, give text and what JSON has: {error}") from error
 
 
 def _said(value: object, who: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean
@@ -24,8 +25,8 @@ from shared.jobspec import JobSpec
 from shared.messages import GroupRequested, Sampling
 from shared.waiting import Waits
 
-_REQUESTS_AT_ONCE = 64
-"""Prompts may be long: Redis gets them in portions."""
+_GROUPS_AT_ONCE = 64
+"""Prompts may be long: Redis gets them in portions, and the fleet begins while environments begin the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ class StepIntake:
         rows = None if chosen is None else chosen.rows
         planned = plan_step(spec, job.no, step, len(data.train), len(data.evaluation), rows)
         self._planned = {group.id: group for group in planned}
-        self._unasked = planned
+        self._not_begun = planned
+        self._unasked: list[GroupRequested] = []
+        """Of groups that have begun."""
         self.step = step
         self.n_train = sum(not group.is_eval for group in planned)
         """How many training groups there are."""
@@ -91,7 +94,25 @@ class StepIntake:
         """Ask for the groups that were not asked for yet; for evaluation groups, of this step's weights, only if told.
 
         Asking again, as a killed trainer's successor does, is harmless: the manager knows each group by its id.
+
+        Raises:
+            Fatal: not one conversation of the step can begin, or their environments took too long.
+
         """
+        if self._not_begun and self._job.curriculum is not None and self.n_train:
+            await self._job.curriculum.keep(self.step)
+        # Evaluation groups begin with the others: a killed predecessor may have asked for them, and what came for them
+        # lies in the log.
+        while self._not_begun:
+            some, self._not_begun = self._not_begun[:_GROUPS_AT_ONCE], self._not_begun[_GROUPS_AT_ONCE:]
+            self._unasked += await self._begin(some)
+            await self._ask(evaluation=evaluation)
+        if self._talks is not None:
+            self._talks.check_begun()
+        await self._ask(evaluation=evaluation)
+
+    async def _begin(self, groups: Sequence[PlannedGroup]) -> list[GroupRequested]:
+        """Return the requests of groups; with an environment, of those whose conversations can begin."""
         spec, workshop = self._job.spec, self._job.workshop
         sampling = Sampling(
             temperature=spec.sampling.temperature,
@@ -99,11 +120,10 @@ class StepIntake:
             max_tokens=spec.sampling.max_tokens,
             stop_token_ids=workshop.data.stop_token_ids,
         )
-        asked = [group for group in self._unasked if evaluation or not group.is_eval]
         if self._talks is None:
-            prompts = {group.id: self._prompt(group).tokens for group in asked}
+            prompts = {group.id: self._prompt(group).tokens for group in groups}
         else:
-            prompts = await self._talks.open(asked)
+            prompts = await self._talks.open(groups)
         requests = [
             GroupRequested(
                 job_id=self._job.id,
@@ -115,18 +135,21 @@ class StepIntake:
                 seed=group.seed,
                 max_staleness=0 if group.is_eval else spec.elastic.max_staleness,
             )
-            for group in asked
+            for group in groups
             if group.id in prompts
         ]
         if self._talks is not None:
-            self._talks.asked(requests)
-        if self._job.curriculum is not None and not all(group.is_eval for group in asked):
-            await self._job.curriculum.keep(self.step)
+            self._talks.begun(requests)
+        return requests
+
+    async def _ask(self, *, evaluation: bool) -> None:
+        later = [] if evaluation else [request for request in self._unasked if self._planned[request.group].is_eval]
+        asked = [request for request in self._unasked if evaluation or not self._planned[request.group].is_eval]
         stream = names.rollouts_requested(self._job.id)
-        for start in range(0, len(requests), _REQUESTS_AT_ONCE):
-            some = requests[start : start + _REQUESTS_AT_ONCE]
+        for start in range(0, len(asked), _GROUPS_AT_ONCE):
+            some = asked[start : start + _GROUPS_AT_ONCE]
             await self._job.link.bus.transact([Append(stream, request) for request in some])
-        self._unasked = [group for group in self._unasked if group not in asked]
+        self._unasked = later
 
     def answer(self) -> None:
         """Have the turns of conversations answered that came, once nothing more is at hand that may answer them."""

@@ -151,6 +151,8 @@ class RowMaker:
             for group, one, out in zip(groups, rewards, left_out, strict=True)
         ]
         rows = _flat(made)
+        if not rows:
+            return made  # nothing to learn from, and nothing to be said of it
         values = await self._asked(rows, engine.values)
         penalties: list[critic.Array | None] = [None] * len(rows)
         if self._algorithm.kl_coef:
@@ -179,7 +181,7 @@ class RowMaker:
         if group is None:
             return []
         rows = self._rows(group, rewards)
-        places = preference.best_and_worst([row.advantage for row in rows])
+        places = preference.best_and_worst([row.advantage for row in rows]) if rows else None
         if places is None:
             self._leave_out(1)
             return []

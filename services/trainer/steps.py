@@ -24,17 +24,22 @@ class Steps:
         self._window = StepWindow(read_until)
         self._intakes: dict[int, StepIntake] = {}
 
-    def enter(self, step: int, head: int) -> StepIntake:
+    async def enter(self, step: int, head: int) -> StepIntake:
         """Begin step `step` and return its intake, which has what came ahead.
 
         Args:
             step: the one to train, or to evaluate.
             head: the newest committed version; samples of steps before it were shown to people already.
 
+        Raises:
+            Fatal: a curriculum cannot choose its prompts.
+
         """
-        spec = self._job.spec
+        spec, curriculum = self._job.spec, self._job.curriculum
         for number in range(step, max(step, min(step + spec.elastic.max_staleness, spec.steps - 1)) + 1):
             if number not in self._intakes:
+                if curriculum is not None and number < spec.steps:
+                    await curriculum.prepare(number)
                 intake = self._intakes[number] = StepIntake(self._job, number, seen_before=number < head)
                 self._window.open(number, intake.collector)
         self._window.enter(step)

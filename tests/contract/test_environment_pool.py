@@ -76,6 +76,10 @@ async def test_one_that_is_not_there_any_more_hears_everything_again(environment
         ("forget", "raised", "step returned int, not rlboost.environments.Step"),
         ("nan", "raised", "reward nan"),
         ("object", "raised", "neither text nor a list of chat messages with a role"),
+        ("half a character", "raised", "what it gave cannot be sent"),
+        ("raise half a character", "raised", r"ValueError: \ud800"),
+        ("time", "raised", "what it gave cannot be sent"),
+        ("number", "raised", "what it gave cannot be sent"),
     ],
 )
 async def test_whatever_goes_wrong_is_a_reason_and_the_others_go_on(
@@ -86,8 +90,9 @@ async def test_whatever_goes_wrong_is_a_reason_and_the_others_go_on(
     found = await reason(pool.hear(2, {"does": does}, 0, ["a"]))
     assert found[0] == f"environment_{why}"
     assert detail in found[1]
-    # Where its process died with the other's, that one is made anew.
-    assert (await pool.hear(1, {}, 0, ["a", "bc"]))[-1] == Reply("2:bc", 2.0, True)
+    # Where its process died with the other's, that one is made anew, and only then.
+    again = [Reply("1:a", 1.0, False)] if why == "crashed" else []
+    assert await pool.hear(1, {}, 0, ["a", "bc"]) == [*again, Reply("2:bc", 2.0, True)]
 
 
 async def test_a_reset_that_raises_is_a_reason(start: Start) -> None:
@@ -103,6 +108,31 @@ async def test_an_environment_that_hangs_is_killed_with_its_children(start: Star
     assert found == ("environment_timeout", "no answer within 1 s; its process was killed")
     await eventually(lambda: not _lives(int(file.read_text())))
     assert await pool.hear(2, {}, 0, ["a"]) == [Reply("1:a", 1.0, False)]
+
+
+async def test_what_a_process_had_started_goes_when_another_takes_its_place(start: Start, tmp_path: Path) -> None:
+    pool = await start()
+    (host,) = pool._hosts
+    file = tmp_path / "pid"
+    row = {"does": "answer and leave", "file": str(file)}
+    assert await pool.hear(1, row, 0, ["a"]) == [Reply("1:a", 1.0, False)]
+    await eventually(lambda: host.process._process is not None and host.process._process.returncode == 3)
+    assert _lives(int(file.read_text()))
+    assert await pool.hear(2, {}, 0, ["a"]) == [Reply("1:a", 1.0, False)]
+    await eventually(lambda: not _lives(int(file.read_text())))
+
+
+async def test_a_conversation_that_is_forgotten_before_its_turn_is_not_asked(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "closed"
+    pool = await start("Closing", arguments={"file": str(file)})
+    heard = asyncio.create_task(pool.hear(1, {}, 0, ["a"]))
+    queued = asyncio.create_task(reason(pool.hear(2, {}, 0, ["b"])))
+    await asyncio.sleep(0)  # both are queued, the first is asked
+    pool.forget(2)
+    assert (await queued)[0] == "environment_forgotten"
+    assert await heard == [Reply("1:a", 1.0, False)]
+    await pool.close()
+    assert file.read_text().splitlines() == ["[]", "['a']"]
 
 
 def _lives(pid: int) -> bool:
@@ -131,13 +161,25 @@ async def test_conversations_in_other_processes_are_not_held_up(start: Start, tm
     assert (await hanging)[0] == "environment_timeout"
 
 
-async def test_an_environment_that_is_over_is_closed(start: Start, tmp_path: Path) -> None:
-    pool = await start("Closing")
-    row = {"file": str(tmp_path / "closed")}
-    await pool.hear(1, row, 0, ["a"])
-    pool.forget(1)
-    await pool.hear(2, row, 0, ["b"])
-    assert (tmp_path / "closed").read_text() == "['a']\n"
+@pytest.mark.parametrize("function", ["Closing", "ClosingLater"])
+async def test_every_environment_is_closed(start: Start, tmp_path: Path, function: str) -> None:
+    file = tmp_path / "closed"
+    pool = await start(function, arguments={"file": str(file)})
+    closed = ["[]"]
+    assert file.read_text().splitlines() == closed, "the one that was made to see what it is"
+    await reason(pool.open({"does": "raise at once"}, 0))
+    await reason(pool.hear(0, {"does": "raise"}, 0, ["no"]))
+    closed += ["[]", "['no']"]
+    assert file.read_text().splitlines() == closed, "those that raised"
+    for talk in ("a", "b", "c"):
+        await pool.hear(ord(talk), {}, 0, [talk])
+    pool.forget(ord("a"))
+    await pool.open({}, 0)
+    closed += ["['a']", "[]"]
+    assert file.read_text().splitlines() == closed, "the one that is over, and one that was asked for its prompt"
+    await pool.close()
+    closed += ["['b']", "['c']"]
+    assert file.read_text().splitlines() == closed, "those that were held"
 
 
 async def test_tools_come_with_the_opening_and_are_called(start: Start) -> None:

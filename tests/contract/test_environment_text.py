@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -127,6 +131,46 @@ async def test_a_call_that_cannot_be_made_tells_the_model_why(call: str, says: s
     assert isinstance(message, dict)
     assert message["role"] == "tool"
     assert says in message["content"]
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": ',
+    '"arguments": ',
+    *'[]{}":,',
+    "[" * 3000,
+    '"add"',
+    "null",
+    "1",
+    "\\ud800",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5)).map("".join), st.booleans())
+@example('{"name": ["add"]}', True)
+@example('{"name": {"add": 1}}', True)
+@example('{"name": "add", "arguments": [1]}', True)
+@example('{"name": "say", "arguments": {"text": "\\ud800"}}', True)
+@example('{"name": "\\ud800", "arguments": {"\\ud800": 1}}', True)
+@example("[" * 100_000, True)
+@example('{"name": ' + "[" * 900 + "]" * 900 + "}", True)
+async def test_whatever_the_model_says_is_answered_with_what_can_be_sent(text: str, is_call: bool) -> None:
+    def say(text: str) -> str:
+        return text
+
+    step = await ToolEnvironment([add, say]).step(f"<tool_call>{text}</tool_call>" if is_call else text)
+    assert step.done == (not step.observation)
+    msgpack.packb(step.observation)
+
+
+def test_tools_that_could_not_be_told_apart_are_refused() -> None:
+    other: Any = lambda: 7  # noqa: E731 - what it is called is the point
+    other.__name__ = "add"
+    with pytest.raises(TypeError, match="add: two tools have this name: give each function one of its own"):
+        ToolEnvironment([add, other])
+    with pytest.raises(TypeError, match="a tool is called by its function's name: wrap this in a function with def"):
+        ToolEnvironment([partial(add, 1)])
 
 
 async def test_a_tool_that_raises_tells_the_model_why_and_one_that_waits_is_awaited() -> None:

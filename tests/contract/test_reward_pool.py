@@ -159,7 +159,8 @@ async def test_closing_ends_every_process(start: Start) -> None:
     assert all(_is_gone(pid) for pid in pids)
 
 
-def test_a_worker_in_the_middle_of_a_call_leaves_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_a_worker_in_the_middle_of_a_call_leaves_with_its_children_when_its_parent_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
     program = f"""
 import asyncio, pathlib, sys
 from services.trainer.adapters.reward_pool import RewardPool
@@ -171,14 +172,15 @@ async def main():
     pool = RewardPool(RewardSpec(function="{FUNCTIONS}:mixed", timeout_s=60), Waits())
     await pool.start()
     print(pool._workers[0]._process.pid, flush=True)
-    await pool.score(RewardBatch(["hang"], ["a"], [[1]]))
+    await pool.score(RewardBatch(["hang-with-child"], ["a"], [[1]], {{"file": ["{file}"]}}))
 
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
+    child = int(asyncio.run(eventually(lambda: file.exists() and file.read_text())))
     parent.kill()
     parent.wait(10)
     parent.stdout.close()
-    asyncio.run(eventually(lambda: _is_gone(pid)))
+    asyncio.run(eventually(lambda: _is_gone(pid) and _is_gone(child)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
+from services.trainer.domain.turns import TurnIds
 from shared.ids import SampleId
 from tests.support.black_box import ROOT, Observer, black_box
 
 pytestmark = pytest.mark.timeout(600)
 
-STEPS, PROMPTS, GROUP = 4, 6, 4
+STEPS, PROMPTS, GROUP = 3, 6, 4
 EVAL_SAMPLES = PROMPTS
+IDS = {False: TurnIds(PROMPTS, GROUP, max_turns=2), True: TurnIds(EVAL_SAMPLES, 1, max_turns=2)}
+"""By whether it is an evaluation."""
 
 
 def second_try() -> dict[str, Any]:
@@ -28,15 +33,14 @@ def second_try() -> dict[str, Any]:
 
 
 def assert_turns_follow_each_other(observer: Observer) -> int:
-    """Assert that each second turn was given just what its first was given, what that made, and more; count them."""
-    firsts: dict[bytes, int] = {}
+    """Assert that each second turn was given what its own first was given, what that made, and more; count them."""
     n_second = 0
-    for sample, request in observer.admitted.items():
-        if request["n"] > 1 or SampleId.unpack(sample).is_eval:
-            firsts.setdefault(request["prompt"] + observer.finished[sample][0]["tokens"], sample)
-    for sample, request in observer.admitted.items():
-        if SampleId.unpack(sample).group >= PROMPTS:
-            assert any(request["prompt"].startswith(before) for before in firsts)
+    for turn, request in observer.admitted.items():
+        sample, number = IDS[SampleId.unpack(turn).is_eval].turn_of(turn)
+        if number == 1:
+            before = observer.admitted[sample]["prompt"] + observer.finished[sample][0]["tokens"]
+            assert request["prompt"].startswith(before)
+            assert len(request["prompt"]) > len(before)
             assert request["near"]
             n_second += 1
     return n_second
@@ -46,10 +50,11 @@ def test_a_game_of_two_turns_survives_the_death_of_a_worker_and_of_the_trainer(t
     with black_box(tmp_path / "state", workers=2) as box:
         job_id = box.submit(second_try())
         with closing(Observer(box.redis_url, job_id)) as observer:
-            for step, role in ((1, "preemptible"), (2, "trainer")):
+            pids = {process["role"]: process["pid"] for process in box.processes()}
+            for step, role in enumerate(("preemptible", "trainer")):
                 box.until_step(job_id, step)
-                box.until_busy(job_id)
-                box.kill(role)
+                assert box.until_busy(job_id)
+                os.kill(pids[role], signal.SIGKILL)
             box.until_completed(job_id)
         n_turns = observer.check()
         n_second = assert_turns_follow_each_other(observer)
@@ -64,7 +69,7 @@ def test_a_game_of_two_turns_survives_the_death_of_a_worker_and_of_the_trainer(t
         trained = rows[:STEPS]
         assert all(1 <= row["turns/mean"] <= 2 for row in trained)
         assert max(row["turns/max"] for row in trained) == 2
-        assert sum(row["tokens/told"] for row in trained) > 0
+        assert sum(row["tokens/observation"] for row in trained) > 0
         shown = box.get(f"/v1/jobs/{job_id}/samples")
         assert {sample["reward"] for sample in shown} <= {0.0, 0.5, 1.0}
         assert {sample["turns"] for sample in shown} == {1, 2}

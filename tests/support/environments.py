@@ -5,11 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rlboost.environments import Said, Step, ToolEnvironment
+
+BAD: dict[str, Any] = {
+    "forget": 7,
+    "nan": Step(reward=float("nan")),
+    "object": Step([{"content": "no role"}]),
+    "half a character": Step("\ud800"),
+    "time": Step([{"role": "tool", "content": datetime.now(UTC)}]),
+    "number": Step([{"role": "tool", 7: "content"}]),
+}
 
 
 class Game:
@@ -36,17 +47,18 @@ class Game:
                 time.sleep(3600)
             case "raise":
                 raise ValueError("I do not like this")
+            case "answer and leave":
+                Path(self.row["file"]).write_text(str(subprocess.Popen(["sleep", "3600"]).pid))
+                threading.Timer(0.2, os._exit, (3,)).start()
             case "exit":
                 os._exit(3)
             case "exit once" if len(self.heard) == 2 and not Path(self.row["file"]).exists():
                 Path(self.row["file"]).touch()
                 os._exit(3)
-            case "forget":
-                return 7  # type: ignore[return-value]
-            case "nan":
-                return Step(reward=float("nan"))
-            case "object":
-                return Step([{"content": "no role"}])
+            case "raise half a character":
+                raise ValueError("\ud800")
+            case str(bad) if bad in BAD:
+                return BAD[bad]
             case "print":
                 print("to standard output", flush=True)
         return Step(f"{len(self.heard)}:{text}", float(len(text)), done=len(self.heard) >= self.n)
@@ -65,10 +77,20 @@ class Later(Game):
 class Closing(Game):
     """Writes down that it was closed."""
 
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
     def close(self) -> None:
-        if hasattr(self, "row"):
-            with Path(self.row["file"]).open("a") as file:
-                file.write(f"{self.heard}\n")
+        with Path(self.file).open("a") as file:
+            file.write(f"{self.heard}\n")
+
+
+class ClosingLater(Closing):
+    async def close(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(0.001)
+        super().close()
+        raise ValueError("nobody minds")
 
 
 def add(a: int, b: int) -> int:

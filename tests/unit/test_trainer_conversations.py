@@ -18,7 +18,8 @@ from shared.columns import F32, I32, U8, ints, length
 from shared.environment import Environment, Said, Step
 from shared.ids import SampleId
 from shared.jobspec import JobSpec, parse
-from shared.messages import Event, GroupRequested, SampleDropped, TurnAnswered
+from shared.messages import Event, GroupRequested, SampleDropped, SampleFinished, TurnAnswered
+from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import JOB, Rig, spec
 
@@ -139,7 +140,7 @@ async def test_rewards_of_the_turns_add_up_and_what_a_function_gives_is_added(tm
     assert report.metrics["reward/mean"] == pytest.approx(100 + given / 8)
     assert report.metrics["reward/environment/mean"] == pytest.approx(given / 8)
     assert report.metrics["turns/mean"] == len(answers) / 8
-    assert (report.metrics["turns/max"], report.metrics["tokens/told"]) == (3.0, 2.0 * len(rig.turns))
+    assert (report.metrics["turns/max"], report.metrics["tokens/observation"]) == (3.0, 2.0 * len(rig.turns))
     assert all(" 50 " in text for batch in asked for text in batch.completions if isinstance(text, str))
     shown = await rig.samples()
     assert [sample["reward"] for sample in shown] == [100 + sample["rewards"]["environment"] for sample in shown]
@@ -194,6 +195,30 @@ async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_train
         {(row.prompt, row.completion, row.trained, row.advantage) for row in one.rows} for one in (rig, undisturbed)
     ]
     assert rows[0] == rows[1]
+
+
+async def test_turns_of_a_later_steps_evaluation_are_answered_by_a_killed_trainers_successor(tmp_path: Path) -> None:
+    data = {"train": "t", "eval": "e", "prompts_per_step": 4}
+    rig = TalkRig(tmp_path, data=data, eval={"every": 3, "samples": 5}, elastic={"max_staleness": 1})
+    rig.manager.script = done
+
+    def is_late(sample: int) -> bool:
+        found = SampleId.unpack(sample)
+        return found.step == 3 and found.is_eval and found.group >= 3
+
+    rig.manager.withholds = is_late
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        # It goes on from step 2, where the log has turns of step 3's evaluation already.
+        await eventually(lambda: sum(is_late(sample) for sample in rig.manager.answered) >= 5)
+    await rig.manager.release()
+    rig.lease_runs_out()
+    async with rig.trainer():
+        report = await rig.ended()
+    assert (report.state, report.error) == ("completed", "")
+    assert set(rig.manager.answered.values()) == {1}
+    rows = {one.step: one.metrics for one in await rig.steps()}
+    assert all("eval/reward_mean" in rows[step] for step in (0, 3, 5))
 
 
 async def test_what_was_answered_before_the_trainer_was_killed_stays_and_is_asked_for_in_silence(
@@ -261,6 +286,28 @@ async def test_an_environment_that_fails_drops_its_group_and_says_why(tmp_path: 
     assert rig.environments[0].held == 0
 
 
+async def test_what_goes_wrong_in_a_group_that_was_dropped_is_no_answer(tmp_path: Path) -> None:
+    n_failed = 0
+
+    class Failing(Echo):
+        async def step(self, text: str) -> Step:  # type: ignore[override]
+            nonlocal n_failed
+            if self.n == 2:
+                return super().step(text)
+            n_failed += 1
+            if n_failed > 1:
+                await eventually(is_dropped)
+            raise ValueError("no more")
+
+    async def is_dropped() -> bool:
+        return any(kind == "group_dropped" for kind, _ in await rig.events())
+
+    rig = TalkRig(tmp_path, Failing, steps=1)
+    await played(rig)
+    failed = [SampleId.unpack(answer.sample).group for answer in await rig.answers() if answer.reason]
+    assert failed.count(failed[0]) == 1
+
+
 async def test_an_answer_that_the_model_cannot_read_drops_the_group(tmp_path: Path) -> None:
     class Verbose(Echo):
         def step(self, text: str) -> Step:
@@ -296,6 +343,58 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
     assert "not one conversation of step 0 could begin" in ended.error
     assert "we are closed" in ended.error
     assert "environment.function m:game" in ended.error
+
+
+async def test_groups_are_asked_for_while_others_are_still_to_begin_and_the_wait_has_a_name(tmp_path: Path) -> None:
+    n_begun = 0
+    waited_for: set[str] = set()
+
+    class Slow(Echo):
+        async def reset(self, row: dict[str, Any], seed: int) -> Said | None:  # type: ignore[override]
+            nonlocal n_begun
+            n_begun += 1
+            waited_for.update(wait.for_ for wait in rig.waits.current())
+            if n_begun == 65:
+                await eventually(lambda: rig.manager.requests)
+            return super().reset(row, seed)
+
+    data = {"train": "t", "prompts_per_step": 70}
+    rig = TalkRig(tmp_path, Slow, steps=1, data=data)
+    await played(rig)
+    (report,) = await rig.steps()
+    assert report.metrics["groups/dropped"] == 0
+    assert "the environment" in waited_for
+
+
+async def test_a_curriculum_is_recorded_before_its_groups_begin(tmp_path: Path) -> None:
+    class Closed(Echo):
+        def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+            raise ValueError("we are closed")
+
+    data = {"train": "t", "prompts_per_step": 4, "curriculum": {"skip_solved_above": 1.0}}
+    rig = TalkRig(tmp_path, Closed, steps=1, data=data)
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "failed"
+    assert set(await rig.bus.hash_all(names.job_curriculum(JOB))) == {"0"}
+
+
+async def test_a_turn_without_a_token_ends_its_conversation(tmp_path: Path) -> None:
+    rig = TalkRig(tmp_path, steps=1)
+
+    def script(request: GroupRequested, sample: int) -> Answer:
+        answer = done(request, sample)
+        if request.n == 1 or not isinstance(answer, SampleFinished):
+            return answer
+        return answer.model_copy(update={"tokens": b"", "logprobs": b"", "spans": []})
+
+    rig.manager.script = script
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    assert (report.state, report.error) == ("completed", "")
+    assert [answer.over for answer in await rig.answers()] == ["cut"] * 8
+    assert not rig.rows
 
 
 async def test_a_turn_that_cannot_be_generated_drops_its_group(tmp_path: Path) -> None:

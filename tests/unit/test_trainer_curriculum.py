@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.adapters.own_judge import own_judge
+from services.trainer.curriculum import KeptCurriculum
 from services.trainer.domain.curriculum import Curriculum, Judge
 from services.trainer.domain.plan import training_rows
+from services.trainer.link import PatientBus
 from services.trainer.ports import RewardBatch, Scores
 from shared import names
-from shared.bus import START
+from shared.bus import START, Fence
 from shared.columns import I32, unpack
-from shared.errors import ConfigError, Fatal
+from shared.errors import ConfigError, Fatal, Fenced
+from shared.fakes import MemoryBus
 from shared.ids import SampleId
 from shared.jobspec import JobSpec
 from shared.messages import GroupRequested
+from shared.waiting import Waits
+from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec
 
 SOLVED_OR_FAILED = {"skip_solved_above": 1.0, "skip_failed_below": 0.0}
@@ -243,6 +250,63 @@ async def test_a_function_that_raises_ends_the_job_and_is_named(tmp_path: Path) 
         report = await rig.ended()
     assert report.state == "failed"
     assert "broken raised KeyError: 'difficulty', asked about prompt" in report.error
+
+
+def kept(bus: MemoryBus, judge: Judge | None, fence: Fence | None = None) -> KeptCurriculum:
+    waits = Waits()
+    rule = {"function": "m:f"} if judge is not None else SOLVED_OR_FAILED
+    curriculum = Curriculum(job(**rule), 8, judge, {})
+    return KeptCurriculum(PatientBus(bus, waits, 1.0), waits, JOB, curriculum, fence)
+
+
+async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def judge(_means: Sequence[float], _step: int, _row: int) -> bool:
+        asked.set()
+        assert may_answer.wait(5), "nothing else happened meanwhile"
+        return False
+
+    curriculum = kept(MemoryBus(), judge)
+    preparing = asyncio.create_task(curriculum.prepare(0))
+    await eventually(asked.is_set)
+    may_answer.set()
+    await preparing
+    assert len(curriculum.plan(0).rows) == 4
+
+
+async def test_a_function_that_never_answers_ends_the_job_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.curriculum.PLAN_LIMIT_S", 0.1)
+    rig = Rig(tmp_path, job(function="m:f"))
+    build, stop = rig.build, threading.Event()
+    rig.build = lambda what, job_id: replace(  # type: ignore[method-assign]
+        build(what, job_id), judge=lambda *_: stop.wait(20)
+    )
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    stop.set()
+    assert report.state == "failed"
+    assert "for the curriculum (it chooses the prompts of step 0): make data.curriculum.function faster" in report.error
+
+
+async def test_a_superseded_trainer_does_not_write_over_what_its_successor_scored() -> None:
+    bus = MemoryBus()
+    fences = []
+    for trainer in ("old", "new"):
+        epoch = await bus.take("lease", trainer, 5.0, epoch="epoch", instead_of="old")
+        assert epoch is not None
+        fences.append(Fence("epoch", epoch))
+    old, new = (kept(bus, None, fence) for fence in fences)
+    for curriculum in (old, new):
+        await curriculum.prepare(0)
+    await new.score(0, [(row, 0.5) for row in new.plan(0).rows])
+    with pytest.raises(Fenced):
+        await old.keep(0)
+    records = await bus.hash_all(names.job_curriculum(JOB))
+    assert [mean for _, mean in json.loads(records["0"])["means"]] == [0.5] * 4
 
 
 def broken(means: list[float], step: int, columns: dict[str, Any]) -> bool:

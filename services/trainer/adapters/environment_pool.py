@@ -15,6 +15,8 @@ from shared.reward import EnvironmentSpec
 from shared.waiting import Waits
 
 _DETAIL_CHARS = 500
+_CLOSE_LIMIT_S = 5.0
+"""A process gets so long to close the environments that it holds."""
 
 
 class EnvironmentPool:
@@ -41,20 +43,21 @@ class EnvironmentPool:
         """See `Environments.hear`. The time limit counts from when the conversation's process takes it up."""
         host = self._host_of.get(talk)
         if host is None:
-            host = self._host_of[talk] = min(self._hosts, key=lambda host: host.n_talks)
-            host.n_talks += 1
+            host = self._host_of[talk] = min(self._hosts, key=lambda host: len(host.talks))
+            host.talks.add(talk)
         answer = await host.ask(talk, row, seed, texts)
         return [Reply(*reply) for reply in answer["replies"]]
 
     def forget(self, talk: int) -> None:
         """See `Environments.forget`."""
         if (host := self._host_of.pop(talk, None)) is not None:
-            host.n_talks -= 1
+            host.talks.discard(talk)
             host.forgotten.append(talk)
 
     async def close(self) -> None:
         """See `Environments.close`."""
-        await asyncio.gather(*(host.process.kill() for host in self._hosts))
+        async with self._waits.on("the environment", because="what is held is closed", limit_s=_CLOSE_LIMIT_S + 5):
+            await asyncio.gather(*(host.process.kill(_CLOSE_LIMIT_S) for host in self._hosts))
 
 
 class _Host:
@@ -69,8 +72,8 @@ class _Host:
             spec.function,
         )
         self.process = OwnProcess(program)
-        self.n_talks = 0
-        """How many conversations are led here."""
+        self.talks: set[int] = set()
+        """Conversations that are led here."""
         self.queued = 0
         """How many calls wait or run."""
         self.forgotten: list[int] = []
@@ -84,6 +87,8 @@ class _Host:
         self.queued += 1
         try:
             async with self._turn:
+                if talk is not None and talk not in self.talks:
+                    raise Misbehaved("forgotten", "its conversation was over before it was asked")
                 return await self._ask(talk, row, seed, texts)
         finally:
             self.queued -= 1

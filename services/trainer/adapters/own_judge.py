@@ -1,4 +1,4 @@
-"""The user's function that skips prompts. It runs in the trainer's own process."""
+"""The user's function that skips prompts. It runs in the trainer's own process, in a thread beside its event loop."""
 
 from __future__ import annotations
 

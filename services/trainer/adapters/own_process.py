@@ -54,6 +54,7 @@ class OwnProcess:
         """
         if self._process is not None and self._process.returncode is None:
             return False
+        await self.kill()  # what one that has ended by itself had started
         module, argument, field, what, names = self._program
         # Its own process group, so that what the user's code has started goes with it; and no secrets of ours.
         self._process = await asyncio.create_subprocess_exec(
@@ -124,14 +125,18 @@ class OwnProcess:
         return body
 
     async def kill(self, patience_s: float = 0.0) -> int | None:
-        """End the process and everything it started, unless it ends by itself in time; return its exit code."""
+        """End the process's input and, when it ends or its time is up, all it started; return its exit code."""
         if self._process is None:
             return None
         process, self._process = self._process, None
-        with contextlib.suppress(TimeoutError):
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
             async with asyncio.timeout(patience_s):
-                return await process.wait()
-        if process.returncode is None:
+                await process.wait()
+        except TimeoutError:
+            pass  # it is killed
+        finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         return await process.wait()

@@ -36,7 +36,7 @@ def probe(vocabulary: int, *, temperature: float, dtype: Dtype) -> Probe:
 
     Args:
         vocabulary: how many tokens the model has.
-        temperature: of the job's sampling, above 0.
+        temperature: that the job's log-probabilities are of, above 0.
         dtype: what the trainer computes in.
 
     """

@@ -61,7 +61,8 @@ class Talk:
         fits = length(self.completion, I32) + len(told) < max_tokens
         if done:
             return TurnAnswered(sample=last.sample, reward=reward, over="done")
-        if last.finish == "length" or len(self.turns) >= max_turns or not fits:
+        # A turn without a token says nothing: what followed it would be no answer.
+        if last.finish == "length" or not last.tokens or len(self.turns) >= max_turns or not fits:
             return TurnAnswered(sample=last.sample, reward=reward, over="cut")
         return TurnAnswered(sample=last.sample, tokens=pack(told, I32), reward=reward)
 

@@ -141,7 +141,11 @@ def _turns(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if not talks:
         return {}
     turns = [len(talk.turns) for talk in talks]
-    return {"turns/mean": _mean(turns), "turns/max": max(turns), "tokens/told": sum(talk.n_told for talk in talks)}
+    return {
+        "turns/mean": _mean(turns),
+        "turns/max": max(turns),
+        "tokens/observation": sum(talk.n_told for talk in talks),
+    }
 
 
 def _training(tally: StepTally) -> dict[str, float]:

@@ -41,8 +41,6 @@ def check(spec: JobSpec, n_eval: int) -> None:
         ConfigError: naming the field.
 
     """
-    if spec.sampling.temperature == 0:
-        raise ConfigError("sampling.temperature: 0 makes all completions of a group alike; give a value above 0")
     for ids in turn_ids(spec, n_eval).values():
         if ids.n_numbers > MAX_GROUPS_PER_STEP:
             raise ConfigError(
