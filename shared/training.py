@@ -25,6 +25,10 @@ class OptimizerSpec(Section):
     grad_clip: float = Field(1.0, gt=0)
 
 
+RESUME_WORDS = ("auto", "never")
+"""What `trainer.resume` may be besides a place where another job's checkpoint is."""
+
+
 class TrainerSpec(Section):
     """How the trainer runs."""
 
@@ -55,6 +59,11 @@ class TrainerSpec(Section):
     """With `tensor_parallel`: norms, too, are shared out, along the tokens (arXiv 2205.05198)."""
     distributed_optimizer: bool = False
     """With `data_parallel`: each copy keeps a part of the optimizer's state (ZeRO stage 1, arXiv 1910.02054)."""
+
+    @property
+    def begins_elsewhere(self) -> bool:
+        """Tell whether the job begins with another job's checkpoint."""
+        return self.resume not in RESUME_WORDS
 
     @property
     def in_one_process(self) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 
 from services.trainer.device import DeviceThread
-from services.trainer.domain import plan
 from services.trainer.domain.fingerprint import fingerprint
 from services.trainer.link import JobLink
 from services.trainer.ports import Snapshot, TrainState, Workshop
@@ -50,8 +49,7 @@ class Checkpoints:
         self._finished = finished
         self._writing: asyncio.Task[None] | None = None
         self._data_digest = ""
-        self.lacking = False
-        """Whether the job should have one at once: it began with another's, which may not stay where it is."""
+        self._began_elsewhere = False
         self.covered_step = 0
         """Nothing of the steps before it is needed any more: the step of the older of two durable checkpoints."""
 
@@ -63,7 +61,7 @@ class Checkpoints:
 
         Raises:
             ConfigError: the job may not go on with it, or with this data.
-            Corrupt: it does not fit the model.
+            Corrupt: it does not fit the model, or there are checkpoints of which none is whole.
 
         """
         data, resume = self._workshop.data, self._spec.trainer.resume
@@ -84,7 +82,7 @@ class Checkpoints:
         await self._device(lambda: self._workshop.engine.load(directory))
         if (fallback := await self._device(self._workshop.checkpoints.fallback)) is not None:
             self.covered_step = fallback.step
-        begins = {"begins_with": resume} if self.lacking else {}
+        begins = {"begins_with": resume} if self._began_elsewhere else {}
         await self._link.tell("resumed", step=state.step, head=head, **begins)
         return state
 
@@ -107,18 +105,27 @@ class Checkpoints:
 
     def _as_beginning(self, state: TrainState) -> TrainState:
         """Return where this job begins with a checkpoint of another job, whose samples are not its own."""
-        if self._spec.data.curriculum is not None and state.step:
-            raise ConfigError(
-                "trainer.resume names another job's checkpoint, and data.curriculum needs what became of each step's "
-                "prompts before: begin with its weights (model: runs/JOB/model), or remove data.curriculum"
-            )
-        if state.step > plan.last_step(self._spec):
+        if state.step >= self._spec.steps:
             raise ConfigError(
                 f"trainer.resume names a checkpoint of step {state.step}, and steps is {self._spec.steps}: nothing is "
                 "left to train; raise steps"
             )
-        self.lacking = True
+        self._began_elsewhere = True
         return self.state(state.step)
+
+    async def keep_beginning(self, state: TrainState) -> None:
+        """Keep a checkpoint of where the job begins, if that is another's, and return once it is durable.
+
+        A restart before would look at the other job again, which may have gone on or be gone: so before anything is
+        asked for or published.
+
+        Raises:
+            Fatal, Timeout: see `begin`, `settle`.
+
+        """
+        if self._began_elsewhere:
+            await self.begin(state)
+            await self.settle()
 
     async def begin(self, state: TrainState) -> None:
         """Capture a checkpoint and begin to write it; the engine is free again when this returns.
@@ -128,7 +135,6 @@ class Checkpoints:
             Timeout: the one before takes too long.
 
         """
-        self.lacking = False
         await self.settle()
         write = await self._device(self._workshop.engine.snapshot)
         self._writing = asyncio.create_task(self._write(state, write), name=f"checkpoint of step {state.step}")

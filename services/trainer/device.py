@@ -87,17 +87,22 @@ class DeviceTurn:
             Fatal: the reserved engines kept the device for too long.
 
         """
-        if not self._ours.is_set():
-            because = f"the reserved engines generate for step {self._step} on it"
-            try:
-                async with self._waits.on("the device", because=because, limit_s=self._limit_s):
-                    await self._ours.wait()
-            except Timeout as error:
-                raise Fatal(f"{error}: is the rollout manager running, and is there a worker that hangs?") from error
-        if self._resting is not None:
-            resting, self._resting = self._resting, None
-            await asyncio.wrap_future(resting)
+        # The turn may be lost again during either wait.
+        while not self._ours.is_set() or self._resting is not None:
+            if self._resting is not None:
+                resting, self._resting = self._resting, None
+                await asyncio.wrap_future(resting)
+            else:
+                await self._turn()
         began = time.monotonic()
         result = await self._thread(call)
         self.busy_s += time.monotonic() - began
         return result
+
+    async def _turn(self) -> None:
+        because = f"the reserved engines generate for step {self._step} on it"
+        try:
+            async with self._waits.on("the device", because=because, limit_s=self._limit_s):
+                await self._ours.wait()
+        except Timeout as error:
+            raise Fatal(f"{error}: is the rollout manager running, and is there a worker that hangs?") from error

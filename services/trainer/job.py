@@ -1,7 +1,7 @@
 """One job, from wherever it stands to its end.
 
 Consumes: a job file, the newest checkpoint, and the finished samples behind it.
-Produces: weight versions, step reports, checkpoints, the final model.
+Produces: weight versions, step reports, checkpoints, one of them at the end, the final model.
 Waits for: the lease of the job, a resume where it is paused, and what each step waits for.
 Ends when: the last step is done, or with the error that makes going on senseless.
 
@@ -151,6 +151,7 @@ class JobRun:
         step = state.step
         await self._device(lambda: workshop.folder.begin(to_json(self._spec), step))
         await self._own_lease()
+        await self._checkpoints.keep_beginning(state)
         if self._spec.kind == "sft":
             await self._imitate(workshop, versions, step)
         else:
@@ -170,13 +171,18 @@ class JobRun:
         step = state.step
         await versions.begin(step)
         async with asyncio.TaskGroup() as scoring:
-            curriculum = await KeptCurriculum.load(self._bus, self._handle.job_id, self._spec, workshop)
+            curriculum = await KeptCurriculum.load(
+                self._bus, self._waits, self._handle.job_id, self._spec, workshop, self._handle.fence
+            )
             job = self._context(workshop, scoring, curriculum)
             log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
             steps = Steps(job, log, state.read_cursor)
             for number in range(step, plan.last_step(self._spec) + 1):
                 await self._pause_point(number)
                 await self._step(job, steps, versions, number, save=self._due(step, number))
+            if self._spec.eval is None and self._due(step, end := self._spec.steps):
+                # Where there is an evaluation at the end, it was made before that.
+                await self._checkpoints.begin(self._checkpoints.state(end, steps.needed_from, steps.read_until))
 
     async def _imitate(self, workshop: Workshop, versions: Publishing, first: int) -> None:
         """Train on what the data has. Nobody generates for it, so only the last version is published."""
@@ -188,6 +194,8 @@ class JobRun:
                 await self._checkpoints.begin(self._checkpoints.state(step))
             done = await sft_step(spec, workshop, self._device, step)
             await self._log_step(workshop, step, done.metrics(), wait_s=0.0, train_s=done.train_s)
+        if self._due(first, spec.steps):
+            await self._checkpoints.begin(self._checkpoints.state(spec.steps))
         self._enter("publishing", spec.steps)
         was_there = versions.head >= spec.steps
         await versions.begin(spec.steps)
@@ -195,13 +203,14 @@ class JobRun:
             await versions.publish(spec.steps)  # it may have been trained elsewhere, to other bits
 
     def _due(self, first: int, step: int) -> bool:
-        """Tell whether a checkpoint is due before this step."""
-        return self._checkpoints.lacking or (step > first and step % self._spec.trainer.checkpoint_every == 0)
+        """Tell whether a checkpoint is due before this step, or after the last one, for a job that goes on from it."""
+        every, end = self._spec.trainer.checkpoint_every, self._spec.steps
+        return step > first and (step % every == 0 or step == end)
 
     async def _step(self, job: JobContext, steps: Steps, versions: Publishing, step: int, *, save: bool) -> None:
         began = time.monotonic()
         self._enter("training" if step < self._spec.steps else "evaluating", step)
-        intake = steps.enter(step, versions.head)
+        intake = await steps.enter(step, versions.head)
         run = StepRun(job, intake, steps)
         await steps.request()
         if save:

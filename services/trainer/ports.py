@@ -260,6 +260,7 @@ class CheckpointStore(Protocol):
 
         Raises:
             ConfigError: the place where they should be cannot be used.
+            Corrupt: there are some, and none verifies.
             StoreUnavailable: it is away for too long.
 
         """

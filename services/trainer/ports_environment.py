@@ -13,7 +13,14 @@ class Misbehaved(Exception):
     """A conversation cannot go on for what its environment did: data, not a failure. Its group is dropped."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        """Say why: `raised`, `timeout`, `crashed`, `unsendable`, `untellable`, `too_long`, `not_the_same`."""
+        """Say why.
+
+        Args:
+            reason: `raised`, `timeout`, `crashed`, `unsendable`, `untellable`, `too_long` or `not_the_same`; or
+                `forgotten`: nobody wants the answer any more.
+            detail: in words.
+
+        """
         super().__init__(detail)
         self.reason = f"environment_{reason}"
         self.detail = detail
@@ -78,7 +85,7 @@ class Environments(Protocol):
         """
 
     def forget(self, talk: int) -> None:
-        """Let a conversation's environment go, if there is one."""
+        """Let a conversation's environment go, if there is one. What waits to be heard by it is `Misbehaved`."""
 
     async def close(self) -> None:
         """Stop what runs."""

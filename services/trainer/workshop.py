@@ -76,7 +76,7 @@ def build(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> Worksho
         critic=engine if isinstance(engine, TorchPolicy) and spec.algorithm.critic else None,
         machine=machine_of(spec, model, config.device),
         judge=own_judge(judge, data.train) if judge else None,
-        probe=probe(vocabulary, temperature=spec.sampling.temperature, dtype=spec.trainer.dtype),
+        probe=probe(vocabulary, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
     )
 
 
@@ -87,7 +87,7 @@ def _loss(spec: JobSpec) -> LossFn:
 
 
 def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | RanksPolicy:
-    temperature, reference = spec.sampling.temperature, spec.algorithm.needs_reference
+    temperature, reference = spec.sampling.scored_temperature, spec.algorithm.needs_reference
     if not spec.trainer.in_one_process:
         kind = MegatronPolicy if spec.trainer.backend == "megatron" else FsdpPolicy
         return kind(

@@ -18,7 +18,7 @@ from services.trainer.adapters.checkpoint_bucket import CheckpointBucket
 from services.trainer.adapters.checkpoint_places import Places
 from services.trainer.ports import TrainState
 from shared.bucket import Bucket
-from shared.errors import ConfigError, Fatal
+from shared.errors import ConfigError, Corrupt, Fatal
 from tests.support.s3_server import S3Server
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_a_trainer_on_another_machine_gets_every_byte(s3_url: str, tmp_path: Pat
     assert here.newest() is None
     for step in (5, 10, 15, 1_000_000):
         here.save(state(step), writing(step))
-    assert not (tmp_path / "here").exists(), "nothing stays on the disk"
+    assert list((tmp_path / "here").iterdir()) == [], "nothing stays on the disk"
     there = CheckpointBucket(s3_url, tmp_path / "there", 5.0)
     found = there.newest()
     assert found is not None
@@ -168,14 +168,14 @@ def test_killed_at_any_request_of_an_upload_the_newest_checkpoint_is_whole_and_n
     assert len(objects(s3_url)) == 2 + 2 * (5 + 1)
 
 
-def corrupt(url: str, name: str, data: bytes | None) -> None:
+def corrupt(url: str, name: str, data: bytes | None, step: str = "step-000020") -> None:
     async def change() -> None:
         bucket = Bucket(url)
-        [path] = [path for path in await bucket.sizes("files") if path.startswith("step-000020") and name in path]
-        if data is None:
-            await bucket.remove([f"files/{path}"])
-        else:
-            await bucket.put(f"files/{path}", data)
+        for path in [path for path in await bucket.sizes("files") if path.startswith(step) and name in path]:
+            if data is None:
+                await bucket.remove([f"files/{path}"])
+            else:
+                await bucket.put(f"files/{path}", data)
 
     asyncio.run(change())
 
@@ -192,7 +192,42 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(s3_url: str, tmp_pat
     assert found[0] == state(10)
     assert [entry["event"] for entry in logs] == ["checkpoint_broken"]
     store.save(state(20), writing(20))
-    assert store.newest() == (state(20), tmp_path / "c")
+    found = store.newest()
+    assert found is not None
+    assert found[0] == state(20)
+    corrupt(s3_url, "long/000001", data)
+    corrupt(s3_url, "long/000001", data, "step-000010")
+    with pytest.raises(Corrupt, match=rf"no checkpoint in {s3_url} is whole \(step-000020, step-000010;"):
+        store.newest()
+
+
+def test_a_late_upload_leaves_alone_what_its_successor_uploads(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one machine, which both use for their files."""
+    late, ours = (CheckpointBucket(s3_url, tmp_path / "c", 5.0) for _ in range(2))
+    late.save(state(5), writing(5))
+    found = ours.newest()
+    put, ended = Bucket.put, []
+
+    async def meanwhile(self: Bucket, path: str, data: bytes) -> None:
+        await put(self, path, data)
+        if path.startswith("files/") and not ended:
+            ended.append(path)
+            await asyncio.to_thread(late.save, state(10), writing(10))
+
+    monkeypatch.setattr(Bucket, "put", meanwhile)
+    ours.save(state(10), writing(10))
+    assert found is not None
+    with structlog.testing.capture_logs() as logs:
+        found = ours.newest()
+    assert logs == []
+    assert found is not None
+    assert found[0] == state(10)
+    assert read(found[1]) == content(10)
+    ours.save(state(20), writing(20))
+    assert list((tmp_path / "c").iterdir()) == [], "what was brought is gone with the next"
+    assert len(objects(s3_url)) == 2 + 2 * (5 + 1), "and what nobody uses of the steps before"
 
 
 def test_an_object_store_that_stays_away_fails_the_checkpoint_by_name(s3_url: str, tmp_path: Path) -> None:
@@ -225,7 +260,7 @@ def test_an_outage_within_the_limit_is_waited_for(
     monkeypatch.setattr(Bucket, "put", counting)
     try:
         store.save(state(10), writing(10))
-        assert store.newest() == (state(10), tmp_path / "c")
+        assert store.newest() is not None
     finally:
         server.stop()
 

@@ -19,7 +19,7 @@ from services.trainer.adapters.checkpoint import CheckpointFolder
 from services.trainer.adapters.checkpoint_bucket import CheckpointBucket
 from services.trainer.fakes import MemoryCheckpoints
 from services.trainer.ports import CheckpointStore, TrainState
-from shared.errors import Fatal
+from shared.errors import Corrupt, Fatal
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +115,32 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, damag
     assert [entry["event"] for entry in logs] == ["checkpoint_broken"]
     store.save(state(20), writing("again"))
     assert store.newest() == (state(20), tmp_path / "step-000020")
+
+
+def test_where_no_checkpoint_is_whole_that_is_no_beginning(tmp_path: Path) -> None:
+    store = folder_with(tmp_path, 10, 20)
+    for name in ("step-000010", "step-000020"):
+        (tmp_path / name / "weights").write_text("")
+    with pytest.raises(Corrupt, match=rf"no checkpoint in {tmp_path} is whole \(step-000020, step-000010;.* a copy"):
+        store.newest()
+
+
+def test_what_a_trainer_is_writing_is_left_to_it_until_a_later_step(tmp_path: Path) -> None:
+    theirs, ours = CheckpointFolder(tmp_path), CheckpointFolder(tmp_path)
+
+    def slow(directory: Path) -> None:
+        ours.save(state(10), writing("ours"))
+        ours.save(state(20), writing("ours"))
+        writing("theirs")(directory)
+
+    theirs.save(state(20), slow)
+    assert theirs.newest() == (state(20), tmp_path / "step-000020")
+    assert (tmp_path / "step-000020/weights").read_text() == "theirs"
+    (tmp_path / "unfinished-step-000020-0a1b2c3d").mkdir()
+    ours.save(state(20), writing("again"))
+    assert (tmp_path / "unfinished-step-000020-0a1b2c3d").exists()
+    ours.save(state(30), writing("later"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000030"]
 
 
 def test_a_full_disk_fails_by_name_and_leaves_the_one_before(tmp_path: Path) -> None:

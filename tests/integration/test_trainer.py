@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +13,21 @@ import httpx
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shared import names
-from shared.bus import START
-from shared.errors import BusUnavailable
 from shared.ids import SampleId
-from shared.jobspec import parse, to_json
-from shared.messages import Event, GroupRequested, JobCommand, JobReport, StepReport
-from shared.redis_bus import RedisBus
+from shared.messages import GroupRequested, JobReport, StepReport
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.puller import Puller
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model, write_tokenizer
-from tests.support.redis_server import RedisServer
 from tests.support.scripted_manager import Answer, Script, ScriptedManager, scripted
-from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.service_process import TOKEN
+from tests.support.trainer_site import STEPS, Machine, Site
 
-STEPS = 5
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -50,35 +42,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Machine:
-    """The processes of one machine: Redis, a weight store, a trainer."""
-
-    def __init__(self, folder: Path, *, aof: bool = False) -> None:
-        self.folder = folder
-        self.redis = RedisServer(folder / "redis", aof=aof)
-        store_dir = {"RLBOOST_WEIGHT_STORE_DIR": str(folder / "store"), "RLBOOST_WEIGHT_STORE_KEEP_VERSIONS": "9"}
-        self.store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", folder, self.redis.url, store_dir)
-        env = {
-            "RLBOOST_TRAINER_WEIGHT_STORE_URL": self.store.url,
-            "RLBOOST_TRAINER_DIR": str(folder / "runs"),
-            "RLBOOST_TRAINER_OUTAGE_LIMIT_S": "60",
-            "RLBOOST_TRAINER_NAME": "the-trainer",
-        }
-        self.trainer = ServiceProcess("trainer", "RLBOOST_TRAINER_", folder, self.redis.url, env)
-
-    @contextmanager
-    def running(self) -> Iterator[Machine]:
-        self.redis.start()
-        try:
-            self.store.start()
-            self.trainer.start()
-            yield self
-        finally:
-            self.trainer.kill()
-            self.store.kill()
-            self.redis.stop()
-
-
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """One for all tests, since a trainer takes seconds to import torch; each test has jobs of its own."""
@@ -90,104 +53,6 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         pytest.skip(str(error))
     with found.running():
         yield found
-
-
-class Site:
-    """What one test does on a machine; a scripted manager plays the other side."""
-
-    def __init__(self, machine: Machine, files: Path) -> None:
-        self.folder, self.store, self.trainer = machine.folder, machine.store, machine.trainer
-        self.files = files
-        self.bus = RedisBus(machine.redis.url, "test")
-        self.jobs: list[str] = []
-
-    async def create(self, job_id: str, **changes: Any) -> None:
-        """Ask for a job. All have the number 1, so that the same samples are asked for in each."""
-        raw: dict[str, Any] = {
-            "model": str(self.files / "model"),
-            "data": {
-                "train": str(self.files / "train.jsonl"),
-                "eval": str(self.files / "eval.jsonl"),
-                "prompts_per_step": 4,
-            },
-            "reward": {"function": "tests.support.reward_functions:lengths"},
-            "algorithm": {"group_size": 3, "updates_per_step": 2},
-            "sampling": {"max_tokens": 24},
-            "optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay": 0.5, "weight_decay": 0.01},
-            "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 128},
-            "eval": {"every": 2, "samples": 5},
-            "steps": STEPS,
-        }
-        await self.submit(job_id, {**raw, **changes})
-
-    async def submit(self, job_id: str, raw: dict[str, Any]) -> None:
-        """Ask for a job that is given whole."""
-        self.jobs.append(job_id)
-        spec_json = to_json(parse(raw))
-        command = JobCommand(
-            command_id=f"create-{job_id}", action="create", job_id=job_id, job_no=1, spec_json=spec_json
-        )
-        await self.bus.append(names.JOB_COMMANDS, command)
-
-    async def command(self, job_id: str, action: Any) -> None:
-        command = JobCommand(command_id=f"{action}-{job_id}", action=action, job_id=job_id, job_no=1)
-        await self.bus.append(names.JOB_COMMANDS, command)
-
-    @asynccontextmanager
-    async def manager(self, job_id: str) -> AsyncIterator[ScriptedManager]:
-        manager = ScriptedManager(self.bus, job_id)
-        task = asyncio.create_task(manager.run(), name="scripted-manager")
-        yield manager
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-    async def reports(self, job_id: str) -> list[JobReport | StepReport]:
-        entries = await self.bus.read({names.JOB_REPORTS: START}, count=10_000)
-        messages = [entry.message for entry in entries]
-        return [m for m in messages if isinstance(m, JobReport | StepReport) and m.job_id == job_id]
-
-    async def ended(self, job_id: str, within_s: float = 120.0) -> JobReport:
-        await eventually(lambda: self.has_ended(job_id), within_s=within_s)
-        return [report for report in await self.reports(job_id) if isinstance(report, JobReport)][-1]
-
-    async def head(self, job_id: str) -> int:
-        async with StoreClient(self.store.url, TOKEN) as client:
-            info = await client.head(job_id)
-        return -1 if info is None else info.version
-
-    async def lease(self, job_id: str) -> dict[str, Any]:
-        [text] = await self.bus.holders([names.trainer_lease(job_id)])
-        body: dict[str, Any] = json.loads(text) if text else {}
-        return body
-
-    async def waits_in(self, job_id: str, step: int, manager: ScriptedManager) -> None:
-        """Return once the trainer has taken all of a step that the manager did not withhold."""
-        n_samples = 5 if step == STEPS else 4 * 3 + (5 if step % 2 == 0 else 0)
-
-        async def it_does() -> bool:
-            asked = {sample for sample in manager.answered if SampleId.unpack(sample).step == step}
-            there = sum(not manager.withholds(sample) for sample in asked)
-            waiting = (await self.lease(job_id)).get("waiting") or {}
-            return len(asked) == n_samples and waiting.get("because") == f"{there} of {n_samples} samples are there"
-
-        await eventually(it_does, within_s=120)
-
-    async def has_ended(self, job_id: str) -> bool:
-        try:
-            reports = [report for report in await self.reports(job_id) if isinstance(report, JobReport)]
-        except BusUnavailable:
-            return False
-        return bool(reports) and reports[-1].state in {"completed", "failed", "cancelled"}
-
-    def model(self, job_id: str) -> dict[str, bytes]:
-        """Return the final weights, bit for bit."""
-        tensors = load_file(self.folder / "runs" / job_id / "model" / "model.safetensors")
-        return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-
-    async def events(self, job_id: str) -> list[tuple[str, dict[str, Any]]]:
-        entries = await self.bus.read({names.job_events(job_id): START}, count=10_000)
-        return [(e.message.kind, e.message.fields) for e in entries if isinstance(e.message, Event)]
 
 
 @pytest.fixture
@@ -234,7 +99,7 @@ async def test_a_job_runs_to_its_end(site: Site, machine: Machine, tmp_path: Pat
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"step": report.step, **report.metrics} for report in steps]
     assert json.loads((run / "job.json").read_text())["steps"] == STEPS
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
     assert await published(site, "plain", tmp_path) == site.model("plain")
     assert await site.bus.holders([names.trainer_lease("plain")]) == [None]
 
@@ -512,6 +377,10 @@ async def test_a_model_is_fine_tuned_without_workers_whoever_is_killed_and_then_
         raw = {"kind": "eval", "model": model, "data": data, "reward": reward, "sampling": {"max_tokens": 24}}
         await site.submit("judged", {**raw, "eval": {"samples": 12, "pass_reward": 0.5}})
         report = await site.ended("judged")
+    async with site.manager("greedy"):
+        greedy = {"max_tokens": 24, "temperature": 0}
+        await site.submit("greedy", {**raw, "sampling": greedy, "eval": {"samples": 12}})
+        assert (ended := await site.ended("greedy")).state == "completed", ended.error
     assert report.state == "completed", report.error
     assert len(manager.answered) == 12
     assert await published(site, "judged", tmp_path / "judged") == site.model("tuned")

@@ -22,6 +22,9 @@ from services.trainer.ports import NotFinite, RewardBatch, Row, Scores
 from shared.algorithm import PRESETS
 from shared.columns import F32, I32, length, unpack
 from shared.errors import ConfigError
+from shared.ids import SampleId
+from shared.messages import GroupRequested
+from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import Rig, spec
 
 
@@ -192,6 +195,29 @@ async def test_with_a_critic_equal_rewards_teach_unless_they_are_dropped(
     metrics = await completed(rig)
     assert len(engine.rows) == trained
     assert metrics.get("dropped_groups/equal_rewards", 0.0) == (0.0 if trained == 8 else 2.0)
+
+
+async def test_with_a_critic_a_step_that_only_evaluates_says_nothing_of_advantages(tmp_path: Path) -> None:
+    data = {"train": "t", "eval": "e", "prompts_per_step": 4}
+    rig = rig_of(tmp_path, algorithm={"name": "ppo"}, data=data, eval={"every": 5, "samples": 3})
+    metrics = await completed(rig)
+    assert "eval/reward_mean" in metrics
+    assert not {"advantage/mean", "advantage/std", "value/explained_variance"} & set(metrics)
+    assert "advantage/std" in (await rig.steps())[0].metrics
+
+
+async def test_a_group_of_completions_without_a_token_has_no_pair(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, algorithm={"name": "dpo"})
+
+    def script(request: GroupRequested, sample: int) -> Answer:
+        empty = {"tokens": b"", "logprobs": b"", "spans": []} if SampleId.unpack(sample).group == 0 else {}
+        return scripted(request, sample).model_copy(update=empty)
+
+    rig.manager.script = script
+    rig.reward = lambda batch: Scores(tuple(map(float, range(len(batch.completions)))))
+    metrics = await completed(rig)
+    assert metrics["dropped_groups/equal_rewards"] == 1.0
+    assert metrics["tokens/trained"] > 0
 
 
 class Moved(Recording):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ async def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_
         store.go_on.set()
         assert (await rig.ended()).state == "completed"
     assert store.most == 1
-    assert [fields["step"] for kind, fields in await rig.events() if kind == "checkpoint_saved"] == [2, 4, 6]
+    assert [fields["step"] for kind, fields in await rig.events() if kind == "checkpoint_saved"] == [2, 4, 6, 7]
 
 
 async def test_the_end_of_a_job_waits_for_its_last_checkpoint(tmp_path: Path) -> None:
@@ -175,7 +176,81 @@ async def test_a_job_that_begins_with_another_ones_checkpoint_goes_on_with_its_s
     assert [report.step for report in await rig.steps()] == [2, 3, 4]
     assert {SampleId.unpack(request.group).step for request in rig.manager.requests} == {2, 3, 4}
     saved = [fields["step"] for kind, fields in await rig.events() if kind == "checkpoint_saved"]
-    assert saved == [2, 4], "one of its own at once: the other may not stay where it is"
+    assert saved == [2, 4, 5], "one of its own at once: the other may not stay where it is"
+
+
+async def test_nothing_is_asked_for_or_published_before_the_beginning_with_another_jobs_checkpoint_is_kept(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path / "next")
+    store = rig.checkpoints = SlowCheckpoints(tmp_path / "kept")
+    rig.predecessor = predecessor(tmp_path, TrainState(1, START, 10))
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await rig.waits_for("the checkpoint of step 1")
+        assert rig.manager.requests == []
+        assert not rig.weights.versions
+    # Nothing is lost: the other job may have gone on, and this one begins where that is now.
+    rig.checkpoints = MemoryCheckpoints(tmp_path / "again")
+    store.go_on.set()
+    rig.predecessor = predecessor(tmp_path, TrainState(3, START, 10))
+    rig.lease_runs_out()
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    assert [report.step for report in await rig.steps()] == [3, 4]
+
+
+EVALUATED = {"data": {"train": "t", "eval": "e", "prompts_per_step": 4}, "eval": {"every": 3, "samples": 3}}
+
+
+@pytest.mark.parametrize("changes", [{}, EVALUATED], ids=["trained", "evaluated"])
+async def test_a_job_goes_on_from_where_another_one_ended(tmp_path: Path, changes: dict[str, Any]) -> None:
+    whole = Rig(tmp_path / "whole", spec(steps=7, **changes))
+    first = Rig(tmp_path / "first", spec(steps=5, **changes))
+    rig = Rig(tmp_path / "next", spec(steps=7, **changes))
+    for each in (whole, first):
+        async with each.trainer():
+            await each.command("create")
+            assert (await each.ended()).state == "completed"
+    found = first.checkpoints.newest()
+    assert found is not None
+    assert found[0].step == 5
+    rig.predecessor = lambda: found
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+    assert [report.step for report in await rig.steps() if "grad_norm" in report.metrics] == [5, 6]
+    assert rig.folder.model == whole.folder.model
+
+
+@pytest.mark.parametrize("changes", [{}, EVALUATED], ids=["trained", "evaluated"])
+async def test_a_trainer_killed_behind_the_last_checkpoint_is_succeeded_by_one_that_trains_nothing(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    rig = Rig(tmp_path, spec(steps=3, **changes))
+    exporting, go_on = threading.Event(), threading.Event()
+    export = rig.folder.export
+
+    def slowly(shards: Any) -> Path:
+        exporting.set()
+        go_on.wait(20.0)
+        return export(shards)
+
+    rig.folder.export = slowly  # type: ignore[method-assign]
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await eventually(exporting.is_set)
+        go_on.set()
+    published, asked = dict(rig.weights.versions), dict(rig.manager.answered)
+    rig.folder.export = export  # type: ignore[method-assign]
+    rig.folder.model = []
+    rig.lease_runs_out()
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    assert [fields["step"] for kind, fields in await rig.events() if kind == "resumed"] == [3]
+    assert rig.folder.model == published[3]
+    assert rig.weights.versions == published
+    assert rig.manager.answered == asked
 
 
 async def test_a_job_that_began_with_another_ones_checkpoint_resumes_with_its_own(tmp_path: Path) -> None:
@@ -211,8 +286,9 @@ async def test_a_checkpoint_of_another_job_may_be_gone_on_from_with_other_data(t
     assert all(report.metrics["samples/duplicates"] == 0 for report in await rig.steps())
 
 
-async def test_a_checkpoint_with_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "next")
+@pytest.mark.parametrize("changes", [{}, EVALUATED], ids=["trained", "evaluated"])
+async def test_a_checkpoint_with_nothing_left_to_train_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    rig = Rig(tmp_path / "next", spec(**changes))
     rig.predecessor = predecessor(tmp_path, TrainState(5, START, 10))
     async with rig.trainer():
         await rig.command("create")

@@ -14,6 +14,7 @@ from services.trainer.fakes import FakeEngine, MemoryWeights
 from services.trainer.ports import Row
 from shared.errors import ConfigError
 from shared.waiting import Waits
+from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig, spec
 
 
@@ -41,6 +42,30 @@ async def test_when_the_turn_is_taken_away_the_engine_rests_behind_what_is_under
     ours.give(ours=True)
     await waiting
     assert calls == ["first", "rest", "second"]
+
+
+@pytest.mark.parametrize("was_ours", [False, True], ids=["the turn", "the rest"])
+async def test_a_turn_that_is_lost_while_something_is_waited_for_is_waited_for_again(
+    thread: DeviceThread, *, was_ours: bool
+) -> None:
+    calls: list[str] = []
+    waits = Waits()
+    ours = DeviceTurn(thread, waits, 0, 10.0, lambda: calls.append("rest"))
+    if was_ours:
+        ours.give(ours=True)
+        ours.give(ours=False)
+        ours.give(ours=True)
+    waiting = asyncio.create_task(ours.run(lambda: calls.append("ours")))
+    await asyncio.sleep(0)
+    ours.give(ours=True)
+    ours.give(ours=False)
+    for _ in range(3):
+        await thread(lambda: None)  # behind the rest, and behind what would have been called after it
+    assert set(calls) == {"rest"}
+    await eventually(lambda: bool(waits.current()))
+    ours.give(ours=True)
+    await waiting
+    assert calls[-2:] == ["rest", "ours"]
 
 
 async def test_an_engine_that_cannot_rest_is_told_by_the_next_call(thread: DeviceThread) -> None:

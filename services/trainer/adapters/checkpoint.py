@@ -8,10 +8,19 @@ from pathlib import Path
 
 import structlog
 
-from services.trainer.adapters.checkpoint_files import BROKEN, KEPT, PREFIX, Document, name_of, step_of
+from services.trainer.adapters.checkpoint_files import (
+    BROKEN,
+    KEPT,
+    PREFIX,
+    Document,
+    is_left_over,
+    name_of,
+    none_is_whole,
+    own_name,
+    step_of,
+)
 from services.trainer.ports import Snapshot, TrainState
 from shared.errors import Fatal
-from shared.ids import new_token
 
 log = structlog.get_logger(__name__)
 
@@ -28,11 +37,9 @@ class CheckpointFolder:
 
     def save(self, state: TrainState, write: Snapshot) -> None:
         """See `CheckpointStore.save`."""
-        name = name_of(state.step)
-        # A name of its own: a trainer that was thought dead may still be writing.
-        aside, final = self._folder / f"{_UNFINISHED}{name}-{new_token()}", self._folder / name
+        aside, final = self._aside(state.step), self._folder / name_of(state.step)
         try:
-            self._clear()
+            self._clear(state.step)
             aside.mkdir(parents=True)
             write(aside)
             document = Document.of(aside, state).encode()
@@ -53,11 +60,14 @@ class CheckpointFolder:
 
     def newest(self) -> tuple[TrainState, Path] | None:
         """See `CheckpointStore.newest`."""
-        for directory in self._directories():
+        directories = self._directories()
+        for directory in directories:
             try:
                 return read(directory), directory
             except BROKEN as error:
                 log.warning("checkpoint_broken", directory=str(directory), reason=str(error) or repr(error))
+        if directories:
+            raise none_is_whole(str(self._folder), [directory.name for directory in directories])
         return None
 
     def fallback(self) -> TrainState | None:
@@ -77,12 +87,15 @@ class CheckpointFolder:
     def _remove(self, directory: Path) -> None:
         if directory.exists():
             # Renamed first: what is half removed must not look like a checkpoint.
-            going = directory.rename(self._folder / f"{_UNFINISHED}{directory.name}-{new_token()}")
-            shutil.rmtree(going)
+            shutil.rmtree(directory.rename(self._aside(step_of(directory.name))))
 
-    def _clear(self) -> None:
+    def _aside(self, step: int) -> Path:
+        return self._folder / f"{_UNFINISHED}{own_name(step)}"
+
+    def _clear(self, step: int) -> None:
         for left in self._folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
+            if is_left_over(left.name.removeprefix(_UNFINISHED), step):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def read(directory: Path) -> TrainState:

@@ -3,9 +3,10 @@
     manifests/step-000010.json                     the document, written last: without it there is no checkpoint
     files/step-000010-1f2e3d4c/optimizer.safetensors/000003    a part of a file
 
-Files are cut into parts, each a whole object: a trainer that is killed in the middle leaves objects that the next
-checkpoint finds and removes, and no unfinished upload that costs money and is seen nowhere. The folder of the files has
-a name of its own at each writing, so a trainer that was thought dead cannot spoil what its successor writes.
+Files are cut into parts, each a whole object: a trainer that is killed in the middle leaves objects that the checkpoint
+of a later step finds and removes, and no unfinished upload that costs money and is seen nowhere. The folder of the
+files has a name of its own at each writing, and only those of earlier steps are removed, so a trainer that was thought
+dead cannot spoil what its successor writes.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import stamina
 import structlog
 
-from services.trainer.adapters.checkpoint_files import BROKEN, KEPT, Document, name_of, step_of
+from services.trainer.adapters.checkpoint_files import (
+    BROKEN,
+    KEPT,
+    Document,
+    is_left_over,
+    name_of,
+    none_is_whole,
+    own_name,
+    step_of,
+)
 from services.trainer.ports import Snapshot, TrainState
 from shared.bucket import Bucket, NoCredentials, Refused, configuration
 from shared.errors import Fatal, NotFound, StoreUnavailable
-from shared.ids import new_token
 
 log = structlog.get_logger(__name__)
 
@@ -34,19 +44,21 @@ AT_ONCE = 8
 """Parts on their way. With `PART_BYTES` a link of 54 Mb/s sends them within the 20 s that a request may take."""
 _MANIFESTS, _FILES = "manifests", "files"
 _PROBE = "probe"
+_STALE_S = 3600.0
+"""After this a folder of files on their way is one that a killed trainer has left."""
 
 T = TypeVar("T")
 
 
 class CheckpointBucket:
-    """`CheckpointStore` below a URL. The engine's files pass through a local folder, one checkpoint at a time."""
+    """`CheckpointStore` below a URL. The engine's files pass through a local folder."""
 
     def __init__(self, url: str, scratch: Path, limit_s: float) -> None:
         """Prepare.
 
         Args:
             url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`, for this job alone.
-            scratch: a folder of its own for files on their way.
+            scratch: where files on their way have a folder each; others may use it, too.
             limit_s: how long the object store may be away.
 
         Raises:
@@ -60,11 +72,11 @@ class CheckpointBucket:
     def save(self, state: TrainState, write: Snapshot) -> None:
         """See `CheckpointStore.save`."""
         name = name_of(state.step)
-        folder = f"{name}-{new_token()}"
         try:
-            with self._emptied() as directory:
+            self._clear(state.step)
+            with self._aside(state.step) as directory:
                 write(directory)
-                asyncio.run(self._save(directory, name, Document.of(directory, state, folder)))
+                asyncio.run(self._save(directory, name, Document.of(directory, state, own_name(state.step))))
         except (OSError, StoreUnavailable, NotFound) as error:
             raise Fatal(
                 f"checkpoint {name} cannot be written to {self._bucket.url}: {error}; mend the object store or make "
@@ -73,33 +85,41 @@ class CheckpointBucket:
 
     def newest(self) -> tuple[TrainState, Path] | None:
         """See `CheckpointStore.newest`. Finds out, too, whether one could be written."""
-        return self._found(asyncio.run(self._newest(may_write=True)))
+        return asyncio.run(self._newest(may_write=True))
 
     def brought(self, name: str = "") -> tuple[TrainState, Path] | None:
-        """Bring one checkpoint here, the newest if it is not named; None where there is none that verifies.
+        """Bring one checkpoint here, the newest that verifies if it is not named; None where there is none.
 
         Raises:
-            ConfigError, StoreUnavailable: see `newest`.
+            ConfigError, Corrupt, StoreUnavailable: see `newest`.
 
         """
-        return self._found(asyncio.run(self._newest(may_write=False, only=name)))
+        return asyncio.run(self._newest(may_write=False, only=name))
 
     def fallback(self) -> TrainState | None:
         """See `CheckpointStore.fallback`."""
         return asyncio.run(self._fallback())
 
-    def _found(self, state: TrainState | None) -> tuple[TrainState, Path] | None:
-        return None if state is None else (state, self._scratch)
+    def _clear(self, step: int) -> None:
+        """Remove files of earlier steps that are here still, those that were brought among them, and stale ones."""
+        for left in self._scratch.glob("*"):
+            with suppress(FileNotFoundError):  # somebody else has removed it
+                if is_left_over(left.name, step) or time.time() - left.stat().st_mtime > _STALE_S:
+                    shutil.rmtree(left, ignore_errors=True)
 
     @contextmanager
-    def _emptied(self) -> Iterator[Path]:
-        """Give an empty folder for files, and remove it afterwards."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        self._scratch.mkdir(parents=True)
+    def _aside(self, step: int, *, keep: bool = False) -> Iterator[Path]:
+        """Give an empty folder for files, and remove it afterwards; after an error only, where it is to be kept."""
+        directory = self._scratch / own_name(step)
+        directory.mkdir(parents=True)
         try:
-            yield self._scratch
+            yield directory
+        except BaseException:
+            keep = False
+            raise
         finally:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            if not keep:
+                shutil.rmtree(directory, ignore_errors=True)
 
     # --- writing ---
 
@@ -110,24 +130,24 @@ class CheckpointBucket:
             for number in _numbers(digest.n_bytes)
         )
         await self._patiently(lambda: self._bucket.put(_manifest(name), document.encode().encode()))
-        await self._remove_old(document.folder)
+        await self._remove_old(document)
 
     async def _upload(self, file: Path, path: str, number: int) -> None:
         data = await asyncio.to_thread(_read_part, file, number)
         await self._patiently(lambda: self._bucket.put(path, data))
 
-    async def _remove_old(self, newest: str) -> None:
-        """Remove all but the newest checkpoints, and what no checkpoint has: those that were killed while writing."""
+    async def _remove_old(self, newest: Document) -> None:
+        """Remove all but the newest checkpoints, and what no checkpoint has of earlier steps: of killed writers."""
         names = await self._names()
         await self._remove([_manifest(name) for name in names[KEPT:]])
-        used = {newest}
+        used = {newest.folder}
         for name in names[:KEPT]:
             try:
                 used.add((await self._document(name)).folder)
             except (*BROKEN, NotFound):
                 continue  # its files are of no use
         for folder in await self._patiently(lambda: self._bucket.folders(_FILES)):
-            if folder not in used:
+            if folder not in used and is_left_over(folder, newest.state.step):
                 await self._remove_files(f"{_FILES}/{folder}")
 
     async def _remove_files(self, folder: str) -> None:
@@ -140,38 +160,38 @@ class CheckpointBucket:
 
     # --- reading ---
 
-    async def _newest(self, *, may_write: bool, only: str = "") -> TrainState | None:
+    async def _newest(self, *, may_write: bool, only: str = "") -> tuple[TrainState, Path] | None:
         with configuration():
             if may_write:
                 await self._patiently(lambda: self._bucket.put(_PROBE, b""))
                 await self._remove([_PROBE])
-            names = await self._names()
+            names = [name for name in await self._names() if only in ("", name)]
         for name in names:
-            if only not in ("", name):
-                continue
             try:
                 return await self._bring(await self._document(name))
             except (*BROKEN, NotFound) as error:
                 where = f"{self._bucket.url}/{_manifest(name)}"
                 log.warning("checkpoint_broken", directory=where, reason=str(error) or repr(error))
+        if names:
+            raise none_is_whole(self._bucket.url, names)
         return None
 
-    async def _bring(self, document: Document) -> TrainState:
+    async def _bring(self, document: Document) -> tuple[TrainState, Path]:
+        self._clear(0)
         try:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch.mkdir(parents=True)
-            for name, digest in document.files.items():
-                with (self._scratch / name).open("wb") as file:
-                    file.truncate(digest.n_bytes)
-            await _all(
-                self._download(f"{_FILES}/{document.folder}/{_part(name, number)}", self._scratch / name, number)
-                for name, digest in document.files.items()
-                for number in _numbers(digest.n_bytes)
-            )
+            with self._aside(document.state.step, keep=True) as directory:
+                for name, digest in document.files.items():
+                    with (directory / name).open("wb") as file:
+                        file.truncate(digest.n_bytes)
+                await _all(
+                    self._download(f"{_FILES}/{document.folder}/{_part(name, number)}", directory / name, number)
+                    for name, digest in document.files.items()
+                    for number in _numbers(digest.n_bytes)
+                )
+                await asyncio.to_thread(document.verify, directory)
         except OSError as error:
             raise Fatal(f"{self._scratch} has no room for the checkpoint: {error}; make room there") from error
-        await asyncio.to_thread(document.verify, self._scratch)
-        return document.state
+        return document.state, directory
 
     async def _download(self, path: str, file: Path, number: int) -> None:
         found = await self._patiently(lambda: self._bucket.get(path))

@@ -6,7 +6,7 @@ The document names each file with its length and digest, and is written last: wi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Self
 from blake3 import blake3
 
 from services.trainer.ports import TrainState
+from shared.errors import Corrupt
+from shared.ids import new_token
 
 KEPT = 2
 """How many checkpoints a job has: should the newest turn out broken, there is the one before."""
@@ -32,6 +34,29 @@ def step_of(name: str) -> int:
     """Return the step of a checkpoint by its name, -1 where that is none."""
     digits = name.removeprefix(PREFIX)
     return int(digits) if digits.isdigit() else -1
+
+
+def own_name(step: int) -> str:
+    """Return a name for files of a step's checkpoint that are on their way; nobody else has it."""
+    return f"{name_of(step)}-{new_token()}"
+
+
+def is_left_over(name: str, step: int) -> bool:
+    """Tell whether what `own_name` has named may be removed when a step's checkpoint is kept.
+
+    That of an earlier step may. What is of this step or a later one, a trainer may be writing at this moment: one that
+    was thought dead, or its successor.
+    """
+    return step_of(name.rpartition("-")[0]) < step
+
+
+def none_is_whole(place: str, names: Sequence[str]) -> Corrupt:
+    """Return the error for a place with checkpoints none of which verifies."""
+    return Corrupt(
+        f"no checkpoint in {place} is whole ({', '.join(names)}; the trainer's log says what is wrong), and samples of "
+        "the steps before them may be gone: put one back from a copy, or start a new job, which may name any other "
+        "checkpoint in trainer.resume"
+    )
 
 
 class FileDigest(NamedTuple):

@@ -13,8 +13,7 @@ from services.trainer.adapters.checkpoint_files import BROKEN, step_of
 from services.trainer.ports import CheckpointStore, TrainState
 from shared.bucket import SCHEMES
 from shared.errors import ConfigError
-
-RESUME_WORDS = ("auto", "never")
+from shared.training import RESUME_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def _from_folder(given: Path) -> tuple[TrainState, Path]:
 def _none_at(place: str) -> ConfigError:
     return ConfigError(
         f"trainer.resume: there is no checkpoint at {place}: give auto, never, or a checkpoint of another job (its "
-        "folder runs/JOB, its checkpoints, or one of them, as a path on the trainer's machine or a URL)"
+        "folder .rlboost/runs/JOB, its checkpoints, or one of them, as a path on the trainer's machine or a URL)"
     )
 
 

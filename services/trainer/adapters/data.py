@@ -34,6 +34,8 @@ def find_model(model: str) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigError(f"model: {model!r} is no directory here, where the trainer runs: mend the path")
     try:
         return Path(snapshot_download(model, allow_patterns=_MODEL_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, HTTPError, OSError) as error:

@@ -11,6 +11,7 @@ import itertools
 import math
 import shutil
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -91,6 +92,8 @@ class RanksPolicy(ABC):
         self._divisor = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._captured: _Aside | None = None
+        """What was captured and is not being written yet; whoever takes it from here removes it."""
+        self._capture_lock = threading.Lock()
 
         def introduction(rank: int, rendezvous: str) -> dict[str, Any]:
             return {
@@ -264,13 +267,18 @@ class RanksPolicy(ABC):
         The copy is these files: what a checkpoint waits for beyond them, digests and the disk, comes when it is kept.
         """
         self._forget_captured()
-        self._captured = _Aside(self._folder)
-        aside = Path(self._captured.name)
-        self._ranks.call("save", {"directory": str(aside)})
+        captured = self._captured = _Aside(self._folder)
+        self._ranks.call("save", {"directory": captured.name})
 
         def write(directory: Path) -> None:
-            for file in aside.iterdir():
-                shutil.move(file, directory)
+            # A job that ends meanwhile must not remove what is on its way.
+            with self._capture_lock:
+                if self._captured is not captured:
+                    raise FileNotFoundError(f"{captured.name} was given up before it was written")
+                self._captured = None
+            with captured as aside:
+                for file in aside.iterdir():
+                    shutil.move(file, directory)
 
         return write
 
@@ -287,9 +295,10 @@ class RanksPolicy(ABC):
         self._forget_captured()
 
     def _forget_captured(self) -> None:
-        if self._captured is not None:
-            self._captured.cleanup()
-            self._captured = None
+        with self._capture_lock:
+            captured, self._captured = self._captured, None
+        if captured is not None:
+            captured.cleanup()
 
     def _aside(self) -> _Aside:
         return _Aside(self._folder)
