@@ -11,7 +11,7 @@ from shared.jobspec import EvalSpec
 _KEPT = ("environment", "reward", "sampling")
 _KEPT_OF = {
     "data": ("eval", "eval_split", "subset", "prompt_key", "max_prompt_tokens"),
-    "trainer": ("backend", "dtype", "seed", "tensor_parallel", "pipeline_parallel"),
+    "trainer": ("backend", "dtype", "seed", "offload", "data_parallel", "tensor_parallel", "pipeline_parallel"),
     "elastic": ("seeding", "share"),
     "eval": ("samples", "pass_reward"),
 }
@@ -22,6 +22,8 @@ _NAME_CHARS = 64
 def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int | None = None) -> dict[str, Any]:
     """Return the job file of `kind: eval` for a job: its held-out data, reward and sampling, and nothing of training.
 
+    Nothing is validated: what is missing or wrong of the job's own is so in the job file that comes out.
+
     Args:
         job: a job file as a mapping, of any kind.
         model: what to evaluate in place of the job's own model.
@@ -31,19 +33,30 @@ def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int
         ConfigError: the job has nothing to evaluate on.
 
     """
-    made: dict[str, Any] = {"kind": "eval", "name": _name(str(job.get("name", "job"))), "model": model or job["model"]}
+    made: dict[str, Any] = {"kind": "eval", "name": _name(str(job.get("name", "job")))}
+    if (evaluated := model or job.get("model")) is not None:
+        made["model"] = evaluated
     made |= {name: job[name] for name in _KEPT if job.get(name) is not None}
     for section, names in _KEPT_OF.items():
         given = job.get(section) or {}
-        made[section] = {name: given[name] for name in names if given.get(name) is not None}
-    if "eval" not in made["data"]:
-        raise ConfigError("data.eval is not set: name held-out prompts, such as data.eval=test.jsonl")
+        is_section = isinstance(given, Mapping)
+        made[section] = {name: given[name] for name in names if given.get(name) is not None} if is_section else given
+    _cut_no_more_than_is_needed(made["trainer"])
     if "reward" not in made and "environment" not in made:
         raise ConfigError("there is no reward: give a job file that has one, and --model for what it shall score")
-    made["eval"].setdefault("samples", EvalSpec().samples)
-    if samples is not None:
-        made["eval"]["samples"] = samples
+    if isinstance(made["data"], dict) and "eval" not in made["data"]:
+        raise ConfigError("data.eval is not set: name held-out prompts, such as data.eval=test.jsonl")
+    if isinstance(made["eval"], dict):
+        made["eval"].setdefault("samples", EvalSpec().samples)
+        if samples is not None:
+            made["eval"]["samples"] = samples
     return made
+
+
+def _cut_no_more_than_is_needed(trainer: object) -> None:
+    """Leave megatron's copies out: only with torch (FSDP2) do they hold a part of the model each."""
+    if isinstance(trainer, dict) and trainer.get("backend") == "megatron":
+        trainer.pop("data_parallel", None)
 
 
 def _name(name: str) -> str:

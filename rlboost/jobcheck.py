@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from rlboost.modelcheck import code_problems, data_problem, machine_problems, model_problems
+from rlboost.modelcheck import code_problems, data_problem, missing_libraries, model_problems
+from rlboost.tried import complaints
 from shared.errors import ConfigError
 from shared.examples import example_of
 from shared.jobspec import DataSpec, JobSpec, load
 from shared.rows import BadRow, Row, is_messages, is_remote, read_rows
+from shared.training import TrainerSpec
 from shared.validation import Section, describe
 
-_IMPORT_LIMIT_S = 60.0
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 _REWARD_SCRIPT = """
@@ -37,8 +36,16 @@ _UNFIT = "shared.reward_call.Unfit: "
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-def problems(file: Path, overrides: list[str]) -> list[str]:
-    """Return one line a problem; paths are relative to the current folder.
+class Found(NamedTuple):
+    """What is to be told of a job file, one line each."""
+
+    problems: list[str]
+    warnings: list[str]
+    """Of this machine, on which the job may not be meant to be trained."""
+
+
+def check(file: Path, overrides: list[str]) -> Found:
+    """Look for all that may be wrong with a job file; paths are relative to the current folder.
 
     Raises:
         ConfigError: the file cannot be read or parsed at all.
@@ -48,8 +55,8 @@ def problems(file: Path, overrides: list[str]) -> list[str]:
     try:
         spec = JobSpec.model_validate(raw)
     except ValidationError as error:
-        return describe(error)
-    found = [_model(spec.model)]
+        return Found(describe(error), [])
+    found = [_model(spec.model), _resume(spec.trainer)]
     if spec.data.train is not None:
         found.append(_data("data.train", spec, spec.data.train, spec.data.train_split))
     if spec.data.eval is not None and spec.kind != "sft":
@@ -60,10 +67,10 @@ def problems(file: Path, overrides: list[str]) -> list[str]:
     if (environment := spec.environment) is not None:
         found.append(_tried(_ENVIRONMENT_SCRIPT, environment, environment.function, "environment"))
     model_is_here = found[0] is None and Path(spec.model).expanduser().is_dir()
-    found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec), *machine_problems(spec)]
+    found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec)]
     if model_is_here and not any(found):
         found.append(data_problem(spec))
-    return [problem for problem in found if problem]
+    return Found([problem for problem in found if problem], missing_libraries(spec))
 
 
 def _model(model: str) -> str | None:
@@ -77,6 +84,16 @@ def _model(model: str) -> str | None:
     if not any(folder.glob("*.safetensors")):
         return f"model: {model} has no *.safetensors file: save the model's weights there"
     return None
+
+
+def _resume(trainer: TrainerSpec) -> str | None:
+    place = trainer.resume
+    if not trainer.begins_elsewhere or "://" in place or Path(place).exists():
+        return None
+    return (
+        f"trainer.resume: there is no {place}: give auto, never, or another job's folder (.rlboost/runs/JOB) or one of "
+        "its checkpoints"
+    )
 
 
 def _data(field: str, spec: JobSpec, source: str, split: str) -> str | None:
@@ -136,23 +153,13 @@ def _may_have_chat_template(model: Path) -> bool:
 def _tried(script: str, section: Section, function: str, what: str) -> str | None:
     """Return what is wrong with the user's function that a section names."""
     field = f"{what.partition(' ')[0]}.function"
-    # In a process of its own, as in the trainer: it may be slow, print, or hold on to anything.
-    path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     try:
-        done = subprocess.run(  # noqa: S603 - our own script; the user's module is what is to be tried
-            [sys.executable, "-c", script, section.model_dump_json()],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{field}: importing {function} took more than {_IMPORT_LIMIT_S:.0f} s"
-    if done.returncode == 0:
+        lines = complaints(field, function, script, section.model_dump_json())
+    except ConfigError as error:
+        return str(error)
+    if not lines:
         return None
-    reason = (done.stderr.strip().splitlines() or ["it exited without a message"])[-1]
+    reason = lines[-1]
     if reason.startswith(_UNFIT):
         return f"{field}: {function} is no {what}: {reason.removeprefix(_UNFIT)}"
     return f"{field}: {function} cannot be imported from {Path.cwd()}: {reason}"

@@ -6,15 +6,13 @@ a library that only trainers have is left to the trainer where that is not insta
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rlboost.tried import complaints
 from services.trainer.adapters.megatron import shape as megatron
 from services.trainer.adapters.ranks.layout import Layout
 from shared.errors import ConfigError
@@ -24,7 +22,6 @@ from shared.model_folder import check_tokenizer, config_of, tensors_of
 from shared.rows import is_remote
 from shared.runlog import lacking
 
-_IMPORT_LIMIT_S = 60.0
 _ERROR = "shared.errors.ConfigError: "
 
 _OWN_CODE_SCRIPT = """
@@ -54,8 +51,11 @@ def code_problems(spec: JobSpec) -> list[str]:
     return [problem for problem in found if problem and not _wants_torch(problem)]
 
 
-def machine_problems(spec: JobSpec) -> list[str]:
-    """Return what the job needs and is not installed, one line a library; nothing where no trainer can run."""
+def missing_libraries(spec: JobSpec) -> list[str]:
+    """Return what the job needs and is not installed, one line a library; nothing where no trainer can run.
+
+    Where one can, a worker can, too, so it is no problem of the job: the trainer may be on another machine.
+    """
     if not _is_installed("torch", "transformers"):
         return []
     return [*lacking(spec.log), *_other_libraries(spec)]
@@ -117,20 +117,9 @@ def _wants_torch(problem: str) -> bool:
 
 
 def _tried(field: str, function: str, arguments: str) -> str:
-    """Import the user's code, in a process of its own: it may be slow, print, or hold on to anything."""
-    path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     try:
-        done = subprocess.run(  # noqa: S603 - our own script
-            [sys.executable, "-c", _OWN_CODE_SCRIPT, field, function, arguments],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{field}: importing {function} took more than {_IMPORT_LIMIT_S:.0f} s"
+        lines = complaints(field, function, _OWN_CODE_SCRIPT, field, function, arguments)
+    except ConfigError as error:
+        return str(error)
     # Anything else that went wrong says nothing about the job.
-    lines = done.stderr.splitlines() if done.returncode else []
     return next((line.removeprefix(_ERROR) for line in reversed(lines) if line.startswith(_ERROR)), "")

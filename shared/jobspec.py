@@ -71,8 +71,14 @@ class SamplingSpec(Section):
     """How rollouts are drawn."""
 
     temperature: float = Field(1.0, ge=0)
+    """0, the most likely token each time, is for jobs of kind eval."""
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int = Field(256, ge=1)
+
+    @property
+    def scored_temperature(self) -> float:
+        """Return the temperature that log-probabilities are of: at 0 a draw is a certainty, so the model's own."""
+        return self.temperature or 1.0
 
 
 class ElasticSpec(Section):
@@ -159,20 +165,27 @@ class JobSpec(Section):
             raise ValueError(f"a job of kind {kind} {_BECAUSE[kind]}: remove it")
         return value
 
+    @field_validator("sampling")
+    @classmethod
+    def _can_be_learnt_from(cls, value: SamplingSpec, info: ValidationInfo) -> SamplingSpec:
+        if info.data.get("kind") == "rl" and value.temperature == 0:
+            raise ValueError("sampling.temperature: 0 makes all completions of a group alike: give a value above 0")
+        return value
+
     @field_validator("data")
     @classmethod
     def _has_what_the_kind_reads(cls, value: DataSpec, info: ValidationInfo) -> DataSpec:
         kind: Kind | None = info.data.get("kind")
         if kind == "eval" and value.eval is None:
-            raise ValueError("a job of kind eval needs data.eval")
+            raise ValueError("data.eval: a job of kind eval needs it")
         if kind == "eval" and value.train is not None:
-            raise ValueError("a job of kind eval reads only data.eval: remove data.train")
+            raise ValueError("data.train: a job of kind eval reads only data.eval: remove it")
         if kind in {"rl", "sft"} and value.train is None:
-            raise ValueError(f"a job of kind {kind} needs data.train")
+            raise ValueError(f"data.train: a job of kind {kind} needs it")
         if kind in {"sft", "eval"} and value.curriculum is not None:
-            raise ValueError("curriculum is for jobs of kind rl: remove it")
+            raise ValueError("data.curriculum: it is for jobs of kind rl: remove it")
         if kind in {"rl", "eval"} and value.max_completion_tokens is not None:
-            raise ValueError("max_completion_tokens is for jobs of kind sft: set sampling.max_tokens in its place")
+            raise ValueError("data.max_completion_tokens: it is for jobs of kind sft: set sampling.max_tokens instead")
         return value
 
     @model_validator(mode="after")
@@ -194,6 +207,21 @@ class JobSpec(Section):
             raise ValueError("elastic.weights: a job of kind eval trains no adapter: remove it")
         if self.kind == "sft" and self.elastic.model_copy(update={"weights": "full"}) != ElasticSpec():
             raise ValueError("elastic: a job of kind sft generates nothing: remove all but elastic.weights")
+        return self
+
+    @model_validator(mode="after")
+    def _can_begin_elsewhere(self) -> Self:
+        if self.trainer.begins_elsewhere and self.kind == "eval":
+            raise ValueError(
+                "trainer.resume: a job of kind eval begins with a model, not with another job's checkpoint: remove it, "
+                "and name that job's model (model: .rlboost/runs/JOB/model)"
+            )
+        if self.trainer.begins_elsewhere and self.data.curriculum is not None:
+            raise ValueError(
+                "trainer.resume: another job's checkpoint does not say what became of its prompts, which "
+                "data.curriculum needs: begin with that job's weights (model: .rlboost/runs/JOB/model, and no "
+                "trainer.resume), or remove data.curriculum"
+            )
         return self
 
     @model_validator(mode="after")
@@ -279,7 +307,8 @@ def set_by_override(raw: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     node = raw
     for parent in parents:
-        child = node.setdefault(parent, {})
+        if (child := node.get(parent)) is None:
+            child = node[parent] = {}
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {parent} is not a section")
         node = child

@@ -79,6 +79,16 @@ def n_parameters(model: Path) -> int:
     return sum(map(math.prod, tensors_of(model).values()))
 
 
+def files_beside_weights(model: Path) -> list[Path]:
+    """Return the directory's files, all but those that hold weights.
+
+    Raises:
+        OSError: it cannot be read.
+
+    """
+    return [file for file in model.iterdir() if file.is_file() and not file.name.endswith(_WEIGHTS)]
+
+
 def copy_without_weights(model: Path, to: Path) -> None:
     """Copy the directory's files into another one, all but those that hold weights.
 
@@ -86,9 +96,8 @@ def copy_without_weights(model: Path, to: Path) -> None:
         OSError: one cannot be read or written.
 
     """
-    for file in model.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHTS):
-            shutil.copyfile(file, to / file.name)
+    for file in files_beside_weights(model):
+        shutil.copyfile(file, to / file.name)
 
 
 def declare_dtype(folder: Path, dtype: str) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from shared.errors import ConfigError
 from shared.reward_call import Unfit, load
 
-
 _changed_at: dict[str, int] = {}
 """Module -> when its file had changed last when it was read, in nanoseconds."""
 

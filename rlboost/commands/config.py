@@ -23,15 +23,21 @@ def check(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what is wrong with a job file: its fields, and the model, data and reward that it names."""
-    from rlboost.jobcheck import problems  # noqa: PLC0415 - keeps --help quick
+    """Tell what is wrong with a job file: its fields, the model and data, and the functions that it names.
 
-    found = problems(job_file, overrides or [])
+    Those are the reward, the environment, the loss and the curriculum. Libraries that it needs to be trained and that
+    are missing here are warned of.
+    """
+    from rlboost import jobcheck  # noqa: PLC0415 - keeps --help quick
+
+    found = jobcheck.check(job_file, overrides or [])
     if as_json:
-        print_json({"ok": not found, "problems": found})
-    for problem in found:
+        print_json({"ok": not found.problems, "problems": found.problems, "warnings": found.warnings})
+    for problem in found.problems:
         typer.echo(f"rlboost: {job_file}: {problem}", err=True)
-    if found:
+    for warning in found.warnings:
+        typer.echo(f"rlboost: {job_file}: warning: {warning}, if it is to be trained on this machine", err=True)
+    if found.problems:
         raise typer.Exit(EXIT_CONFIG)
     if not as_json:
         typer.echo(f"{job_file}: no problem found")

@@ -52,14 +52,15 @@ def evaluate(
             raw = jobspec.load(target, overrides)
         else:
             raw = client.jobs.spec(target)
-            model = model or _final_model(client, target)
+            raw["model"] = None
             for override in overrides or []:
                 jobspec.set_by_override(raw, override)
+            model = model or raw["model"] or _final_model(client, target)
         try:
             job = jobfile.complete(evaluation_of(raw, model, samples))
         except ConfigError as error:
             raise ConfigError(f"{target}: {error}") from error
-        ended, row = _watch(client, client.jobs.create(job)["id"])
+        ended, row = _watched(client, client.jobs.create(job)["id"])
     if as_json:
         print_json({"job": ended, "model": job["model"], "metrics": row})
     if ended["state"] != "completed":
@@ -67,7 +68,8 @@ def evaluate(
         raise typer.Exit(EXIT_FAILED)
     if not as_json:
         shown = [(name, f"{value:.4g}") for name, value in sorted(row.items()) if _is_shown(name, value)]
-        print_table(f"{job['model']}, evaluated by {ended['id']}", ("", ""), shown)
+        typer.echo(f"{job['model']}, evaluated by {ended['id']}")
+        print_table("", ("", ""), shown)
 
 
 def _final_model(client: Client, job_id: str) -> str:
@@ -83,6 +85,17 @@ def _final_model(client: Client, job_id: str) -> str:
     if not saved:
         raise ConfigError(f"where {job_id} saved its model is not known (any more): name it with --model")
     return str(saved[-1])
+
+
+def _watched(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """See `_watch`; who asked for an evaluation and goes away wants it no more."""
+    typer.echo(f"created {job_id}", err=True)
+    try:
+        return _watch(client, job_id)
+    except KeyboardInterrupt:
+        client.jobs.cancel(job_id)
+        typer.echo(f"cancelled {job_id}", err=True)
+        raise
 
 
 def _watch(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]:

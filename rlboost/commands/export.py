@@ -33,17 +33,18 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
 ) -> None:
     """Write a job's model as a Hugging Face folder: what a finished run left, or a version that is kept."""
     from rlboost import export as work  # noqa: PLC0415 - keeps --help quick
+    from rlboost.export_folder import new_folder  # noqa: PLC0415 - likewise
 
     wanted = work.Wanted(job, version, adapter)
     # A system elsewhere has its runs there.
     left = None if os.environ.get("RLBOOST_URL") else work.finished(state / "runs", wanted)
-    with work.new_folder(out, force=force) as aside:
+    with new_folder(out, force=force, adapter=adapter) as to:
         if left is not None:
-            done = work.copy(left, aside)
+            done = work.copy(left, to)
         else:
             _, token = endpoint(state)
             with connect(state) as client:
-                done = work.from_store(client, wanted, weight_store, token, model, aside)
+                done = work.from_store(client, wanted, weight_store, token, model, to)
     if as_json:
         print_json({"job": job, "version": done.version, "path": str(out.absolute())})
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost.jobcheck import problems
+from rlboost import jobcheck
 from services.trainer.adapters.data import load_data
 from services.trainer.adapters.own_judge import own_judge
 from services.trainer.adapters.own_loss import own_loss
@@ -48,7 +48,7 @@ def job(**changes: Any) -> dict[str, Any]:
 
 def check(**changes: Any) -> list[str]:
     Path("job.yaml").write_text(yaml.safe_dump(job(**changes)))
-    return problems(Path("job.yaml"), [])
+    return jobcheck.check(Path("job.yaml"), []).problems
 
 
 def trainers_words(call: Any) -> str:
@@ -149,7 +149,7 @@ def test_functions_that_run_in_the_trainer_are_tried_as_it_does(folder: Path, mo
     assert skips == trainers_words(lambda: own_judge("mine:none", []))
 
 
-def test_libraries_that_the_job_needs_are_named_where_a_trainer_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_the_job_needs_are_warned_of_where_a_trainer_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
     there = {"torch", "transformers"}
     for module in ("rlboost.modelcheck", "shared.runlog"):
@@ -159,11 +159,21 @@ def test_libraries_that_the_job_needs_are_named_where_a_trainer_may_run(monkeypa
         "log": {"wandb": {"project": "p"}, "tensorboard": True},
         "trainer": {"backend": "megatron"},
     }
-    assert check(**asked) == [
+    assert check(**asked) == []
+    assert jobcheck.check(Path("job.yaml"), []).warnings == [
         "log.wandb needs wandb: install it with: pip install 'rlboost[logs]'",
         "log.tensorboard needs tensorboard: install it with: pip install 'rlboost[logs]'",
         "trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'",
         "data.train: openai/gsm8k needs the library datasets: pip install 'rlboost[data]'",
     ]
     there.clear()
-    assert check(**asked) == []
+    assert jobcheck.check(Path("job.yaml"), []) == ([], [])
+
+
+def test_own_code_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.tried._LIMIT_S", 0.0)
+    assert check(algorithm={"loss": "mine:loss"}) == [
+        "reward.function: importing mine:score took more than 0 s",
+        "algorithm.loss: importing mine:loss took more than 0 s",
+    ]

@@ -48,18 +48,14 @@ def test_wandb_has_one_run_by_the_jobs_id_with_its_settings_and_steps(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     job = spec(name="sums", log={"wandb": {"project": "maths", "group": "g", "tags": ["a", "b"]}})
-    # Two folders: W&B's own names have whole seconds.
-    for folder, steps in (("first", (0, 4)), ("second", (2, 6))):
-        assert run(tmp_path / folder, job, *steps) == []
-    [first] = tmp_path.glob("first/wandb/offline-run-*/run-job-1-ab12.wandb")
-    [second] = tmp_path.glob("second/wandb/offline-run-*/run-job-1-ab12.wandb")
-    begun = next(record.run for record in wandb_file.records(first) if record.HasField("run"))
+    assert run(tmp_path, job, 2, 6) == []
+    [file] = tmp_path.glob("wandb/offline-run-*/run-job-1-ab12.wandb")
+    begun = next(record.run for record in wandb_file.records(file) if record.HasField("run"))
     assert (begun.run_id, begun.project, begun.display_name) == ("job-1-ab12", "maths", "sums")
     assert (begun.run_group, list(begun.tags)) == ("g", ["a", "b"])
     config = {item.key: json.loads(item.value_json) for item in begun.config.update}
     assert config["algorithm"]["group_size"] == 2
-    assert _history(first) == {step: ROWS[step] for step in range(4)}
-    assert _history(second) == {step: ROWS[step] for step in range(2, 6)}
+    assert _history(file) == {step: ROWS[step] for step in range(2, 6)}
 
 
 def _history(file: Path) -> dict[int, dict[str, float]]:
@@ -86,7 +82,8 @@ async def test_what_wandb_says_when_it_cannot_begin_is_passed_on(
         return bool(told)
 
     await eventually(it_is_told, within_s=60.0)
-    assert told[0].startswith("log.wandb: wandb.errors.errors.UsageError: No API key configured")
+    assert told[0].startswith("log.wandb: ")
+    assert "No API key" in told[0]
     log.close(5.0)
 
 

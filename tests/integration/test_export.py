@@ -16,7 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from rlboost import client, export
+from rlboost import client, export_folder
 from rlboost.cli import app
 from services.trainer.adapters.torch_policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
@@ -152,7 +152,7 @@ def test_a_large_model_is_cut_into_files_that_transformers_finds(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [engine] = system.trained(1)
-    monkeypatch.setattr(export, "_FILE_BYTES", 20_000)
+    monkeypatch.setattr(export_folder, "_FILE_BYTES", 20_000)
     assert system.export().exit_code == 0
     assert len(list(system.out.glob("model-0000*-of-0000*.safetensors"))) > 2
     model: Any = AutoModelForCausalLM.from_pretrained(system.out)
@@ -201,6 +201,7 @@ def test_what_a_finished_run_left_is_copied_without_any_system(tmp_path: Path, m
         folder = tmp_path / ".rlboost/runs/sums-1" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(name)
+        (folder / "notes").mkdir()
     run = CliRunner().invoke
     done = run(app, ["export", "sums-1", "--out", "a"])
     assert done.stdout == ".rlboost/runs/sums-1/model is in a\n"

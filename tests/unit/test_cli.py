@@ -334,6 +334,19 @@ def test_a_good_job_file_passes_the_check() -> None:
     assert (result.exit_code, result.stdout) == (0, "job.yaml: no problem found\n"), result.stderr
 
 
+def test_a_library_that_only_the_trainers_machine_needs_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.modelcheck.find_spec", lambda name: None if name == "megatron" else name)
+    write_job(trainer={"backend": "megatron"}, model="someone/somewhere")
+    result = rlboost("config", "check", "job.yaml")
+    assert (result.exit_code, result.stdout) == (0, "job.yaml: no problem found\n"), result.stderr
+    assert result.stderr == (
+        "rlboost: job.yaml: warning: trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]', "
+        "if it is to be trained on this machine\n"
+    )
+    told = json.loads(rlboost("config", "check", "job.yaml", "--json").stdout)
+    assert (told["ok"], told["problems"], len(told["warnings"])) == (True, [], 1)
+
+
 def test_each_wrong_field_is_one_line() -> None:
     write_job(stepz=1, steps=0)
     result = rlboost("config", "check", "job.yaml")

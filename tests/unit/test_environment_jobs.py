@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost.jobcheck import problems
+from rlboost import jobcheck
 from services.rollout_manager.domain.intake import recall_delivered
 from services.rollout_manager.domain.ledger import Sample
 from services.rollout_manager.domain.lengths import Lengths
@@ -66,7 +66,9 @@ def test_config_check_tries_the_environment(
     monkeypatch.chdir(tmp_path)
     environment = {"function": f"tests.support.environments:{function}"}
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, "environment": environment}))
-    found = [text for text in problems(Path("job.yaml"), []) if text.startswith("environment.function: ")]
+    found = [
+        text for text in jobcheck.check(Path("job.yaml"), []).problems if text.startswith("environment.function: ")
+    ]
     assert len(found) == len(problem)
     assert all(expected in text for expected, text in zip(problem, found, strict=True))
 

@@ -100,3 +100,21 @@ def test_a_job_without_held_out_data_is_refused_before_anything_is_sent(rest: Fa
     assert result.exit_code == 2
     assert "rlboost: job.yaml: data.eval is not set" in result.stderr
     assert rest.requests == []
+
+
+def test_a_model_among_the_values_that_win_is_evaluated_in_place_of_a_completed_jobs(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/done/spec", ok({**JOB, "reward": None}))
+    assert rlboost("done", "model=elsewhere", "reward.function=a:b").exit_code == 0
+    assert (sent(rest)["model"], sent(rest)["reward"]["function"]) == ("elsewhere", "a:b")
+
+
+def test_who_goes_away_cancels_the_evaluation(rest: FakeRest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow, "follow", interrupted)
+    rest.on("POST /v1/jobs/j-1/cancel", ok({"id": "j-1", "state": "cancelled"}, 202))
+    result = rlboost("job.yaml")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[:2] == ["created j-1", "cancelled j-1"]
+    assert [r.url.path for r in rest.requests if r.method == "POST"] == ["/v1/jobs", "/v1/jobs/j-1/cancel"]

@@ -10,6 +10,7 @@ import pytest
 from rlboost.evaljob import evaluation_of
 from shared.errors import ConfigError
 from shared.jobspec import parse, to_json
+from shared.training import TrainerSpec
 
 REWARD = {"function": "a:b"}
 JOBS: dict[str, dict[str, Any]] = {
@@ -31,17 +32,22 @@ def test_what_a_job_of_a_kind_needs_is_enough_and_survives_its_resolved_form(kin
     [
         ("rl", {"reward": None}, "reward: a job of kind rl needs it, or an environment"),
         ("rl", {"steps": 0}, "steps: a job of kind rl needs at least one"),
-        ("rl", {"data": {}}, r"data: a job of kind rl needs data\.train"),
-        ("rl", {"data": {"train": "t", "max_completion_tokens": 9}}, r"data: .* set sampling\.max_tokens"),
+        ("rl", {"data": {}}, r"data\.train: a job of kind rl needs it"),
+        (
+            "rl",
+            {"data": {"train": "t", "max_completion_tokens": 9}},
+            r"data\.max_completion_tokens: .* set sampling\.max_tokens",
+        ),
+        ("rl", {"sampling": {"temperature": 0}}, r"^sampling\.temperature: 0 makes all completions of a group"),
         ("sft", {"steps": 0}, "steps: a job of kind sft needs at least one"),
-        ("sft", {"data": {}}, r"data: a job of kind sft needs data\.train"),
+        ("sft", {"data": {}}, r"data\.train: a job of kind sft needs it"),
         ("sft", {"reward": REWARD}, "reward: a job of kind sft generates nothing: remove it"),
         ("sft", {"algorithm": {"name": "rloo"}}, "algorithm: a job of kind sft generates nothing"),
         ("sft", {"sampling": {"temperature": 0.7}}, "sampling: a job of kind sft generates nothing"),
         ("sft", {"elastic": {"seeding": 1.0}}, r"elastic: .* remove all but elastic\.weights"),
         ("sft", {"data": {"train": "t", "eval": "e"}, "eval": {}}, "eval: a job of kind sft generates nothing"),
-        ("eval", {"data": {}}, r"data: a job of kind eval needs data\.eval"),
-        ("eval", {"data": {"train": "t", "eval": "e"}}, r"data: .* remove data\.train"),
+        ("eval", {"data": {}}, r"data\.eval: a job of kind eval needs it"),
+        ("eval", {"data": {"train": "t", "eval": "e"}}, r"data\.train: .* remove it"),
         ("eval", {"reward": None}, "reward: a job of kind eval needs it"),
         ("eval", {"eval": None}, r"eval: a job of kind eval needs it, if only \{samples: 256\}"),
         ("eval", {"steps": 2}, "steps: a job of kind eval trains nothing: remove it"),
@@ -53,6 +59,13 @@ def test_what_a_job_of_a_kind_needs_is_enough_and_survives_its_resolved_form(kin
 def test_what_does_not_suit_the_kind_is_refused_by_name(kind: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         parse({**JOBS[kind], **changes})
+
+
+def test_an_evaluation_may_be_greedy_and_is_scored_at_a_temperature_that_can_be() -> None:
+    sampling = parse({**JOBS["eval"], "sampling": {"temperature": 0}}).sampling
+    assert (sampling.temperature, sampling.scored_temperature) == (0, 1)
+    sampling = parse({**JOBS["eval"], "sampling": {"temperature": 0.7}}).sampling
+    assert sampling.scored_temperature == 0.7
 
 
 def test_an_adapter_may_be_fine_tuned() -> None:
@@ -81,6 +94,59 @@ def test_the_evaluation_of_a_job_has_its_data_reward_and_sampling_and_nothing_of
         assert made.eval is not None
         assert (made.eval.samples, made.eval.pass_reward) == (30, 0.5)
     assert parse(evaluation_of(json.loads(to_json(made)))) == made.model_copy(update={"model": "other"})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "kept"),
+    [
+        ({"data_parallel": 8}, {"data_parallel": 8}),
+        ({"offload": "all"}, {"offload": "all"}),
+        (
+            {"backend": "megatron", "tensor_parallel": 2, "data_parallel": 8, "distributed_optimizer": True},
+            {"backend": "megatron", "tensor_parallel": 2},
+        ),
+    ],
+)
+def test_a_model_that_needs_room_has_it_in_its_evaluation_too(trainer: dict[str, Any], kept: dict[str, Any]) -> None:
+    job = {**JOBS["rl"], "data": {"train": "t", "eval": "e"}, "trainer": trainer}
+    for given in (job, json.loads(to_json(parse(job)))):
+        assert parse(evaluation_of(given)).trainer == TrainerSpec(**kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": None}, "model: Field required"),
+        ({"data": "x.jsonl"}, "data: Input should be a valid dictionary or instance of DataSpec"),
+        ({"trainer": 3}, "trainer: Input should be a valid dictionary or instance of TrainerSpec"),
+        ({"eval": "often"}, "eval: Input should be a valid dictionary or instance of EvalSpec"),
+    ],
+)
+def test_what_is_wrong_with_a_job_is_wrong_with_its_evaluation(changes: dict[str, Any], text: str) -> None:
+    job = {**JOBS["rl"], "data": {"eval": "e"}, **changes}
+    with pytest.raises(ConfigError, match=text):
+        parse(evaluation_of(job, samples=3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "text"),
+    [
+        ("eval", {}, r"trainer\.resume: a job of kind eval begins with a model.*model: \.rlboost/runs/JOB/model"),
+        (
+            "rl",
+            {"data": {"train": "t", "curriculum": {"skip_solved_above": 0.9}}},
+            r"trainer\.resume: .*data\.curriculum needs: .*model: \.rlboost/runs/JOB/model",
+        ),
+    ],
+)
+def test_what_cannot_begin_with_another_jobs_checkpoint_is_refused(
+    kind: str, changes: dict[str, Any], text: str
+) -> None:
+    job = {**JOBS[kind], **changes}
+    for resume in ("auto", "never"):
+        parse({**job, "trainer": {"resume": resume}})
+    with pytest.raises(ConfigError, match=text):
+        parse({**job, "trainer": {"resume": "runs/a"}})
 
 
 def test_a_job_without_held_out_data_or_reward_cannot_be_evaluated() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost.jobcheck import problems
+from rlboost import jobcheck
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
 
@@ -39,7 +39,7 @@ def check(**changes: Any) -> list[str]:
         "steps": 1,
     }
     Path("job.yaml").write_text(yaml.safe_dump({**job, **changes}))
-    return problems(Path("job.yaml"), [])
+    return jobcheck.check(Path("job.yaml"), []).problems
 
 
 def test_chat_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
@@ -64,6 +64,15 @@ def test_what_is_no_prompt_is_named(folder: Path, text: str, problem: str) -> No
     (folder / "train.jsonl").write_text(text)
     [found] = check(reward={"function": "my_reward:score"})
     assert found.startswith(f"data.train: {problem}")
+
+
+def test_a_folder_to_go_on_from_must_be_there_unless_it_is_in_an_object_store(folder: Path) -> None:
+    assert check(trainer={"resume": ".rlboost/runs/a"})[0].startswith(
+        "trainer.resume: there is no .rlboost/runs/a: give"
+    )
+    (folder / ".rlboost/runs/a").mkdir(parents=True)
+    for resume in (".rlboost/runs/a", "s3://checkpoints/a", "auto", "never"):
+        assert not [problem for problem in check(trainer={"resume": resume}) if "resume" in problem]
 
 
 def test_each_of_several_functions_is_tried() -> None:
@@ -94,7 +103,7 @@ def test_a_job_that_imitates_needs_completions_and_no_reward(folder: Path, text:
     (folder / "train.jsonl").write_text(text)
     job = {"kind": "sft", "model": "base", "data": {"train": "train.jsonl"}, "steps": 1}
     Path("job.yaml").write_text(yaml.safe_dump(job))
-    found = problems(Path("job.yaml"), [])
+    found = jobcheck.check(Path("job.yaml"), []).problems
     assert len(found) == bool(problem)
     assert all(line.startswith(f"data.train: {problem}") for line in found)
 
@@ -102,6 +111,6 @@ def test_a_job_that_imitates_needs_completions_and_no_reward(folder: Path, text:
 def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
     job = {"kind": "eval", "model": "base", "data": {"eval": "train.jsonl"}, "reward": {"function": "my_reward:score"}}
     Path("job.yaml").write_text(yaml.safe_dump({**job, "eval": {"samples": 4}}))
-    assert problems(Path("job.yaml"), []) == []
+    assert jobcheck.check(Path("job.yaml"), []).problems == []
     Path("job.yaml").write_text(yaml.safe_dump({**job, "eval": {"samples": 4}, "steps": 3}))
-    assert problems(Path("job.yaml"), []) == ["steps: a job of kind eval trains nothing: remove it"]
+    assert jobcheck.check(Path("job.yaml"), []).problems == ["steps: a job of kind eval trains nothing: remove it"]

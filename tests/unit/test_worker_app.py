@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.rollout_worker.domain import frames
+from services.rollout_worker.domain.kv_room import Room
 from services.rollout_worker.domain.notices import Advice, Notice
 from services.rollout_worker.fakes import FakeStagedWeights
 from services.rollout_worker.watchdog import Watchdog
@@ -588,6 +589,19 @@ async def test_a_dead_engine_ends_the_process_with_a_last_word() -> None:
     (left,) = await rig.manager.heard(WorkerLeft)
     assert "out of memory" in left.reason
     assert not left.died_with
+
+
+async def test_a_dead_engine_is_blamed_on_the_samples_that_ran_and_not_on_those_that_waited_for_room() -> None:
+    rig = Rig(room=Room(slots=4, max_len=4096, tokens=2 * 4096))
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, 3, max_tokens=4000))
+    await rig.manager.until_made((1, 1), (2, 1), tokens=5)
+    assert rig.engine.stats().pending == 1, "there are slots, but no room"
+    rig.engine.fail(RuntimeError("out of memory"))
+    assert "out of memory" in await _failure(running)
+    (left,) = await rig.manager.heard(WorkerLeft)
+    assert ints(left.died_with, U64) == [1, 2]
 
 
 async def test_an_engine_that_hangs_ends_the_process_with_all_its_tokens_in_the_log_and_a_last_word() -> None:
