@@ -196,6 +196,7 @@ class StepIntake:
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:
         self.tally.dropped[reason] += 1
+        self.tally.first_detail = self.tally.first_detail or detail
         await self._job.link.tell("group_dropped", group=str(SampleId.unpack(group)), reason=reason, detail=detail)
 
     def _begins(self, group: PlannedGroup) -> bytes:

@@ -78,8 +78,8 @@ class StepRun:
         needed = self._tally.evaluated if self._job.spec.kind == "eval" else self._tally.scored
         if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):
             raise Fatal(
-                f"not one group of step {self._step} could be scored ({dict(self._tally.dropped)}): see the job's "
-                f"events for the reasons, and mend {self._suspect()}"
+                f"not one group of step {self._step} could be scored ({dict(self._tally.dropped)}; the first: "
+                f"{self._tally.first_detail or 'nothing more is known'}): mend {self._suspect()}"
             )
         return self._tally
 

@@ -338,12 +338,13 @@ async def test_a_group_whose_sample_cannot_be_generated_is_dropped_whole(tmp_pat
 
 async def test_a_reward_function_that_never_answers_fails_the_job_and_not_the_trainer(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.reward = lambda _batch: Scores(None, "timeout", "")
+    rig.reward = lambda _batch: Scores(None, "timeout", "no answer in 5 s")
     async with rig.trainer():
         await rig.command("create")
         report = await rig.ended()
         assert report.state == "failed"
         assert "not one group of step 0 could be scored" in report.error
+        assert "the first: no answer in 5 s" in report.error
         assert "m:f" in report.error
 
 

@@ -69,6 +69,8 @@ class StepTally:
     """The least reward of a completion that passes an evaluation."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> groups, training and evaluation."""
+    first_detail: str = ""
+    """What was said of the first of them."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Reason -> training groups that were scored and are not in the loss."""
     penalties: list[float] = field(default_factory=list)
