@@ -107,7 +107,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def trained_logits(engine: TorchPolicy) -> torch.Tensor:
-    engine._selected = None  # all positions, which gives the head's input one more dimension
+    engine._forward._selected = None  # all positions, which gives the head's input one more dimension
     found = logits(engine._model)
     return found.reshape(*PROMPT.shape, -1)
 
@@ -236,7 +236,7 @@ def test_with_force_other_files_stay_and_old_weights_go(system: System) -> None:
 
 def test_an_unknown_job_and_one_without_weights_are_told(system: System) -> None:
     assert system.export().stderr == (
-        f"rlboost: {system.job} has no weights in the store yet: its first version comes when it starts\n"
+        f"rlboost: {system.job} has no weights in the store: the first comes when it starts, see 'rlboost status'\n"
     )
     system.rest.on(f"GET /v1/jobs/{system.job}/spec", problem(404, "No such job", "there is no job"))
     assert system.export().stderr == f"rlboost: there is no job '{system.job}': 'rlboost ps' lists them\n"
