@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shared.ids import MAX_GROUP_SIZE
-from shared.validation import Section, off_is_no_boolean
+from shared.validation import FunctionPath, Section, off_is_no_boolean
 
 Advantage = Literal[
     "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "gae", "best_worst"
@@ -222,7 +222,7 @@ class AlgorithmSpec(BaseModel):
     """What a sample's reward is compared with; `best_worst` makes a pair of each group and takes nothing else of it."""
     equal_groups: Literal["drop", "keep"] | None = "drop"
     """Whether groups whose rewards are all equal are left out of the loss, or count in its denominator."""
-    loss: str | None = None
+    loss: FunctionPath | None = None
     """`module:function`: the tokens' losses by a function of yours, in place of `ratio` and `clip`."""
     ratio: RatioLevel | None = "token"
     """Of what the ratio of new to old probability is: each token, or the whole completion (a geometric mean)."""
@@ -286,14 +286,6 @@ class AlgorithmSpec(BaseModel):
     @classmethod
     def _off_is_no_boolean(cls, value: object) -> object:
         return off_is_no_boolean(value)
-
-    @field_validator("loss")
-    @classmethod
-    def _has_a_colon(cls, value: str | None) -> str | None:
-        module, _, name = (value or "m:f").partition(":")
-        if not module or not name:
-            raise ValueError(f"{value!r} is not of the form package.module:function")
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

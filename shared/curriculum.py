@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from shared.validation import Section
+from shared.validation import FunctionPath, Section
 
 
 class CurriculumSpec(Section):
@@ -20,16 +20,8 @@ class CurriculumSpec(Section):
     """How many groups are looked at; a prompt that has had fewer is never skipped by the two above."""
     retry_steps: int | None = Field(None, ge=1)
     """A prompt whose last group is so many steps ago or more is not skipped."""
-    function: str | None = None
+    function: FunctionPath | None = None
     """`package.module:function`, which gets the means of all groups so far, oldest first, and says whether to skip."""
-
-    @field_validator("function")
-    @classmethod
-    def _has_a_colon(cls, value: str | None) -> str | None:
-        module, _, name = (value or "m:f").partition(":")
-        if not module or not name:
-            raise ValueError(f"{value!r} is not of the form package.module:function")
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

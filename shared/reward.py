@@ -7,19 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from shared.validation import Section
+from shared.validation import FunctionPath, Section
 
 RewardStyle = Literal["auto", "trl", "verl"]
 """How a reward function is called; `auto` looks at the names of its parameters."""
-
-
-def _function_path(value: str | None) -> str | None:
-    if value is None:
-        return None
-    module, _, name = value.partition(":")
-    if not module or not name:
-        raise ValueError(f"{value!r} is not of the form package.module:function")
-    return value
 
 
 def _address(value: str | None) -> str | None:
@@ -28,14 +19,13 @@ def _address(value: str | None) -> str | None:
     return value
 
 
-FunctionPath = Annotated[str | None, AfterValidator(_function_path)]
 Address = Annotated[str | None, AfterValidator(_address)]
 
 
 class RewardPart(Section):
     """One of several reward functions."""
 
-    function: FunctionPath = None
+    function: FunctionPath | None = None
     """`package.module:function`."""
     url: Address = None
     """In place of a function: where the group is sent by POST, see `services.trainer.remote_reward`."""
@@ -68,7 +58,7 @@ class RewardSpec(Section):
     `f(data_source, solution_str, ground_truth, extra_info)`; it may be async.
     """
 
-    function: FunctionPath = None
+    function: FunctionPath | None = None
     url: Address = None
     style: RewardStyle = "auto"
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -101,7 +91,7 @@ class RewardSpec(Section):
 class EnvironmentSpec(Section):
     """What answers the model in turns; see `shared.environment`."""
 
-    function: Annotated[str, AfterValidator(_function_path)]
+    function: FunctionPath
     """`package.module:function`, or a class: called for each conversation, it returns an environment."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Given to the function by name."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 _WORD = "literal["
@@ -13,6 +14,17 @@ _WORD = "literal["
 _SHOULD = "Input should be "
 _NAMED = re.compile(r"([a-z_]+(?:\.[a-z_]+)+): ")
 """How a rule about several fields begins that blames one of them."""
+
+
+def _function_path(value: str) -> str:
+    module, _, name = value.partition(":")
+    if not module or not name:
+        raise ValueError(f"{value!r} is not of the form package.module:function")
+    return value
+
+
+FunctionPath = Annotated[str, AfterValidator(_function_path)]
+"""Where a function of the user's is: `package.module:function`."""
 
 
 class Section(BaseModel):

@@ -123,6 +123,15 @@ class Rig:
         """Do at once what time does to a dead trainer's lease."""
         self.bus._leases.clear()
 
+    async def killed_in(self, step: int) -> None:
+        """Have a job made, and its trainer killed while it waits for this step's samples; then its lease runs out."""
+        self.manager.held = {step}
+        async with self.trainer(killed=True):
+            await self.command("create")
+            await self.waits_for(f"samples of step {step}")
+        self.manager.held = set()
+        self.lease_runs_out()
+
     async def waits_for(self, what: str) -> None:
         """Return once the trainer waits for this."""
         await eventually(lambda: what in [wait.for_ for wait in self.waits.current()])

@@ -50,12 +50,7 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
     expected = await undisturbed(tmp_path / "a")
     for killed_in in (0, 3):
         rig = rig_in(tmp_path / f"b{killed_in}")
-        rig.manager.held = {killed_in}
-        async with rig.trainer(killed=True):
-            await rig.command("create")
-            await rig.waits_for(f"samples of step {killed_in}")
-        rig.manager.held = set()
-        rig.lease_runs_out()
+        await rig.killed_in(killed_in)
         async with rig.trainer():
             assert (await rig.ended()).state == "completed"
         assert rig.weights.versions == expected.weights.versions

@@ -201,12 +201,7 @@ async def test_a_job_that_is_killed_asks_for_the_same_prompts_and_ends_with_the_
     for killed_in in (3, 5):
         rig = Rig(tmp_path / f"b{killed_in}", what)
         rig.reward = by_row
-        rig.manager.held = {killed_in}
-        async with rig.trainer(killed=True):
-            await rig.command("create")
-            await rig.waits_for(f"samples of step {killed_in}")
-        rig.manager.held = set()
-        rig.lease_runs_out()
+        await rig.killed_in(killed_in)
         # What is judged anew may be judged otherwise; what was asked for stays what was asked for.
         async with rig.trainer():
             assert (await rig.ended()).state == "completed"

@@ -120,12 +120,7 @@ async def test_a_killed_trainers_successor_uses_the_same_samples_and_ends_with_t
         await undisturbed.ended()
     for killed_in in range(5):
         rig = Rig(tmp_path / f"b{killed_in}", job)
-        rig.manager.held = {killed_in}
-        async with rig.trainer(killed=True):
-            await rig.command("create")
-            await rig.waits_for(f"samples of step {killed_in}")
-        rig.manager.held = set()
-        rig.lease_runs_out()
+        await rig.killed_in(killed_in)
         async with rig.trainer():
             assert (await rig.ended()).state == "completed"
         assert rig.weights.versions == undisturbed.weights.versions

@@ -5,24 +5,24 @@ It is a network of its own: a policy that moves would otherwise take its critic'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
 from services.trainer.adapters import torch_rows
+from services.trainer.adapters.torch_state import captured, load_state
 from services.trainer.domain.value_loss import value_loss
 from services.trainer.ports import Row, Snapshot
 from shared.algorithm import CriticSpec
 from shared.errors import ConfigError, Corrupt
 
-_FILE = "critic.safetensors"
-_WEIGHT, _MOMENT = "weight.", "optimizer."
+_PREFIX = "critic-"
+"""Of its files, beside the policy's."""
 
 
 class TorchCritic:
@@ -103,15 +103,7 @@ class TorchCritic:
 
     def snapshot(self) -> Snapshot:
         """Copy weights and moments to host memory; return what writes the copy: see `PolicyEngine.snapshot`."""
-        copy = {name: tensor.to("cpu", copy=True) for name, tensor in self._state().items()}
-
-        def write(directory: Path) -> None:
-            try:
-                save_file(copy, directory / _FILE)
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
-
-        return write
+        return captured(self.trained, self.optimizer, prefix=_PREFIX)
 
     def load(self, directory: Path) -> None:
         """Read what a snapshot wrote.
@@ -121,33 +113,9 @@ class TorchCritic:
 
         """
         try:
-            self._load_state(load_file(directory / _FILE))
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-            raise Corrupt(f"the critic in checkpoint {directory} does not fit this model: {error}") from error
-
-    def _state(self) -> dict[str, Tensor]:
-        """Return the weights and the optimizer's moments, by name; they are the critic's own, not copies."""
-        moments = self.optimizer.state_dict()["state"]
-        return {
-            **{f"{_WEIGHT}{name}": tensor.detach() for name, tensor in self.trained.items()},
-            **{
-                f"{_MOMENT}{name}.{key}": value
-                for index, name in enumerate(self.trained)
-                for key, value in moments.get(index, {}).items()
-            },
-        }
-
-    def _load_state(self, state: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, tensor in self.trained.items():
-                tensor.copy_(state[f"{_WEIGHT}{name}"])
-        moments: dict[int, dict[str, Tensor]] = {}
-        places = {name: index for index, name in enumerate(self.trained)}
-        for path, tensor in state.items():
-            if path.startswith(_MOMENT):
-                name, _, key = path.removeprefix(_MOMENT).rpartition(".")
-                moments.setdefault(places[name], {})[key] = tensor
-        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
+            load_state(directory, self.trained, self.optimizer, prefix=_PREFIX)
+        except Corrupt as error:
+            raise Corrupt(f"the critic in {error}") from error
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Return the values before all completion tokens, row after row, [tokens]."""

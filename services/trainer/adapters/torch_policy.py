@@ -220,13 +220,13 @@ class TorchPolicy:
 
     def snapshot(self) -> Snapshot:
         """See `PolicyEngine.snapshot`."""
-        write = captured(self._trained, self._optimizer, self._device)
+        write = captured(self._trained, self._optimizer, generators=self._device)
         return write if self._critic is None else in_turn(write, self._critic.snapshot())
 
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
         self._resting.wake()
-        load_state(directory, self._trained, self._optimizer, self._device)
+        load_state(directory, self._trained, self._optimizer, generators=self._device)
         if self._critic is not None:
             self._critic.load(directory)
         self.rest()

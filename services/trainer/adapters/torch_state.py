@@ -19,20 +19,35 @@ _OPTIMIZER_FILE = "optimizer.safetensors"
 _RNG, _CUDA_RNG = "rng", "rng.cuda"
 
 
-def captured(trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, device: torch.device) -> Snapshot:
-    """Copy what is trained, the optimizer's state and the generators' to host memory; return what writes the copy."""
+def captured(
+    trained: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    generators: torch.device | None = None,
+    prefix: str = "",
+) -> Snapshot:
+    """Copy what is trained and the optimizer's state to host memory; return what writes the copy.
+
+    Args:
+        trained: by name.
+        optimizer: of these.
+        generators: the device whose random generators' states go along, and the host's.
+        prefix: of the files' names.
+
+    """
     weights = {name: _host_copy(tensor) for name, tensor in trained.items()}
     state = {
         f"{index}.{key}": _host_copy(value)
         for index, values in optimizer.state_dict()["state"].items()
         for key, value in values.items()
     }
-    state |= _generators(device)
+    if generators is not None:
+        state |= _generators(generators)
 
     def write(directory: Path) -> None:
         try:
-            save_file(weights, directory / _MODEL_FILE)
-            save_file(state, directory / _OPTIMIZER_FILE)
+            save_file(weights, directory / f"{prefix}{_MODEL_FILE}")
+            save_file(state, directory / f"{prefix}{_OPTIMIZER_FILE}")
         except SafetensorError as error:
             raise OSError(str(error)) from error
 
@@ -50,23 +65,29 @@ def in_turn(*writers: Snapshot) -> Snapshot:
 
 
 def load_state(
-    directory: Path, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, device: torch.device
+    directory: Path,
+    trained: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    generators: torch.device | None = None,
+    prefix: str = "",
 ) -> None:
-    """Read what `captured` wrote.
+    """Read what `captured` wrote with the same arguments.
 
     Raises:
         Corrupt: it does not fit this model.
 
     """
     try:
-        tensors = load_file(directory / _MODEL_FILE)
-        state = load_file(directory / _OPTIMIZER_FILE)
+        tensors = load_file(directory / f"{prefix}{_MODEL_FILE}")
+        state = load_file(directory / f"{prefix}{_OPTIMIZER_FILE}")
         with torch.no_grad():
             for name, tensor in trained.items():
                 tensor.copy_(tensors[name])
-        torch.set_rng_state(state.pop(_RNG))
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state.pop(_CUDA_RNG), device)
+        if generators is not None:
+            torch.set_rng_state(state.pop(_RNG))
+            if generators.type == "cuda":
+                torch.cuda.set_rng_state(state.pop(_CUDA_RNG), generators)
         optimizer.load_state_dict({"state": _by_index(state), "param_groups": optimizer.state_dict()["param_groups"]})
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise Corrupt(f"checkpoint {directory} does not fit this model: {error}") from error
