@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from services.trainer.adapters.checkpoint import CheckpointFolder
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.ports import Row, TrainState
 from shared.columns import F32, I32, pack
 from shared.training import OptimizerSpec

@@ -24,10 +24,10 @@ import torch
 from services.rollout_worker.adapters.torch_engine import TorchEngine
 from services.rollout_worker.ports import Request
 from services.trainer.adapters.data import find_model, load_data
-from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.advantages import advantages
 from services.trainer.domain.batching import Accumulate, UpdatePlanner
-from services.trainer.domain.loss import job_loss
+from services.trainer.domain.loss.policy import job_loss
 from services.trainer.domain.plan import training_rows
 from services.trainer.domain.schedule import learning_rate
 from services.trainer.ports import Row

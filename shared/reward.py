@@ -28,7 +28,7 @@ class RewardPart(Section):
     function: FunctionPath | None = None
     """`package.module:function`."""
     url: Address = None
-    """In place of a function: where the group is sent by POST, see `services.trainer.remote_reward`."""
+    """In place of a function: where the group is sent by POST, see `services.trainer.children.remote_reward`."""
     weight: float = Field(1.0, allow_inf_nan=False)
     """What its rewards are multiplied by before they are added up; 0 only logs them."""
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.batching import Accumulate, UpdatePlanner
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.ports import Row
 from shared.columns import floats, ints
 from shared.training import OptimizerSpec

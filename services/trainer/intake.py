@@ -9,7 +9,6 @@ from operator import itemgetter
 from statistics import fmean
 
 from services.trainer.conversations import Conversations
-from services.trainer.curriculum import KeptCurriculum
 from services.trainer.device import DeviceThread
 from services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector
 from services.trainer.domain.metrics import ScoredGroup, StepTally
@@ -17,6 +16,7 @@ from services.trainer.domain.plan import PlannedGroup, plan_step
 from services.trainer.domain.schedule import learning_rate
 from services.trainer.link import JobLink
 from services.trainer.ports import Prompt, Workshop
+from services.trainer.recorded_curriculum import KeptCurriculum
 from services.trainer.scoring import question, summaries, with_environment
 from shared import names
 from shared.bus import Append

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.trainer.checkpoints import Checkpoints
-from services.trainer.curriculum import KeptCurriculum
 from services.trainer.device import DeviceThread
 from services.trainer.domain import plan
 from services.trainer.intake import JobContext
 from services.trainer.link import FinishedLog, JobLink, PatientBus
 from services.trainer.ports import TrainState, Workshop, WorkshopFactory
 from services.trainer.publishing import Publishing
-from services.trainer.sft import sft_step
+from services.trainer.recorded_curriculum import KeptCurriculum
+from services.trainer.sft_step import sft_step
 from services.trainer.step import StepRun
 from services.trainer.steps import Steps
 from shared import names

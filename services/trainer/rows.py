@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from services.trainer.device import DeviceTurn
-from services.trainer.domain import critic, preference, sums
+from services.trainer.domain import critic, sums
 from services.trainer.domain.advantages import NEED_THE_STEP, estimate
 from services.trainer.domain.batching import pack
+from services.trainer.domain.loss import preference
 from services.trainer.domain.metrics import ScoredGroup
 from services.trainer.domain.shaping import overlong_penalty
 from services.trainer.intake import JobContext, StepIntake

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from services.trainer.adapters.checkpoint_places import Places
+from services.trainer.adapters.checkpoints.places import Places
 from services.trainer.adapters.data import find_model, load_data
 from services.trainer.adapters.environment_pool import EnvironmentPool
 from services.trainer.adapters.fsdp.policy import FsdpPolicy
+from services.trainer.adapters.log.folder import JobFolder
+from services.trainer.adapters.log.sinks import openers
 from services.trainer.adapters.machine import machine_of
 from services.trainer.adapters.megatron.policy import MegatronPolicy
 from services.trainer.adapters.no_reward import NoReward
@@ -19,12 +21,10 @@ from services.trainer.adapters.own_loss import own_loss
 from services.trainer.adapters.ranks.policy import RanksPolicy
 from services.trainer.adapters.ranks.publisher import RanksPublisher
 from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.adapters.run_folder import JobFolder
-from services.trainer.adapters.run_log_sinks import openers
-from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
 from services.trainer.domain.canary import probe
-from services.trainer.domain.loss import job_loss
+from services.trainer.domain.loss.policy import job_loss
 from services.trainer.domain.sft import imitation_loss
 from services.trainer.domain.tokens import LossFn
 from services.trainer.ports import Workshop

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import structlog
 
-from services.trainer.adapters import checkpoint_bucket
-from services.trainer.adapters.checkpoint import CheckpointFolder
-from services.trainer.adapters.checkpoint_bucket import CheckpointBucket
-from services.trainer.adapters.checkpoint_places import Places
+from services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
+from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
+from services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from services.trainer.adapters.checkpoints.places import Places
 from services.trainer.ports import TrainState
 from shared.bucket import Bucket
 from shared.errors import ConfigError, Corrupt, Fatal
@@ -85,7 +85,7 @@ def test_a_trainer_on_another_machine_gets_every_byte(s3_url: str, tmp_path: Pat
 
 SAVER = """
 import asyncio, os, sys, pathlib
-from services.trainer.adapters import checkpoint_bucket
+from services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
 from shared.bucket import Bucket
 from tests.contract.test_checkpoint_bucket import PART, state, writing
 url, scratch = sys.argv[1], pathlib.Path(sys.argv[2])
@@ -250,11 +250,13 @@ def test_an_outage_within_the_limit_is_waited_for(
         monkeypatch.setenv(name, value)
     store = CheckpointBucket(f"s3://{server.bucket}/late", tmp_path / "c", 60.0)
     put, tries = Bucket.put, []
+    starting = asyncio.Lock()  # it answers before its bucket is there, which other parts must not see
 
     async def counting(self: Bucket, path: str, data: bytes) -> None:
         tries.append(path)
-        if len(tries) == 12:
-            await asyncio.to_thread(server.start)
+        async with starting:
+            if len(tries) == 12:
+                await asyncio.to_thread(server.start)
         await put(self, path, data)
 
     monkeypatch.setattr(Bucket, "put", counting)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from services.trainer.adapters.checkpoint import CheckpointFolder
-from services.trainer.adapters.checkpoint_bucket import CheckpointBucket
+from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
+from services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from services.trainer.fakes import MemoryCheckpoints
 from services.trainer.ports import CheckpointStore, TrainState
 from shared.errors import Corrupt, Fatal
@@ -159,7 +159,7 @@ def test_a_full_disk_fails_by_name_and_leaves_the_one_before(tmp_path: Path) -> 
 
 WRITER = """
 import sys, pathlib
-from services.trainer.adapters.checkpoint import CheckpointFolder
+from services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from services.trainer.ports import TrainState
 store = CheckpointFolder(pathlib.Path(sys.argv[1]))
 def write(directory):

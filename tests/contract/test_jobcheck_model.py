@@ -13,7 +13,7 @@ from rlboost import jobcheck
 from services.trainer.adapters.data import load_data
 from services.trainer.adapters.own_judge import own_judge
 from services.trainer.adapters.own_loss import own_loss
-from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.adapters.torch.policy import TorchPolicy
 from shared.errors import ConfigError
 from shared.jobspec import parse
 from shared.training import LoraSpec, OptimizerSpec

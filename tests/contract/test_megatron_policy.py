@@ -20,8 +20,8 @@ import torch
 from services.trainer.adapters.ranks.boxes import BoxReader
 from services.trainer.adapters.ranks.piece import Piece
 from services.trainer.adapters.ranks.policy import RanksPolicy
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import clipped_loss, decoupled_loss
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
 from services.trainer.domain.tokens import TokenBatch
 from services.trainer.ports import NotFinite, PolicyEngine, Row
 from shared.columns import F32, I32, pack, unpack

@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.trainer.adapters.run_folder import JobFolder
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.adapters.log.folder import JobFolder
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.ports import Row
 from shared.columns import F32, I32, pack
 from shared.errors import Fatal

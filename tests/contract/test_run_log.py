@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from services.trainer.adapters.run_folder import JobFolder
-from services.trainer.adapters.run_log import RunLog
-from services.trainer.adapters.run_log_sinks import openers
+from services.trainer.adapters.log.folder import JobFolder
+from services.trainer.adapters.log.run_log import RunLog
+from services.trainer.adapters.log.sinks import openers
 from shared.errors import ConfigError
 from tests.support import wandb_file
 from tests.support.eventually import eventually

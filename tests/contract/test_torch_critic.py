@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from services.trainer.adapters.torch_critic import TorchCritic
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.adapters.torch.critic import TorchCritic
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.domain.sums import add
 from services.trainer.ports import NotFinite, Row
 from shared.algorithm import CriticSpec

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import job_loss
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import job_loss
 from services.trainer.fakes import MemoryWeights
 from services.trainer.ports import RewardBatch, Scores, Workshop
 from shared.columns import F32, I32, ints, pack

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.rollout_worker.adapters.store_weights import AdaptedVersion
-from services.trainer.adapters.run_folder import JobFolder
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.adapters.log.folder import JobFolder
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import clipped_loss
 from shared.columns import floats, ints
 from shared.errors import ConfigError
 from shared.training import LoraSpec, OptimizerSpec

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer import workshop
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import clipped_loss, decoupled_loss
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
 from services.trainer.domain.tokens import TokenBatch
 from services.trainer.ports import NotFinite, Row
 from services.trainer.settings import Settings

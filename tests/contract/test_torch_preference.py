@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import job_loss
-from services.trainer.domain.preference import judge, moved
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import job_loss
+from services.trainer.domain.loss.preference import judge, moved
 from services.trainer.ports import Row
 from shared.algorithm import PreferenceSpec
 from shared.columns import F32, ints, unpack

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import PolicyLoss
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import PolicyLoss
 from services.trainer.domain.tokens import TokenBatch
 from shared.columns import floats
 from shared.training import LoraSpec, OptimizerSpec

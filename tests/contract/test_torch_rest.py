@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.adapters.torch_rest import Resting
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.adapters.torch.rest import Resting
+from services.trainer.domain.loss.policy import clipped_loss
 from shared.algorithm import CriticSpec
 from shared.training import Offload, OptimizerSpec
 from tests.contract.test_torch_critic import taught

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.adapters.torch_policy import TorchPolicy
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.domain.sums import add
 from services.trainer.fakes import FakeEngine
 from services.trainer.ports import Exported, Loaded, PolicyEngine, Row

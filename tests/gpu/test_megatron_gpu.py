@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from services.trainer.adapters.torch_policy import TorchPolicy  # noqa: E402 - only where torch is
-from services.trainer.domain.loss import clipped_loss  # noqa: E402 - its like
+from services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
+from services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
 from services.trainer.ports import PolicyEngine  # noqa: E402 - its like
 from shared.columns import F32, unpack  # noqa: E402 - its like
 from shared.training import OptimizerSpec  # noqa: E402 - its like

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402 - only where torch is
 
-from services.trainer.adapters.torch_policy import TorchPolicy  # noqa: E402 - its like
-from services.trainer.domain.loss import clipped_loss  # noqa: E402 - its like
+from services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - its like
+from services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
 from shared.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
 

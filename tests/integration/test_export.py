@@ -18,9 +18,9 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, export_folder
 from rlboost.cli import app
-from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.domain.loss.policy import clipped_loss
 from shared.training import LoraSpec, OptimizerSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient

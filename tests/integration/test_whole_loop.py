@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
-from services.trainer.adapters.checkpoint import CheckpointFolder
-from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
 from services.trainer.domain.canary import probe
-from services.trainer.domain.loss import clipped_loss
+from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.fakes import FakeRewards
 from services.trainer.ports import Data, Prompt, RewardBatch, Scores, Workshop
 from shared.columns import I32, pack

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from services.trainer.adapters.torch_policy import TorchPolicy
+from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
 from services.trainer.device import DeviceThread
 from services.trainer.domain.canary import probe

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.domain.advantages import NEED_THE_STEP, centred, estimate, leave_one_out
-from services.trainer.domain.aggregation import divisor, factor
-from services.trainer.domain.importance import masked, truncated
-from services.trainer.domain.kl import k1, k2, k3
+from services.trainer.domain.loss.aggregation import divisor, factor
+from services.trainer.domain.loss.importance import masked, truncated
+from services.trainer.domain.loss.kl import k1, k2, k3
 from services.trainer.domain.shaping import overlong_penalty
 from services.trainer.domain.sums import add
 from shared.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.domain.critic import Experience, estimate, gae, token_rewards
-from services.trainer.domain.value_loss import value_loss
+from services.trainer.domain.loss.value import value_loss
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 seeds = st.integers(0, 2**32 - 1)

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.adapters.own_judge import own_judge
-from services.trainer.curriculum import KeptCurriculum
 from services.trainer.domain.curriculum import Curriculum, Judge
 from services.trainer.domain.plan import training_rows
 from services.trainer.link import PatientBus
 from services.trainer.ports import RewardBatch, Scores
+from services.trainer.recorded_curriculum import KeptCurriculum
 from shared import names
 from shared.bus import START, Fence
 from shared.columns import I32, unpack
@@ -273,7 +273,7 @@ async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
 async def test_a_function_that_never_answers_ends_the_job_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.curriculum.PLAN_LIMIT_S", 0.1)
+    monkeypatch.setattr("services.trainer.recorded_curriculum.PLAN_LIMIT_S", 0.1)
     rig = Rig(tmp_path, job(function="m:f"))
     build, stop = rig.build, threading.Event()
     rig.build = lambda what, job_id: replace(  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.domain.loss import PolicyLoss, clipped_loss, decoupled_loss, job_loss
+from services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
 from services.trainer.domain.tokens import TokenBatch
 from shared.algorithm import PRESETS
 from shared.errors import Fatal

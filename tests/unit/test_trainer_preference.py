@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from services.trainer.domain.loss import job_loss
-from services.trainer.domain.preference import best_and_worst, judge, moved, numbers
+from services.trainer.domain.loss.policy import job_loss
+from services.trainer.domain.loss.preference import best_and_worst, judge, moved, numbers
 from services.trainer.domain.tokens import TokenBatch
 from shared.algorithm import PreferenceSpec
 from shared.jobspec import parse

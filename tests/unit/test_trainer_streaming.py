@@ -16,11 +16,11 @@ from services.trainer.domain.advantages import NEED_THE_STEP, estimate
 from services.trainer.domain.batching import Accumulate, UpdatePlanner
 from services.trainer.domain.critic import Experience
 from services.trainer.domain.critic import estimate as estimate_tokens
-from services.trainer.domain.loss import job_loss
-from services.trainer.domain.preference import best_and_worst, judge, moved
+from services.trainer.domain.loss.policy import job_loss
+from services.trainer.domain.loss.preference import best_and_worst, judge, moved
+from services.trainer.domain.loss.value import value_loss
 from services.trainer.domain.sums import add
 from services.trainer.domain.tokens import TokenBatch
-from services.trainer.domain.value_loss import value_loss
 from shared.algorithm import PRESETS
 from shared.jobspec import JobSpec, parse
 

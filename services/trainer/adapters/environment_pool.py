@@ -65,7 +65,7 @@ class _Host:
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         program = Program(
-            "services.trainer.environment_worker",
+            "services.trainer.children.environment",
             spec.model_dump_json(),
             "environment.function",
             "environment",

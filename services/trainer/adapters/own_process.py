@@ -1,4 +1,4 @@
-"""A process for the user's code, which may hang, raise, print, or kill itself. Inside is `services.trainer.child`."""
+"""A process for the user's code, which may hang, raise, print, or kill itself. Inside is `children.child`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from services.trainer.adapters.ranks.packed import GradientOf, Packed, rows_of
-from services.trainer.adapters.torch_logprobs import LogprobPass
+from services.trainer.adapters.torch.logprobs import LogprobPass
 from services.trainer.ports import Row
 from shared.columns import I32, pack
 

@@ -12,7 +12,7 @@ from services.trainer.adapters.fsdp.passes import PaddedPasses
 from services.trainer.adapters.fsdp.state import OptimizerState
 from services.trainer.adapters.ranks.engine import Built, Model, Passes, RankEngine
 from services.trainer.adapters.ranks.layout import Layout, Place
-from services.trainer.adapters.torch_logprobs import LogprobPass
+from services.trainer.adapters.torch.logprobs import LogprobPass
 
 
 class FsdpRank(RankEngine):

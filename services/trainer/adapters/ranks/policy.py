@@ -28,7 +28,7 @@ from services.trainer.adapters.ranks.layout import Layout, Place
 from services.trainer.adapters.ranks.packed import packed
 from services.trainer.adapters.ranks.piece import Piece
 from services.trainer.adapters.ranks.processes import Ranks
-from services.trainer.adapters.torch_rows import token_batch
+from services.trainer.adapters.torch.batch import token_batch
 from services.trainer.domain import sums
 from services.trainer.domain.spread import spread
 from services.trainer.domain.tokens import LossFn

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.trainer.adapters.checkpoint import DOCUMENT, CheckpointFolder, read
-from services.trainer.adapters.checkpoint_bucket import CheckpointBucket
-from services.trainer.adapters.checkpoint_files import BROKEN, step_of
+from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
+from services.trainer.adapters.checkpoints.files import BROKEN, step_of
+from services.trainer.adapters.checkpoints.folder import DOCUMENT, CheckpointFolder, read
 from services.trainer.ports import CheckpointStore, TrainState
 from shared.bucket import SCHEMES
 from shared.errors import ConfigError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.trainer.adapters import torch_rows
+from services.trainer.adapters.torch.batch import padded
 from services.trainer.ports import Row
 
 
@@ -39,7 +39,7 @@ class LogprobPass:
 
     def __call__(self, rows: Sequence[Row]) -> Tensor:
         """Return the log-probabilities of all trained tokens, row after row, [tokens]."""
-        ids, predicts = torch_rows.padded(rows)
+        ids, predicts = padded(rows)
         token_ids = torch.from_numpy(ids).to(self._device)
         self._selected = torch.from_numpy(predicts).to(self._device)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):

@@ -1,4 +1,4 @@
-"""`python -m services.trainer.adapters.wandb_child`: one run of Weights & Biases, in a process of its own.
+"""`python -m services.trainer.adapters.log.wandb_child`: one run of Weights & Biases, in a process of its own.
 
 On standard input come lines of JSON: what the run is, then a row a line, then `null`. A word on standard output says
 that the run has begun. Input that ends without `null` is a trainer that died; then, too, what came is sent.

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.adapters import torch_rows
-from services.trainer.adapters.torch_critic import TorchCritic
-from services.trainer.adapters.torch_logprobs import LogprobPass
-from services.trainer.adapters.torch_lora import Adapter
-from services.trainer.adapters.torch_rest import Resting
-from services.trainer.adapters.torch_state import captured, distinct, in_turn, load_state, shards_of
+from services.trainer.adapters.torch.batch import columns, token_batch
+from services.trainer.adapters.torch.critic import TorchCritic
+from services.trainer.adapters.torch.logprobs import LogprobPass
+from services.trainer.adapters.torch.lora import Adapter
+from services.trainer.adapters.torch.rest import Resting
+from services.trainer.adapters.torch.state import captured, distinct, in_turn, load_state, shards_of
 from services.trainer.domain import sums
 from services.trainer.domain.batching import n_padded
 from services.trainer.domain.tokens import LossFn
@@ -138,14 +138,14 @@ class TorchPolicy:
         """See `PolicyEngine.logprobs`."""
         self._resting.wake_weights()
         with torch.no_grad():
-            return [column for rows in batches for column in torch_rows.columns(rows, self._forward(rows))]
+            return [column for rows in batches for column in columns(rows, self._forward(rows))]
 
     def reference_logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         if not self._keeps_reference:
             raise Fatal("this engine was made without a reference")
         self._resting.wake_weights()
-        return [column for rows in batches for column in torch_rows.columns(rows, self._starting_logprobs(rows))]
+        return [column for rows in batches for column in columns(rows, self._starting_logprobs(rows))]
 
     def values(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
         """See `Critic.values`."""
@@ -162,7 +162,7 @@ class TorchPolicy:
             reference = self._starting_logprobs(rows) if self._keeps_reference and not _has_reference(rows) else None
             with self._adapter.training() if self._adapter else nullcontext():
                 logprobs = self._forward(rows)
-            total, part = loss(torch_rows.token_batch(rows, logprobs, reference))
+            total, part = loss(token_batch(rows, logprobs, reference))
             if not torch.isfinite(total):
                 raise NotFinite(f"the loss is {total.item()}")
             total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there

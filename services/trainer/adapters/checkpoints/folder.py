@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from services.trainer.adapters.checkpoint_files import (
+from services.trainer.adapters.checkpoints.files import (
     BROKEN,
     KEPT,
     PREFIX,
@@ -99,7 +99,7 @@ class CheckpointFolder:
 
 
 def read(directory: Path) -> TrainState:
-    """Verify one checkpoint and return its state, raising one of `checkpoint_files.BROKEN`."""
+    """Verify one checkpoint and return its state, raising one of `files.BROKEN`."""
     document = _document(directory)
     document.verify(directory)
     return document.state

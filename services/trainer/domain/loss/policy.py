@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.domain.aggregation import divisor, factor
-from services.trainer.domain.clipping import Clipped, cispo_clip, ppo_clip, unclipped
-from services.trainer.domain.importance import RULES
-from services.trainer.domain.kl import ESTIMATORS, k3
-from services.trainer.domain.ratios import sequence_ratios, token_ratios
+from services.trainer.domain.loss.aggregation import divisor, factor
+from services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip, unclipped
+from services.trainer.domain.loss.importance import RULES
+from services.trainer.domain.loss.kl import ESTIMATORS, k3
+from services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
 from services.trainer.domain.sums import MISMATCH, MOST
 from services.trainer.domain.tokens import LossFn, TokenBatch, TokenLoss
 from shared.algorithm import Aggregation, Clip, Importance, KlEstimator, RatioLevel

@@ -1,6 +1,6 @@
-"""A process that runs environments: `python -m services.trainer.environment_worker SPEC`.
+"""A process that runs environments: `python -m services.trainer.children.environment SPEC`.
 
-SPEC is JSON, the fields of `EnvironmentSpec`. `services.trainer.child` has how it is asked. A request has `forget`: ids
+SPEC is JSON, the fields of `EnvironmentSpec`. `child` has how it is asked. A request has `forget`: ids
 of conversations that are over. One without a `talk` has a `row` and a `seed`, and asks what conversations begin with.
 One with a talk, its id, has `texts`: those that it has not heard yet; if it is not here, all, and `row` and `seed`.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from services.trainer.child import Pipe
+from services.trainer.children.child import Pipe
 from shared.environment import Step, end, maker
 from shared.reward_call import Unfit
 

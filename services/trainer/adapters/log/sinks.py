@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.trainer.adapters.run_log import Opener
-from services.trainer.adapters.run_log_wandb import Wandb
+from services.trainer.adapters.log.run_log import Opener
+from services.trainer.adapters.log.wandb import Wandb
 from shared.errors import ConfigError
 from shared.jobspec import JobSpec
 from shared.runlog import lacking

@@ -1,6 +1,6 @@
-"""A process that runs the user's reward functions: `python -m services.trainer.reward_worker PARTS`.
+"""A process that runs the user's reward functions: `python -m services.trainer.children.reward PARTS`.
 
-PARTS is JSON, a list of the fields of `RewardPart`, with `timeout_s`. `services.trainer.child` has how it is asked.
+PARTS is JSON, a list of the fields of `RewardPart`, with `timeout_s`. `child` has how it is asked.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from services.trainer.child import Pipe
-from services.trainer.remote_reward import remote
-from services.trainer.reward_styles import Caller, caller
+from services.trainer.children.child import Pipe
+from services.trainer.children.remote_reward import remote
+from services.trainer.children.reward_styles import Caller, caller
 from shared.reward_call import Unfit, load
 
 

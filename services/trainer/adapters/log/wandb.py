@@ -16,8 +16,8 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
-from services.trainer.adapters.run_log import LoggerFailed
-from services.trainer.adapters.wandb_child import BEGUN
+from services.trainer.adapters.log.run_log import LoggerFailed
+from services.trainer.adapters.log.wandb_child import BEGUN
 from shared.jobspec import JobSpec
 from shared.runlog import WandbSpec
 
@@ -38,7 +38,7 @@ class Wandb:
         folder.mkdir(parents=True, exist_ok=True)
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._process = Popen(
-            [sys.executable, "-m", "services.trainer.adapters.wandb_child"],
+            [sys.executable, "-m", "services.trainer.adapters.log.wandb_child"],
             stdin=PIPE,
             stdout=PIPE,
             stderr=self._complaints,

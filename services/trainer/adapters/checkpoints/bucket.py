@@ -23,7 +23,7 @@ from typing import TypeVar
 import stamina
 import structlog
 
-from services.trainer.adapters.checkpoint_files import (
+from services.trainer.adapters.checkpoints.files import (
     BROKEN,
     KEPT,
     Document,

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModel
 
-from services.trainer.adapters import torch_rows
-from services.trainer.adapters.torch_state import captured, load_state
-from services.trainer.domain.value_loss import value_loss
+from services.trainer.adapters.torch import batch
+from services.trainer.adapters.torch.state import captured, load_state
+from services.trainer.domain.loss.value import value_loss
 from services.trainer.ports import Row, Snapshot
 from shared.algorithm import CriticSpec
 from shared.errors import ConfigError, Corrupt
@@ -65,7 +65,7 @@ class TorchCritic:
     def values(self, rows: Sequence[Row]) -> list[bytes]:
         """Return float32 columns of what is expected before each completion token is drawn, row after row."""
         with torch.no_grad():
-            return torch_rows.columns(rows, self._forward(rows))
+            return batch.columns(rows, self._forward(rows))
 
     def accumulate(self, rows: Sequence[Row]) -> dict[str, float]:
         """Add a micro-batch's gradients, not yet divided by anything; return its numbers, for `sums.add`.
@@ -74,7 +74,7 @@ class TorchCritic:
         `returns`. What is not finite shows in the gradients' norm.
         """
         values = self._forward(rows)
-        before, returns = (torch.tensor(column, device=self._device) for column in torch_rows.values(rows))
+        before, returns = (torch.tensor(column, device=self._device) for column in batch.values(rows))
         clip = None if self._spec.value_clip == "off" else self._spec.value_clip
         losses, clipped = value_loss(values, before, returns, clip)
         total = losses.sum()
@@ -119,7 +119,7 @@ class TorchCritic:
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Return the values before all completion tokens, row after row, [tokens]."""
-        ids, predicts = torch_rows.padded(rows)
+        ids, predicts = batch.padded(rows)
         token_ids, selected = torch.from_numpy(ids).to(self._device), torch.from_numpy(predicts).to(self._device)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):
             hidden: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state

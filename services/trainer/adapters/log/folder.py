@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from services.trainer.adapters.run_log import Opener, RunLog
+from services.trainer.adapters.log.run_log import Opener, RunLog
 from services.trainer.ports import Row
 from shared.columns import floats, ints
 from shared.errors import Fatal
