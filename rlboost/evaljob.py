@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.jobspec import EvalSpec
+from shared.jobspec_fleet import EvalSpec
 
 _KEPT = ("environment", "reward", "sampling")
 _KEPT_OF = {

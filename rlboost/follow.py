@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rlboost.client import Client
+import httpx
+
+from rlboost.client import Client, ClientError
 
 ENDED = frozenset({"completed", "failed", "cancelled"})
 
 _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
 """Every step waits a little for samples and for weights; only what lasts is news."""
+_LAST_WORDS_S = 5.0
+"""How long a job that has ended is listened to for warnings that were given before."""
 _SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
 
 
-def follow(client: Client, job_id: str) -> Iterator[tuple[Literal["job", "step", "wait"], Any]]:
-    """Yield what is new about a job until it has ended: its record, each finished step once, each long wait.
+def follow(client: Client, job_id: str) -> Iterator[tuple[Literal["job", "step", "wait", "warning"], Any]]:
+    """Yield what is new about a job until it has ended: its record, each finished step, long wait and warning once.
 
-    It asks again and again rather than reading the event stream, so it goes on over any restart of the manager.
+    It asks again and again, and reads the event stream for warnings alone, so it goes on over any restart of the
+    manager.
 
     Raises:
         ClientError: the manager was away for longer than the client's patience, or knows no such job.
 
     """
-    next_step, waits = 0, _LongWaits()
+    next_step, waits, warnings = 0, _LongWaits(), _Warnings(client, job_id)
     while True:
         job = client.jobs.show(job_id)
         yield "job", job
+        for text in warnings.new(wait_s=_LAST_WORDS_S if job["state"] in ENDED else 0.0):
+            yield "warning", text
         if job["step"] > next_step or job["state"] in ENDED:
             for row in client.jobs.metrics(job_id):
                 if row["step"] >= next_step:
@@ -39,6 +48,30 @@ def follow(client: Client, job_id: str) -> Iterator[tuple[Literal["job", "step",
         if waits.is_news(job["waiting"], time.monotonic()):
             yield "wait", job["waiting"]
         time.sleep(_POLL_S)
+
+
+class _Warnings:
+    """Listens to a job's events, in a thread of its own, until the job has ended."""
+
+    def __init__(self, client: Client, job_id: str) -> None:
+        self._client, self._job_id = client, job_id
+        self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # A daemon: who is no longer interested waits for no event.
+        self._thread = threading.Thread(target=self._listen, name=f"warnings-{job_id}", daemon=True)
+        self._thread.start()
+
+    def new(self, *, wait_s: float) -> list[str]:
+        """Return what came since this was asked last; wait so long at most for the end of the events."""
+        self._thread.join(wait_s)
+        return [self._came.get() for _ in range(self._came.qsize())]
+
+    def _listen(self) -> None:
+        try:
+            for event in self._client.jobs.events(self._job_id):
+                if event.kind == "warning":
+                    self._came.put(str(event.data["fields"]["text"]))
+        except (ClientError, httpx.HTTPError, RuntimeError):
+            return  # asking for the job meets the same trouble and tells it; or the client is closed
 
 
 class _LongWaits:

@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from rlboost.modelcheck import code_problems, data_problem, missing_libraries, model_problems
 from rlboost.tried import complaints
 from shared.errors import ConfigError
 from shared.examples import example_of
-from shared.jobspec import DataSpec, JobSpec, load
+from shared.jobspec import JobSpec, WrongJob, load, parse
+from shared.jobspec_data import DataSpec, Rows, SftDataSpec
 from shared.rows import BadRow, Row, is_messages, is_remote, read_rows
+from shared.shards import Source, names, shown
 from shared.training import TrainerSpec
-from shared.validation import Section, describe
+from shared.validation import Section
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -53,16 +53,13 @@ def check(file: Path, overrides: list[str]) -> Found:
     """
     raw = load(str(file), overrides)
     try:
-        spec = JobSpec.model_validate(raw)
-    except ValidationError as error:
-        return Found(describe(error), [])
+        spec = parse(raw)
+    except WrongJob as error:
+        return Found(error.problems, [])
     found = [_model(spec.model), _resume(spec.trainer)]
-    if spec.data.train is not None:
-        found.append(_data("data.train", spec, spec.data.train, spec.data.train_split))
-    if spec.data.eval is not None and spec.kind != "sft":
-        found.append(_data("data.eval", spec, spec.data.eval, spec.data.eval_split))
+    found += [_data(spec, rows) for rows in spec.data.rows if spec.kind != "sft" or rows.field == "data.train"]
     # Of a service only the trainer can tell whether it is there.
-    functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
+    functions = [(part, part.function) for part in (spec.reward.parts if spec.reward else ()) if part.function]
     found += [_tried(_REWARD_SCRIPT, part, function, "reward function") for part, function in functions]
     if (environment := spec.environment) is not None:
         found.append(_tried(_ENVIRONMENT_SCRIPT, environment, environment.function, "environment"))
@@ -96,41 +93,43 @@ def _resume(trainer: TrainerSpec) -> str | None:
     )
 
 
-def _data(field: str, spec: JobSpec, source: str, split: str) -> str | None:
-    if is_remote(source):
+def _data(spec: JobSpec, rows: Rows) -> str | None:
+    field, source, split = rows
+    here = tuple(name for name in names(source) if not is_remote(name))
+    if not here:
         return None  # only the trainer can tell
     try:
-        wrong = _rows(spec, source, split)
+        wrong = _rows(spec, here, split)
     except BadRow as error:
-        wrong = f"{source} {error.place} is not a JSON object: {error.why}"
+        wrong = f"{error.source} {error.place} is not a JSON object: {error.why}"
     except ConfigError as error:
         wrong = str(error)
     return f"{field}: {wrong}" if wrong else None
 
 
-def _rows(spec: JobSpec, source: str, split: str) -> str | None:
+def _rows(spec: JobSpec, source: Source, split: str) -> str | None:
     chat, empty = "", True
     for row in read_rows(source, split, spec.data.subset):
         empty = False
         try:
-            prompt = _prompt(spec.data, row, imitates=spec.kind == "sft")
+            prompt = _prompt(spec.data, row)
         except ConfigError as error:
-            return f"{source} {row.place}: {error}"
+            return f"{row.source} {row.place}: {error}"
         if is_messages(prompt):
-            chat = chat or row.place
+            chat = chat or f"{row.source} {row.place}"
     if empty:
-        return f"{source} is empty: it needs one JSON object a line, or one row a problem"
+        return f"{shown(source)} is empty: it needs one JSON object a line, or one row a problem"
     if chat and not _may_have_chat_template(Path(spec.model).expanduser()):
         return (
-            f"{source} {chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "
+            f"{chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "
             "put its chat_template.jinja there, or give prompts as text"
         )
     return None
 
 
-def _prompt(spec: DataSpec, row: Row, *, imitates: bool) -> object:
+def _prompt(spec: DataSpec, row: Row) -> object:
     key = spec.prompt_key
-    if imitates:
+    if isinstance(spec, SftDataSpec):
         return example_of(row.values, key, spec.completion_key).prompt
     if key not in row.values:
         raise ConfigError(f"no key {key!r}: mend it, or set data.prompt_key")

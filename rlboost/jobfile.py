@@ -10,6 +10,7 @@ import yaml
 
 from shared import jobspec
 from shared.errors import ConfigError
+from shared.shards import is_here
 
 
 def resolve(file: Path, overrides: list[str]) -> dict[str, Any]:
@@ -40,8 +41,8 @@ def complete(raw: dict[str, Any]) -> dict[str, Any]:
     job: dict[str, Any] = json.loads(jobspec.to_json(spec))
     job["model"] = _absolute(job["model"])
     for key in ("train", "eval"):
-        if job["data"][key] is not None:
-            job["data"][key] = _absolute(job["data"][key])
+        if (given := job["data"].get(key)) is not None:
+            job["data"][key] = _absolute(given) if isinstance(given, str) else [_absolute(one) for one in given]
     return job
 
 
@@ -51,5 +52,4 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 
 def _absolute(path: str) -> str:
-    found = Path(path).expanduser()
-    return str(found.absolute()) if found.exists() else path
+    return str(Path(path).expanduser().absolute()) if is_here(path) else path

@@ -21,6 +21,7 @@ from shared.lora_targets import check_targets
 from shared.model_folder import check_tokenizer, config_of, tensors_of
 from shared.rows import is_remote
 from shared.runlog import lacking
+from shared.shards import names
 
 _ERROR = "shared.errors.ConfigError: "
 
@@ -44,7 +45,7 @@ def model_problems(spec: JobSpec) -> list[str]:
 
 def code_problems(spec: JobSpec) -> list[str]:
     """Return what is wrong with the user's functions that run in the trainer, one line a problem."""
-    asked = [("algorithm.loss", spec.algorithm.loss, "batch")]
+    asked = [("algorithm.loss", spec.algorithm.loss, "batch")] if spec.kind == "rl" else []
     if spec.data.curriculum is not None:
         asked.append(("data.curriculum.function", spec.data.curriculum.function, "means,step,columns"))
     found = [_tried(field, path, arguments) for field, path, arguments in asked if path]
@@ -66,7 +67,7 @@ def data_problem(spec: JobSpec) -> str:
 
     That is what the trainer itself does before it trains: every row is tokenized, and put beside the model's positions.
     """
-    sources = [source for source in (spec.data.train, spec.data.eval) if source is not None]
+    sources = [name for rows in spec.data.rows for name in names(rows.source)]
     if not _is_installed("torch", "transformers") or any(map(is_remote, sources)):
         return ""  # only the trainer can tell
     return _said_by(lambda: _load_data(spec))
@@ -76,7 +77,9 @@ def _load_data(spec: JobSpec) -> None:
     from services.trainer.adapters.data import load_data  # noqa: PLC0415 - imports torch
     from services.trainer.domain import plan  # noqa: PLC0415 - only where a trainer may run
 
-    plan.check(spec, len(load_data(spec, Path(spec.model).expanduser()).evaluation))
+    data = load_data(spec, Path(spec.model).expanduser())
+    if spec.kind != "sft":
+        plan.check(spec, len(data.evaluation))
 
 
 def _check_cut(spec: JobSpec, model: Path) -> None:
@@ -95,9 +98,10 @@ def _other_libraries(spec: JobSpec) -> Iterator[str]:
         yield "elastic.weights: lora needs PEFT: pip install 'rlboost[trainer]'"
     if spec.trainer.backend == "megatron" and not _is_installed("megatron"):
         yield "trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'"
-    for field, source in (("data.train", spec.data.train), ("data.eval", spec.data.eval)):
-        if source is not None and is_remote(source) and not _is_installed("datasets"):
-            yield f"{field}: {source} needs the library datasets: pip install 'rlboost[data]'"
+    for field, source, _ in spec.data.rows:
+        remote = [name for name in names(source) if is_remote(name)]
+        if remote and not _is_installed("datasets"):
+            yield f"{field}: {remote[0]} needs the library datasets: pip install 'rlboost[data]'"
 
 
 def _is_installed(*libraries: str) -> bool:

@@ -36,6 +36,17 @@ class _Stop(asyncio.Event):
     """The stop event of a process; knows whether loops look at it yet."""
 
     supervised = False
+    cause = ""
+
+    def take(self, number: signal.Signals) -> None:
+        """Stop for a signal; the first is why."""
+        self.cause = self.cause or number.name.lower()
+        self.set()
+
+
+def stopped_by(stop: asyncio.Event) -> str:
+    """Return the signal that set a process's stop, such as `sigterm`; `stopped` if none did."""
+    return (stop.cause if isinstance(stop, _Stop) else "") or "stopped"
 
 
 Loop = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
@@ -102,7 +113,7 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
         stop = _Stop()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, stop.take, number)
         running = asyncio.ensure_future(main(config, stop))
         stopping = asyncio.create_task(stop.wait(), name="stop")
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)

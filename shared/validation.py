@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-_WORD = "literal["
-"""So begins the last part of a place where a value is none of the words that a field takes beside a number."""
-_SHOULD = "Input should be "
+Place = tuple[int | str, ...]
+
+_ARM = re.compile(r"(?:literal|tuple|list|dict|constrained|function)[\[-].*|str|int|float|bool")
+"""What stands in a place for one of several things that a field may be."""
 _NAMED = re.compile(r"([a-z_]+(?:\.[a-z_]+)+): ")
 """How a rule about several fields begins that blames one of them."""
+_EXPECTED = {
+    "string_type": "text",
+    "string_too_short": "text with {min_length} or more characters",
+    "string_too_long": "text with {max_length} characters at most",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a smaller number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "below {lt}",
+    "less_than_equal": "{le} or less",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "too_short": "a list with {min_length} or more entries",
+    "too_long": "a list with {max_length} entries at most",
+    "dict_type": "a section",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+}
+"""Type of pydantic's error -> what should have been there."""
+_SAID = {
+    "missing": "missing: give it",
+    "extra_forbidden": "unknown key: remove it or mend its spelling",
+    "invalid_key": "a key should be text: put it in quotes",
+}
 
 
 def _function_path(value: str) -> str:
@@ -34,17 +67,22 @@ class Section(BaseModel):
 
 
 def describe(error: ValidationError) -> list[str]:
-    """Return one line a wrong field: `data.train: Field required`."""
-    items = error.errors()
-    either = {item["loc"][:-1] for item in items if item["loc"] and str(item["loc"][-1]).startswith(_WORD)}
-    found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    """Return one line a wrong field: `data.train: missing: give it`."""
+    found: dict[Place, list[ErrorDetails]] = {}
+    items = [_of_the_key(item) for item in error.errors()]
+    above = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     for item in items:
-        found.setdefault(item["loc"][:-1] if item["loc"][:-1] in either else item["loc"], []).append(item)
-    lines = []
-    for place, wrong in found.items():
-        texts = [_alternatives(wrong)] if place in either else map(_text, wrong)
-        lines += [_line(".".join(map(str, place)), text) for text in texts]
-    return lines
+        if item["type"] == "too_short" and item["loc"] in above:
+            continue  # only because entries are wrong
+        found.setdefault(_field(item), []).append(item)
+    told = [one for field, items in found.items() for one in _told(field, items)]
+    return [_line(".".join(map(str, place)), text) for place, text in told]
+
+
+def one_of(*words: str) -> str:
+    """Say that a field takes these words alone."""
+    *others, last = map(repr, words)
+    return f"should be {', '.join(others)} or {last}; nothing else is supported"
 
 
 def off_is_no_boolean(value: object) -> object:
@@ -59,14 +97,60 @@ def _line(place: str, text: str) -> str:
     return text if named and named[1].startswith(place) else f"{place or 'job'}: {text}"
 
 
+def _of_the_key(item: ErrorDetails) -> ErrorDetails:
+    """Return what is wrong with a key of a mapping as pydantic has it of a section's."""
+    *place, last = item["loc"] or ("",)
+    if item["type"] == "string_type" and last == "[key]":
+        return {**item, "type": "invalid_key", "loc": tuple(place)}
+    return item
+
+
+def _field(item: ErrorDetails) -> Place:
+    """Return the field: without what pydantic calls the things that it may be, and of its list not what is missing."""
+    place = item["loc"]
+    if item["type"] == "missing" and isinstance(place[-1], int):
+        place = place[:-1]
+    arm = next((i for i, part in enumerate(place) if isinstance(part, str) and _ARM.fullmatch(part)), len(place))
+    return place[:arm]
+
+
+def _told(field: Place, items: Sequence[ErrorDetails]) -> Iterator[tuple[Place, str]]:
+    """Yield what is wrong with a field, and where in it."""
+    depth, last = len(field), items[-1]["loc"]
+    if items[-1]["type"] == "missing" and len(last) > depth:
+        yield field, f"should be a list with {int(last[-1]) + 1} entries"
+    elif len(last) == depth:
+        yield from ((field, _text(item)) for item in items)
+    elif inner := [item for item in items if len(item["loc"]) > depth + 1]:
+        # Of the things that it may be, it is the one that has a wrong part.
+        yield from (((*field, *item["loc"][depth + 1 :]), _text(item)) for item in inner)
+    else:
+        yield field, "should be " + ", or ".join(_expected(item) or _text(item) for item in items)
+
+
 def _text(item: ErrorDetails) -> str:
-    if item["type"] == "extra_forbidden":
-        return "unknown key: remove it or mend its spelling"
-    text = item["msg"].removeprefix("Value error, ")
-    return f"{text}; nothing else is supported" if item["type"] == "literal_error" else text
+    if said := _SAID.get(item["type"]):
+        return said
+    if expected := _expected(item):
+        only = "; nothing else is supported" if item["type"] == "literal_error" else ""
+        return f"should be {expected}{only}"
+    return item["msg"].removeprefix("Value error, ")
 
 
-def _alternatives(items: Sequence[ErrorDetails]) -> str:
-    """Say in one sentence what each kind of value should have been."""
-    texts = [item["msg"].removeprefix(_SHOULD).partition(", unable to parse")[0] for item in items]
-    return _SHOULD + ", or ".join(texts)
+def _expected(item: ErrorDetails) -> str:
+    """Return what should have been there, nothing if pydantic's own words say more."""
+    context = item.get("ctx", {})
+    if item["type"] == "model_type":
+        return _section(context["class_name"])
+    shown = {name: int(n) if isinstance(n, float) and n.is_integer() else n for name, n in context.items()}
+    return _EXPECTED.get(item["type"], "").format(**shown)
+
+
+def _section(name: str, base: type[BaseModel] = Section) -> str:
+    """Describe a section by the name of its class."""
+    waiting = [base]
+    for one in waiting:
+        if one.__name__ == name:
+            return f"a section with the keys {', '.join(one.model_fields)}"
+        waiting += one.__subclasses__()
+    return "a section"

@@ -109,6 +109,8 @@ def _watch(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]
             job = news
         elif kind == "step":
             row = news
+        elif kind == "warning":
+            typer.echo(f"rlboost: {job_id}: warning: {news}", err=True)
         else:
             typer.echo(wait_line(news), err=True)
     return job, row

@@ -67,6 +67,8 @@ def _follow(job_id: str, state: Path, *, as_json: bool) -> None:
                 job = news
             elif as_json:
                 print_json({kind: news})
+            elif kind == "warning":
+                typer.echo(f"rlboost: {job_id}: warning: {news}", err=True)
             else:
                 typer.echo(step_line(news, job.get("steps", 0)) if kind == "step" else wait_line(news))
     if as_json:

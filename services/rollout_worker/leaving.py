@@ -16,6 +16,7 @@ from services.rollout_worker.generator import CanaryFailed, Generator
 from services.rollout_worker.link import Link
 from services.rollout_worker.ports import EngineFailed
 from shared.errors import BusUnavailable
+from shared.lifecycle import stopped_by
 from shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -50,7 +51,7 @@ class Leaving:
         self._grace_s = grace_s
         self._heeds_advice = heeds_advice
         self._told_to_leave = ""
-        self._notice = Notice("sigterm")
+        self._notice = Notice("")
         self._gone = asyncio.Event()
         self.stop = asyncio.Event()
         """The process's stop; the worker that runs sets which."""
@@ -101,7 +102,7 @@ class Leaving:
         """Wait for the stop, then flush and say good-bye."""
         await stop.wait()
         link, began = self._link, time.monotonic()
-        reason, lead_s = self._told_to_leave or self._notice.reason, self._notice.lead_s
+        reason, lead_s = self._told_to_leave or self._notice.reason or stopped_by(stop), self._notice.lead_s
         # most of the grace: the process has to end in it
         async with self._waits.on("the hand-off", because=reason, limit_s=0.8 * self._grace_s):
             if not self._told_to_leave:

@@ -215,7 +215,7 @@ class Trainer:
         return Ending("completed") if error is None else _ending_with(error)
 
     async def _train(self, handle: Handle) -> None:
-        spec = jobspec.parse(json.loads(handle.spec_json))
+        spec = jobspec.recalled(json.loads(handle.spec_json))
         run = JobRun(handle, spec, self._bus, self._device, self._waits, self._samples_limit_s, self._name)
         await run.run(self._build)
 

@@ -18,10 +18,10 @@ from services.trainer.domain.sft import SftStep
 from services.trainer.ports import NotFinite, Prompt, Row, Workshop
 from shared.columns import I32, length
 from shared.errors import Fatal
-from shared.jobspec import JobSpec
+from shared.jobspec import SftJob
 
 
-async def sft_step(spec: JobSpec, workshop: Workshop, device: DeviceThread, step: int) -> SftStep:
+async def sft_step(spec: SftJob, workshop: Workshop, device: DeviceThread, step: int) -> SftStep:
     """Train on the rows of step `step`: forward and backward over its micro-batches, and one update.
 
     Raises:

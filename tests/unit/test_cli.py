@@ -156,7 +156,7 @@ def test_a_dry_run_prints_the_whole_job_and_sends_nothing(rest: FakeRest) -> Non
     [
         (["run", "none.yaml"], "job file none.yaml: No such file or directory"),
         (["run", "job.yaml", "steps"], "override 'steps' is not of the form a.b=value"),
-        (["run", "job.yaml", "stepz=1", "steps=0"], "job.yaml: steps: a job of kind rl needs at least one"),
+        (["run", "job.yaml", "stepz=1", "steps=0"], "job.yaml: steps: should be 1 or more"),
         (["run", "job.yaml", "stepz=1"], "stepz: unknown key"),
     ],
 )
@@ -195,6 +195,35 @@ def test_following_shows_each_step_once_and_succeeds_with_the_job(rest: FakeRest
         "step    3/3  reward/mean 0.2  eval/accuracy 0.5",
         "j-1 completed: 3 steps",
     ]
+
+
+def test_following_shows_each_warning_once_though_the_manager_restarts(rest: FakeRest) -> None:
+    def said(number: int, text: str, kind: str = "warning") -> list[str]:
+        return [f"id: {number}-0", f"event: {kind}", "data: " + json.dumps({"fields": {"text": text}}), ""]
+
+    write_job()
+    rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))
+    rest.on("GET /v1/jobs/j-1", ok(job("completed", 3)))
+    rest.on("GET /v1/jobs/j-1/metrics", ok([]))
+    broken = lines([*said(1, "top_p"), *said(2, "what a worker said", "note")], httpx.ReadError("gone"))
+    rest.on("GET /v1/jobs/j-1/events", broken, lines(said(3, "wandb is away")))
+    result = rlboost("run", "job.yaml", "--follow")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.splitlines() == ["rlboost: j-1: warning: top_p", "rlboost: j-1: warning: wandb is away"]
+    resumed = [request for request in rest.requests if request.url.path.endswith("/events")][1]
+    assert resumed.headers["Last-Event-ID"] == "2-0"
+    rest.on("GET /v1/jobs/j-1/events", lines(said(1, "top_p")))
+    *_, warned, _ = map(json.loads, rlboost("run", "job.yaml", "--follow", "--json").stdout.splitlines())
+    assert warned == {"warning": "top_p"}
+
+
+def test_following_goes_on_without_events(rest: FakeRest) -> None:
+    write_job()
+    rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))
+    rest.on("GET /v1/jobs/j-1", ok(job("running", 1)), ok(job("completed", 3)))
+    rest.on("GET /v1/jobs/j-1/metrics", ok(ROWS))
+    rest.on("GET /v1/jobs/j-1/events", problem(500, "Broken", "no events"))
+    assert rlboost("run", "job.yaml", "--follow").stdout.endswith("j-1 completed: 3 steps\n")
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled"])

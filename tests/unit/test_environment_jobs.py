@@ -43,7 +43,7 @@ def test_an_environment_may_stand_in_place_of_a_reward_or_beside_one() -> None:
         ({"environment": {"function": "guess"}}, "environment.function"),
         ({"environment": {**GAME, "max_turns": 0}}, "environment.max_turns"),
         ({"environment": {**GAME, "turns": 3}}, "turns"),
-        ({"environment": GAME, "kind": "sft"}, "environment: a job of kind sft generates nothing: remove it"),
+        ({"environment": GAME, "kind": "sft"}, "a job of kind sft generates nothing: remove environment"),
     ],
 )
 def test_what_a_job_cannot_say_of_it_is_refused(changes: dict[str, Any], problem: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from shared.errors import ConfigError
-from shared.jobspec import parse, to_json
+from shared.jobspec import load, parse, set_by_override, to_json
 from shared.training import LoraSpec
 
 
@@ -59,3 +61,40 @@ def test_a_section_of_an_adapter_beside_whole_models_is_refused(weights: str) ->
 def test_an_adapter_that_makes_no_sense_is_refused_by_name(wrong: str) -> None:
     with pytest.raises(ConfigError, match=r"lora\." + wrong.partition(":")[0]):
         parse(spec("{weights: lora}", ", lora: {" + wrong + "}"))
+
+
+def test_a_job_file_of_json_has_the_numbers_of_json(tmp_path: Path) -> None:
+    job = {**spec("{}"), "reward": {"function": "a:b", "arguments": {"tolerance": 1e-6}}}
+    (tmp_path / "job.json").write_text(to_json(parse(job)))
+    assert parse(load(str(tmp_path / "job.json"))) == parse(job)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("job.yaml", b"name: \xff", "is not UTF-8"),
+        ("job.yaml", b"name: 2024-13-45", "does not parse: month must be in"),
+        ("job.yaml", b"name: [", "does not parse"),
+        ("job.toml", b"name: a", "does not parse"),
+        ("job.json", b"{'name': 1}", "does not parse"),
+        ("job.yaml", b"", "a job file is a mapping"),
+        ("job.json", b"[]", "a job file is a mapping"),
+    ],
+)
+def test_a_job_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: bytes, told: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"^job file .*{name}:? {told}"):
+        load(str(file))
+
+
+@pytest.mark.parametrize("wrong", ["steps", "=1", ".steps=1", "data..train=t", "data.=t"])
+def test_an_override_without_a_name_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not of the form a\.b=value"):
+        set_by_override(spec("{}"), wrong)
+
+
+def test_an_override_that_yaml_cannot_read_is_text() -> None:
+    raw: dict[str, Any] = {}
+    set_by_override(raw, "name=2024-13-45")
+    assert raw == {"name": "2024-13-45"}

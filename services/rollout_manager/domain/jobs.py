@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from services.rollout_manager.domain.offload import Offload
-from shared.jobspec import JobSpec
+from shared.jobspec import StoredJob
 from shared.messages import JobState
 
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
@@ -27,7 +27,7 @@ class Job:
 
     id: str
     no: int
-    spec: JobSpec
+    spec: StoredJob
     created_at: float
     state: JobState = "pending"
     step: int = 0

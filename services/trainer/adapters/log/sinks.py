@@ -8,11 +8,11 @@ from pathlib import Path
 from services.trainer.adapters.log.run_log import Opener
 from services.trainer.adapters.log.wandb import Wandb
 from shared.errors import ConfigError
-from shared.jobspec import JobSpec
+from shared.jobspec import BaseJob
 from shared.runlog import lacking
 
 
-def openers(spec: JobSpec, job_id: str, folder: Path) -> dict[str, Opener]:
+def openers(spec: BaseJob, job_id: str, folder: Path) -> dict[str, Opener]:
     """Return what makes the loggers of a job whose run is in `folder`; by name.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import Any
 
 from services.trainer.adapters.log.run_log import LoggerFailed
 from services.trainer.adapters.log.wandb_child import BEGUN
-from shared.jobspec import JobSpec
+from shared.jobspec import BaseJob
 from shared.runlog import WandbSpec
 
 
@@ -28,7 +28,7 @@ class Wandb:
     Of a step that is trained again W&B keeps the row that it got first: its steps only rise.
     """
 
-    def __init__(self, wandb: WandbSpec, spec: JobSpec, job_id: str, folder: Path) -> None:
+    def __init__(self, wandb: WandbSpec, spec: BaseJob, job_id: str, folder: Path) -> None:
         """Begin the run, or go on with it; its files are in `folder`.
 
         Raises:

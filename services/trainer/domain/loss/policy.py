@@ -20,7 +20,7 @@ from services.trainer.domain.sums import MISMATCH, MOST
 from services.trainer.domain.tokens import LossFn, TokenBatch, TokenLoss
 from shared.algorithm import Aggregation, Clip, Importance, KlEstimator, RatioLevel
 from shared.errors import Fatal
-from shared.jobspec import JobSpec
+from shared.jobspec import GeneratingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def weighted_likelihood(batch: TokenBatch) -> Tensor:
     return -batch.advantages * (batch.logprobs - batch.logprobs.detach())
 
 
-def job_loss(spec: JobSpec, own: TokenLoss | None = None) -> LossFn:
+def job_loss(spec: GeneratingJob, own: TokenLoss | None = None) -> LossFn:
     """Return the loss of a job; `own` is the function that `algorithm.loss` names, where it names one."""
     algorithm = spec.algorithm
     if algorithm.preference is not None:
