@@ -91,6 +91,7 @@ def test_evaluation_prompts_are_read_where_the_job_evaluates(model: Path) -> Non
         ([{"prompt": "t5 " * 155}], {}, r"line 1: 156 prompt tokens .* 160 positions.*sampling\.max_tokens"),
         ([], {}, r"train\.jsonl has no prompts"),
         ([{"prompt": "t5"}], {"data": {"train": "nowhere.jsonl"}}, r"nowhere\.jsonl: No such file"),
+        ([{"prompt": "t5"}], {"data": {"train": "no/such/folder"}}, r"no/such/folder: no such file or folder"),
         ([{"prompt": "t5"}], {"data": {"train": "data.csv"}}, r"data\.csv: only \.jsonl"),
     ],
 )
@@ -104,6 +105,21 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> N
     load(model, [{"prompt": "t95"}])
     with pytest.raises(ConfigError, match=r"line 1: token id 150 is outside the model's vocabulary of 96"):
         load(model, [{"prompt": "t150"}])
+
+
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ({"prompt": "t5 t99"}, {}),
+        ({"prompt": "t5", "completion": "t99"}, {"kind": "sft", "reward": None, "sampling": None}),
+    ],
+)
+def test_a_text_that_the_tokenizer_cannot_read_is_named(model: Path, row: Any, changes: dict[str, Any]) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["unk_token"] = "none"
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"train\.jsonl, line 1: the model's tokenizer cannot read the text \(.*UNK"):
+        load(model, [row], **changes)
 
 
 def test_a_model_without_an_end_token_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from shared.columns import I32, pack
 from shared.errors import ConfigError
 from shared.examples import TextExample, example_of, without_nulls
 from shared.jobspec import JobSpec
+from shared.jobspec_data import SftDataSpec
 from shared.model_folder import check_tokenizer
 from shared.reward_call import TRL_ARGUMENTS
 from shared.rows import Row, is_messages, read_rows
+from shared.shards import Source, shown
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -64,9 +68,9 @@ def load_data(spec: JobSpec, model: Path) -> Data:
     train: list[Prompt] = []
     evaluation: list[Prompt] = []
     n_long = n_long_eval = 0
-    if spec.data.train is not None:
+    if spec.kind != "eval":
         train, n_long = reader.read(spec.data.train, spec.data.train_split)
-    if spec.eval is not None and spec.data.eval:
+    if spec.kind != "sft" and spec.eval is not None and spec.data.eval is not None:
         evaluation, n_long_eval = reader.read(spec.data.eval, spec.data.eval_split)
     return Data(
         train=train,
@@ -82,15 +86,17 @@ def load_data(spec: JobSpec, model: Path) -> Data:
 class _Reader:
     def __init__(self, spec: JobSpec, tokens: Tokens) -> None:
         self._spec = spec.data
-        self._row = self._example if spec.kind == "sft" else self._prompt
+        self._row: Callable[[Row, str], Prompt | None] = (
+            partial(self._example, spec.data) if spec.kind == "sft" else self._prompt
+        )
         self._max_tokens = spec.sampling.max_tokens
         self._tokens = tokens
 
-    def read(self, source: str, split: str) -> tuple[list[Prompt], int]:
+    def read(self, source: Source, split: str) -> tuple[list[Prompt], int]:
         """Return what the rows of a source say, and how many were left out for their length."""
         found, n_long = [], 0
         for row in read_rows(source, split, self._spec.subset):
-            prompt = self._row(row, f"{source}, {row.place}")
+            prompt = self._row(row, f"{row.source}, {row.place}")
             if prompt is None:
                 n_long += 1
             else:
@@ -98,8 +104,8 @@ class _Reader:
         if found:
             return found, n_long
         if n_long:
-            raise ConfigError(f"{source}: all {n_long} prompts have {self._spec.limits}: raise it")
-        raise ConfigError(f"{source} has no prompts: give one JSON object a line, or one row a problem")
+            raise ConfigError(f"{shown(source)}: all {n_long} prompts have {self._spec.limits}: raise it")
+        raise ConfigError(f"{shown(source)} has no prompts: give one JSON object a line, or one row a problem")
 
     def _prompt(self, row: Row, place: str) -> Prompt | None:
         """Return the row as a prompt, None where it is to be left out."""
@@ -126,9 +132,8 @@ class _Reader:
         _check_columns(columns, place)
         return Prompt(given, pack(ids, I32), columns)
 
-    def _example(self, row: Row, place: str) -> Prompt | None:
+    def _example(self, spec: SftDataSpec, row: Row, place: str) -> Prompt | None:
         """Return the row as a prompt with its completion, None where it is to be left out."""
-        spec = self._spec
         try:
             example = example_of(row.values, spec.prompt_key, spec.completion_key)
         except ConfigError as error:

@@ -29,11 +29,11 @@ class Tokens:
             place: the row, for errors.
 
         Raises:
-            ConfigError: it is neither, or has no token, or one that the model does not have.
+            ConfigError: it is neither, or cannot be read, or has no token, or one that the model does not have.
 
         """
         if isinstance(given, str):
-            ids = list(self._tokenizer(given, add_special_tokens=True)["input_ids"])
+            ids = self._read(given, place, special=True)
         elif is_messages(given):
             ids = list(self._templated(given, place, prompted=True, tokenize=True)["input_ids"])
         else:
@@ -50,10 +50,10 @@ class Tokens:
         """Return the token ids of a text behind a prompt, the end token last.
 
         Raises:
-            ConfigError: it has a token that the model does not have.
+            ConfigError: it cannot be read, or has a token that the model does not have.
 
         """
-        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._read(text, place, special=False)
         return self._known(ids if ids and ids[-1] in self._end_ids else [*ids, self._end_id], place)
 
     def answer(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], place: str) -> list[int]:
@@ -72,10 +72,19 @@ class Tokens:
                 f"{place}: the chat template writes the messages in another way when the answer follows: give prompt "
                 "and completion as text"
             )
-        ids = list(self._tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"])
+        ids = self._read(whole[len(before) :], place, special=False)
         # What a template writes behind the end of a turn belongs to the next one.
         end = max((i for i, token in enumerate(ids) if token in self._end_ids), default=None)
         return self._known([*ids, self._end_id] if end is None else ids[: end + 1], place)
+
+    def _read(self, text: str, place: str, *, special: bool) -> list[int]:
+        try:
+            return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        except Exception as error:  # what the library tokenizers raises has no class of its own
+            raise ConfigError(
+                f"{place}: the model's tokenizer cannot read the text ({error}): mend the row, or use a model whose "
+                "tokenizer can"
+            ) from error
 
     def _templated(self, messages: list[Any], place: str, *, prompted: bool, tokenize: bool) -> Any:
         if self._tokenizer.chat_template is None:

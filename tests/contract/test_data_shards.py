@@ -1,0 +1,173 @@
+"""Data in several files: which ones, in which order, and what is told of one that is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import yaml
+from pyarrow import parquet
+
+from rlboost import jobcheck
+from rlboost.jobfile import complete
+from services.trainer.adapters.data import load_data
+from services.trainer.domain.fingerprint import fingerprint
+from services.trainer.ports import Data
+from shared.errors import ConfigError
+from shared.jobspec import parse, to_json
+from shared.rows import is_remote, read_rows
+from tests.support.model_folder import write_model, write_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def write(file: Path, *prompts: str, **columns: Any) -> None:
+    rows = [{"prompt": prompt, **columns} for prompt in prompts]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if file.name.endswith(".parquet"):
+        parquet.write_table(
+            pa.Table.from_pylist(rows, schema=None if rows else pa.schema({"prompt": pa.string()})), file
+        )
+    elif file.name.endswith(".gz"):
+        file.write_bytes(gzip.compress(text.encode()))
+    else:
+        file.write_text(text)
+
+
+def prompts(source: Any) -> list[str]:
+    return [row.values["prompt"] for row in read_rows(source)]
+
+
+def job(**data: Any) -> dict[str, Any]:
+    return {
+        "model": "base",
+        "data": data,
+        "reward": {"function": "rlboost.rewards.code:score"},
+        "sampling": {"max_tokens": 4},
+        "steps": 1,
+    }
+
+
+def test_shards_follow_each_other_as_their_numbers_do(folder: Path) -> None:
+    for number in (10, 9, 2, 1):
+        write(folder / f"part-{number}.jsonl", f"t{number}")
+    assert prompts("data/part-*.jsonl") == ["t1", "t2", "t9", "t10"]
+    assert prompts("data") == ["t1", "t2", "t9", "t10"]
+    assert prompts(("data/part-9.jsonl", "data/part-1*.jsonl")) == ["t9", "t1", "t10"]
+    assert prompts(str(folder / "part-[12].jsonl")) == ["t1", "t2"]
+
+
+def test_files_of_all_kinds_are_shards_and_an_empty_one_has_no_rows(folder: Path) -> None:
+    write(folder / "1.parquet", "t1")
+    write(folder / "2.jsonl.gz", "t2", "t3")
+    write(folder / "3.jsonl")
+    write(folder / "4.parquet")
+    write(folder / "5.jsonl", "t4")
+    (folder / "_SUCCESS").touch()
+    (folder / ".2.jsonl.crc").touch()
+    assert prompts("data") == ["t1", "t2", "t3", "t4"]
+    assert [(row.source, row.place) for row in read_rows("data/*.gz")] == [
+        ("data/2.jsonl.gz", "line 1"),
+        ("data/2.jsonl.gz", "line 2"),
+    ]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(folder: Path) -> None:
+    write(folder / "part[1].jsonl", "t1")
+    write(folder / "part1.jsonl", "t2")
+    assert prompts("data/part[1].jsonl") == ["t1"]
+
+
+@pytest.mark.parametrize("name", ["train-1.jsonl", "x_test.jsonl", "README.md"])
+def test_a_folder_that_tells_of_splits_or_holds_other_files_is_left_to_the_library_of_datasets(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / "1.jsonl", "t1")
+    write(folder / name, "t2")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="needs the library datasets"):
+        prompts("data")
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("data/x-*.jsonl", r"^data/x-\*\.jsonl: no file matches"),
+        (["data/1.jsonl", "data/none.jsonl"], r"^data/none\.jsonl: No such file"),
+        ("data/*.jsonl", r"^data/2\.jsonl, line 2: not JSON"),
+        ("data/*.gz", r"^data/3\.jsonl\.gz is no gzip file that can be read"),
+        ("data/*.csv", r"^data/4\.csv: only \.jsonl, \.jsonl\.gz, \.parquet files are read"),
+    ],
+)
+def test_what_is_wrong_with_one_is_told_with_its_name(folder: Path, source: Any, problem: str) -> None:
+    write(folder / "1.jsonl", "t1")
+    (folder / "2.jsonl").write_text('{"prompt": "t2"}\n{"prompt": \n')
+    (folder / "3.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "t3"}\n' * 1000)[:-12])
+    (folder / "4.csv").touch()
+    with pytest.raises(ConfigError, match=problem):
+        prompts(source)
+
+
+def test_a_job_file_takes_a_list_and_a_pattern_and_nothing_else(folder: Path) -> None:
+    write(folder / "1.jsonl", "t1")
+    spec = parse(job(train=["data/1.jsonl", "data/2.jsonl"], eval="data/*.jsonl"))
+    assert parse(json.loads(to_json(spec))) == spec
+    for wrong in (5, [], [""], [5], {"a": 1}):
+        with pytest.raises(ConfigError, match=r"^data\.train: give the name of a file"):
+            parse(job(train=wrong))
+    # What is here becomes absolute, since the trainer may run in another folder.
+    resolved = complete(job(train=["data/1.jsonl", "openai/gsm8k", "other/*.jsonl"], eval="data/*.jsonl"))["data"]
+    assert resolved["train"] == [str(folder / "1.jsonl"), "openai/gsm8k", "other/*.jsonl"]
+    assert resolved["eval"] == str(folder / "*.jsonl")
+    assert not is_remote("other/*.jsonl")
+
+
+def test_config_check_names_the_shard(folder: Path) -> None:
+    base = folder.parent / "base"
+    write_tokenizer(write_model(base))
+    write(folder / "1.jsonl", "t5")
+    (folder / "2.jsonl").write_text('{"prompt": "t6"}\n{"question": "t7"}\n')
+    (folder.parent / "job.yaml").write_text(yaml.safe_dump(job(train="data/*.jsonl")))
+    [problem] = jobcheck.check(Path("job.yaml"), []).problems
+    assert problem.startswith("data.train: data/2.jsonl line 2: no key 'prompt'")
+
+
+def test_a_row_that_does_not_fit_is_named_with_its_shard_and_its_columns_are_its_own(folder: Path) -> None:
+    write(folder / "1.jsonl", "t5", answer="5")
+    write(folder / "2.jsonl", "t6", tests="assert True")
+    model = write_tokenizer(write_model(folder.parent / "base"))
+    data = load(model, "data")
+    assert [prompt.columns for prompt in data.train] == [{"answer": "5"}, {"tests": "assert True"}]
+    write(folder / "3.jsonl", "t7", "t8 " * 500)
+    with pytest.raises(ConfigError, match=r"^data/3\.jsonl, line 2: 501 prompt tokens"):
+        load(model, "data")
+
+
+def test_an_interrupted_job_knows_its_data_again_however_it_is_cut_but_not_in_another_order(folder: Path) -> None:
+    model = write_tokenizer(write_model(folder.parent / "base"))
+    write(folder / "all.jsonl", "t5", "t6", "t7")
+    write(folder / "1.jsonl", "t5")
+    write(folder / "2.jsonl", "t6", "t7")
+    whole = digest(load(model, "data/all.jsonl"))
+    assert digest(load(model, "data/[12].jsonl")) == whole
+    assert digest(load(model, ["data/2.jsonl", "data/1.jsonl"])) != whole
+    write(folder / "2.jsonl", "t6", "t8")
+    assert digest(load(model, "data/[12].jsonl")) != whole
+
+
+def load(model: Path, source: Any) -> Data:
+    return load_data(parse({**job(train=source), "model": str(model)}), model)
+
+
+def digest(data: Data) -> str:
+    return fingerprint((row.tokens, row.completion, row.columns) for row in data.train)
