@@ -9,13 +9,15 @@ from pydantic import Field, model_validator
 from shared.validation import Section
 
 Offload = Literal["none", "optimizer", "all"]
-"""What rests in host memory while the reserved engines have the trainer's device: nothing; AdamW's moments, and
-gradients; or these and the weights."""
+"""What rests in host memory while the reserved engines have the trainer's devices: nothing; what the optimizer keeps,
+and gradients; or these and the weights."""
 
 
 class OptimizerSpec(Section):
-    """AdamW."""
+    """What updates the weights."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon` updates the hidden layers' matrices by Muon, and all else by AdamW at the same `lr`."""
     lr: float = Field(1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
@@ -76,10 +78,6 @@ class TrainerSpec(Section):
         asked += [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(self, name)]
         if self.backend == "torch" and asked:
             raise ValueError(f"{asked[0]} needs trainer.backend: megatron; torch has data_parallel alone")
-        if self.offload != "none" and not self.in_one_process:
-            raise ValueError(
-                "offload is for trainer.backend: torch in one process; with several, leave the trainer room beside them"
-            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == 1:

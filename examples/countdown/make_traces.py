@@ -1,4 +1,4 @@
-"""Write traces to imitate: `python -m examples.countdown.make_traces --rows 96000 --hits 0.1 --out traces.jsonl`.
+"""Write traces to imitate: `python -m examples.countdown.make_traces --out traces.jsonl`.
 
 Each row has a `prompt` and a `completion`, as jobs of `kind: sft` take them; the same arguments give the same bytes.
 A trace rarely has a hit, and without sure verdicts reinforcement learning takes off slowly, so a share of the rows
@@ -15,6 +15,11 @@ from pathlib import Path
 from random import Random
 
 from examples.countdown.task import ALL_OPERATORS, HIT, noisy_trace, training_problems
+
+N_ROWS = 64_000
+"""1,000 steps of 64 rows without seeing one twice."""
+HITS = 0.1
+"""The share of the rows that begin behind a hit."""
 
 
 def traces(hits: float, seed: int) -> Iterator[dict[str, str]]:
@@ -43,8 +48,8 @@ def traces(hits: float, seed: int) -> Iterator[dict[str, str]]:
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description="Write traces for a warm-up of Countdown.")
-    parser.add_argument("--rows", type=int, default=96_000)
-    parser.add_argument("--hits", type=float, default=0.1, help="share of the rows that begin behind a hit")
+    parser.add_argument("--rows", type=int, default=N_ROWS)
+    parser.add_argument("--hits", type=float, default=HITS, help="share of the rows that begin behind a hit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
     asked = parser.parse_args()

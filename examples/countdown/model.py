@@ -1,6 +1,6 @@
 """Write the model before any training, with its tokenizer: `python -m examples.countdown.model --out DIR`.
 
-A Qwen3 of 0.2 M parameters with random weights.
+A Qwen3 of 0.2 M parameters with random weights; or, with `--rounded MODEL`, with those of a trained one in bfloat16.
 """
 
 from __future__ import annotations
@@ -44,12 +44,18 @@ def build_model() -> Qwen3ForCausalLM:
 
 def main() -> None:
     """Write the folder."""
-    parser = argparse.ArgumentParser(description="Write Countdown's model with random weights.")
+    parser = argparse.ArgumentParser(description="Write Countdown's model.")
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--rounded", type=Path, help="a trained model, whose weights are taken in bfloat16")
+    asked = parser.parse_args()
     torch.manual_seed(_SEED)
-    build_model().save_pretrained(out)
-    pretrained().save_pretrained(out)
+    model = build_model()
+    if asked.rounded is not None:
+        trained = Qwen3ForCausalLM.from_pretrained(asked.rounded, dtype=torch.bfloat16)
+        model = model.bfloat16()
+        model.load_state_dict(trained.state_dict())
+    model.save_pretrained(asked.out)
+    pretrained().save_pretrained(asked.out)
 
 
 if __name__ == "__main__":

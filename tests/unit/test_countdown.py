@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.countdown import make_data, reward
-from examples.countdown.make_traces import traces
+from examples.countdown.make_traces import N_ROWS, traces
 from examples.countdown.task import (
     ALL_OPERATORS,
     EOS,
@@ -279,5 +279,34 @@ def test_traces_to_imitate_are_of_problems_that_are_not_held_out_and_end_like_a_
         assert bool(think) == (row in behind_a_hit)
 
 
-def test_the_warm_up_is_a_job_that_imitates() -> None:
-    assert jobspec.parse(jobspec.load(str(COUNTDOWN / "warmup.yaml"))).kind == "sft"
+def test_the_warm_up_is_a_job_that_imitates_each_trace_once() -> None:
+    spec = jobspec.parse(jobspec.load(str(COUNTDOWN / "warmup.yaml")))
+    assert (spec.kind, spec.optimizer.name) == ("sft", "muon")
+    assert spec.steps * spec.data.prompts_per_step == N_ROWS
+
+
+def test_a_models_verdicts_are_measured_by_the_answers_behind_them() -> None:
+    pytest.importorskip("transformers")
+    from examples.countdown.measure import measured  # noqa: PLC0415 - imports torch
+
+    wrong = "<think>3+8=11*4=44 ✓</think>3+8=11+4=15<eos>"
+    texts = [GOOD, wrong, wrong, "<think></think>3+8=11*4=44<eos>", "<think>"]
+    assert measured([PROBLEM] * 5, texts) == (2 / 5, 4 / 5, 3, 1 / 3)
+
+
+def test_a_trained_model_is_rounded_with_its_tokenizer_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    from examples.countdown import model  # noqa: PLC0415 - imports torch
+
+    for arguments in (["--out", "trained"], ["--rounded", "trained", "--out", "base"]):
+        monkeypatch.setattr("sys.argv", ["model", *arguments])
+        monkeypatch.chdir(tmp_path)
+        model.main()
+    trained, base = (safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("trained", "base"))
+    assert {name: tensor.dtype for name, tensor in base.items()} == dict.fromkeys(trained, torch.bfloat16)
+    assert all(torch.equal(base[name], tensor.bfloat16()) for name, tensor in trained.items())
+    assert json.loads((tmp_path / "base/config.json").read_text())["dtype"] == "bfloat16"
+    assert (tmp_path / "base/tokenizer.json").read_bytes() == (COUNTDOWN / "base/tokenizer.json").read_bytes()

@@ -103,7 +103,7 @@ class TorchCritic:
 
     def snapshot(self) -> Snapshot:
         """Copy weights and moments to host memory; return what writes the copy: see `PolicyEngine.snapshot`."""
-        return captured(self.trained, self.optimizer, prefix=_PREFIX)
+        return captured(self.trained, [self.optimizer], prefix=_PREFIX)
 
     def load(self, directory: Path) -> None:
         """Read what a snapshot wrote.
@@ -113,7 +113,7 @@ class TorchCritic:
 
         """
         try:
-            load_state(directory, self.trained, self.optimizer, prefix=_PREFIX)
+            load_state(directory, self.trained, [self.optimizer], prefix=_PREFIX)
         except Corrupt as error:
             raise Corrupt(f"the critic in {error}") from error
 

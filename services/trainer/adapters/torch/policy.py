@@ -1,4 +1,4 @@
-"""A policy trained by torch in one process: a causal language model of transformers, or an adapter on it; AdamW."""
+"""A policy trained by torch in one process: a causal language model of transformers, or an adapter on it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from services.trainer.adapters.torch.batch import columns, token_batch
 from services.trainer.adapters.torch.critic import TorchCritic
 from services.trainer.adapters.torch.logprobs import LogprobPass
 from services.trainer.adapters.torch.lora import Adapter
+from services.trainer.adapters.torch.optimizers import optimizers
 from services.trainer.adapters.torch.rest import Resting
 from services.trainer.adapters.torch.state import captured, distinct, in_turn, load_state, shards_of
 from services.trainer.domain import sums
@@ -58,7 +59,7 @@ class TorchPolicy:
         """Prepare; `load_hf` makes the model.
 
         Args:
-            optimizer: AdamW's settings.
+            optimizer: its settings.
             temperature: the sampling temperature; log-probabilities are of that distribution.
             dtype: `float32` or `bfloat16`.
             device: a torch device.
@@ -111,22 +112,16 @@ class TorchPolicy:
         self._forward = self._pass_of(self._model)
         self._forward_reference = self._forward if self._reference is None else self._pass_of(self._reference)
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=self._spec.lr,
-            betas=self._spec.betas,
-            weight_decay=self._spec.weight_decay,
-            fused=True,
-        )
+        self._optimizers = optimizers(self._model, self._parameters, self._spec)
         if self._critic_spec is not None:
             self._critic = TorchCritic(source, self._critic_spec, dtype=self._dtype, device=self._device)
         models = [self._model, *([self._reference] if self._reference is not None else [])]
         weights = [parameter for model in models for parameter in model.parameters()]
-        optimizers: list[torch.optim.Optimizer] = [self._optimizer]
+        resting = list(self._optimizers)
         if self._critic is not None:
             weights += self._critic.trained.values()
-            optimizers.append(self._critic.optimizer)
-        self._resting = Resting(weights, optimizers, self._device, self._offload)
+            resting.append(self._critic.optimizer)
+        self._resting = Resting(weights, resting, self._device, self._offload)
         self.rest()
 
     @property
@@ -184,14 +179,15 @@ class TorchPolicy:
         critic_norm = self._critic.clip() if self._critic is not None else 0.0
         self._divisor = 0
         if not np.isfinite(norm + critic_norm):
-            self._optimizer.zero_grad()
+            self._forget()
             if self._critic is not None:
                 self._critic.forget()
             raise NotFinite(f"the gradient's norm is {norm}" + f", the critic's {critic_norm}" * bool(self._critic))
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+        self._forget()
         if self._critic is not None:
             self._critic.step(learning_rate / self._spec.lr)
         return norm
@@ -220,13 +216,13 @@ class TorchPolicy:
 
     def snapshot(self) -> Snapshot:
         """See `PolicyEngine.snapshot`."""
-        write = captured(self._trained, self._optimizer, generators=self._device)
+        write = captured(self._trained, self._optimizers, generators=self._device)
         return write if self._critic is None else in_turn(write, self._critic.snapshot())
 
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
         self._resting.wake()
-        load_state(directory, self._trained, self._optimizer, generators=self._device)
+        load_state(directory, self._trained, self._optimizers, generators=self._device)
         if self._critic is not None:
             self._critic.load(directory)
         self.rest()
@@ -242,13 +238,18 @@ class TorchPolicy:
             "_resting",
             "_forward",
             "_forward_reference",
-            "_optimizer",
+            "_optimizers",
             "_parameters",
             "_trained",
             "_tensors",
             "_model",
         ):
             self.__dict__.pop(name, None)
+
+    def _forget(self) -> None:
+        """Drop the policy's accumulated gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
 
     def _exported(self, name: str, value: Tensor, what: Exported) -> Tensor:
         if self._adapter and what == "model":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,33 +11,36 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.trainer.ports import Snapshot
-from shared.errors import Corrupt
+from shared.errors import ConfigError, Corrupt
 from shared.weights.publisher import Shard
 
 _MODEL_FILE = "model.safetensors"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _RNG, _CUDA_RNG = "rng", "rng.cuda"
+_MUON_STATE = "momentum_buffer"
+"""What Muon remembers of a matrix, and AdamW of nothing."""
 
 
 def captured(
     trained: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
     generators: torch.device | None = None,
     prefix: str = "",
 ) -> Snapshot:
-    """Copy what is trained and the optimizer's state to host memory; return what writes the copy.
+    """Copy what is trained and the optimizers' state to host memory; return what writes the copy.
 
     Args:
         trained: by name.
-        optimizer: of these.
+        optimizers: of these; their states are counted on from one to the next.
         generators: the device whose random generators' states go along, and the host's.
         prefix: of the files' names.
 
     """
     weights = {name: _host_copy(tensor) for name, tensor in trained.items()}
     state = {
-        f"{index}.{key}": _host_copy(value)
+        f"{first + index}.{key}": _host_copy(value)
+        for first, optimizer in _numbered(optimizers)
         for index, values in optimizer.state_dict()["state"].items()
         for key, value in values.items()
     }
@@ -67,7 +70,7 @@ def in_turn(*writers: Snapshot) -> Snapshot:
 def load_state(
     directory: Path,
     trained: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
     generators: torch.device | None = None,
     prefix: str = "",
@@ -76,6 +79,7 @@ def load_state(
 
     Raises:
         Corrupt: it does not fit this model.
+        ConfigError: it is of another optimizer.
 
     """
     try:
@@ -88,7 +92,9 @@ def load_state(
             torch.set_rng_state(state.pop(_RNG))
             if generators.type == "cuda":
                 torch.cuda.set_rng_state(state.pop(_CUDA_RNG), generators)
-        optimizer.load_state_dict({"state": _by_index(state), "param_groups": optimizer.state_dict()["param_groups"]})
+        states = _by_index(state)
+        for first, optimizer in _numbered(optimizers):
+            _take(optimizer, first, states)
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise Corrupt(f"checkpoint {directory} does not fit this model: {error}") from error
 
@@ -138,6 +144,30 @@ def distinct(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             seen.add(key)
             found[name] = tensor
     return found
+
+
+def _numbered(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+    """Yield each optimizer behind the number of its first parameter."""
+    first = 0
+    for optimizer in optimizers:
+        yield first, optimizer
+        first += _n_parameters(optimizer)
+
+
+def _n_parameters(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _take(optimizer: torch.optim.Optimizer, first: int, states: Mapping[int, dict[str, Tensor]]) -> None:
+    """Give an optimizer the states of its parameters, of which `first` is the first one's number."""
+    numbers = range(first, first + _n_parameters(optimizer))
+    mine = {number - first: states[number] for number in numbers if number in states}
+    if any((_MUON_STATE in state) is isinstance(optimizer, torch.optim.AdamW) for state in mine.values()):
+        raise ConfigError(
+            "the checkpoint is of another optimizer: set optimizer.name to what it was made with, or begin with that "
+            "job's weights alone (model: .rlboost/runs/JOB/model, and no trainer.resume)"
+        )
+    optimizer.load_state_dict({"state": mine, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:
