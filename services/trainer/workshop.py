@@ -29,6 +29,7 @@ from services.trainer.domain.sft import imitation_loss
 from services.trainer.domain.tokens import LossFn
 from services.trainer.ports import Workshop
 from services.trainer.settings import Settings
+from shared.algorithm import CriticSpec
 from shared.errors import ConfigError
 from shared.jobspec import JobSpec
 from shared.waiting import Waits
@@ -52,7 +53,9 @@ def build(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> Worksho
     vocabulary = int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
     engine = _engine(config, spec, folder)
     judge = spec.data.curriculum.function if spec.data.curriculum else None
-    publisher = partial(RanksPublisher, engine, token) if isinstance(engine, RanksPolicy) else StorePublisher
+    publisher = (
+        partial(RanksPublisher, policy=engine, token=token) if isinstance(engine, RanksPolicy) else StorePublisher
+    )
     return Workshop(
         engine=engine,
         model=model,
@@ -73,7 +76,7 @@ def build(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> Worksho
         ),
         folder=JobFolder(folder, model, openers(spec, job_id, folder)),
         predecessor=places.predecessor(spec.trainer.resume),
-        critic=engine if isinstance(engine, TorchPolicy) and spec.algorithm.critic else None,
+        critic=engine if isinstance(engine, TorchPolicy) and _critic(spec) else None,
         machine=machine_of(spec, model, config.device),
         judge=own_judge(judge, data.train) if judge else None,
         probe=probe(vocabulary, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
@@ -86,8 +89,17 @@ def _loss(spec: JobSpec) -> LossFn:
     return job_loss(spec, own_loss(spec.algorithm.loss) if spec.algorithm.loss else None)
 
 
+def _critic(spec: JobSpec) -> CriticSpec | None:
+    return None if spec.kind == "sft" else spec.algorithm.critic
+
+
 def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | RanksPolicy:
-    temperature, reference = spec.sampling.scored_temperature, spec.algorithm.needs_reference
+    if spec.trainer.offload != "none" and config.device == "cpu":
+        raise ConfigError(
+            f"trainer.offload: {spec.trainer.offload} is for a GPU that reserved engines share with the trainer, whose "
+            "device is cpu here (RLBOOST_TRAINER_DEVICE): leave it out"
+        )
+    temperature, reference = spec.sampling.scored_temperature, spec.kind == "rl" and spec.algorithm.needs_reference
     if not spec.trainer.in_one_process:
         kind = MegatronPolicy if spec.trainer.backend == "megatron" else FsdpPolicy
         return kind(
@@ -98,11 +110,6 @@ def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | Rank
             reference=reference,
             folder=folder,
         )
-    if spec.trainer.offload != "none" and config.device == "cpu":
-        raise ConfigError(
-            f"trainer.offload: {spec.trainer.offload} is for a GPU that reserved engines share with the trainer, whose "
-            "device is cpu here (RLBOOST_TRAINER_DEVICE): leave it out"
-        )
     return TorchPolicy(
         spec.optimizer,
         temperature=temperature,
@@ -111,6 +118,6 @@ def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | Rank
         lora=spec.adapter,
         seed=spec.trainer.seed,
         reference=reference,
-        critic=spec.algorithm.critic,
+        critic=_critic(spec),
         offload=spec.trainer.offload,
     )

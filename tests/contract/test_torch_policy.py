@@ -185,9 +185,10 @@ def test_a_loss_that_is_not_finite_is_told_before_it_reaches_the_gradients(
 
 
 def test_what_would_rest_in_host_memory_and_is_there_already_is_refused(tmp_path: Path) -> None:
-    spec = parse({**small_job(steps=1), "trainer": {"offload": "all"}})
-    with pytest.raises(ConfigError, match=r"trainer\.offload: all is for a GPU.*leave it out"):
-        workshop._engine(Settings(device="cpu"), spec, tmp_path)
+    for ranks in ({"data_parallel": 2}, {"backend": "megatron"}, {}):
+        spec = parse({**small_job(steps=1), "trainer": {"offload": "all", **ranks}})
+        with pytest.raises(ConfigError, match=r"trainer\.offload: all is for a GPU.*leave it out"):
+            workshop._engine(Settings(device="cpu"), spec, tmp_path)
     assert isinstance(workshop._engine(Settings(device="cuda"), spec, tmp_path), TorchPolicy)
 
 

@@ -31,8 +31,8 @@ RATE = 1e-2
 New = Callable[[], PolicyEngine]
 Kept = Callable[[str, int], PolicyEngine]
 RANKS: dict[str, dict[str, Any]] = {
-    "megatron-bfloat16": {"data_parallel": 2, "distributed_optimizer": True},
-    "fsdp-bfloat16": {"backend": "torch", "data_parallel": 2},
+    "megatron-bfloat16": {"data_parallel": 2, "distributed_optimizer": True, "offload": "all"},
+    "fsdp-bfloat16": {"backend": "torch", "data_parallel": 2, "offload": "optimizer"},
 }
 
 

@@ -9,12 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402 - only where torch is
-
-from services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - its like
+from services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
 from services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
 from shared.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
+from tests.support import large_model  # noqa: E402 - its like
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -29,24 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of some 80 M parameters, so that what is left behind shows."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    config = Qwen3Config(
-        vocab_size=8192,
-        hidden_size=768,
-        intermediate_size=2304,
-        num_hidden_layers=10,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    made: Any = AutoModelForCausalLM.from_config(config)
-    made.save_pretrained(folder)
-    return folder
+    return large_model.write(tmp_path_factory.mktemp("model"))
 
 
 def policy(model: Path, **choices: Any) -> TorchPolicy:

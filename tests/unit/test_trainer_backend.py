@@ -87,8 +87,6 @@ def test_settings_that_need_another_setting_say_so() -> None:
         parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"backend": "megatron"}})
     with pytest.raises(ConfigError, match=r"lora needs trainer.backend: torch in one process"):
         parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"data_parallel": 2}})
-    with pytest.raises(ConfigError, match=r"offload is for trainer.backend: torch in one process"):
-        trainer(data_parallel=2, offload="all")
 
 
 def test_rows_are_shared_out_as_torch_does_it() -> None:

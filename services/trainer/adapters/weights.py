@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.errors import NotFound
@@ -19,47 +20,35 @@ Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
 """(name, offset, shape, dtype) of each shard -> digest."""
 
 
+@dataclass(eq=False, repr=False)
 class StorePublisher:
     """`WeightPublisher` for one job whose trainer is one process (rank 0)."""
 
-    def __init__(
-        self,
-        client: StoreClient,
-        job_id: str,
-        config_json: str,
-        cache: Path,
-        waits: Waits,
-        limit_s: float,
-        *,
-        deltas: bool = False,
-        small: bool = False,
-    ) -> None:
-        """Use an open client.
+    client: StoreClient
+    """An open one; closed by `close`."""
+    job_id: str
+    """Whose weights."""
+    config_json: str
+    """The model's Hugging Face `config.json`."""
+    cache: Path
+    """A directory for what `fetch` brings; removed by `close`."""
+    waits: Waits
+    """Where waits for the store are listed."""
+    limit_s: float
+    """How long the store may be away."""
+    deltas: bool = field(default=False, kw_only=True)
+    """Publish deltas beside the chunks, and keep a copy of the weights in host memory for that."""
+    small: bool = field(default=False, kw_only=True)
+    """The smallest deltas, for workers behind slow links."""
 
-        Args:
-            client: of the weight store; closed by `close`.
-            job_id: whose weights.
-            config_json: the model's Hugging Face `config.json`.
-            cache: a directory for what `fetch` brings; removed by `close`.
-            waits: where waits for the store are listed.
-            limit_s: how long the store may be away.
-            deltas: publish deltas beside the chunks, and keep a copy of the weights in host memory for that.
-            small: the smallest deltas, for workers behind slow links.
-
-        """
-        self._client = client
-        self._job_id = job_id
-        self._config_json = config_json
-        self._cache = cache
-        self._waits = waits
-        self._limit_s = limit_s
-        self._deltas = deltas
-        self._publisher = Publisher(client, waits, limit_s=limit_s, deltas=deltas, small=small)
+    def __post_init__(self) -> None:
+        """Connect to nothing yet."""
+        self._publisher = Publisher(self.client, self.waits, limit_s=self.limit_s, deltas=self.deltas, small=self.small)
         self._puller: Puller | None = None
 
     async def head(self) -> int:
         """See `WeightPublisher.head`."""
-        head = await self._publisher.head(self._job_id)
+        head = await self._publisher.head(self.job_id)
         return -1 if head is None else head.version
 
     async def publish(
@@ -75,27 +64,27 @@ class StorePublisher:
         """See `WeightPublisher.publish`."""
         part_digests = await self._upload(version, shards)
         await self._publisher.commit(
-            self._job_id,
+            self.job_id,
             version,
             expect=expect,
             part_digests=part_digests,
-            config_json=self._config_json,
+            config_json=self.config_json,
             base_version=base_version,
             adapter_json=adapter_json,
             canary_json=canary_json,
         )
-        if self._deltas and expect < 0:
+        if self.deltas and expect < 0:
             # It stays, so that whoever has the model that everything began with gets deltas from there.
-            waiting = self._waits.on("the weight store", because=f"pin version {version}", limit_s=self._limit_s)
+            waiting = self.waits.on("the weight store", because=f"pin version {version}", limit_s=self.limit_s)
             async with waiting:
-                await persistently(lambda: self._client.pin(self._job_id, version))
+                await persistently(lambda: self.client.pin(self.job_id, version))
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         """See `WeightPublisher.equals`."""
-        waiting = self._waits.on("the weight store", because=f"manifest of version {version}", limit_s=self._limit_s)
+        waiting = self.waits.on("the weight store", because=f"manifest of version {version}", limit_s=self.limit_s)
         try:
             async with waiting:
-                manifest = await persistently(lambda: self._client.manifest(self._job_id, version))
+                manifest = await persistently(lambda: self.client.manifest(self.job_id, version))
         except NotFound:
             return None
         return _held(manifest) == await self._digests(shards)
@@ -103,8 +92,8 @@ class StorePublisher:
     async def fetch(self, version: int) -> Iterator[Shard]:
         """See `WeightPublisher.fetch`."""
         if self._puller is None:
-            self._puller = Puller(self._client, Cache(self._cache), self._waits, limit_s=self._limit_s)
-        pulled = await self._puller.pull(self._job_id, version)
+            self._puller = Puller(self.client, Cache(self.cache), self.waits, limit_s=self.limit_s)
+        pulled = await self._puller.pull(self.job_id, version)
         return (
             Shard(entry.name, entry.dtype, entry.global_shape, entry.offset, entry.local_shape, data)
             for entry, data in pulled.tensors()
@@ -112,14 +101,14 @@ class StorePublisher:
 
     async def close(self) -> None:
         """See `WeightPublisher.close`."""
-        await self._client.close()
+        await self.client.close()
         if self._puller is not None:
             self._puller.close()
-            await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self.cache, ignore_errors=True)
 
     async def _upload(self, version: int, shards: Iterable[Shard]) -> list[str]:
         """Upload all parts of a version and return their digests, rank 0's first."""
-        part = await self._publisher.publish(self._job_id, version, 0, shards)
+        part = await self._publisher.publish(self.job_id, version, 0, shards)
         return [part.digest]
 
     async def _digests(self, shards: Iterable[Shard]) -> Digests:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.adapters.ranks.piece import Piece
+from services.trainer.adapters.ranks.rest import own_part
 from shared.errors import ConfigError
 from shared.training import OptimizerSpec
 
@@ -53,20 +54,18 @@ class RowMap:
 class Network:
     """One rank's part of a model."""
 
-    def __init__(self, source: Path, device: str, dtype: torch.dtype, *, trained: bool) -> None:
+    def __init__(self, source: Path, device: str, *, trained: bool) -> None:
         """Build it with whatever weights; the process group is there already. All ranks do it at once.
 
         Args:
             source: a Hugging Face directory, of which only the configuration is read.
             device: `cpu` or `cuda`.
-            dtype: in which the weights are published; they are kept in float32.
             trained: whether it gets gradients.
 
         Raises:
             ConfigError: it holds no causal language model that can be cut up so.
 
         """
-        self._dtype = dtype
         self.module: Any = _built(source, device, trained=trained)
         self._parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters}
@@ -78,19 +77,15 @@ class Network:
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
         """Overwrite this rank's rows of a parameter."""
-        local_rows(parameter).copy_(value)
-
-    def published(self, parameter: Tensor) -> Tensor:
-        """Return this rank's rows of a parameter as they are published."""
-        return local_rows(parameter).to(self._dtype)
+        own_part(parameter).copy_(value)
 
 
 class TrainedNetwork(Network):
     """One rank's part of the model being trained and of its optimizer."""
 
-    def __init__(self, source: Path, device: str, dtype: torch.dtype, optimizer: OptimizerSpec) -> None:
+    def __init__(self, source: Path, device: str, optimizer: OptimizerSpec) -> None:
         """Build both; see `Network`."""
-        super().__init__(source, device, dtype, trained=True)
+        super().__init__(source, device, trained=True)
         self._clip = optimizer.grad_clip
         self._distributed = [parameter for _, parameter in self._parameters]
         self.optimizer = torch.optim.AdamW(
@@ -115,12 +110,14 @@ class TrainedNetwork(Network):
             group["lr"] = learning_rate
         self.optimizer.step()
 
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's rows of the gradients that there are."""
+        return [parameter.grad for parameter in self._distributed if parameter.grad is not None]
 
-def local_rows(value: Tensor) -> Tensor:
-    """Return this rank's rows of a distributed tensor; writing to them writes to it."""
-    assert isinstance(value, DTensor)
-    rows: Tensor = value.to_local().detach()
-    return rows
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the one that there is."""
+        return [self.optimizer]
 
 
 def _built(source: Path, device: str, *, trained: bool) -> Any:

@@ -10,8 +10,9 @@ import torch
 from services.trainer.adapters.fsdp.network import Network, TrainedNetwork
 from services.trainer.adapters.fsdp.passes import PaddedPasses
 from services.trainer.adapters.fsdp.state import OptimizerState
-from services.trainer.adapters.ranks.engine import Built, Model, Passes, RankEngine
+from services.trainer.adapters.ranks.engine import RankEngine
 from services.trainer.adapters.ranks.layout import Layout, Place
+from services.trainer.adapters.ranks.model import Built, Model, Passes
 from services.trainer.adapters.torch.logprobs import LogprobPass
 
 
@@ -22,11 +23,11 @@ class FsdpRank(RankEngine):
         return Place.of(rank, layout)
 
     def _built(self, model: dict[str, Any]) -> Built:
-        network = TrainedNetwork(Path(model["source"]), self._device, self._dtype, self._optimizer)
-        return Built(network, self._passes_of(network), OptimizerState(network.optimizer))
+        network = TrainedNetwork(Path(model["source"]), self._device, self._optimizer)
+        return Built(network, self._passes_of(network), OptimizerState(network.optimizer, self._held))
 
     def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:
-        network = Network(Path(model["source"]), self._device, self._dtype, trained=False)
+        network = Network(Path(model["source"]), self._device, trained=False)
         return network, self._passes_of(network)
 
     def _passes_of(self, network: Network) -> PaddedPasses:

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from services.trainer.adapters.fsdp.network import local_rows
-from services.trainer.adapters.ranks.engine import WEIGHT
+from services.trainer.adapters.ranks.model import WEIGHT
+from services.trainer.adapters.ranks.rest import own_part
 
 _STEP = "step"
 
 
 class OptimizerState:
-    """See `services.trainer.adapters.ranks.engine.State`."""
+    """See `services.trainer.adapters.ranks.model.State`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look into `optimizer`."""
+    def __init__(self, optimizer: torch.optim.Optimizer, held: Callable[[Tensor], Tensor]) -> None:
+        """Look into `optimizer`; `held` tells where this rank's part of a tensor is."""
         self._optimizer = optimizer
+        self._held = held
 
     def get(self, parameter: Tensor, kind: str) -> Tensor:
         """Return this rank's rows of a weight or a moment."""
-        return local_rows(parameter if kind == WEIGHT else self._optimizer.state[parameter][kind])
+        return self._held(parameter if kind == WEIGHT else self._optimizer.state[parameter][kind])
 
     def set(self, parameter: Tensor, kind: str, value: Tensor) -> None:
         """Overwrite this rank's rows of a weight or a moment."""
         if kind == WEIGHT:
-            local_rows(parameter).copy_(value)
+            own_part(parameter).copy_(value)
             return
         assert isinstance(parameter, DTensor)
-        own = value.to(parameter.device, torch.float32)
+        own = value.to(parameter.device, torch.float32, copy=True)
         self._optimizer.state[parameter][kind] = DTensor.from_local(
             own, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )

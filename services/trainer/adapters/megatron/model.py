@@ -58,10 +58,6 @@ class Network:
         """Overwrite a parameter."""
         parameter.data.copy_(value)
 
-    def published(self, parameter: Tensor) -> Tensor:
-        """Return a parameter as it is published: in its own dtype."""
-        return parameter.detach()
-
 
 class TrainedNetwork(Network):
     """One rank's part of the model being trained and of its optimizer."""
@@ -101,6 +97,15 @@ class TrainedNetwork(Network):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the buffers in which they are added up; they are there all the time."""
+        return [buffer.grad_data for buffer in self.chunk.buffers]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return those that megatron-core's consist of."""
+        return [part.optimizer for part in self.optimizer.chained_optimizers]
 
 
 def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype) -> Any:

@@ -12,8 +12,9 @@ from services.trainer.adapters.megatron.model import Network, TrainedNetwork
 from services.trainer.adapters.megatron.passes import SchedulePasses
 from services.trainer.adapters.megatron.shape import ModelShape
 from services.trainer.adapters.megatron.state import OptimizerState
-from services.trainer.adapters.ranks.engine import Built, Model, Passes, RankEngine
+from services.trainer.adapters.ranks.engine import RankEngine
 from services.trainer.adapters.ranks.layout import Layout, Place
+from services.trainer.adapters.ranks.model import Built, Model, Passes
 
 
 class MegatronRank(RankEngine):
@@ -35,7 +36,7 @@ class MegatronRank(RankEngine):
 
     def _built(self, model: dict[str, Any]) -> Built:
         network = TrainedNetwork(ModelShape(*model["shape"]), self._layout, self._place, self._dtype, self._optimizer)
-        return Built(network, SchedulePasses(network, self._temperature), OptimizerState(network))
+        return Built(network, SchedulePasses(network, self._temperature), OptimizerState(network, self._held))
 
     def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:
         network = Network(ModelShape(*model["shape"]), self._layout, self._place, self._dtype)

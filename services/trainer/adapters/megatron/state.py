@@ -6,6 +6,7 @@ The distributed one keeps of each parameter a run of values on each data-paralle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, distributed
 
 from services.trainer.adapters.megatron.model import TrainedNetwork
-from services.trainer.adapters.ranks.engine import WEIGHT
+from services.trainer.adapters.ranks.model import WEIGHT
 
 _STEP = "step"
 
@@ -23,8 +24,9 @@ _STEP = "step"
 class OptimizerState:
     """The master weights and Adam's moments of one rank's parameters."""
 
-    def __init__(self, model: TrainedNetwork) -> None:
-        """Look into the model's optimizer."""
+    def __init__(self, model: TrainedNetwork, held: Callable[[Tensor], Tensor]) -> None:
+        """Look into the model's optimizer; `held` tells where a tensor's values are."""
+        self._held = held
         self._optimizer: Any = model.optimizer.chained_optimizers[0]
         self._distributed = isinstance(self._optimizer, DistributedOptimizer)
 
@@ -38,7 +40,7 @@ class OptimizerState:
             kind: `WEIGHT` or one of `MOMENTS`; those are there after the first step.
 
         """
-        master, place = self._held(parameter)
+        master, place = self._updated(parameter)
         if not self._distributed:
             assert master is not None
             return self._value(master, kind)
@@ -51,7 +53,7 @@ class OptimizerState:
 
     def set(self, parameter: Tensor, kind: str, value: Tensor) -> None:
         """Overwrite a master weight, with it the parameter, or a moment."""
-        master, place = self._held(parameter)
+        master, place = self._updated(parameter)
         value = value.to(parameter.device)
         if kind == WEIGHT:
             parameter.data.copy_(value)
@@ -76,11 +78,10 @@ class OptimizerState:
 
     def _value(self, master: Tensor, kind: str) -> Tensor:
         if kind == WEIGHT:
-            return master.detach()
-        value: Tensor = self._optimizer.optimizer.state[master][kind]
-        return value
+            return self._held(master)
+        return self._held(self._optimizer.optimizer.state[master][kind])
 
-    def _held(self, parameter: Tensor) -> tuple[Tensor | None, slice]:
+    def _updated(self, parameter: Tensor) -> tuple[Tensor | None, slice]:
         """Return what this rank's Adam updates of a parameter, and the run of the flat parameter that it is."""
         optimizer = self._optimizer
         if not self._distributed:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,10 +21,12 @@ from torch import Tensor, distributed
 from services.trainer.adapters.ranks import boxes
 from services.trainer.adapters.ranks.boxes import BoxReader
 from services.trainer.adapters.ranks.layout import Layout, Place
-from services.trainer.adapters.ranks.packed import GradientOf, Packed
+from services.trainer.adapters.ranks.model import MOMENTS, WEIGHT, Built, Model, Passes
+from services.trainer.adapters.ranks.packed import Packed
 from services.trainer.adapters.ranks.piece import Piece
+from services.trainer.adapters.ranks.rest import RestingStorages
 from shared.errors import ConfigError, Corrupt, Fatal
-from shared.training import OptimizerSpec
+from shared.training import Offload, OptimizerSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 from shared.weights.manifest import digest_of
@@ -33,88 +35,9 @@ from shared.weights.publisher import Publisher, Shard
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 """How long a rank waits for the others before it gives up."""
 STEPS_FILE = "steps.txt"
-WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 """Sends the trainer a question and waits for the answer."""
-
-
-class Parts(Protocol):
-    """Which boxes of Hugging Face's tensors a rank's parameters consist of, by the parameters' own names."""
-
-    def owns(self, name: str) -> bool:
-        """Tell whether this rank is the one that speaks for a parameter, of those that have the same part."""
-
-    def pieces(self, name: str) -> list[Piece]:
-        """Return the boxes, in the order of `split` and `join`."""
-
-    def split(self, name: str, value: Tensor) -> list[Tensor]:
-        """Return the boxes' values, of the parameter's."""
-
-    def join(self, name: str, parts: list[Tensor]) -> Tensor:
-        """Return the parameter's value, of its boxes'."""
-
-
-class Model(Protocol):
-    """One rank's part of a model."""
-
-    @property
-    def map(self) -> Parts:
-        """What its parameters are."""
-
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's parameters under their own names."""
-
-    def put(self, parameter: Tensor, value: Tensor) -> None:
-        """Overwrite this rank's part of a parameter."""
-
-    def published(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a parameter in the dtype in which it is published."""
-
-
-class Trained(Model, Protocol):
-    """One rank's part of the model being trained and of its optimizer."""
-
-    def zero_gradients(self) -> None:
-        """Forget what was accumulated."""
-
-    def finish_gradients(self, divisor: int) -> float:
-        """Add up all ranks' gradients, divide them, and return the norm of all."""
-
-    def update(self, learning_rate: float) -> None:
-        """Clip and apply the gradients."""
-
-
-class Passes(Protocol):
-    """Runs micro-batches through one rank's part of a model; all ranks do so at once."""
-
-    def logprobs(self, batches: Sequence[Packed]) -> list[Tensor]:
-        """Return each micro-batch's log-probabilities, [trained tokens], where they come out."""
-
-    def accumulate(self, batches: Sequence[Packed], gradient_of: GradientOf) -> None:
-        """Run forward and backward, adding to the gradients."""
-
-
-class State(Protocol):
-    """The master weights and Adam's moments of one rank's parameters."""
-
-    def get(self, parameter: Tensor, kind: str) -> Tensor:
-        """Return this rank's part of a master weight or a moment; all ranks ask at once."""
-
-    def set(self, parameter: Tensor, kind: str, value: Tensor) -> None:
-        """Overwrite a master weight, with it the parameter, or a moment."""
-
-    def set_steps(self, n_steps: int) -> None:
-        """Say how many updates the moments come from; 0 forgets them."""
-
-
-class Built(NamedTuple):
-    """A model to train and what works with it."""
-
-    model: Trained
-    passes: Passes
-    state: State
 
 
 class RankEngine(ABC):
@@ -140,7 +63,7 @@ class RankEngine(ABC):
             device: `cpu` or `cuda`, of which a rank takes the one with its own number.
             layout: of all ranks.
             optimizer: the job's `OptimizerSpec`, as a mapping.
-            settings: `temperature`, `dtype`, and whether a `reference` is kept.
+            settings: `temperature`, `dtype`, whether a `reference` is kept, and what rests (`offload`).
 
         """
         if device != "cpu":
@@ -159,6 +82,8 @@ class RankEngine(ABC):
         self._temperature: float = settings["temperature"]
         self._dtype: torch.dtype = getattr(torch, settings["dtype"])
         self._keeps_reference: bool = settings["reference"]
+        self._offload: Offload = settings["offload"]
+        self._accumulated = False
         self._n_steps = 0
         self._runner = asyncio.Runner()
         self._publisher: Publisher | None = None
@@ -193,6 +118,8 @@ class RankEngine(ABC):
         """Build the model anew and fill it from safetensors files; return this rank's pieces of it."""
         self._model, self._passes, self._state = self._built(model)
         self._n_steps = 0
+        self._accumulated = False
+        weights = [parameter for _, parameter in self._model.parameters()]
         try:
             with BoxReader(Path(file) for file in files) as reader:
                 self._fill(reader)
@@ -200,14 +127,21 @@ class RankEngine(ABC):
                     frozen, self._reference = self._frozen(model)
                     for name, parameter in frozen.parameters():
                         frozen.put(parameter, self._read(reader, name))
+                        weights.append(parameter)
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the model cannot be loaded: {error}") from error
+        self._resting = RestingStorages(
+            weights, self._model.optimizers, torch.device(self._device), self._offload, self._gradients
+        )
+        self.rest()
         return [piece for name, _ in self._model.parameters() for piece in self._model.map.pieces(name)]
 
     def load_weights(self, files: list[str]) -> None:
         """Overwrite the weights alone; the files hold just this model's tensors, as `policy` has seen to."""
+        self._resting.wake()
         with BoxReader(Path(file) for file in files) as reader:
             self._fill(reader)
+        self.rest()
 
     def _fill(self, reader: BoxReader) -> None:
         for name, parameter in self._model.parameters():
@@ -221,6 +155,7 @@ class RankEngine(ABC):
 
     def logprobs(self, batches: list[list[bytes]], reference: bool = False) -> list[bytes]:
         """Return float32 columns, one a micro-batch, from the rank that has them; of the frozen model if asked."""
+        self._resting.wake_weights()
         passes = self._reference if reference else self._passes
         found = passes.logprobs([Packed(*batch) for batch in batches])
         return [column.numpy().tobytes() for column in found] if self._has_logprobs else []
@@ -233,22 +168,39 @@ class RankEngine(ABC):
             answer = ask({"ask": "loss", "data": self._place.data, "batch": number, "logprobs": column})
             return torch.frombuffer(bytearray(answer["gradient"]), dtype=torch.float32)
 
+        self._resting.wake_weights()
+        self._accumulated = True
         self._passes.accumulate([Packed(*batch) for batch in batches], gradient_of)
 
     def step(self, learning_rate: float, divisor: int) -> float:
         """Update; return the gradient's norm. One that is not finite changes nothing but the gradients, which go."""
+        self._resting.wake()
         norm = self._model.finish_gradients(divisor)
         if math.isfinite(norm):
             self._model.update(learning_rate)
             self._n_steps += 1
         self._model.zero_gradients()
+        self._accumulated = False
         return norm
+
+    # --- who has the device ---
+
+    def rest(self) -> None:
+        """Move to host memory what was told to rest there, until a call that computes with it."""
+        self._resting.rest()
+
+    def _gradients(self) -> tuple[Iterable[Tensor], bool]:
+        return self._model.gradients(), self._accumulated
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor where it is now; to be read only."""
+        return self._resting.held(tensor)
 
     # --- weights out ---
 
     def write(self, directory: str) -> None:
         """Write this rank's shards into a folder, in the dtype in which they are published."""
-        self._write(Path(directory), WEIGHT, self._model.published)
+        self._write(Path(directory), WEIGHT, self._published)
 
     def digests(self) -> list[list[Any]]:
         """Return name, offset, shape, dtype and digest of this rank's shards."""
@@ -265,9 +217,12 @@ class RankEngine(ABC):
         return part.digest
 
     def _shards(self) -> Iterator[Shard]:
-        for piece, value in self._parts(self._model.published):
+        for piece, value in self._parts(self._published):
             raw = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             yield Shard(*piece[:1], str(value.dtype).removeprefix("torch."), *piece[1:], raw)
+
+    def _published(self, parameter: Tensor) -> Tensor:
+        return self._held(parameter).to(self._dtype)
 
     def _parts(self, value_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
         """Yield the pieces that this rank speaks for, of a value of each parameter's shape; all ranks must come."""
@@ -299,10 +254,14 @@ class RankEngine(ABC):
                 (folder / STEPS_FILE).write_text(str(self._n_steps), encoding="utf-8")
         except OSError as error:
             raise Fatal(f"a copy for a checkpoint cannot be written to {folder}: {error}; make room there") from error
+        if self._resting.rests:
+            # What parts were put together in, on the device, goes back too.
+            self._resting.rest()
 
     def load(self, directory: str) -> None:
         """Read what `save` wrote."""
         folder = Path(directory)
+        self._resting.wake()
         try:
             n_steps = int((folder / STEPS_FILE).read_text(encoding="utf-8"))
             for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if n_steps else 0]):
@@ -313,3 +272,4 @@ class RankEngine(ABC):
             raise Corrupt(f"checkpoint {directory} does not fit this model: {error}") from error
         self._state.set_steps(n_steps)
         self._n_steps = n_steps
+        self.rest()

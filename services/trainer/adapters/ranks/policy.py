@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from services.trainer.adapters.ranks import boxes
+from services.trainer.adapters.ranks.aside import Aside, clear
 from services.trainer.adapters.ranks.boxes import BoxReader
 from services.trainer.adapters.ranks.layout import Layout, Place
 from services.trainer.adapters.ranks.packed import packed
@@ -43,9 +43,6 @@ _BATCHES_PER_STAGE = 4
 
 _SHARDS_A_FILE = 16
 """Tensors held at a time, and few enough files for every rank to have all of them open."""
-
-_ASIDE = "tensors-"
-"""Begins the names of folders that are gone in the end."""
 
 _Share = list[list[Row]]
 """Micro-batches of one data-parallel replica."""
@@ -88,10 +85,11 @@ class RanksPolicy(ABC):
         device = device.partition(":")[0]
         _count_devices(device, self._layout)
         self._keeps_reference = reference
+        self._offload = spec.offload
         self._folder = folder
         self._divisor = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._captured: _Aside | None = None
+        self._captured: Aside | None = None
         """What was captured and is not being written yet; whoever takes it from here removes it."""
         self._capture_lock = threading.Lock()
 
@@ -102,7 +100,12 @@ class RanksPolicy(ABC):
                 "device": device,
                 "layout": self._layout,
                 "optimizer": optimizer.model_dump(),
-                "settings": {"temperature": temperature, "dtype": spec.dtype, "reference": reference},
+                "settings": {
+                    "temperature": temperature,
+                    "dtype": spec.dtype,
+                    "reference": reference,
+                    "offload": spec.offload,
+                },
             }
 
         self._ranks = Ranks(kind, self._layout.n_ranks, device, introduction)
@@ -132,8 +135,7 @@ class RanksPolicy(ABC):
             raise ConfigError(f"model {source} has no .safetensors file: save it again with save_pretrained")
         self._divisor = 0
         if self._folder is not None:
-            for left in self._folder.glob(f"{_ASIDE}*"):  # by a process that was killed
-                shutil.rmtree(left)
+            clear(self._folder)
         try:
             answers = self._ranks.call("load_hf", {"model": model, "files": files})
         except ConfigError as error:
@@ -207,7 +209,7 @@ class RanksPolicy(ABC):
     def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
         """See `PolicyEngine.export_shards`. The tensors are whole."""
         del what  # there is no adapter
-        with self._aside() as folder:
+        with Aside(self._folder) as folder:
             self._ranks.call("write", {"directory": str(folder)})
             with BoxReader(sorted(folder.iterdir())) as reader:
                 for name, shape in self._shapes.items():
@@ -219,7 +221,7 @@ class RanksPolicy(ABC):
         """See `PolicyEngine.load_shards`."""
         del what
         missing = set(self._shapes)
-        with self._aside() as folder:
+        with Aside(self._folder) as folder:
             files: list[str] = []
             shards = iter(shards)
             while group := list(itertools.islice(shards, _SHARDS_A_FILE)):
@@ -267,7 +269,7 @@ class RanksPolicy(ABC):
         The copy is these files: what a checkpoint waits for beyond them, digests and the disk, comes when it is kept.
         """
         self._forget_captured()
-        captured = self._captured = _Aside(self._folder)
+        captured = self._captured = Aside(self._folder)
         self._ranks.call("save", {"directory": captured.name})
 
         def write(directory: Path) -> None:
@@ -286,8 +288,10 @@ class RanksPolicy(ABC):
         """See `PolicyEngine.load`. The checkpoint may be of another layout."""
         self._ranks.call("load", {"directory": str(directory)})
 
-    def rest(self) -> None:  # noqa: B027 - see there
-        """See `PolicyEngine.rest`. Nothing rests: a job file that asks for it with this backend is refused."""
+    def rest(self) -> None:
+        """See `PolicyEngine.rest`. Before `load_hf` there are no ranks, and so nothing to move."""
+        if self._offload != "none" and self._shapes:
+            self._ranks.call("rest", {})
 
     def close(self) -> None:
         """See `PolicyEngine.close`."""
@@ -299,9 +303,6 @@ class RanksPolicy(ABC):
             captured, self._captured = self._captured, None
         if captured is not None:
             captured.cleanup()
-
-    def _aside(self) -> _Aside:
-        return _Aside(self._folder)
 
     def _shares(self, batches: Sequence[Sequence[Row]]) -> list[_Share]:
         """Return each replica's micro-batches."""
@@ -322,18 +323,6 @@ class RanksPolicy(ABC):
 
     def _replica(self, rank: int) -> int:
         return Place.of(rank, self._layout).data
-
-
-class _Aside(tempfile.TemporaryDirectory[str]):
-    """A folder for tensors, gone in the end."""
-
-    def __init__(self, folder: Path | None) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(prefix=_ASIDE, dir=folder)
-
-    def __enter__(self) -> Path:  # type: ignore[override]
-        return Path(super().__enter__())
 
 
 def _count_devices(device: str, layout: Layout) -> None:

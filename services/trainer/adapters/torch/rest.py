@@ -45,35 +45,34 @@ class Resting:
         if not self._optimizers:
             return
         if not self._weights_rest:
+            self._weights_rest = True
             self._lay_down_weights()
         if not self._moments_rest:
+            self._moments_rest = True
             self._lay_down_moments()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
+    @property
+    def rests(self) -> bool:
+        """Tell whether everything rests that was told to."""
+        return self._weights_rest and self._moments_rest
+
     def wake_weights(self) -> None:
         """Bring back what a forward and a backward pass need."""
         if self._weights_rest:
             self._weights_rest = False
-            for weight in self._weights:
-                weight.data = self._to_device(weight.data)
-            for parameter, gradient in self._gradients.items():
-                parameter.grad = self._to_device(gradient)
-            self._gradients = {}
+            self._bring_weights()
 
     def wake(self) -> None:
         """Bring back everything, as an optimizer step needs."""
         self.wake_weights()
         if self._moments_rest:
             self._moments_rest = False
-            for parameter, state in self._states():
-                for name in state:
-                    if (parameter, name) in self._buffers:
-                        state[name] = self._to_device(state[name])
+            self._bring_moments()
 
     def _lay_down_weights(self) -> None:
-        self._weights_rest = True
         for parameter in self._parameters():
             if parameter.grad is not None:
                 self._gradients[parameter] = self._to_host(parameter.grad, (parameter, "grad"))
@@ -81,12 +80,24 @@ class Resting:
         for weight in self._weights:
             weight.data = self._to_host(weight.data, (weight, "data"))
 
+    def _bring_weights(self) -> None:
+        for weight in self._weights:
+            weight.data = self._to_device(weight.data)
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = self._to_device(gradient)
+        self._gradients = {}
+
     def _lay_down_moments(self) -> None:
-        self._moments_rest = True
         for parameter, state in self._states():
             for name, value in state.items():
                 if value.device.type == self._device.type:
                     state[name] = self._to_host(value, (parameter, name))
+
+    def _bring_moments(self) -> None:
+        for parameter, state in self._states():
+            for name in state:
+                if (parameter, name) in self._buffers:
+                    state[name] = self._to_device(state[name])
 
     def _parameters(self) -> Iterable[Tensor]:
         return (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
@@ -97,9 +108,11 @@ class Resting:
     def _to_host(self, value: Tensor, key: tuple[Tensor, str]) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None:
-            pinned = self._device.type == "cuda"
-            buffer = self._buffers[key] = torch.empty_like(value, device="cpu", pin_memory=pinned)
+            buffer = self._buffers[key] = self._host_buffer(value)
         return buffer.copy_(value, non_blocking=True)
+
+    def _host_buffer(self, value: Tensor) -> Tensor:
+        return torch.empty_like(value, device="cpu", pin_memory=self._device.type == "cuda")
 
     def _to_device(self, value: Tensor) -> Tensor:
         # Whoever computes with it does so behind the copy, on the same stream; and so does what overwrites the buffer.

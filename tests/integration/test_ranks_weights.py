@@ -1,0 +1,64 @@
+"""Ranks that rest send their parts to a real weight store from host memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.adapters.ranks.publisher import RanksPublisher
+from services.trainer.domain.loss.policy import clipped_loss
+from services.trainer.ports import PolicyEngine
+from shared.training import OptimizerSpec
+from shared.waiting import Waits
+from shared.weights.client import StoreClient
+from tests.contract.test_trainer_engine_contract import bits, rows
+from tests.support import megatron_policies
+from tests.support.service_process import TOKEN, ServiceProcess
+
+pytestmark = pytest.mark.timeout(300)
+
+RATE = 1e-2
+LOSS = clipped_loss(0.2, 0.28)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"backend": "torch", "data_parallel": 2},
+    "tp2": {"tensor_parallel": 2},
+    "dp2": {"data_parallel": 2, "distributed_optimizer": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_versions_are_published_compared_and_fetched_while_all_rests(
+    tmp_path: Path, redis_url: str, layout: str
+) -> None:
+    env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store")}
+    store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
+    await asyncio.to_thread(store.start)
+    model = megatron_policies.write(tmp_path / "model", "qwen3")
+    settings: dict[str, Any] = {"dtype": "bfloat16", "offload": "all", **LAYOUTS[layout]}
+    try:
+        with megatron_policies.policy(OptimizerSpec(lr=RATE), **settings) as policy:
+            await asyncio.to_thread(policy.load_hf, model)
+            client, ours = StoreClient(store.url, TOKEN), {"policy": policy, "token": TOKEN}
+            publisher = RanksPublisher(client, "job", "{}", tmp_path / "pulled", Waits(), 60.0, deltas=True, **ours)
+            versions = []
+            for version in range(2):
+                await publisher.publish(version, [], expect=version - 1)
+                versions.append(bits(policy))
+                assert await publisher.equals(version, []) is True
+                await asyncio.to_thread(learn, policy)
+                assert await publisher.equals(version, []) is False
+            assert versions[0] != versions[1]
+            policy.load_shards(await publisher.fetch(1))
+            assert bits(policy) == versions[1]
+            await publisher.close()
+    finally:
+        store.kill()
+
+
+def learn(policy: PolicyEngine) -> None:
+    policy.accumulate([rows()], LOSS)
+    policy.step(RATE)
+    policy.rest()
