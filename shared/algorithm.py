@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.ids import MAX_GROUP_SIZE
 from shared.validation import FunctionPath, Section, off_is_no_boolean
@@ -70,6 +70,7 @@ _GRPO: dict[str, Any] = {
     "clip_high": 0.28,
     "aggregation": "token_mean",
     "equal_groups": "drop",
+    "resample": 0,
     "kl_coef": 0.0,
     "kl_estimator": "k3",
     "overlong_penalty": 0.0,
@@ -91,7 +92,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "aggregation": "constant",
         "equal_groups": "keep",
     },
-    "dapo": {**_GRPO, "overlong_penalty": 1.0},
+    "dapo": {**_GRPO, "resample": 8, "overlong_penalty": 1.0},
     "gspo": {
         **_GRPO,
         "ratio": "sequence",
@@ -157,6 +158,15 @@ _RULES = (
     ),
     _Rule(("aggregation", "equal_groups", "old_logprobs", "tis_cap"), (_PAIRS,)),
     _Rule(
+        ("resample",),
+        (
+            _Reason(
+                lambda a: a.get("equal_groups") == "keep",
+                "no group is left out, so none is replaced: set algorithm.equal_groups to drop",
+            ),
+        ),
+    ),
+    _Rule(
         ("kl_estimator",),
         (
             _Reason(
@@ -205,13 +215,11 @@ GROUPLESS: frozenset[str] = frozenset({"batch_std", "gae"})
 """Advantage estimators that compare a sample with others of the step, or with a critic's value; not with its group."""
 
 
-class AlgorithmSpec(BaseModel):
+class AlgorithmSpec(Section):
     """What is made of rewards: see `PRESETS` for what each name chooses, and the fields for what may be chosen.
 
     The default is GRPO (DeepSeekMath, arXiv 2402.03300) with the clip and the token mean of DAPO (arXiv 2503.14476).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal[
         "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "cispo", "ppo", "dpo"
@@ -222,6 +230,11 @@ class AlgorithmSpec(BaseModel):
     """What a sample's reward is compared with; `best_worst` makes a pair of each group and takes nothing else of it."""
     equal_groups: Literal["drop", "keep"] | None = "drop"
     """Whether groups whose rewards are all equal are left out of the loss, or count in its denominator."""
+    resample: Annotated[int, Field(ge=0, le=64)] | None = 0
+    """How many groups of other prompts may replace one that is left out, each if the one before is left out, too.
+
+    Dynamic sampling: DAPO, arXiv 2503.14476, section 3.2.
+    """
     loss: FunctionPath | None = None
     """`module:function`: the tokens' losses by a function of yours, in place of `ratio` and `clip`."""
     ratio: RatioLevel | None = "token"
@@ -307,6 +320,11 @@ class AlgorithmSpec(BaseModel):
             raise ValueError(
                 f"group_size: a group of one has nothing to compare with, and {self.name} ({self.advantage}) compares "
                 "within the group: give 2 or more, or take name reinforce++ or ppo"
+            )
+        if self.group_size < 2 and self.resample:
+            raise ValueError(
+                "resample: the rewards of a group of one are always equal, so all prompts would be asked for again and "
+                "again: remove resample, set equal_groups to keep, or give group_size 2 or more"
             )
         if self.importance == "mask" and isinstance(self.tis_cap, float) and self.tis_cap <= 1:
             raise ValueError("tis_cap: with importance mask, weights from 1 / tis_cap on are kept: give more than 1")

@@ -73,6 +73,11 @@ def job_curriculum(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:curriculum"
 
 
+def job_resampled(job_id: str) -> str:
+    """Hash: group that was replaced by one of another prompt (packed id) -> that prompt's row."""
+    return f"{PREFIX}job:{job_id}:resampled"
+
+
 def job_audit(job_id: str) -> str:
     """Hash: the audit's counters, with the log position that they cover."""
     return f"{PREFIX}job:{job_id}:audit"

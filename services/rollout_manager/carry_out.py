@@ -44,6 +44,7 @@ _KEYS_OF_A_JOB = (
     names.job_samples,
     names.job_lengths,
     names.job_curriculum,
+    names.job_resampled,
     names.job_metrics,
     names.job_audit,
 )

@@ -55,6 +55,11 @@ class Conversations:
         self._refused: GroupOpened | None = None
         """The last that could not begin."""
 
+    def add(self, group: PlannedGroup) -> None:
+        """Lead those of one more group."""
+        self._planned[group.id] = group
+        self.collector.add(group.id, group.n)
+
     # --- beginning ---
 
     async def open(self, groups: Sequence[PlannedGroup]) -> dict[int, bytes]:

@@ -61,6 +61,15 @@ class DeviceTurn:
         """How long the device was ours, in turns that have ended."""
         self.busy_s = 0.0
         """How long it computed."""
+        self._computes_since: float | None = None
+
+    @property
+    def idle_s(self) -> float:
+        """Return how long the device was ours until now without computing."""
+        now = time.monotonic()
+        held_s = self.held_s + (now - self._since if self._ours.is_set() else 0.0)
+        busy_s = self.busy_s + (0.0 if self._computes_since is None else now - self._computes_since)
+        return max(0.0, held_s - busy_s)
 
     def give(self, *, ours: bool) -> None:
         """Say whose turn it is."""
@@ -94,8 +103,9 @@ class DeviceTurn:
                 await asyncio.wrap_future(resting)
             else:
                 await self._turn()
-        began = time.monotonic()
+        began = self._computes_since = time.monotonic()
         result = await self._thread(call)
+        self._computes_since = None
         self.busy_s += time.monotonic() - began
         return result
 

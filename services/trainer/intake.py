@@ -14,14 +14,17 @@ from services.trainer.domain.collector import DroppedGroup, Outcome, StepCollect
 from services.trainer.domain.metrics import ScoredGroup, StepTally
 from services.trainer.domain.plan import PlannedGroup, plan_step
 from services.trainer.domain.schedule import learning_rate
+from services.trainer.domain.shaping import penalties
 from services.trainer.link import JobLink
 from services.trainer.ports import Prompt, Workshop
 from services.trainer.recorded_curriculum import KeptCurriculum
+from services.trainer.recorded_resampling import KeptResampling, StepReplacements
 from services.trainer.scoring import question, summaries, with_environment
 from shared import names
 from shared.bus import Append
+from shared.errors import Fatal, Timeout
 from shared.ids import SampleId
-from shared.jobspec import JobSpec
+from shared.jobspec import GeneratingJob
 from shared.messages import GroupRequested, Sampling
 from shared.waiting import Waits
 
@@ -35,7 +38,7 @@ class JobContext:
 
     id: str
     no: int
-    spec: JobSpec
+    spec: GeneratingJob
     workshop: Workshop
     link: JobLink
     device: DeviceThread
@@ -46,6 +49,8 @@ class JobContext:
     """Owns what scores: groups of a later step are scored while an earlier one trains."""
     curriculum: KeptCurriculum | None = None
     """Says which prompts a step has; None: their turn does."""
+    resampling: KeptResampling | None = None
+    """Which groups were replaced by those of other prompts; None where none may be."""
 
 
 class StepIntake:
@@ -57,22 +62,25 @@ class StepIntake:
         Args:
             job: the step's job.
             step: its number; the one after the last training step only evaluates.
-            seen_before: its samples were shown to people already, before this trainer was started.
+            seen_before: it was trained and its samples were shown to people, before this trainer was started.
 
         """
         data, spec = job.workshop.data, job.spec
         self._job = job
+        self.step = step
         self._seen_before = seen_before
         chosen = job.curriculum.plan(step) if job.curriculum is not None and step < spec.steps else None
         rows = None if chosen is None else chosen.rows
         planned = plan_step(spec, job.no, step, len(data.train), len(data.evaluation), rows)
+        first = [group.row for group in planned if not group.is_eval]
+        self.n_train = self.n_first_awaited = len(first)
+        """How many training groups there are, one a place; and how many of the first ones have not come yet."""
+        self._replacements = job.resampling.of_step(step, first) if job.resampling is not None and first else None
+        planned += [] if self._replacements is None else self._replacements.recorded()
         self._planned = {group.id: group for group in planned}
         self._not_begun = planned
         self._unasked: list[GroupRequested] = []
         """Of groups that have begun."""
-        self.step = step
-        self.n_train = sum(not group.is_eval for group in planned)
-        """How many training groups there are."""
         sizes = {group.id: group.n for group in planned}
         self._talks = Conversations(job, step, planned) if spec.environment is not None else None
         self.collector = (
@@ -86,8 +94,13 @@ class StepIntake:
             self.tally.pass_reward = spec.eval.pass_reward
         if chosen is not None:
             self.tally.measured |= chosen.metrics()
-        self.came: asyncio.Queue[asyncio.Task[ScoredGroup | None]] = asyncio.Queue()
+        if self._replacements is not None:
+            self.tally.resampled = self._replacements.n_replaced
+        self._came: asyncio.Queue[tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = asyncio.Queue()
         """Training groups, in the order in which they came; None for one that was dropped."""
+        self.n_undecided = 0
+        """How many groups came that may still be replaced."""
+        self._decided = asyncio.Event()
         self.evaluated: list[asyncio.Task[ScoredGroup | None]] = []
 
     async def request(self, *, evaluation: bool) -> None:
@@ -162,11 +175,47 @@ class StepIntake:
         if self._talks is not None and isinstance(outcome, DroppedGroup):
             self._talks.forget(outcome.group)
         name = f"score-{SampleId.unpack(outcome.group)}"
-        task = self._job.scoring.create_task(self._score(outcome, planned), name=name)
         if planned.is_eval:
-            self.evaluated.append(task)
+            self.evaluated.append(self._job.scoring.create_task(self._score(outcome, planned), name=name))
+            return
+        self.n_first_awaited -= SampleId.unpack(planned.id).group < self.n_train
+        if self._replacements is None:
+            scoring = self._score(outcome, planned)
         else:
-            self.came.put_nowait(task)
+            self.n_undecided += 1
+            scoring = self._score_and_replace(self._replacements, outcome, planned)
+        self._came.put_nowait((planned, self._job.scoring.create_task(scoring, name=name)))
+
+    async def next_group(self) -> ScoredGroup | None:
+        """Return the next training group that stays in its place, None for one that was dropped."""
+        while True:
+            planned, scoring = await self._came.get()
+            if (group := await scoring) is not None:
+                self.tally.scored.append(group)
+                spec = self._job.spec
+                self.tally.penalties += penalties(group, spec.algorithm, spec.sampling.max_tokens)
+            if self._replacements is None or not self._replacements.is_replaced(planned):
+                return group
+            self.tally.left_out["equal_rewards"] += group is not None
+
+    async def decided(self) -> None:
+        """Return once each group that came stays in its place, or is replaced by one that has not come.
+
+        Raises:
+            Fatal: their scoring takes too long.
+
+        """
+        reward = self._job.spec.reward
+        # Each has a limit of its own; beside them the processes may be busy with groups of the steps after.
+        limit_s = self._job.limit_s + (reward.timeout_s if reward is not None else 0.0) * self.n_undecided
+        because = f"{self.n_undecided} groups of step {self.step} may have to be replaced by others"
+        try:
+            async with self._job.waits.on("the rewards", because=because, limit_s=limit_s):
+                while self.n_undecided and self.collector.complete:
+                    self._decided.clear()
+                    await self._decided.wait()
+        except Timeout as error:
+            raise Fatal(f"{error}: make the reward function faster, or raise reward.workers") from error
 
     async def keep_scores(self) -> None:
         """Let the curriculum know how the step's groups were scored."""
@@ -178,6 +227,36 @@ class StepIntake:
     def prompt_of(self, group: ScoredGroup) -> bytes:
         """Return the prompt's token ids, an int32 column."""
         return self._begins(self._planned[group.samples[0].sample])
+
+    async def _score_and_replace(
+        self, replacements: StepReplacements, outcome: Outcome, planned: PlannedGroup
+    ) -> ScoredGroup | None:
+        """Score a training group and, where it teaches nothing, ask for one of another prompt in its place."""
+        try:
+            group = await self._score(outcome, planned)
+            # One that was dropped has shown a fault, and not what its prompt is worth: the next may well share it.
+            # Of a step that was trained before, nobody serves the version any more: what was recorded is all it has.
+            if group is None or self._seen_before:
+                return group
+            if (replacement := await replacements.replace(planned, group)) is not None:
+                await self._ask_beside(replacement)
+            self.tally.resampled = replacements.n_replaced
+            return group
+        finally:
+            self.n_undecided -= 1
+            self._decided.set()
+
+    async def _ask_beside(self, group: PlannedGroup) -> None:
+        """Ask for one more group, while the others come."""
+        self._planned[group.id] = group
+        if self._talks is None:
+            self.collector.add(group.id, group.n)
+        else:
+            self._talks.add(group)
+        self._decided.set()
+        requests = await self._begin([group])
+        stream = names.rollouts_requested(self._job.id)
+        await self._job.link.bus.transact([Append(stream, request) for request in requests])
 
     async def _score(self, outcome: Outcome, planned: PlannedGroup) -> ScoredGroup | None:
         if isinstance(outcome, DroppedGroup):

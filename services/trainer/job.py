@@ -25,12 +25,13 @@ from services.trainer.link import FinishedLog, JobLink, PatientBus
 from services.trainer.ports import TrainState, Workshop, WorkshopFactory
 from services.trainer.publishing import Publishing
 from services.trainer.recorded_curriculum import KeptCurriculum
+from services.trainer.recorded_resampling import KeptResampling
 from services.trainer.sft_step import sft_step
 from services.trainer.step import StepRun
 from services.trainer.steps import Steps
 from shared import names
 from shared.bus import Append, Fence
-from shared.jobspec import JobSpec, to_json
+from shared.jobspec import GeneratingJob, JobSpec, SftJob, to_json
 from shared.messages import JobReport, JobState, StepReport
 from shared.waiting import Waits
 
@@ -128,12 +129,13 @@ class JobRun:
             await self._warn(await asyncio.to_thread(workshop.folder.close))
 
     async def _train(self, workshop: Workshop) -> None:
-        plan.check(self._spec, len(workshop.data.evaluation))
+        if self._spec.kind != "sft":
+            plan.check(self._spec, len(workshop.data.evaluation))
         await self._device(lambda: workshop.engine.load_hf(workshop.model))
         await workshop.rewards.start()
         if workshop.environments is not None:
             await workshop.environments.start()
-        if self._spec.sampling.top_p < 1 and self._spec.kind == "rl":
+        if self._spec.kind == "rl" and self._spec.sampling.top_p < 1:
             text = "sampling.top_p below 1: the ratio compares the cut distribution with the whole one and is biased"
             await self._link.tell("warning", text=text)
         if (data := workshop.data).n_too_long or data.n_too_long_eval:
@@ -153,9 +155,9 @@ class JobRun:
         await self._own_lease()
         await self._checkpoints.keep_beginning(state)
         if self._spec.kind == "sft":
-            await self._imitate(workshop, versions, step)
+            await self._imitate(self._spec, workshop, versions, step)
         else:
-            await self._reinforce(workshop, versions, state)
+            await self._reinforce(self._spec, workshop, versions, state)
         await self._checkpoints.settle()
         if self._spec.kind == "eval":
             return
@@ -167,26 +169,31 @@ class JobRun:
             adapter = await self._device(lambda: folder.export_adapter(engine.export_shards("adapter"), text))
             await self._link.tell("adapter_saved", path=str(adapter))
 
-    async def _reinforce(self, workshop: Workshop, versions: Publishing, state: TrainState) -> None:
+    async def _reinforce(
+        self, spec: GeneratingJob, workshop: Workshop, versions: Publishing, state: TrainState
+    ) -> None:
         step = state.step
         await versions.begin(step)
         async with asyncio.TaskGroup() as scoring:
             curriculum = await KeptCurriculum.load(
-                self._bus, self._waits, self._handle.job_id, self._spec, workshop, self._handle.fence
+                self._bus, self._waits, self._handle.job_id, spec, workshop, self._handle.fence
             )
-            job = self._context(workshop, scoring, curriculum)
+            n_rows, fence = len(workshop.data.train), self._handle.fence
+            resampling = await KeptResampling.load(
+                self._bus, self._handle.job_id, self._handle.job_no, spec, n_rows, curriculum, fence
+            )
+            job = self._context(spec, workshop, scoring, curriculum, resampling)
             log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
             steps = Steps(job, log, state.read_cursor)
-            for number in range(step, plan.last_step(self._spec) + 1):
+            for number in range(step, plan.last_step(spec) + 1):
                 await self._pause_point(number)
                 await self._step(job, steps, versions, number, save=self._due(step, number))
-            if self._spec.eval is None and self._due(step, end := self._spec.steps):
+            if spec.eval is None and self._due(step, end := spec.steps):
                 # Where there is an evaluation at the end, it was made before that.
                 await self._checkpoints.begin(self._checkpoints.state(end, steps.needed_from, steps.read_until))
 
-    async def _imitate(self, workshop: Workshop, versions: Publishing, first: int) -> None:
+    async def _imitate(self, spec: SftJob, workshop: Workshop, versions: Publishing, first: int) -> None:
         """Train on what the data has. Nobody generates for it, so only the last version is published."""
-        spec = self._spec
         for step in range(first, spec.steps):
             await self._pause_point(step)
             self._enter("training", step)
@@ -225,7 +232,11 @@ class JobRun:
             tally.durations.publish_s = time.monotonic() - published
         times = tally.durations
         times.step_s = time.monotonic() - began
-        await self._log_step(job.workshop, step, tally.metrics(), wait_s=times.wait_s, train_s=times.train_s)
+        # Workers that generate more or earlier shorten no wait for prompts that are known only once others are scored.
+        wait_s = times.wait_s - times.resample_s
+        await self._log_step(job.workshop, step, tally.metrics(), wait_s=wait_s, train_s=times.train_s)
+        if job.resampling is not None:
+            await job.resampling.forget(self._checkpoints.covered_step)
 
     async def _log_step(
         self, workshop: Workshop, step: int, metrics: dict[str, float], *, wait_s: float, train_s: float
@@ -243,11 +254,18 @@ class JobRun:
 
     # --- what others see and want ---
 
-    def _context(self, workshop: Workshop, scoring: asyncio.TaskGroup, curriculum: KeptCurriculum | None) -> JobContext:
+    def _context(
+        self,
+        spec: GeneratingJob,
+        workshop: Workshop,
+        scoring: asyncio.TaskGroup,
+        curriculum: KeptCurriculum | None,
+        resampling: KeptResampling | None,
+    ) -> JobContext:
         return JobContext(
             id=self._handle.job_id,
             no=self._handle.job_no,
-            spec=self._spec,
+            spec=spec,
             workshop=workshop,
             link=self._link,
             device=self._device,
@@ -255,6 +273,7 @@ class JobRun:
             limit_s=self._limit_s,
             scoring=scoring,
             curriculum=curriculum,
+            resampling=resampling,
         )
 
     async def _warn(self, texts: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from services.trainer.ports import Workshop
 from shared import names
 from shared.bus import Fence, HashSet
 from shared.errors import Fatal, Timeout
-from shared.jobspec import JobSpec
+from shared.jobspec import GeneratingJob
 from shared.waiting import Waits
 
 PLAN_LIMIT_S = 300.0
@@ -37,10 +37,12 @@ class KeptCurriculum:
         self._fence = fence
         self._key = names.job_curriculum(job_id)
         self._curriculum = curriculum
+        self._one_at_a_time = asyncio.Lock()
+        """What it knows is changed by planning a step, and groups of other steps are scored meanwhile."""
 
     @classmethod
     async def load(
-        cls, bus: PatientBus, waits: Waits, job_id: str, spec: JobSpec, workshop: Workshop, fence: Fence | None
+        cls, bus: PatientBus, waits: Waits, job_id: str, spec: GeneratingJob, workshop: Workshop, fence: Fence | None
     ) -> KeptCurriculum | None:
         """Return a job's curriculum as far as it was recorded, None where it has none; `fence` is the job's lease's."""
         if spec.data.curriculum is None:
@@ -55,10 +57,17 @@ class KeptCurriculum:
             Fatal: see `Curriculum.plan`; or it took too long.
 
         """
-        because = f"it chooses the prompts of step {step}"
+        await self._ask(lambda: self._curriculum.plan(step), f"it chooses the prompts of step {step}")
+
+    async def choose(self, step: int, rows: Sequence[int]) -> int:
+        """Return which of some prompts to put in another's place; see `Curriculum.choose`, and `prepare`."""
+        because = f"it chooses a prompt in place of another of step {step}"
+        return await self._ask(lambda: self._curriculum.choose(step, rows), because)
+
+    async def _ask(self, call: Callable[[], T], because: str) -> T:
         try:
-            async with self._waits.on("the curriculum", because=because, limit_s=PLAN_LIMIT_S):
-                await _aside(lambda: self._curriculum.plan(step))
+            async with self._waits.on("the curriculum", because=because, limit_s=PLAN_LIMIT_S), self._one_at_a_time:
+                return await _aside(call)
         except Timeout as error:
             raise Fatal(f"{error}: make data.curriculum.function faster, it is asked about each prompt") from error
 

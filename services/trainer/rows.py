@@ -19,11 +19,11 @@ from services.trainer.domain.advantages import NEED_THE_STEP, estimate
 from services.trainer.domain.batching import pack
 from services.trainer.domain.loss import preference
 from services.trainer.domain.metrics import ScoredGroup
-from services.trainer.domain.shaping import overlong_penalty
+from services.trainer.domain.shaping import shaped
 from services.trainer.intake import JobContext, StepIntake
 from services.trainer.ports import Critic, Row
 from shared.algorithm import CriticSpec, PreferenceSpec
-from shared.columns import F32, I32, length, unpack
+from shared.columns import F32, unpack
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Sequence[Row]]], list[bytes]]
@@ -55,8 +55,8 @@ class RowMaker:
             groups: some of the step, or all where it `needs_the_step`.
 
         """
-        workshop, spec = self._job.workshop, self._algorithm
-        rewards = [[] if group is None else self._shaped(group) for group in groups]
+        workshop, spec, most = self._job.workshop, self._algorithm, self._job.spec.sampling.max_tokens
+        rewards = [[] if group is None else shaped(group, spec, most) for group in groups]
         if spec.preference is not None:
             return [self._pair(*both) for both in zip(groups, rewards, strict=True)]
         if spec.critic is not None:
@@ -96,18 +96,6 @@ class RowMaker:
         # The weights that the step begins with are gone after its first update: what they say is asked before.
         decoupled = self._algorithm.is_decoupled(self._job.spec.elastic.max_staleness)
         return decoupled and self._algorithm.updates_per_step > 1
-
-    def _shaped(self, group: ScoredGroup) -> list[float]:
-        spec = self._job.spec
-        fraction, most = spec.algorithm.overlong_fraction, spec.algorithm.overlong_penalty
-        if fraction is None:
-            return list(group.rewards)
-        # Of a conversation everything counts, as for the limit.
-        completions = [talk.completion for talk in group.talks] or [sample.tokens for sample in group.samples]
-        lengths = [length(completion, I32) for completion in completions]
-        penalties = [overlong_penalty(n, spec.sampling.max_tokens, fraction, most) for n in lengths]
-        self._intake.tally.penalties += penalties
-        return [reward - penalty for reward, penalty in zip(group.rewards, penalties, strict=True)]
 
     def _rows(self, group: ScoredGroup, advantages: Sequence[float]) -> list[Row]:
         """Return a row for each sample that has a token."""

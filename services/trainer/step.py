@@ -1,9 +1,9 @@
 """One training step: take scored groups as they come, train as soon as the device is ours.
 
-Two tasks. *Collect* consumes `rollouts.finished`, waits for the next entry, and ends when every group of the step is
-there and the seeding is over; from then on it only keeps what comes for later steps. *Train* consumes scored groups in
-the order in which they came, produces optimizer steps, waits for the device and the next group, and ends with the last
-one.
+Two tasks. *Collect* consumes `rollouts.finished`, waits for the next entry, or where groups may be replaced by others
+for the scores that decide it, and ends when every group of the step is there and the seeding is over; from then on it
+only keeps what comes for later steps. *Train* consumes scored groups in the order in which they came, produces
+optimizer steps, waits for the device and the next group, and ends with the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from services.trainer.device import DeviceTurn
 from services.trainer.domain import sums
 from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner
-from services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
+from services.trainer.domain.metrics import Durations, StepTally
 from services.trainer.intake import JobContext, StepIntake
 from services.trainer.ports import NotFinite, Row
 from services.trainer.rows import RowMaker
@@ -51,6 +51,8 @@ class StepRun:
         self._source = source
         self._tally = intake.tally
         self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s, job.workshop.engine.rest)
+        self._idle_before_s: float | None = None
+        """How long the device waited until all that the step began with was there."""
         self._moved = False
         """Whether the weights are others than those that the step began with."""
         self._rows = RowMaker(job, intake, self._turn)
@@ -94,11 +96,24 @@ class StepRun:
 
     async def _collect(self) -> None:
         collector = self._intake.collector
-        self._turn.give(ours=collector.device_is_ours)
-        while not collector.complete or (self._intake.n_train and not collector.device_is_ours):
-            there = f"{collector.n_arrived} of {collector.n_samples} samples are there"
-            await self._source.read(f"samples of step {self._step}", there)
+        while True:
             self._turn.give(ours=collector.device_is_ours)
+            if self._idle_before_s is None and not self._intake.n_first_awaited:
+                self._idle_before_s = self._turn.idle_s
+            if not collector.complete or (self._intake.n_train and not collector.device_is_ours):
+                there = f"{collector.n_arrived} of {collector.n_samples} samples are there"
+                await self._source.read(f"samples of step {self._step}", there)
+            elif self._intake.n_undecided:
+                await self._decided()
+            else:
+                return
+
+    async def _decided(self) -> None:
+        """Return once no group may be replaced any more, or one is; keep what comes for later steps."""
+        async with asyncio.TaskGroup() as tasks:
+            reading_on = tasks.create_task(self._source.read_on(), name=f"read-on-{self._step}")
+            await self._intake.decided()
+            reading_on.cancel()
 
     # --- train ---
 
@@ -109,18 +124,12 @@ class StepRun:
         )
         whole = None
         if self._rows.needs_the_step:
-            whole = await self._rows.make([await self._next_group() for _ in range(n_groups)])
+            whole = await self._rows.make([await self._intake.next_group() for _ in range(n_groups)])
         for number in range(n_groups):
-            rows = whole[number] if whole is not None else (await self._rows.make([await self._next_group()]))[0]
+            rows = whole[number] if whole is not None else (await self._rows.make([await self._intake.next_group()]))[0]
             for work in planner.add(rows):
                 await self._do(work)
         self._turn.end()
-
-    async def _next_group(self) -> ScoredGroup | None:
-        group = await (await self._intake.came.get())
-        if group is not None:
-            self._tally.scored.append(group)
-        return group
 
     async def _do(self, work: Accumulate[Row] | OptimizerStep) -> None:
         engine, loss = self._job.workshop.engine, self._job.workshop.loss
@@ -155,8 +164,11 @@ class StepRun:
             ) from error
 
     def _durations(self) -> Durations:
+        wait_s = max(0.0, self._turn.held_s - self._turn.busy_s)
+        before_s = wait_s if not self._tally.resampled or self._idle_before_s is None else self._idle_before_s
         return Durations(
             seeding_s=self._turn.waited_s or 0.0,
-            wait_s=max(0.0, self._turn.held_s - self._turn.busy_s),
+            wait_s=wait_s,
+            resample_s=max(0.0, wait_s - before_s),
             train_s=self._turn.busy_s,
         )

@@ -31,6 +31,7 @@ LIVES = (
     ("uploading", 0),
     ("uploaded", 0),
     ("committed", 0),
+    ("resampled", 1),
     ("logged", 1),
     ("reported", 1),
     ("captured", 2),
@@ -152,11 +153,17 @@ def timed(metric: str) -> bool:
 
 
 async def test_a_trainer_killed_at_every_point_ends_where_an_undisturbed_one_does(site: Site, lives: Lives) -> None:
+    # No step has two groups that are followed: which follower came first would hang on the clock, and so the order in
+    # which two undisturbed trainers train on them, too.
+    job = JOB | {
+        "algorithm": {"group_size": 3, "updates_per_step": 2, "resample": 2},
+        "reward": {"function": "tests.support.reward_functions:lengths_but_in_row_8"},
+    }
     async with site.manager("undisturbed") as steady:
-        await site.create("undisturbed", **JOB)
+        await site.create("undisturbed", **job)
         await live_to_the_end(site, lives, "undisturbed")
     async with site.manager("killed") as manager:
-        await site.create("killed", **JOB)
+        await site.create("killed", **job)
         for point, step in LIVES:
             await lives.begin(point, step)
             assert await lives.end() == -signal.SIGKILL, f"it did not come to {point} of step {step}"
@@ -165,6 +172,7 @@ async def test_a_trainer_killed_at_every_point_ends_where_an_undisturbed_one_doe
         await live_to_the_end(site, lives, "killed")
     assert site.model("killed") == site.model("undisturbed")
     assert rows(site, "killed") == rows(site, "undisturbed")
+    assert [row.get("groups/resampled") for row in rows(site, "killed")] == [0, 1, 0, 1, 0, 0, 1, None]
     assert manager.answered == steady.answered, "not one sample was generated twice"
     assert {r.group: r.seed for r in manager.requests} == {r.group: r.seed for r in steady.requests}
     assert "weights_restored" not in [kind for kind, _ in await site.events("killed")], "trained again to the same bits"

@@ -20,7 +20,7 @@ from services.trainer import __main__ as service
 from services.trainer import workshop
 from services.trainer.ports import Snapshot, TrainState, Workshop
 from services.trainer.settings import Settings
-from shared.bus import Append, Fence, Op
+from shared.bus import Append, Fence, HashSet, Op
 from shared.ids import SampleId
 from shared.lifecycle import run_service
 from shared.messages import GroupRequested, StepReport
@@ -29,6 +29,7 @@ from shared.weights.publisher import Shard
 
 POINTS = (
     "requested",
+    "resampled",
     "stepped",
     "uploading",
     "uploaded",
@@ -131,7 +132,7 @@ class Folder(Wrapper):
 
 
 class MortalBus(RedisBus):
-    """Redis: after requests, after a report of a step, after a trim."""
+    """Redis: after requests, after the record that a group is followed by another, after a report, after a trim."""
 
     fate = Fate("", 0)
 
@@ -141,6 +142,9 @@ class MortalBus(RedisBus):
             match op:
                 case Append(message=GroupRequested(group=group)):
                     self.fate.comes("requested", SampleId.unpack(group).step)
+                case HashSet(key=key, fields=fields) if key.endswith(":resampled"):
+                    for group in fields:
+                        self.fate.comes("resampled", SampleId.unpack(int(group)).step)
                 case Append(message=StepReport(step=step)):
                     self.fate.comes("reported", step)
                 case _:

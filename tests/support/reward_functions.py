@@ -17,6 +17,11 @@ def lengths(prompts: list[str], completions: list[str], completion_ids: list[lis
     return [len(ids) % 5 / 4 for ids in completion_ids]
 
 
+def lengths_but_in_row_8(row: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The same, but all alike for one prompt."""
+    return [1.0 if row[0] == 8 else len(ids) % 5 / 4 for ids in completion_ids]
+
+
 def mixed(  # noqa: C901, PLR0912 - one flat table
     prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
 ) -> list[Any]:

@@ -73,6 +73,18 @@ def test_the_window_opens_again_when_the_last_preemptible_worker_goes() -> None:
     assert window.advance(view(112.1, preemptible_ready=1)) == "close"
 
 
+def test_a_window_that_opened_again_is_as_long_as_it_was_the_first_time() -> None:
+    window = open_window()
+    window.advance(view(105.0))
+    window.advance(view(105.0, live=0, reserved_awake=0))
+    assert window.lasted_s == 5.0
+    # Late, a prompt is asked for in place of another, and nobody preemptible is left.
+    assert window.advance(view(107.0, live=1, reserved_awake=0, preemptible=0, preemptible_ready=0)) == "reopen"
+    assert window.advance(view(107.5, live=0, preemptible=0, preemptible_ready=0)) == "close"
+    assert window.advance(view(107.6, live=0, reserved_awake=0, preemptible=0, preemptible_ready=0)) == "end"
+    assert window.lasted_s == 5.0
+
+
 def test_the_window_opens_again_when_those_that_are_left_would_take_too_long() -> None:
     window = open_window()
     window.advance(view(105.0))

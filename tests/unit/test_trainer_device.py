@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,23 @@ async def test_when_the_turn_is_taken_away_the_engine_rests_behind_what_is_under
     ours.give(ours=True)
     await waiting
     assert calls == ["first", "rest", "second"]
+
+
+async def test_a_device_that_is_ours_is_idle_while_nothing_is_computed(
+    thread: DeviceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("services.trainer.device.time.monotonic", lambda: float(next(clock)))
+    ours = turn(thread, lambda: None)  # 0
+    assert ours.idle_s == 0.0  # 1
+    ours.give(ours=True)  # 2
+    assert ours.idle_s == 1.0  # 3
+    during: list[float] = []
+    await ours.run(lambda: during.append(ours.idle_s))  # 4, 5 in it, 6
+    assert during == [2.0]
+    assert ours.idle_s == 3.0  # 7
+    ours.end()  # 8
+    assert ours.idle_s == ours.held_s - ours.busy_s == 4.0
 
 
 @pytest.mark.parametrize("was_ours", [False, True], ids=["the turn", "the rest"])

@@ -16,7 +16,7 @@ from services.rollout_manager.domain.world import Now, World, revoke
 from shared.columns import U64, ints
 from shared.errors import Bury
 from shared.ids import SampleId, is_served, job_of
-from shared.jobspec import parse
+from shared.jobspec import recalled
 from shared.messages import (
     Admitted,
     Closed,
@@ -200,7 +200,7 @@ def recall_delivered(world: World, job_id: str, message: Message) -> None:
             world.windows[job_id] = window
         case SeedingReopened():
             if job_id in world.windows:
-                world.windows[job_id].phase = "open"
+                world.windows[job_id].phase, world.windows[job_id].reopened = "open", True
         case GroupOpened() | TurnAnswered():
             pass  # notes of the trainer, for its successor
         case _:
@@ -291,7 +291,7 @@ def _command(world: World, command: JobCommand, now: Now) -> None:
     job = world.jobs.get(command.job_id)
     if command.action == "create":
         if job is None:
-            spec = parse(json.loads(command.spec_json))
+            spec = recalled(json.loads(command.spec_json))
             job = Job(command.job_id, command.job_no, spec, created_at=now.wall)
             world.add_job(job)
             world.actions.append(SaveJob(job))

@@ -48,7 +48,8 @@ class Window:
     """When the step's first sample was placed."""
     reason: Reason = "window"
     lasted_s: float = 0.0
-    """How long it was, once it has ended."""
+    """How long it was, once it has ended: the first time, should it open again."""
+    reopened: bool = False
     crew: int = 0
     """The most preemptible workers that the step has had."""
     left_behind: bool = False
@@ -77,7 +78,8 @@ class Window:
                 reason = self._why_close(view)
                 if reason is not None:
                     self.phase, self.reason = "closing", reason
-                    self.lasted_s = self.length_so_far(view.now)
+                    if not self.reopened:
+                        self.lasted_s = self.length_so_far(view.now)
                     return "close"
             case "closing":
                 if view.reserved_awake == 0:
@@ -85,7 +87,7 @@ class Window:
                     return "end"
             case "ended":
                 if view.live and view.reserved and (view.preemptible == 0 or view.left_behind):
-                    self.phase, self.began_at = "open", view.now
+                    self.phase, self.began_at, self.reopened = "open", view.now, True
                     return "reopen"
         return None
 

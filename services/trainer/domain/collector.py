@@ -66,6 +66,11 @@ class StepCollector:
         self.duplicates = 0
         """Samples that came again, and samples of earlier steps."""
 
+    def add(self, group: int, n: int) -> None:
+        """Expect `n` samples of one more group, from now on."""
+        self._open[group] = self._sizes[group] = n
+        self._arrived[group] = {}
+
     @property
     def complete(self) -> bool:
         """Tell whether every group came whole or was dropped."""

@@ -16,7 +16,7 @@ from typing import Any
 from services.trainer.domain.plan import epoch_order
 from shared.curriculum import CurriculumSpec
 from shared.errors import Fatal
-from shared.jobspec import JobSpec
+from shared.jobspec import GeneratingJob
 
 Means = Sequence[tuple[int, float]]
 """(row, mean reward) of each training group of a step that was scored."""
@@ -44,7 +44,7 @@ class Chosen:
 class Curriculum:
     """A job's prompts, step after step; steps are planned in order."""
 
-    def __init__(self, spec: JobSpec, n_rows: int, judge: Judge | None, records: Mapping[str, str]) -> None:
+    def __init__(self, spec: GeneratingJob, n_rows: int, judge: Judge | None, records: Mapping[str, str]) -> None:
         """Go on where `records` end.
 
         Args:
@@ -75,14 +75,23 @@ class Curriculum:
             Fatal: the record of the step before it is gone.
 
         """
+        for scored in range(self._told_until, step - self._lag):
+            self._tell(scored)
         if step not in self._chosen:
             if step and step - 1 not in self._chosen:
                 raise Fatal(f"the prompts of step {step - 1} are recorded nowhere: start a new job")
             start = self._chosen[step - 1].next if step else 0
-            for scored in range(self._told_until, step - self._lag):
-                self._tell(scored)
             self._chosen[step] = self._walk(step, start)
         return self._chosen[step]
+
+    def choose(self, step: int, rows: Sequence[int]) -> int:
+        """Return the first of some rows that is not to be skipped in a planned step, the very first if all are.
+
+        Raises:
+            Fatal: see `plan`.
+
+        """
+        return next((row for row in rows if not self._why_not(row, step)), rows[0])
 
     def score(self, step: int, means: Means) -> None:
         """Take in how a planned step's groups were scored; what is recorded of a step that is trained again stays."""

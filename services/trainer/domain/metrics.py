@@ -50,6 +50,9 @@ class Durations:
     """From the step's begin until its device was the trainer's."""
     wait_s: float = 0.0
     """With the device in hand, without anything to train on."""
+    resample_s: float = 0.0
+    """The part of `wait_s` in which nothing was awaited but groups in place of others: no earlier generation of what
+    the step began with would have made it shorter."""
     train_s: float = 0.0
     """On the device."""
     publish_s: float = 0.0
@@ -73,6 +76,8 @@ class StepTally:
     """What was said of the first of them."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Reason -> training groups that were scored and are not in the loss."""
+    resampled: int | None = None
+    """Groups that replaced others; None where none may."""
     penalties: list[float] = field(default_factory=list)
     """What their length took off the training samples' rewards; empty where nothing does."""
     duplicates: int = 0
@@ -97,6 +102,8 @@ class StepTally:
         if self.penalties:
             row["reward/overlong_penalty"] = _mean(self.penalties)
         times = self.durations
+        if self.resampled is not None:
+            row |= {"groups/resampled": self.resampled, "time/resample_s": times.resample_s}
         tokens = sum(length(s.tokens, I32) for group in (*self.scored, *self.evaluated) for s in group.samples)
         row |= {
             "time/step_s": times.step_s,

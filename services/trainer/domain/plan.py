@@ -13,7 +13,8 @@ from hashlib import blake2b
 from services.trainer.domain.turns import TurnIds
 from shared.errors import ConfigError
 from shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
-from shared.jobspec import EvalSpec, JobSpec
+from shared.jobspec import GeneratingJob, RlJob
+from shared.jobspec_fleet import EvalSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class PlannedGroup:
     seed: int
 
 
-def check(spec: JobSpec, n_eval: int) -> None:
+def check(spec: GeneratingJob, n_eval: int) -> None:
     """Refuse a job that cannot be planned.
 
     Args:
@@ -41,12 +42,18 @@ def check(spec: JobSpec, n_eval: int) -> None:
         ConfigError: naming the field.
 
     """
-    for ids in turn_ids(spec, n_eval).values():
+    if n_training_groups(spec) > MAX_GROUPS_PER_STEP:
+        raise ConfigError(
+            f"algorithm.resample: {spec.data.prompts_per_step} prompts a step, and up to {spec.algorithm.resample} "
+            f"more in the place of each, are more than {MAX_GROUPS_PER_STEP}: lower it, or data.prompts_per_step"
+        )
+    for is_eval, ids in turn_ids(spec, n_eval).items():
         if ids.n_numbers > MAX_GROUPS_PER_STEP:
+            also = " (with those that algorithm.resample may add)" if spec.algorithm.resample and not is_eval else ""
             raise ConfigError(
-                f"environment.max_turns: {ids.n_groups} prompts with {ids.group_size} samples of {ids.max_turns} turns "
-                f"are more than {MAX_GROUPS_PER_STEP} turns a step: lower it, or data.prompts_per_step, "
-                "algorithm.group_size or eval.samples"
+                f"environment.max_turns: {ids.n_groups} prompts{also} with {ids.group_size} samples of {ids.max_turns} "
+                f"turns are more than {MAX_GROUPS_PER_STEP} turns a step: lower it, or data.prompts_per_step, "
+                "algorithm.group_size, algorithm.resample or eval.samples"
             )
     if spec.eval is None:
         return
@@ -61,7 +68,7 @@ def check(spec: JobSpec, n_eval: int) -> None:
 
 
 def plan_step(
-    spec: JobSpec, job_no: int, step: int, n_train: int, n_eval: int, rows: Sequence[int] | None = None
+    spec: GeneratingJob, job_no: int, step: int, n_train: int, n_eval: int, rows: Sequence[int] | None = None
 ) -> list[PlannedGroup]:
     """Return the groups of one step: training groups, then evaluation groups where they are due.
 
@@ -77,27 +84,39 @@ def plan_step(
 
     """
     groups = []
-    if step < spec.steps:
+    if isinstance(spec, RlJob) and step < spec.steps:
         if rows is None:
             rows = training_rows(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
-        groups = [_planned(spec, job_no, step, g, row, spec.algorithm.group_size) for g, row in enumerate(rows)]
+        groups = [training_group(spec, job_no, step, g, row) for g, row in enumerate(rows)]
     if spec.eval is not None and (step % spec.eval.every == 0 or step == spec.steps):
         counts = enumerate(spread(spec.eval, n_eval))
         groups += [_planned(spec, job_no, step, row, row, n, is_eval=True) for row, n in counts if n]
     return groups
 
 
-def turn_ids(spec: JobSpec, n_eval: int) -> dict[bool, TurnIds]:
+def training_group(spec: GeneratingJob, job_no: int, step: int, number: int, row: int) -> PlannedGroup:
+    """Return a training group of a step by its number in the step, from 0, and its prompt."""
+    return _planned(spec, job_no, step, number, row, spec.algorithm.group_size)
+
+
+def n_training_groups(spec: GeneratingJob) -> int:
+    """Return how many training groups a step can have in all, with those that replace others."""
+    return spec.data.prompts_per_step * (1 + (spec.algorithm.resample or 0))
+
+
+def turn_ids(spec: GeneratingJob, n_eval: int) -> dict[bool, TurnIds]:
     """Return the ids of a step's turns: of training groups, and under True of evaluation groups."""
     turns = spec.environment.max_turns if spec.environment is not None else 1
-    ids = {False: TurnIds(spec.data.prompts_per_step, spec.algorithm.group_size, turns)}
+    ids = dict[bool, TurnIds]()
+    if isinstance(spec, RlJob):
+        ids[False] = TurnIds(n_training_groups(spec), spec.algorithm.group_size, turns)
     if spec.eval is not None:
         counts = [n for n in spread(spec.eval, n_eval) if n]
         ids[True] = TurnIds(len(counts), max(counts), turns)
     return ids
 
 
-def last_step(spec: JobSpec) -> int:
+def last_step(spec: GeneratingJob) -> int:
     """Return the number of the last step: one that only evaluates, where the job evaluates."""
     return spec.steps if spec.eval is not None else spec.steps - 1
 
@@ -108,7 +127,7 @@ def training_rows(seed: int, step: int, per_step: int, n_rows: int) -> list[int]
     return [epoch_order(seed, p // n_rows, n_rows)[p % n_rows] for p in range(first, first + per_step)]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, n_rows: int) -> tuple[int, ...]:
     """Return the order of the rows in one epoch: sorted by a hash, so the same in every process and release."""
     return tuple(sorted(range(n_rows), key=lambda row: _hash(f"{seed}/{epoch}/{row}")))
@@ -121,7 +140,7 @@ def spread(evaluation: EvalSpec, n_prompts: int) -> list[int]:
 
 
 def _planned(
-    spec: JobSpec, job_no: int, step: int, group: int, row: int, n: int, *, is_eval: bool = False
+    spec: GeneratingJob, job_no: int, step: int, group: int, row: int, n: int, *, is_eval: bool = False
 ) -> PlannedGroup:
     packed = SampleId(job_no, is_eval, step, group, 0).pack()
     # 48 bits: whoever derives a sample's seed from its group's has room to add.

@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+from services.trainer.domain.metrics import ScoredGroup
+from shared.algorithm import AlgorithmSpec
+from shared.columns import I32, length
+
+
+def shaped(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:
+    """Return the rewards of a group's samples as they are trained on; `max_tokens` is `sampling.max_tokens`."""
+    taken = penalties(group, spec, max_tokens) or [0.0] * len(group.rewards)
+    return [reward - penalty for reward, penalty in zip(group.rewards, taken, strict=True)]
+
+
+def penalties(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:
+    """Return what each sample's length takes off its reward, nothing where the job punishes no length."""
+    fraction, most = spec.overlong_fraction, spec.overlong_penalty
+    if fraction is None:
+        return []
+    # Of a conversation everything counts, as for the limit.
+    completions = [talk.completion for talk in group.talks] or [sample.tokens for sample in group.samples]
+    return [overlong_penalty(length(one, I32), max_tokens, fraction, most) for one in completions]
+
 
 def overlong_penalty(n_tokens: int, max_tokens: int, fraction: float, most: float) -> float:
     """Return what a completion's length takes off its reward: DAPO's soft overlong punishment.

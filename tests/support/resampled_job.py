@@ -1,0 +1,89 @@
+"""Jobs whose groups are replaced by others, on the trainer's rig, and what they should come to by the rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.trainer.domain.plan import plan_step, training_group
+from services.trainer.domain.resampling import Replacements
+from services.trainer.ports import RewardBatch, Scores
+from shared.columns import I32, unpack
+from shared.ids import SampleId
+from shared.jobspec import JobSpec, RlJob
+from shared.messages import GroupRequested
+from tests.support.scripted_manager import scripted
+from tests.support.trainer_rig import Rig, spec
+
+PLACES, TRIES, ROWS = 3, 2, 10
+EQUAL = frozenset({0, 2, 3, 5, 6, 8, 9})
+"""Rows whose groups teach nothing, in most tests."""
+
+
+def job(tries: int = TRIES, **changes: Any) -> RlJob:
+    raw = {
+        "data": {"train": "t.jsonl", "prompts_per_step": PLACES},
+        "algorithm": {"group_size": 2, "resample": tries},
+        "steps": 4,
+    }
+    made = spec(**{**raw, **changes})
+    assert isinstance(made, RlJob)
+    return made
+
+
+def by_row(equal: frozenset[int] = EQUAL) -> Callable[[RewardBatch], Scores]:
+    def reward(batch: RewardBatch) -> Scores:
+        n = len(batch.completion_ids)
+        return Scores((1.0,) * n if batch.columns["row"][0] in equal else tuple(float(i) for i in range(n)))
+
+    return reward
+
+
+def rig_of(folder: Path, what: JobSpec | None = None, equal: frozenset[int] = EQUAL) -> Rig:
+    rig = Rig(folder, what or job())
+    rig.reward = by_row(equal)
+    return rig
+
+
+async def completed(rig: Rig, *, create: bool = True) -> Rig:
+    async with rig.trainer():
+        if create:
+            await rig.command("create")
+        report = await rig.ended()
+        assert (report.state, report.error) == ("completed", "")
+    return rig
+
+
+def asked(rig: Rig) -> dict[int, int]:
+    """Group -> the second token of its prompt, which is its row."""
+    return {request.group: int(unpack(request.prompt, I32)[1]) for request in rig.manager.requests}
+
+
+def in_places(what: RlJob, equal: frozenset[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return all groups of a job by the rule, and those that teach; each with its row."""
+    groups, teaching = {}, {}
+    for step in range(what.steps):
+        first = plan_step(what, 1, step, ROWS, 0)
+        rule = Replacements.of(what, step, ROWS)
+        spare = rule.spare([group.row for group in first])
+        for begins in first:
+            group = begins
+            groups[group.id] = group.row
+            while group.row in equal and (number := rule.number_after(SampleId.unpack(group.id).group)) is not None:
+                group = training_group(what, 1, step, number, rule.rows(number, spare)[0])
+                groups[group.id] = group.row
+            if group.row not in equal:
+                teaching[group.id] = group.row
+    return groups, teaching
+
+
+def rows_of(requests: Sequence[GroupRequested], groups: dict[int, int]) -> Counter[tuple[bytes, bytes]]:
+    """Return what is trained on of some groups: prompts and completions."""
+    return Counter(
+        (request.prompt, scripted(request, request.group + member).tokens)
+        for request in {request.group: request for request in requests}.values()
+        if request.group in groups
+        for member in range(request.n)
+    )

@@ -1,0 +1,289 @@
+"""Groups that teach nothing are replaced by others: what replaces them, and what a step then trains on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.domain.plan import check
+from services.trainer.domain.resampling import Replacements, teaches
+from services.trainer.fakes import FakeEngine, FakeRewards
+from services.trainer.ports import LossFn, RewardBatch, Row, Scores, Workshop
+from shared.algorithm import PRESETS
+from shared.errors import ConfigError
+from shared.ids import SampleId
+from shared.jobspec import parse, to_json
+from tests.support.eventually import eventually
+from tests.support.resampled_job import (
+    EQUAL,
+    PLACES,
+    ROWS,
+    TRIES,
+    asked,
+    by_row,
+    completed,
+    in_places,
+    job,
+    rig_of,
+    rows_of,
+)
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(1, 8), tries=st.integers(0, 5))
+def test_a_place_has_as_many_groups_as_it_may_and_each_a_number_of_its_own(n: int, tries: int) -> None:
+    replacements = Replacements(n, tries, seed=0, step=0, n_rows=9)
+    chains = []
+    for first in range(n):
+        chain: list[int] = []
+        number: int | None = first
+        while number is not None:
+            chain.append(number)
+            number = replacements.number_after(number)
+        chains.append(chain)
+    assert {len(chain) for chain in chains} == {1 + tries}
+    assert sorted(one for chain in chains for one in chain) == list(range(n * (1 + tries)))
+
+
+@given(
+    n=st.integers(1, 8),
+    tries=st.integers(1, 5),
+    seed=st.integers(0, 3),
+    step=st.integers(0, 9),
+    n_rows=st.integers(1, 99),
+)
+def test_a_replacement_has_another_prompt_as_long_as_there_are_others(
+    n: int, tries: int, seed: int, step: int, n_rows: int
+) -> None:
+    replacements = Replacements(n, tries, seed, step, n_rows)
+    first = list(range(min(n, n_rows)))
+    spare = replacements.spare(first)
+    rows = [replacements.rows(number, spare) for number in range(n, n * (1 + tries))]
+    assert all(sorted(some) == sorted(spare) for some in rows), "each prompt may stand in for each"
+    others = n_rows - len(first)
+    assert len(spare) == (min(n * tries, others) if others else len(first))
+    if others:
+        assert not set(first) & set(spare)
+    if others >= n * tries:
+        assert len({some[0] for some in rows}) == n * tries
+    assert replacements.spare(first) == spare
+
+
+@pytest.mark.parametrize("n_rows", [4, 6, 8])
+def test_where_there_are_few_prompts_a_place_still_has_another_one_each_time(n_rows: int) -> None:
+    replacements = Replacements(4, 2, seed=0, step=1, n_rows=n_rows)
+    first = [0, 1, 2, 3]
+    spare = replacements.spare(first)
+    for place in range(4):
+        one, other = (replacements.rows(place + 4 * again, spare)[0] for again in (1, 2))
+        assert one != other
+        assert one != first[place]
+
+
+def test_only_dapo_asks_for_other_prompts_unasked() -> None:
+    assert {name for name, preset in PRESETS.items() if preset["resample"]} == {"dapo"}
+    assert job(algorithm={"name": "dapo"}).algorithm.resample == 8
+    assert job(algorithm={"name": "gspo"}).algorithm.resample is None
+    assert job(algorithm={"name": "gspo", "equal_groups": "drop", "resample": 2}).algorithm.resample == 2
+    assert job(algorithm={"name": "dpo", "resample": 2}).algorithm.resample == 2
+    again = job(algorithm={"name": "gspo"})
+    assert parse(again.model_dump(mode="json")) == again, to_json(again)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        ({"resample": -1}, "resample"),
+        ({"resample": 65}, "resample"),
+        ({"name": "rloo", "resample": 1}, "set algorithm.equal_groups to drop, or remove resample"),
+        (
+            {"name": "reinforce++", "equal_groups": "drop", "group_size": 1, "resample": 1},
+            "a group of one are always equal",
+        ),
+    ],
+)
+def test_what_can_never_end_well_is_refused(algorithm: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        job(algorithm=algorithm)
+
+
+def test_more_groups_than_a_step_has_ids_for_are_refused() -> None:
+    large = {"train": "t", "prompts_per_step": 1 << 13}
+    check(job(7, data=large), 0)
+    with pytest.raises(ConfigError, match=r"algorithm\.resample: 8192 prompts a step, and up to 8 more"):
+        check(job(8, data=large), 0)
+    game = {"function": "m:f", "max_turns": 9}
+    check(job(3, data={"train": "t", "prompts_per_step": 960}, environment=game), 0)
+    with pytest.raises(
+        ConfigError, match=r"environment\.max_turns: 4800 prompts \(with those that algorithm\.resample may add\)"
+    ):
+        check(job(4, data={"train": "t", "prompts_per_step": 960}, environment=game), 0)
+
+
+# --- a whole job ------------------------------------------------------------------------------------------------------
+
+
+class Watched(FakeEngine):
+    """Keeps the rows that it was trained on."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+        self._rows += [row for rows in batches for row in rows]
+        return super().accumulate(batches, loss)
+
+
+class Dawdling(FakeRewards):
+    """Takes a different number of turns of the event loop for each group."""
+
+    def __init__(self, function: Callable[[RewardBatch], Scores], seed: int) -> None:
+        super().__init__(function)
+        self._random = random.Random(seed)
+
+    async def score(self, batch: RewardBatch) -> Scores:
+        for _ in range(self._random.randrange(30)):
+            await asyncio.sleep(0)
+        return await super().score(batch)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("seed", range(6))
+async def test_however_groups_come_and_are_scored_a_step_trains_on_what_stands_in_its_places(
+    tmp_path: Path, seed: int, max_staleness: int
+) -> None:
+    rng = random.Random(seed)
+    equal = frozenset(rng.sample(range(ROWS), rng.randrange(ROWS + 1)))
+    what = job(rng.randrange(1, 4), elastic={"max_staleness": max_staleness})
+    rows: list[Row] = []
+    rig = rig_of(tmp_path, what, equal)
+    rig.make_engine = lambda: Watched(rows)
+    build = rig.build
+
+    def building(*args: Any) -> Workshop:
+        return replace(build(*args), rewards=Dawdling(rig.reward, seed))
+
+    rig.build = building  # type: ignore[method-assign]
+    await completed(rig)
+    groups, teaching = in_places(what, equal)
+    assert asked(rig) == groups
+    assert Counter((row.prompt, row.completion) for row in rows) == rows_of(rig.manager.requests, teaching)
+    assert sum(report.metrics["groups/resampled"] for report in await rig.steps()) == len(groups) - 4 * PLACES
+
+
+async def test_a_step_whose_prompts_teach_nothing_gives_up_after_so_many_and_says_how_many(tmp_path: Path) -> None:
+    rig = await completed(rig_of(tmp_path, job(steps=1), frozenset(range(ROWS))))
+    [report] = await rig.steps()
+    assert report.metrics["groups/resampled"] == PLACES * TRIES
+    assert report.metrics["dropped_groups/equal_rewards"] == PLACES * (1 + TRIES)
+    assert report.metrics["groups/dropped"] == 0
+    assert "tokens/trained" not in report.metrics
+
+
+async def test_without_it_nothing_is_asked_for_again_and_nothing_said_of_it(tmp_path: Path) -> None:
+    rig = await completed(rig_of(tmp_path, job(0)))
+    assert len(asked(rig)) == 4 * PLACES
+    assert not any("resample" in name for report in await rig.steps() for name in report.metrics)
+
+
+async def test_a_group_that_was_dropped_for_a_fault_is_not_replaced(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, job(steps=1))
+    rig.reward = lambda batch: (
+        Scores(None, "timeout", "no answer") if batch.columns["row"][0] in EQUAL else by_row()(batch)
+    )
+    await completed(rig)
+    [report] = await rig.steps()
+    assert report.metrics["groups/resampled"] == 0
+    assert report.metrics["groups/dropped/timeout"] > 0
+    assert len(asked(rig)) == PLACES
+
+
+async def test_evaluation_groups_of_equal_rewards_stay_as_they_are(tmp_path: Path) -> None:
+    data = {"train": "t", "eval": "e", "prompts_per_step": PLACES}
+    what = job(data=data, eval={"every": 1, "samples": 6}, steps=2)
+    rig = await completed(rig_of(tmp_path, what, frozenset({0, 1, 2})))
+    of_steps = Counter(SampleId.unpack(group).step for group in asked(rig) if SampleId.unpack(group).is_eval)
+    assert of_steps == {0: 3, 1: 3, 2: 3}
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "dpo", "grpo"])
+async def test_what_waits_for_the_whole_step_or_makes_pairs_gets_what_stands_in_the_places(
+    tmp_path: Path, name: str
+) -> None:
+    algorithm = {"name": name, "group_size": 2, "resample": TRIES, "updates_per_step": 2}
+    if name != "dpo":
+        algorithm |= {"equal_groups": "drop", "old_logprobs": "recomputed"}
+    what = job(algorithm=algorithm)
+    rows: list[Row] = []
+    rig = rig_of(tmp_path, what)
+    rig.make_engine = lambda: Watched(rows)
+    await completed(rig)
+    groups, teaching = in_places(what, EQUAL)
+    assert asked(rig) == groups
+    assert Counter((row.prompt, row.completion) for row in rows) == rows_of(rig.manager.requests, teaching)
+
+
+async def test_what_length_takes_off_a_reward_counts_in_whether_a_group_teaches(tmp_path: Path) -> None:
+    what = job(algorithm={"name": "dapo", "group_size": 2, "overlong_fraction": 1.0, "resample": TRIES}, steps=1)
+    rig = await completed(rig_of(tmp_path, what, frozenset(range(ROWS))))
+    [report] = await rig.steps()
+    # Completions of a group have different lengths nearly always.
+    assert report.metrics["tokens/trained"] > 0
+    assert report.metrics["groups/resampled"] < PLACES * TRIES
+    assert report.metrics["reward/overlong_penalty"] > 0
+    assert not teaches([1.0, 1.0])
+
+
+async def test_a_wait_for_other_prompts_alone_is_told_apart_and_not_said_to_the_manager(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, job(steps=1))
+    rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= PLACES
+    async with rig.trainer():
+        await rig.command("create")
+        there = 2 * PLACES
+
+        def waits_for_others() -> bool:
+            return any(wait.because.startswith(f"{there} of ") for wait in rig.waits.current())
+
+        await eventually(waits_for_others)
+        await rig.manager.release()
+        assert (await rig.ended()).state == "completed"
+    [report] = await rig.steps()
+    waited = report.metrics["time/wait_s"]
+    assert 0 < report.metrics["time/resample_s"] <= waited
+    assert report.wait_s == pytest.approx(waited - report.metrics["time/resample_s"])
+
+
+class Silent(FakeRewards):
+    """Never answers."""
+
+    async def score(self, batch: RewardBatch) -> Scores:
+        await asyncio.Event().wait()
+        return await super().score(batch)
+
+
+async def test_scores_that_never_come_are_waited_for_by_name_and_not_for_ever(tmp_path: Path) -> None:
+    rig = rig_of(tmp_path, job(reward={"function": "m:f", "timeout_s": 0.05}))
+    rig.samples_limit_s = 0.2
+    build = rig.build
+    rig.build = lambda *args: replace(build(*args), rewards=Silent(rig.reward))  # type: ignore[method-assign]
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    assert report.state == "failed"
+    assert "for the rewards (3 groups of step 0 may have to be replaced by others)" in report.error
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)
