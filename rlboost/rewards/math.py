@@ -10,12 +10,13 @@ from typing import Any
 from shared.reward_call import ground_truth
 
 try:
-    from math_verify import parse, verify
+    from rlboost.rewards.math_answers import Answer, equal, read, warm
 except ImportError as error:
     raise ImportError("mathematics is checked by math-verify: pip install 'rlboost[math]'") from error
 
 LIMIT_S = 1
 """For reading one answer, and for comparing it; math-verify counts whole seconds."""
+_WARM_LIMIT_S = 60
 _MARKS = ("$", "\\boxed", "\\(", "\\[")
 """One of them in a text says where its mathematics is."""
 
@@ -36,29 +37,40 @@ def score(
     """
     # math-verify's clock is a signal, which only the main thread gets; elsewhere the caller has to have a clock.
     limit = limit_s if threading.current_thread() is threading.main_thread() else None
+    warm(None if limit is None else _WARM_LIMIT_S)
     rewards: list[float | None] = []
-    # A group has many completions with one answer, and comparing takes longer than reading.
-    known: dict[tuple[str, str], float] = {}
+    # Also what takes long, of which nothing is remembered beyond this group.
+    known: dict[tuple[Answer, Answer], float] = {}
     for i, completion in enumerate(completions):
-        truth = str(ground_truth({name: values[i] for name, values in columns.items()}))
-        gold = _truth(truth, limit)
-        if not gold:
+        gold = _right(str(ground_truth({name: values[i] for name, values in columns.items()})), limit)
+        if gold is None:
             rewards.append(None)
             continue
-        text = completion if isinstance(completion, str) else str(completion[-1]["content"])
-        answer = parse(text, parsing_timeout=limit)
-        if not answer:
+        answer = read(completion if isinstance(completion, str) else str(completion[-1]["content"]), limit)
+        if answer is None:
             rewards.append(0.0)
             continue
-        key = truth, str(answer[-1])  # the last one is the text that was found
-        if key not in known:
-            known[key] = float(verify(list(gold), answer, timeout_seconds=limit))
-        rewards.append(known[key])
+        if (gold, answer) not in known:
+            known[gold, answer] = float(equal(gold, answer, limit))
+        rewards.append(known[gold, answer])
     return rewards
 
 
-@lru_cache(maxsize=1024)
-def _truth(text: str, limit_s: int | None) -> tuple[Any, ...]:
+def _right(text: str, limit_s: int | None) -> Answer | None:
+    try:
+        return _read_right(text, limit_s)
+    except _Unreadable:
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _read_right(text: str, limit_s: int | None) -> Answer:
     # A group's completions all have the same one.
     marked = text if any(mark in text for mark in _MARKS) else f"\\boxed{{{text}}}"
-    return tuple(parse(marked, parsing_timeout=limit_s))
+    if (answer := read(marked, limit_s)) is None:
+        raise _Unreadable  # is not remembered: it may have been the time limit
+    return answer
+
+
+class _Unreadable(Exception):
+    """Nothing can be read in what is to be right."""
