@@ -134,12 +134,12 @@ def _name_it(model: str) -> str:
 
 async def _pulled(url: str, token: str, wanted: Wanted, base: Path | None, to: NewFolder) -> int:
     try:
-        from services.rollout_worker.adapters import torch_tensors  # noqa: PLC0415 - torch takes seconds
-        from services.rollout_worker.adapters.store_weights import AdaptedVersion, StoredVersion  # noqa: PLC0415
-        from shared.waiting import Waits  # noqa: PLC0415
+        from shared.waiting import Waits  # noqa: PLC0415 - torch takes seconds
+        from shared.weights import torch_tensors  # noqa: PLC0415
         from shared.weights.cache import Cache  # noqa: PLC0415
         from shared.weights.client import StoreClient  # noqa: PLC0415
         from shared.weights.puller import Puller  # noqa: PLC0415
+        from shared.weights.stored import stored_version  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"export {_NEEDS}") from error
     async with StoreClient(url, token) as client:
@@ -153,8 +153,8 @@ async def _pulled(url: str, token: str, wanted: Wanted, base: Path | None, to: N
                     raise ConfigError(f"version {version} of {wanted.job_id} is no adapter: leave --adapter out")
                 await asyncio.to_thread(write_adapter, pulled.manifest.adapter_json, torch_tensors.tensors(pulled), to)
             else:
-                staged = StoredVersion(pulled) if pulled.base is None else AdaptedVersion(pulled, pulled.base)
-                await asyncio.to_thread(write_model, base, staged.config_json, staged.tensors(), to)
+                stored = stored_version(pulled)
+                await asyncio.to_thread(write_model, base, stored.config_json, stored.tensors(), to)
         except NotFound as error:
             raise ConfigError(f"version {version} was removed just now: ask again ({error})") from error
         finally:

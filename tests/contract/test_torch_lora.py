@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.rollout_worker.adapters.store_weights import AdaptedVersion
 from services.trainer.adapters.log.folder import JobFolder
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss
@@ -19,6 +18,7 @@ from shared.columns import floats, ints
 from shared.errors import ConfigError
 from shared.training import LoraSpec, OptimizerSpec
 from shared.weights.publisher import Shard
+from shared.weights.stored import AdaptedVersion
 from tests.contract.test_trainer_engine_contract import bits, rows, train
 from tests.support.model_folder import write_model
 from tests.support.staged_versions import pulled

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -163,7 +162,7 @@ def test_vllm_loads_the_folder_and_says_what_transformers_says(
     system: System, store: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_engines.require()
-    from vllm import LLM, SamplingParams  # noqa: PLC0415 - see require
+    from vllm import SamplingParams  # noqa: PLC0415 - see require
 
     base = tmp_path / "base"
     model: Any = AutoModelForCausalLM.from_config(vllm_engines.config())
@@ -172,15 +171,12 @@ def test_vllm_loads_the_folder_and_says_what_transformers_says(
     other.trained(2)
     assert other.export().exit_code == 0
     trained: Any = AutoModelForCausalLM.from_pretrained(other.out)
-    vllm_engines.end_shared()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # see require
-        engine = LLM(str(other.out), dtype="float32", enforce_eager=True, max_num_seqs=2, kv_cache_memory_bytes=8 << 20)
-    [answer] = engine.generate(
-        [{"prompt_token_ids": PROMPT[0].tolist()}],
-        SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0),
-        use_tqdm=False,
-    )
+    with vllm_engines.offline(other.out, slots=2) as engine:
+        [answer] = engine.generate(
+            [{"prompt_token_ids": PROMPT[0].tolist()}],
+            SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0),
+            use_tqdm=False,
+        )
     tokens = list(answer.outputs[0].token_ids)
     whole = torch.tensor([PROMPT[0].tolist() + tokens])
     with torch.no_grad():
@@ -188,7 +184,6 @@ def test_vllm_loads_the_folder_and_says_what_transformers_says(
     assert said.argmax(-1).tolist() == tokens
     told = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs, tokens, strict=True)]
     assert told == pytest.approx(said.max(-1).values.tolist(), abs=5e-5)
-    engine.llm_engine.engine_core.shutdown()
 
 
 # --- what is not there ------------------------------------------------------------------------------------------------

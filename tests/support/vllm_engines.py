@@ -7,6 +7,9 @@ import importlib.util
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -107,3 +110,19 @@ def end_shared() -> None:
     while _shared:
         _, core = _shared.popitem()
         core.end()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def offline(folder: Path, *, slots: int) -> Iterator[Any]:
+    """vLLM as people load a model's folder with it; `require` must have been called."""
+    from vllm import LLM  # noqa: PLC0415 - see require
+
+    end_shared()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # see require
+        options = {"max_num_seqs": slots, "kv_cache_memory_bytes": _KV_CACHE_BYTES}
+        engine = LLM(str(folder), dtype="float32", enforce_eager=True, **options)
+    try:
+        yield engine
+    finally:
+        engine.llm_engine.engine_core.shutdown()
