@@ -1,4 +1,4 @@
-"""A link of limited speed: a TCP proxy whose way to the clients goes through one token bucket."""
+"""A link of limited speed: a TCP proxy whose way to the clients, or both, goes through a token bucket each."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class TokenBucket:
 class ShapedLink:
     """Passes connections on to `127.0.0.1:target_port`; what comes back is shaped and counted. Use with `with`."""
 
-    def __init__(self, target_port: int, *, bits_per_s: float) -> None:
-        """Listen on a free port."""
+    def __init__(self, target_port: int, *, bits_per_s: float, both_ways: bool = False) -> None:
+        """Listen on a free port; `both_ways` shapes what clients send too, at the same speed."""
         self._target_port = target_port
-        self._bucket = TokenBucket(bits_per_s / 8, 4 * _BLOCK_BYTES)
+        self._down = TokenBucket(bits_per_s / 8, 4 * _BLOCK_BYTES)
+        self._up = TokenBucket(bits_per_s / 8, 4 * _BLOCK_BYTES) if both_ways else None
         self._server = socket.create_server(("127.0.0.1", 0))
         self._sockets: set[socket.socket] = set()
         self._counting = threading.Lock()
@@ -76,9 +77,11 @@ class ShapedLink:
         try:
             while n_bytes := source.recv_into(buffer):
                 if down:
-                    self._bucket.take(n_bytes)
+                    self._down.take(n_bytes)
                     with self._counting:
                         self.bytes_down += n_bytes
+                elif self._up is not None:
+                    self._up.take(n_bytes)
                 target.sendall(buffer[:n_bytes])
             target.shutdown(socket.SHUT_WR)
         except OSError:

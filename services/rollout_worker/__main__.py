@@ -24,6 +24,7 @@ from services.rollout_worker.leaving import Leaving
 from services.rollout_worker.link import Identity, Link
 from services.rollout_worker.notices import Watch
 from services.rollout_worker.ports import EngineFactory, NoticeSource
+from services.rollout_worker.prefetching import Prefetching
 from services.rollout_worker.settings import Settings
 from services.rollout_worker.startup import Startup, process_age_s
 from services.rollout_worker.watchdog import Watchdog
@@ -34,6 +35,7 @@ from shared.redis_bus import connect
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
+from shared.weights.following import DraftFollower
 from shared.weights.peers.directory import Directory
 from shared.weights.peers.swarm import Swarm
 from shared.weights.peers.transport import PeerTransport
@@ -80,10 +82,13 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     worker = Worker(bus, link, generator, StoreWeights(puller), pace, waits, heeds_advice=heeds, startup=startup)
     metadata = Metadata(settings.metadata_url)
     try:
-        serve = _http(settings, link, generator, worker.leaving, waits, cache, swarm)
+        serve = _http(settings, link, generator, worker.leaving, waits, cache, swarm, puller)
         watch = _watch(settings, metadata, worker.leaving)
         progress = Watchdog(generator, settings.stall_limit_s)
         more = {"http": serve, "peers": swarm.announce, "notices": watch.run, "progress": progress.run}
+        if settings.role == "reserved":
+            # Its machine sleeps while the trainer publishes, beside it. A spot worker's link costs, and it has peers.
+            more["prefetch"] = Prefetching(link, DraftFollower(store, puller)).run
         await worker.run(stop, more)
     finally:
         await metadata.close()
@@ -122,13 +127,20 @@ def _watch(settings: Settings, metadata: Metadata, leaver: Leaving) -> Watch:
 
 
 def _http(
-    settings: Settings, link: Link, generator: Generator, leaving: Leaving, waits: Waits, cache: Cache, swarm: Swarm
+    settings: Settings,
+    link: Link,
+    generator: Generator,
+    leaving: Leaving,
+    waits: Waits,
+    cache: Cache,
+    swarm: Swarm,
+    puller: Puller,
 ) -> Loop:
     def serve() -> Loop:
         # The web framework is imported beside the loops that run already: a worker joins the sooner.
-        from prometheus_client import Counter  # noqa: PLC0415
+        from prometheus_client import REGISTRY, Counter  # noqa: PLC0415
 
-        from services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
+        from services.rollout_worker.api import Prefetched, create, notice_routes  # noqa: PLC0415
         from shared.http import bind, server_loop  # noqa: PLC0415
         from shared.weights.peers.serving import blob_routes  # noqa: PLC0415
 
@@ -137,6 +149,7 @@ def _http(
         swarm.url = peer_url(settings.peer_url, settings.host, port, settings.url)
         log.info("listening", host=settings.host, port=port, peer_url=swarm.url)
         app = create(link, generator, token=settings.token.get_secret_value(), waits=waits)
+        REGISTRY.register(Prefetched(lambda: puller.prefetched_bytes))
         app.include_router(notice_routes(leaving.take_notice, settings.token.get_secret_value()))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, settings.token.get_secret_value(), sent))

@@ -55,6 +55,19 @@ class Metrics(Collector):
         yield states
 
 
+class Prefetched(Collector):
+    """The bytes of weights that were received before their version was committed."""
+
+    def __init__(self, n_bytes: Callable[[], int]) -> None:
+        self._n_bytes = n_bytes
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric."""
+        yield CounterMetricFamily(
+            "rlboost_worker_weights_prefetched_bytes", "Bytes of weights received before a commit.", self._n_bytes()
+        )
+
+
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"rlboost_worker_{name}", text, value)
 

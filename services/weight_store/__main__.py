@@ -52,6 +52,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 "announce": store.announce,
                 "collect": store.collect,
                 "compose": deltas.compose,
+                "drafts": store.drafts.expire,
             }
             await supervise(loops, stop)
     finally:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from services.weight_store.app import WeightStore
 from services.weight_store.domain.versions import Model, Version
+from services.weight_store.drafts import MAX_WAIT_S
 from services.weight_store.metrics import Metrics
 from services.weight_store.ports import StoreFull
 from services.weight_store.serving import answer
 from shared.http import PROBLEM, Problem, bearer, create_app
 from shared.waiting import Waits
+from shared.weights.drafts import DraftPart
 from shared.weights.manifest import CHUNK_BYTES, Digest, JobId
 from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
 Number = Annotated[int, PathParameter(ge=0)]
+WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S)]
 
 
 def create(
@@ -32,6 +36,7 @@ def create(
     app.include_router(_chunk_routes(store, metrics), dependencies=guarded)
     app.include_router(_version_routes(store), dependencies=guarded)
     app.include_router(_publishing_routes(store), dependencies=guarded)
+    app.include_router(_draft_routes(store), dependencies=guarded)
 
     @app.exception_handler(StoreFull)
     async def _(_: Request, error: StoreFull) -> JSONResponse:
@@ -113,6 +118,21 @@ def _publishing_routes(store: WeightStore) -> APIRouter:
     @router.delete("/{job_id}/versions/{version}/pin", status_code=204)
     async def unpin(job_id: JobId, version: Number) -> None:
         await store.unpin(job_id, version)
+
+    return router
+
+
+def _draft_routes(store: WeightStore) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", tags=["drafts"])
+
+    @router.put("/{job_id}/versions/{version}/draft", status_code=204)
+    async def put_draft(job_id: JobId, version: Number, body: DraftPart) -> None:
+        store.put_draft(job_id, version, body)
+
+    @router.get("/{job_id}/draft")
+    async def draft(job_id: JobId, after: int = -1, wait_s: WaitS = 0.0) -> Response:
+        news = await store.drafts.news(job_id, after, wait_s)
+        return Response(await asyncio.to_thread(news.encode), media_type="application/json")
 
     return router
 

@@ -1,10 +1,11 @@
 """The weight store at work: parts come in, a commit makes them a version, the bus hears of it, old chunks go.
 
-Three loops, all without end until the stop:
+Four loops, all without end until the stop:
 
 - `announce` consumes commits in order and produces `WeightsCommitted`; it waits for Redis. A commit stands whether or
   not it was announced; every head is announced again at start, which covers a crash in between.
 - `compose` joins deltas to longer ones: see `deltas`.
+- `drafts` forgets what was said of uploads that were abandoned: see `drafts`.
 - `collect` consumes nothing and removes, once a minute, what no version and no upload in progress needs.
 """
 
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 from services.weight_store.deltas import Deltas
 from services.weight_store.domain.garbage import garbage
 from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
+from services.weight_store.drafts import DraftBoard
 from services.weight_store.metrics import Metrics
 from services.weight_store.ports import Chunks, Documents, Source, StagedPart
 from shared.bus import Bus
@@ -28,6 +30,7 @@ from shared.lifecycle import until_stop
 from shared.messages import WeightsCommitted
 from shared.names import WEIGHTS_COMMITTED
 from shared.waiting import Waits
+from shared.weights.drafts import DraftPart
 from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from shared.weights.wire import CommitRequest
 
@@ -65,6 +68,7 @@ class WeightStore:
         self._metrics = metrics
         self._keep = keep_versions
         self._clock = clock
+        self.drafts = DraftBoard(clock)
         self._models: dict[str, Model] = {}
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By job: held while its documents change."""
@@ -134,6 +138,11 @@ class WeightStore:
         """Return where a chunk's bytes are, raising `NotFound`."""
         return await self._chunks.source(digest)
 
+    def put_draft(self, job_id: str, version: int, part: DraftPart) -> None:
+        """Take a hint of what is there of a version before its commit; later it means nothing."""
+        if version > self._models.get(job_id, Model(job_id)).head:
+            self.drafts.put(job_id, version, part)
+
     async def put_part(self, job_id: str, version: int, rank: int, data: bytes) -> None:
         """Take what one rank published; it waits for the commit.
 
@@ -147,6 +156,7 @@ class WeightStore:
             raise Undecodable(f"this is the part of rank {part.rank}, not {rank}")
         async with self._changing[job_id]:
             await self._documents.put_part(job_id, StagedPart(version, rank, self._now()), data)
+        self.drafts.complete(job_id, version, part)
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> Version:
         """Make a version the head. Asked again for a version that is there with the same content, it returns that.
@@ -176,6 +186,7 @@ class WeightStore:
             await self._documents.put_manifest(job_id, version, data)
             new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
             await self._save(commit(model, new, keep=self._keep))
+        self.drafts.end(job_id, version)
         self._metrics.commits.inc()
         self._announcements.put_nowait(_announcement(job_id, new))
         self._deltas.committed(job_id, version, self._models[job_id].base)

@@ -29,6 +29,8 @@ class Transfer(Traffic):
 
     bytes_dense: int = 0
     bytes_delta: int = 0
+    bytes_prefetched: int = 0
+    """Of chunks that came before the commit; they are held too."""
     chunks_held: int = 0
     chunks_dense: int = 0
     chunks_delta: int = 0

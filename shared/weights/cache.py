@@ -89,6 +89,13 @@ class Cache:
         except (OSError, ValueError, TypeError):
             return []
 
+    def remove(self, digests: AbstractSet[str]) -> None:
+        """Remove blobs."""
+        self.verified -= digests
+        with self._errors():
+            for digest in digests:
+                self.path(digest).unlink(missing_ok=True)
+
     def prune(self, keep: AbstractSet[str], pulled: list[tuple[str, int]]) -> None:
         """Remove everything but the blobs `keep`; write down what was pulled last."""
         with self._errors():

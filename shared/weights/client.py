@@ -14,9 +14,17 @@ import aiohttp
 import stamina
 
 from shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
+from shared.weights.drafts import DraftNews, DraftPart
 from shared.weights.edges import Route, VersionEdges
 from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from shared.weights.wire import (
+    ChunkList,
+    CommitRequest,
+    MissingChunks,
+    ModelInfo,
+    ModelList,
+    VersionInfo,
+)
 
 T = TypeVar("T")
 
@@ -139,6 +147,16 @@ class StoreClient:
                 if not response.ok:
                     _refuse(response, await response.read(), self.url)
                 yield (start if response.status == 206 else 0), response.content.iter_any()
+
+    async def put_draft(self, job_id: str, version: int, part: DraftPart) -> None:
+        """Say which chunks of a version are there before it is whole: a hint, which the store may forget."""
+        path = f"/v1/models/{job_id}/versions/{version}/draft"
+        await self._request("PUT", path, part.encode(), _JSON)
+
+    async def draft(self, job_id: str, *, after: int, wait_s: float) -> DraftNews:
+        """Return what the store has been told of a job's draft since the cursor `after`; wait for it up to `wait_s`."""
+        answer = await self._request("GET", f"/v1/models/{job_id}/draft?after={after}&wait_s={wait_s}")
+        return await asyncio.to_thread(DraftNews.decode, answer.body)
 
     async def put_part(self, job_id: str, version: int, part: Part) -> None:
         """Say what one rank has published."""

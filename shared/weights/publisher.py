@@ -1,6 +1,9 @@
 """Publishing: one rank's shards become chunks in the weight store; the bytes that it has already are not sent.
 
-With `deltas` the last published bytes are remembered, and what a chunk has become is uploaded as a delta beside it.
+As they arrive there, the store is told which chunks it has of the version: a draft, for workers that fetch ahead.
+
+With `deltas` the last published bytes are remembered, and what a chunk has become is uploaded as a delta beside it; so
+little is left to fetch that there is no draft.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
 
 from shared.waiting import Waits
 from shared.weights.client import StoreClient, persistently
 from shared.weights.deltas import Cut, Delta, Memory
+from shared.weights.drafting import Say, drafting
 from shared.weights.edges import Edge, lists_of
 from shared.weights.manifest import CHUNK_BYTES, ChunkRef, Part, TensorEntry, digest_of
 from shared.weights.parallel import for_each
@@ -90,14 +94,15 @@ class Publisher:
         base = self._memory.begin(job_id, rank, version) if self._memory else -1
         pieces = _with_deltas(_cut(shards, self._chunk_bytes, entries), self._memory)
         try:
-            async with self._wait(f"publish version {version} of job {job_id}, rank {rank}"):
-                async for window in self._windows(pieces):
+            waiting = self._wait(f"publish version {version} of job {job_id}, rank {rank}")
+            async with waiting, self._drafting(job_id, version, rank) as say:
+                async for window in self._windows(pieces, say):
                     refs += [cut.ref for cut, _ in window]
                     edges += [delta.edge for _, delta in window if delta]
                 # Without any change there is a list too: it keeps the versions in a chain.
                 encoded = lists_of(base, edges) if base >= 0 else []
                 lists = [(ChunkRef(digest_of(data), len(data)), memoryview(data)) for data in encoded]
-                await self._upload(lists)
+                await self._upload(lists, say)
                 part = Part(rank=rank, chunks=tuple(refs), tensors=tuple(entries), edges=tuple(ref for ref, _ in lists))
                 await persistently(lambda: self._client.put_part(job_id, version, part))
         except BaseException:
@@ -107,13 +112,13 @@ class Publisher:
             self._memory.end(version, len(refs))
         return part
 
-    async def _windows(self, pieces: Iterator[_Piece]) -> AsyncIterator[list[_Piece]]:
+    async def _windows(self, pieces: Iterator[_Piece], say: Say) -> AsyncIterator[list[_Piece]]:
         """Upload all pieces, and yield them when they are there."""
         window = await asyncio.to_thread(_take, pieces)
         while window:
             coming = asyncio.create_task(asyncio.to_thread(_take, pieces), name="weights-cut")
             try:
-                await self._upload([blob for piece in window for blob in _blobs(piece)])
+                await self._upload([blob for piece in window for blob in _blobs(piece)], say)
             finally:
                 # A thread cannot be stopped: it must be through with the shards before the caller has them back.
                 upcoming = await coming
@@ -188,18 +193,29 @@ class Publisher:
     def _wait(self, what: str) -> AbstractAsyncContextManager[None]:
         return self._waits.on(f"the weight store at {self._client.url}", because=what, limit_s=self._limit_s)
 
-    async def _upload(self, blobs: list[_Blob]) -> None:
+    def _drafting(self, job_id: str, version: int, rank: int) -> AbstractAsyncContextManager[Say]:
+        if self._memory:
+            return nullcontext(_say_nothing)
+        return drafting(self._client, job_id, version, rank)
+
+    async def _upload(self, blobs: list[_Blob], say: Say) -> None:
         by_digest = {ref.digest: (ref, data) for ref, data in blobs}
         refs = [ref for ref, _ in by_digest.values()]
         if not refs:
             return
         missing = await persistently(lambda: self._client.missing(refs))
+        say(ref for ref in refs if ref.digest not in missing)
 
         async def send(digest: str) -> None:
             ref, data = by_digest[digest]
             await persistently(lambda: self._client.put_chunk(ref, data))
+            say([ref])
 
         await for_each(missing, send, concurrency=self._concurrency, name="weights-upload")
+
+
+def _say_nothing(_: Iterable[ChunkRef]) -> None:
+    pass
 
 
 def _take(pieces: Iterator[_Piece]) -> list[_Piece]:

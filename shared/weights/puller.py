@@ -3,6 +3,8 @@
 The plan says for each chunk what is cheapest: it is held, or deltas lead to it from a chunk that is held, or it comes
 whole. Chunks and deltas alike are blobs, which a `Source` brings; a chunk is rebuilt once its deltas are there. One
 that does not come out right is fetched whole. What has come stays, so a pull that was cut off goes on from there.
+
+Chunks of a version that is still being uploaded can be fetched ahead. A pull ends that, and takes what it brought.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from shared.waiting import Waits
 from shared.weights.assembly import Assembly, Transfer
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient, persistently
+from shared.weights.drafts import Draft
 from shared.weights.edges import VersionEdges
-from shared.weights.manifest import Manifest
+from shared.weights.manifest import ChunkRef, Manifest
 from shared.weights.peers.catalogue import Catalogue
 from shared.weights.plan import Way, plan
+from shared.weights.prefetch import Prefetch
 from shared.weights.pulled import PulledVersion
 from shared.weights.source import Source, StoreSource
 
@@ -28,6 +32,9 @@ log = structlog.get_logger(__name__)
 
 _KEPT_VERSIONS = 2
 """The version that is loaded, and the one that is to replace it."""
+
+_SHARED_S = 5.0
+"""How long a pull waits for transfers of its version that began ahead of it."""
 
 
 Seed = Callable[[Manifest, Cache], int]
@@ -72,9 +79,12 @@ class Puller:
 
         """
         self._client = client
+        self._store = f"the weight store at {client.url}"
         self._cache = cache
         self._waits = waits
-        self._source = source or StoreSource(client, cache, concurrency=concurrency)
+        store = StoreSource(client, cache, concurrency=concurrency)
+        self._source = source or store
+        self._prefetch = Prefetch(store, cache)
         self._seed = seed
         self._seeded: dict[str, int] = {}
         """Job -> the version that the seed was asked for; -1 for none."""
@@ -83,6 +93,14 @@ class Puller:
         self.last = Transfer()
         """Of the pull under way, or the last one."""
         self._one_at_a_time = asyncio.Lock()
+        self._n_pulls = 0
+        """Under way, or waiting for another one."""
+        self._prefetching: asyncio.Timeout | None = None
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Return how many bytes were received ahead of commits."""
+        return self._prefetch.traffic.from_store
 
     def close(self) -> None:
         """Give the cache back."""
@@ -98,24 +116,72 @@ class Puller:
             Fatal: the cache's disk is full.
 
         """
-        wait = self._waits.on(
-            f"the weight store at {self._client.url}",
-            because=f"pull version {version} of job {job_id}",
-            limit_s=self._limit_s,
-        )
-        async with wait, self._one_at_a_time:
-            self.last = Transfer()
-            await self._sow(job_id)
-            pulled = [await self._pull_one(job_id, version)]
-            while (base := pulled[-1].manifest.base_version) is not None:
-                pulled.append(self._find(job_id, base) or await self._pull_one(job_id, base))
-            log.info("weights_pulled", job=job_id, version=version, **asdict(self.last))
-            await self._keep(pulled)
+        because = f"pull version {version} of job {job_id}"
+        wait = self._waits.on(self._store, because=because, limit_s=self._limit_s)
+        self._n_pulls += 1
+        self._end_prefetch(job_id, version)
+        try:
+            async with wait, self._one_at_a_time:
+                pulled = await self._pull(job_id, version)
+        finally:
+            self._n_pulls -= 1
         found: PulledVersion | None = None
         for kept in reversed(pulled):
             found = PulledVersion(kept.manifest, self._cache.blobs, base=found)
         assert found is not None
         return found
+
+    async def prefetch(self, job_id: str, draft: Draft, chunks: Sequence[ChunkRef]) -> None:
+        """Bring chunks that are new in the draft of a later version into the cache, beside no pull.
+
+        Nothing is done before the first pull, which says how large a version is.
+
+        Raises:
+            Timeout: the store was away for too long.
+            Fatal: the cache's disk is full.
+
+        """
+        while not await self._prefetched(job_id, draft, chunks):
+            pass
+
+    async def _prefetched(self, job_id: str, draft: Draft, chunks: Sequence[ChunkRef]) -> bool:
+        """Return False when a pull ended it; the next call waits until that is over."""
+        async with self._one_at_a_time:
+            newest = self._kept[-1].manifest if self._kept else None
+            if newest is None or newest.job_id != job_id or newest.version >= draft.version:
+                return True
+            if self._n_pulls:
+                return False
+            because = f"prefetch version {draft.version} of job {job_id}"
+            timer = self._prefetching = asyncio.timeout(None)
+            try:
+                async with timer, self._waits.on(self._store, because=because, limit_s=self._limit_s):
+                    await self._prefetch.bring(job_id, draft, chunks, newest.n_bytes)
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+                return False
+            finally:
+                self._prefetching = None
+        return not self._n_pulls
+
+    def _end_prefetch(self, job_id: str, version: int) -> None:
+        """Have a prefetch make room for a pull; what is under way of the same version ends first, if it is quick."""
+        prefetching, self._prefetching = self._prefetching, None
+        if prefetching is not None:
+            wanted = self._prefetch.end(job_id, version)
+            prefetching.reschedule(asyncio.get_running_loop().time() + (_SHARED_S if wanted else 0.0))
+
+    async def _pull(self, job_id: str, version: int) -> list[_Kept]:
+        """Return the version, and after it the one with its base model where it is an adapter."""
+        self.last = Transfer()
+        await self._sow(job_id)
+        pulled = [await self._pull_one(job_id, version)]
+        while (base := pulled[-1].manifest.base_version) is not None:
+            pulled.append(self._find(job_id, base) or await self._pull_one(job_id, base))
+        log.info("weights_pulled", job=job_id, version=version, **asdict(self.last))
+        await self._keep(pulled)
+        return pulled
 
     def _find(self, job_id: str, version: int) -> _Kept | None:
         name = (job_id, version)
@@ -139,6 +205,7 @@ class Puller:
     async def _pull_one(self, job_id: str, version: int) -> _Kept:
         manifest = await persistently(lambda: self._client.manifest(job_id, version))
         kept = _Kept(manifest)
+        self.last.bytes_prefetched += self._prefetch.bytes_of(manifest.chunks())
         ways = await self._plan(kept)
         self._source.offer([catalogue for known in [*self._kept, kept] for catalogue in known.catalogues])
         await Assembly(self._source, self._cache, self.last).run(ways)
@@ -176,5 +243,6 @@ class Puller:
         self._kept = [*(base for base in bases if base not in recent), *recent]
         keep = {chunk.digest for kept in self._kept for chunk in kept.manifest.chunks()}
         deltas = {delta for kept in self._kept for delta in kept.deltas}
+        ahead = self._prefetch.pulled(version.manifest.job_id, version.manifest.version, keep)
         names = [(kept.manifest.job_id, kept.manifest.version) for kept in self._kept]
-        await asyncio.to_thread(self._cache.prune, keep | deltas, names)
+        await asyncio.to_thread(self._cache.prune, keep | deltas | ahead, names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from prometheus_client import CollectorRegistry
 
 from services.weight_store.app import WeightStore
@@ -17,10 +19,10 @@ from shared.weights.wire import CommitRequest
 JOB = "job-1"
 
 
-def store_on(chunks: Chunks, documents: Documents) -> WeightStore:
-    """Return a store, not yet loaded, whose clock gives another second each time."""
+def store_on(chunks: Chunks, documents: Documents, *, keep_versions: int = 1, now_s: int = 1_000_000) -> WeightStore:
+    """Return a store, not yet loaded, whose clock gives another second each time, beginning with `now_s`."""
     metrics = Metrics(CollectorRegistry())
-    clock = iter(range(1_000_000, 2_000_000))
+    clock = itertools.count(now_s)
 
     def now() -> float:
         return float(next(clock))
@@ -32,7 +34,7 @@ def store_on(chunks: Chunks, documents: Documents) -> WeightStore:
         MemoryBus(),
         Waits(),
         metrics,
-        keep_versions=1,
+        keep_versions=keep_versions,
         clock=now,
     )
 

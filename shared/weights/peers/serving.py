@@ -1,16 +1,18 @@
-"""What a peer serves over HTTP: the blobs in its cache, to whoever has the token."""
+"""What a peer serves over HTTP: the blobs in its cache, each to whoever proves for it that he has the token."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Header, Response
 from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from shared.errors import NotFound
-from shared.http import Problem, bearer
+from shared.http import Problem
+from shared.proof import is_proved
 from shared.weights.cache import Cache
 from shared.weights.manifest import Digest
 from shared.weights.peers.transport import BUSY_STATUS
@@ -22,7 +24,14 @@ AT_A_TIME = 16
 
 def blob_routes(cache: Cache, token: str, sent: Counter) -> APIRouter:
     """Return `GET /v1/chunks/{digest}` for verified blobs; `sent` counts bytes."""
-    router = APIRouter(prefix="/v1/chunks", tags=["weights"], dependencies=[Depends(bearer(token))])
+
+    async def check(digest: Digest, authorization: Annotated[str, Header()] = "") -> None:
+        if not is_proved(authorization.removeprefix("Bearer "), token, "chunk", digest):
+            raise Problem(
+                401, "Unauthorized", "send the header 'Authorization: Bearer <proof>' with the proof of this blob"
+            )
+
+    router = APIRouter(prefix="/v1/chunks", tags=["weights"], dependencies=[Depends(check)])
     places = asyncio.Semaphore(AT_A_TIME)
 
     @router.get("/{digest}", response_class=Response)

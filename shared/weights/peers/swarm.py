@@ -75,6 +75,7 @@ class Swarm:
         """See `Source.fetch`."""
         if sum(blob.n_bytes for blob in blobs) < self._alone_bytes:
             await self._store.fetch(blobs, traffic, arrived)
+            await self._quietly(self._tell())  # most of a large version may have been there already
             return
         pull = _Pull(blobs, traffic, arrived, Picker([blob.digest for blob in blobs], _seed(), self._left))
         await self._see(pull)

@@ -1,4 +1,7 @@
-"""A blob from a peer over HTTP, with an error for everything that a peer can do wrong."""
+"""A blob from a peer over HTTP, with an error for everything that a peer can do wrong.
+
+Where peers are is read from Redis, so none gets the token: each request carries a proof that opens that one blob.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from shared.errors import Corrupt
+from shared.proof import prove
 from shared.weights.download import Download
 
 BUSY_STATUS = 503
@@ -87,11 +91,14 @@ class PeerTransport:
     async def _opened(
         self, url: str, digest: str, began: float, download: Download
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        async with self._http.get(f"{url}/v1/chunks/{digest}", allow_redirects=False) as response:
+        headers = {"Authorization": f"Bearer {prove(self._token, 'chunk', digest)}"}
+        async with self._http.get(f"{url}/v1/chunks/{digest}", headers=headers, allow_redirects=False) as response:
             if response.status == 404:
                 raise PeerLacks(digest)
             if response.status == BUSY_STATUS:
                 raise PeerBusy(digest)
+            if response.status == 401:
+                raise PeerAway("it refuses the proof of the token: it has another token, or another version of rlboost")
             if response.status != 200:
                 raise PeerAway(f"status {response.status}")
             yield 0, self._watched(response.content.iter_any(), began, download)
@@ -114,7 +121,6 @@ class PeerTransport:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                headers={"Authorization": f"Bearer {self._token}"},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_STALL_S),
                 connector=aiohttp.TCPConnector(limit=0),
                 read_bufsize=1 << 20,
