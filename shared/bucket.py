@@ -61,6 +61,14 @@ class Found(NamedTuple):
     notes: Mapping[str, str]
 
 
+class Listed(NamedTuple):
+    """What a listing says of an object."""
+
+    n_bytes: int
+    modified: float
+    """Unix seconds, by the object store's clock."""
+
+
 class Bucket:
     """All objects below one URL."""
 
@@ -161,11 +169,16 @@ class Bucket:
 
     async def sizes(self, folder: str) -> dict[str, int]:
         """Return the name below `folder` and the size in bytes of every object there."""
+        return {name: found.n_bytes for name, found in (await self.objects(folder)).items()}
+
+    async def objects(self, folder: str) -> dict[str, Listed]:
+        """Return the name below `folder` of every object there, and what a listing says of it."""
         found = {}
         with self._errors():
             async for batch in obstore.list(self._store, folder):
                 for meta in batch:
-                    found[meta["path"].removeprefix(f"{folder}/")] = meta["size"]
+                    name = meta["path"].removeprefix(f"{folder}/")
+                    found[name] = Listed(meta["size"], meta["last_modified"].timestamp())
         return found
 
     async def folders(self, folder: str) -> list[str]:

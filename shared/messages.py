@@ -377,8 +377,7 @@ class WorkerJoined(Message):
     trainer: str = ""
     """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
     kv_tokens: int = 0
-    """How many tokens, prompts included, its KV cache holds at once; 0 where it does not say: what finds no room there
-    waits at the worker, and its beats count it as `pending`."""
+    """How many tokens, prompts included, its KV cache holds at once; 0 where it does not know yet: see `WorkerBeat`."""
 
 
 @message
@@ -399,6 +398,10 @@ class WorkerBeat(Message):
     device_used_bytes: int = 0
     """Memory in use on the engine's device, by whomever; 0 where it has none of its own."""
     device_total_bytes: int = 0
+    kv_tokens: int = 0
+    """How many tokens, prompts included, its engine's KV cache holds at once; 0 where it does not say."""
+    kv_row_tokens: int = 0
+    """Not 0 where that cache is a rectangle (`shared.kv_rows`): the length at which any sample ends at the latest."""
 
 
 @message

@@ -54,8 +54,8 @@ class RedisBus:
 
         """
         self._name = name
-        self.address = urlsplit(url).netloc.rpartition("@")[2]
         try:
+            self.address = urlsplit(url).netloc.rpartition("@")[2]
             # redis-py's own retries are off: it would send an XADD again whose reply was lost.
             self._redis = aioredis.Redis.from_url(
                 url,
@@ -65,8 +65,12 @@ class RedisBus:
                 retry=Retry(NoBackoff(), 0),
                 max_connections=64,
             )
-        except ValueError as error:
-            raise ConfigError(f"Redis URL {url!r}: {error}; give redis://host:port/0") from error
+        except ValueError:
+            # Nothing of it is quoted, nor what the error says of it: where it is cut wrongly, that is a password.
+            raise ConfigError(
+                "the Redis URL cannot be used: give redis://[:PASSWORD@]HOST:PORT/DB, or rediss:// for TLS, with / as "
+                "%2F, @ as %40, # as %23 and ? as %3F in the password"
+            ) from None
         self._fenced = FencedConnection(self._redis.connection_pool)
 
     async def _call(self, what: Awaitable[T]) -> T:

@@ -27,7 +27,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         bus,
         lease_s=config.lease_s,
         redis_limit_s=config.redis_limit_s,
-        me=manager_at(host, port, socket.gethostname(), config.public_url),
+        me=manager_at(host, port, socket.gethostname(), config.public_url).signed(config.token.get_secret_value()),
         leader_lease_s=config.leader_lease_s,
     )
     REGISTRY.register(WorldCollector(manager))

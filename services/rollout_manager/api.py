@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from pydantic import ValidationError
 
 from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.audit import Audit
@@ -26,11 +25,10 @@ from shared.bus import START, Append, Bus, Entry, HashSet, Op, position
 from shared.errors import ConfigError, Fenced
 from shared.http import Problem, bearer, create_app
 from shared.ids import MAX_JOBS, new_token
-from shared.jobspec import JobSpec
+from shared.jobspec import JobSpec, WrongJob, parse
 from shared.jobspec import to_json as spec_to_json
 from shared.messages import Drain, Event, JobCommand
 from shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
-from shared.validation import describe
 
 COMMANDS_KEPT = 10_000
 STREAM_BLOCK_S = 1.0
@@ -44,7 +42,7 @@ def build(manager: Manager, bus: Bus, settings: Settings) -> FastAPI:
     """Return the manager's HTTP app."""
     token = settings.token.get_secret_value()
     app = create_app("RLBoost", token=token, ready=lambda: _missing(manager))
-    router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token)), Depends(_leader_only(manager))])
+    router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token)), Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
     _add_fleet(router, manager, settings)
@@ -64,7 +62,7 @@ def _missing(manager: Manager) -> str | None:
     return f"standby; {leader.url} leads" if leader else "the world is not recovered: waiting for Redis"
 
 
-def _leader_only(manager: Manager) -> Callable[[Request], Coroutine[Any, Any, None]]:
+def _leader_only(manager: Manager, token: str) -> Callable[[Request], Coroutine[Any, Any, None]]:
     """Return a dependency that sends a request to the manager that leads."""
 
     async def check(request: Request) -> None:
@@ -73,6 +71,11 @@ def _leader_only(manager: Manager) -> Callable[[Request], Coroutine[Any, Any, No
         leader = manager.other_leader
         if leader is None:
             raise _no_leader("no manager leads just now")
+        if not leader.is_signed(token):
+            raise _no_leader(
+                f"who leads by what Redis says, {leader.url}, does not prove that it has the token, so nobody is sent "
+                "there: give all managers the same RLBOOST_TOKEN and the same version"
+            )
         asked = request.scope["raw_path"].decode() + "?" + request.scope["query_string"].decode()
         where = {"Location": leader.url + asked.removesuffix("?")}
         raise Problem(307, "Not the leader", f"{leader.url} leads: ask there", headers=where)
@@ -144,11 +147,10 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
 
 def _validated(raw: dict[str, Any]) -> JobSpec:
     try:
-        return JobSpec.model_validate(raw)
-    except ValidationError as error:
-        lines = describe(error)
-        fields = [dict(zip(("field", "error"), line.split(": ", 1), strict=True)) for line in lines]
-        raise Problem(422, "Invalid job", "; ".join(lines), errors=fields) from error
+        return parse(raw)
+    except WrongJob as error:
+        fields = [{"field": field, "error": text} for field, text in error.fields]
+        raise Problem(422, "Invalid job", str(error), errors=fields) from error
 
 
 async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job:

@@ -18,6 +18,7 @@ from shared import names
 from shared.bus import Bus, Delete, Fence, Op, Renew
 from shared.errors import BusUnavailable, Fenced
 from shared.ids import new_token
+from shared.proof import is_proved, prove
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +42,16 @@ class Leader(BaseModel):
     """Where it listens, as only one process can at a time."""
     url: str
     """Where clients reach it."""
+    proof: str = ""
+    """That whoever wrote the lease has the token: clients are sent to `url`, and send theirs along."""
+
+    def signed(self, token: str) -> Leader:
+        """Return the same with a proof."""
+        return self.model_copy(update={"proof": prove(token, "leader", self.url)})
+
+    def is_signed(self, token: str) -> bool:
+        """Tell whether whoever wrote this has the token."""
+        return is_proved(self.proof, token, "leader", self.url)
 
 
 def manager_at(host: str, port: int, machine: str, public_url: str = "") -> Leader:

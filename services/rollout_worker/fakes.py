@@ -44,8 +44,12 @@ class FakeEngine:
         room: Room | None = None,
     ) -> None:
         self.slots = slots
+        self.kv_tokens = room.tokens if room else 0
+        self.kv_row_tokens = room.max_len if room else 0
         self.scored = 0
         """How often it was asked to score."""
+        self.awake = False
+        """Whether it has taken the memory of its device, if it had one."""
         self.says = 0.0
         """How far from the truth its scores are."""
         self.vocabulary = vocabulary
@@ -111,6 +115,7 @@ class FakeEngine:
         """See `ports.Engine`; any tensors will do, and there is no cache to keep."""
         del keep_kv
         self._catch_up()
+        self.awake = True
         self._tensors.update(tensors)
         self._rows.begin_version(version)
 
@@ -122,19 +127,21 @@ class FakeEngine:
         """See `ports.Engine`."""
         del temperature  # of a uniform distribution
         self._catch_up()
+        self.awake = True
         self.scored += 1
         return [[self.says - float(np.log(self.vocabulary))] * len(completion) for _, completion in sequences]
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
         """See `ports.Engine`."""
-        del keep_kv
         self._catch_up()
         self._suspended = True
+        self.awake = self.awake and keep_kv
 
     async def resume(self) -> None:
         """See `ports.Engine`."""
         self._catch_up()
         self._suspended = False
+        self.awake = True
 
     async def close(self) -> None:
         """See `ports.Engine`."""

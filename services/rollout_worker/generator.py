@@ -90,7 +90,7 @@ class Generator:
         self._keeps_kv = False
         """While it stands still: whether it has kept its KV cache."""
         self._woken = False
-        """While it stands still: whether it was asked for the canary, for which an engine takes back all its memory."""
+        """While it stands still: whether it has taken memory back since, for weights or for the canary."""
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -127,6 +127,11 @@ class Generator:
         """See `Engine.stats`."""
         return self._engine.stats() if self._engine is not None else _NONE
 
+    @property
+    def kv(self) -> tuple[int, int]:
+        """Return `kv_tokens` and `kv_row_tokens` of the engine."""
+        return (self._engine.kv_tokens, self._engine.kv_row_tokens) if self._engine is not None else (0, 0)
+
     def running(self) -> set[Key]:
         """See `Engine.running`."""
         return self._engine.running() if self._engine is not None else set()
@@ -148,14 +153,21 @@ class Generator:
     async def hold(self, name: Hold, *, keep_kv: bool = False) -> None:
         """Let the engine stand still from the next step boundary on; returns when it does.
 
-        Its KV cache stays while everybody who holds it says `keep_kv`.
+        Its KV cache stays while everybody who holds it says `keep_kv`. When it is held as "suspended" the device is
+        somebody else's: a load under way ends first, and what it has taken is given back.
         """
+        self._holds.add(name)
+        if name == "suspended":
+            await self.settled()
         async with self._one_at_a_time:
-            self._holds.add(name)
-            holds_memory = self._keeps_kv or self._woken
-            if self._engine is not None and (not self.stands_still or (holds_memory and not keep_kv)):
-                await self._engine.suspend(keep_kv=keep_kv)
-                self.stands_still, self._keeps_kv, self._woken = True, keep_kv, False
+            if not self._is_loading:  # a load stands still by itself, and reads what it has loaded
+                await self._suspend(keep_kv=keep_kv)
+
+    async def _suspend(self, *, keep_kv: bool) -> None:
+        holds_memory = self._keeps_kv or self._woken
+        if self._engine is not None and (not self.stands_still or (holds_memory and not keep_kv)):
+            await self._engine.suspend(keep_kv=keep_kv)
+            self.stands_still, self._keeps_kv, self._woken = True, keep_kv, False
 
     async def release(self, name: Hold) -> None:
         """Let the engine go on, unless somebody else holds it.
@@ -178,9 +190,13 @@ class Generator:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def settled(self) -> None:
-        """Wait until a load that was given up has ended: the engine's thread cannot be stopped in the middle."""
+        """Wait until a load under way has ended: the engine's thread cannot be stopped in the middle."""
         if self._loading is not None:
             await asyncio.wait({self._loading})
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._loading is not None and not self._loading.done()
 
     async def load(
         self, weights: StagedWeights, version: int, before: Callable[[], None], *, keep_kv: bool = False
@@ -188,7 +204,8 @@ class Generator:
         """Load weights and compare what was loaded with what was published (invariant 5).
 
         Returns holding the engine as "loading": the caller calls `check_canary`, and lets go when it has noted that the
-        weights are good. When this does not return, they are not, and the hold stays.
+        weights are good. When this does not return, they are not, and the hold stays. A load that has begun goes on to
+        its end even where it is given up.
 
         Args:
             weights: to load.
@@ -207,13 +224,23 @@ class Generator:
         engine = await self._current()
         await self.hold("loading", keep_kv=keep_kv)
         before()
+        self._loading = asyncio.create_task(self._put_in(engine, weights, version, keep_kv=keep_kv), name="load")
+        await asyncio.shield(self._loading)
+
+    async def _put_in(self, engine: Engine, weights: StagedWeights, version: int, *, keep_kv: bool) -> None:
+        await self._load_verified(engine, weights, version, keep_kv=keep_kv)
+        async with self._one_at_a_time:
+            if self._holds != {"loading"}:
+                await self._suspend(keep_kv=False)
+
+    async def _load_verified(self, engine: Engine, weights: StagedWeights, version: int, *, keep_kv: bool) -> None:
         contents = weights.contents
         names: set[str] | None = {name for name in contents if contents[name] != self._loaded.get(name)}
         self._loaded, self._owed = {}, None
+        self._woken = True
         for tries in range(1, _LOADS + 1):
             tensors = weights.tensors(names)
-            self._loading = asyncio.ensure_future(engine.load_weights(version, tensors, keep_kv=keep_kv))
-            await asyncio.shield(self._loading)
+            await engine.load_weights(version, tensors, keep_kv=keep_kv)
             wrong = await in_thread("weights-verify", lambda: weights.differing(engine.loaded_tensors()))
             if not wrong:
                 self._loaded, self._owed = contents, weights.canary

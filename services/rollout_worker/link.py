@@ -170,6 +170,7 @@ class Link:
             self.tokens_per_s = self._throughput.update(stats.tokens_made_total, time.monotonic())
             self.memory = self._memory()
             job_id, version = me.session.serving or ("", -1)
+            kv_tokens, kv_row_tokens = self._generator.kv
             beat = WorkerBeat(
                 worker=me.worker,
                 state=me.session.state,
@@ -183,6 +184,8 @@ class Link:
                 resident_bytes=self.memory.resident_bytes,
                 device_used_bytes=self.memory.device_used_bytes,
                 device_total_bytes=self.memory.device_total_bytes,
+                kv_tokens=kv_tokens,
+                kv_row_tokens=kv_row_tokens,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
             await self._bus.renew(names.worker_lease(me.worker), me.session.state, lease_s)
@@ -212,7 +215,7 @@ class Link:
             price_per_hour=who.price_per_hour,
             at=now,
             trainer=who.trainer,
-            kv_tokens=0,  # there is no engine yet that could tell; what finds no room waits in it
+            kv_tokens=0,  # there is no engine yet that could tell: beats do
         )
 
     async def give_notice(self, reason: str, lead_s: float) -> None:

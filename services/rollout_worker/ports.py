@@ -93,6 +93,10 @@ class Engine(Protocol):
 
     slots: int
     """How many requests run at once; more wait in the order of their submission."""
+    kv_tokens: int
+    """How many tokens its KV cache holds at once; 0 where it does not say. A request that finds no room there waits."""
+    kv_row_tokens: int
+    """Not 0 where that cache is a rectangle: see `WorkerBeat`."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. They wait while no weights are loaded and while the engine is suspended.
@@ -169,7 +173,8 @@ class Engine(Protocol):
     async def suspend(self, *, keep_kv: bool = False) -> None:
         """Stop decoding and keep the requests. The memory of the KV cache is given back; `resume` recomputes it.
 
-        With `keep_kv` the cache stays. A second call without it gives back the memory of an engine that stands already.
+        With `keep_kv` the cache stays. A call without it gives back, too, what an engine that stands already has kept,
+        or has taken since for weights or for scoring.
         """
 
     async def resume(self) -> None:
@@ -247,6 +252,18 @@ class WeightSource(Protocol):
         Raises:
             NotFound: it does not exist, or is no longer kept.
             Timeout: the source was away for too long.
+
+        """
+
+
+class DraftSource(Protocol):
+    """Where weights can be had before they are committed."""
+
+    async def follow(self, job_id: str) -> None:
+        """Wait for some seconds for chunks of the job's next version, and bring them to this machine.
+
+        Raises:
+            RLBoostError: it could not; nothing but time is lost.
 
         """
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def objects(url: str) -> dict[str, int]:
         bucket = Bucket(url)
         return {
             f"{folder}/{name}": size
-            for folder in ("manifests", "files")
+            for folder in ("manifests", "files", "probe")
             for name, size in (await bucket.sizes(folder)).items()
         }
 
@@ -76,10 +77,8 @@ def test_a_trainer_on_another_machine_gets_every_byte(s3_url: str, tmp_path: Pat
     assert read(found[1]) == content(1_000_000)
     assert there.fallback() == state(15)
     names = objects(s3_url)
-    assert {name for name in names if name.startswith("manifests")} == {
-        "manifests/step-000015.json",
-        "manifests/step-1000000.json",
-    }
+    documents = sorted(name.rpartition("-")[0] for name in names if name.startswith("manifests"))
+    assert documents == ["manifests/step-000015", "manifests/step-1000000"]
     assert len(names) == 2 + 2 * (5 + 1)
 
 
@@ -90,6 +89,7 @@ from shared.bucket import Bucket
 from tests.contract.test_checkpoint_bucket import PART, state, writing
 url, scratch = sys.argv[1], pathlib.Path(sys.argv[2])
 checkpoint_bucket.PART_BYTES = PART
+checkpoint_bucket._LATE_S = 0.0
 
 def mortal(request, life):
     async def call(self, *args):
@@ -228,6 +228,133 @@ def test_a_late_upload_leaves_alone_what_its_successor_uploads(
     ours.save(state(20), writing(20))
     assert list((tmp_path / "c").iterdir()) == [], "what was brought is gone with the next"
     assert len(objects(s3_url)) == 2 + 2 * (5 + 1), "and what nobody uses of the steps before"
+
+
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, who: CheckpointBucket, before: Callable[[str], bool], meanwhile: Callable[[], None]
+) -> None:
+    """Have something happen before the first upload of `who` whose path is such a one."""
+    put, done = Bucket.put, []
+
+    async def late(self: Bucket, path: str, data: bytes) -> None:
+        if self is who._bucket and before(path) and not done:
+            done.append(path)
+            await asyncio.to_thread(meanwhile)
+        await put(self, path, data)
+
+    monkeypatch.setattr(Bucket, "put", late)
+
+
+def is_document(path: str) -> bool:
+    return path.startswith("manifests/")
+
+
+def is_third_part(path: str) -> bool:
+    return path.endswith("long/000002")
+
+
+@pytest.mark.parametrize("before", [is_document, is_third_part])
+@pytest.mark.parametrize("theirs", [[10, 15], [15], [10, 15, 20, 25]])
+def test_a_late_upload_of_an_earlier_step_breaks_no_checkpoint(
+    s3_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[str], bool],
+    theirs: list[int],
+) -> None:
+    """A trainer that was thought dead is slow with step 10, while its successor is far beyond."""
+    late, ours = (CheckpointBucket(s3_url, tmp_path / name, 5.0) for name in ("late", "ours"))
+    late.save(state(1), writing(1))
+    late.save(state(5), writing(5))
+
+    def meanwhile() -> None:
+        assert ours.newest() is not None
+        for step in theirs:
+            ours.save(state(step), writing(step))
+
+    interrupted(monkeypatch, late, before, meanwhile)
+    late.save(state(10), writing(10))
+    whole = sorted({5, 10, *theirs})[-2:]
+    assert ours.fallback() == state(whole[0])
+    corrupt(s3_url, "long/000001", None, f"step-{whole[1]:06d}")
+    found = CheckpointBucket(s3_url, tmp_path / "third", 5.0).newest()
+    assert found is not None
+    assert found[0] == state(whole[0])
+    assert read(found[1]) == content(whole[0])
+    monkeypatch.setattr(checkpoint_bucket, "_LATE_S", 0.0)
+    for step in (30, 35):
+        ours.save(state(step), writing(step))
+    assert len(objects(s3_url)) == 2 + 2 * (5 + 1), "in the end all of it is gone"
+
+
+def test_where_two_have_written_a_step_that_of_the_later_trainer_counts(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, ours = (CheckpointBucket(s3_url, tmp_path / name, 5.0) for name in ("late", "ours"))
+    late.save(state(5), writing(5))
+    ours.newest()
+    ours._since = late._since + 1
+    mine = replace(state(10), finished_cursor="ours")
+    interrupted(monkeypatch, late, is_document, lambda: ours.save(mine, writing(10)))
+    late.save(state(10), writing(10))
+    found = CheckpointBucket(s3_url, tmp_path / "third", 5.0).newest()
+    assert found is not None
+    assert found[0] == mine
+    assert ours.fallback() == state(5)
+
+
+def test_an_upload_whose_files_were_removed_meanwhile_fails_and_leaves_no_document(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still for so long that nobody reckoned with it any more."""
+    late, ours = (CheckpointBucket(s3_url, tmp_path / name, 5.0) for name in ("late", "ours"))
+    late.save(state(5), writing(5))
+    monkeypatch.setattr(checkpoint_bucket, "_LATE_S", 0.0)
+
+    def meanwhile() -> None:
+        for step in (15, 20):
+            ours.save(state(step), writing(step))
+
+    interrupted(monkeypatch, late, is_document, meanwhile)
+    with pytest.raises(Fatal, match=r"files of checkpoint step-000010-\w+ were removed .* look for another trainer"):
+        late.save(state(10), writing(10))
+    assert len(objects(s3_url)) == 2 + 2 * (5 + 1)
+
+
+def test_a_document_that_vanishes_fails_the_checkpoint_by_name(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = Bucket.put
+
+    async def swept(self: Bucket, path: str, data: bytes) -> None:
+        await put(self, path, data)
+        if is_document(path):
+            await self.remove([path])
+
+    monkeypatch.setattr(Bucket, "put", swept)
+    with pytest.raises(Fatal, match=r"files of checkpoint step-000005-\w+ were removed .* a rule of the bucket"):
+        CheckpointBucket(s3_url, tmp_path / "c", 5.0).save(state(5), writing(5))
+
+
+def test_checkpoints_of_before_documents_had_names_of_their_own_go_on(s3_url: str, tmp_path: Path) -> None:
+    store = CheckpointBucket(s3_url, tmp_path / "c", 5.0)
+    store.save(state(5), writing(5))
+    store.save(state(10), writing(10))
+
+    async def rename() -> None:
+        bucket = Bucket(s3_url)
+        for name in await bucket.sizes("manifests"):
+            found = await bucket.get(f"manifests/{name}")
+            await bucket.put(f"manifests/{name.rpartition('-')[0]}.json", found.data)
+            await bucket.remove([f"manifests/{name}"])
+
+    asyncio.run(rename())
+    found = store.newest()
+    assert found is not None
+    assert found[0] == state(10)
+    assert store.fallback() == state(5)
+    store.save(state(15), writing(15))
+    assert store.fallback() == state(10)
 
 
 def test_an_object_store_that_stays_away_fails_the_checkpoint_by_name(s3_url: str, tmp_path: Path) -> None:

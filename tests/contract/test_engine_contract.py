@@ -31,6 +31,10 @@ class Fake:
     async def kill(self, engine: Engine, cause: Exception) -> None:
         cast("FakeEngine", engine).fail(cause)
 
+    def awake(self, engine: Engine) -> bool:
+        """Tell whether it has memory of its device that it could do without while it stands still."""
+        return cast("FakeEngine", engine).awake
+
 
 class Torch:
     def __init__(self, directory: Path) -> None:
@@ -51,6 +55,9 @@ class Torch:
     async def kill(self, engine: Engine, cause: Exception) -> None:
         await kill_by_load(engine, self.weights, cause)
 
+    def awake(self, engine: Engine) -> bool:
+        return cast("Any", engine).kv_cache_bytes > 0
+
 
 class Vllm:
     def __init__(self) -> None:
@@ -66,6 +73,11 @@ class Vllm:
 
     async def kill(self, engine: Engine, cause: Exception) -> None:
         await kill_by_load(engine, self.weights, cause)
+
+    def awake(self, engine: Engine) -> bool:
+        # A CPU has no memory to give back: what vLLM was told, and says of itself, is all that there is to see.
+        vllm = cast("Any", engine)._core._engine
+        return vllm.engine_core.engine_core.model_executor.sleeping_tags != {"weights", "kv_cache"}
 
 
 async def kill_by_load(engine: Engine, weights: list[tuple[str, Any]], cause: Exception) -> None:
@@ -466,3 +478,25 @@ async def test_an_engine_scores_by_the_weights_that_were_loaded_last(engine: Eng
     await engine.load_weights(1, tiny_models.weights(kind.models[1]))
     (logprobs,) = await engine.score([([3, 1, 4], [1, 5, 9])], 1.0)
     assert logprobs == pytest.approx(tiny_models.logprobs(kind.models[1], [3, 1, 4], [1, 5, 9]), abs=1e-4)
+
+
+@pytest.mark.parametrize("takes", [("load",), ("score",), ("load", "score"), ("load", "load")])
+async def test_a_suspended_engine_gives_back_what_it_has_taken_since(
+    engine: Engine, kind: Kind, takes: tuple[str, ...]
+) -> None:
+    collector, one = Collector(engine), request(1, max_tokens=100)
+    engine.submit([one])
+    await eventually(lambda: collector.made(1) > 3)
+    assert kind.awake(engine)
+    await engine.suspend()
+    assert not kind.awake(engine)
+    for version, what in enumerate(takes, 1):
+        if what == "load":
+            await engine.load_weights(version, kind.weights)
+        else:
+            await engine.score([([1, 2], [3, 4])], 1.0)
+    await engine.suspend()
+    assert not kind.awake(engine)
+    await engine.resume()
+    (made,) = await collector.all_ended([one])
+    assert len(made.tokens) == 100

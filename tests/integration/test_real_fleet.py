@@ -10,12 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from services.rollout_worker.adapters import manager_http
 from services.rollout_worker.adapters.manager_http import join
 from shared.columns import I32, length
 from shared.errors import ConfigError
+from shared.kv_rows import round_up
 from shared.messages import SampleDropped
 from shared.protocol import PROTOCOL
 from tests.support import dial_out_only, published_model
@@ -26,6 +28,14 @@ from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.worker_manager import JoinServer
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def samples_of(worker: ServiceProcess) -> int:
+    """Return how many samples a worker runs, or lets wait, by its own account."""
+    told = httpx.get(f"{worker.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text.splitlines()
+    names = ("rlboost_worker_running ", "rlboost_worker_pending ")
+    return sum(int(float(line.split()[1])) for line in told if line.startswith(names))
+
 
 LONG = 800
 """Tokens of a sample that outlives what a test does to its worker."""
@@ -56,6 +66,27 @@ async def test_a_worker_that_joins_passes_the_trainers_canary_and_serves(
     assert passed["mean"] <= passed["worst"] < 1e-4
     (first,) = await eventually(lambda: lines(good, "first_token"))
     assert first["canary_s"] >= passed["took_s"] > 0
+
+
+@pytest.mark.timeout(240)
+async def test_of_a_small_kv_cache_the_manager_fills_the_rows_and_no_sample_waits_beside_room(
+    fleet: RealFleet, good: ServiceProcess
+) -> None:
+    model, n_tokens = published_model.config(2), 1000
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * 4
+    await fleet.until("good", "ready")
+    small = fleet.hire("small", KV_CACHE_BYTES=str(2 * round_up(3 + n_tokens) * token_bytes))
+    await fleet.until("small", "ready", within_s=100.0)
+    group = await fleet.request(n=8, max_tokens=n_tokens)
+
+    def held() -> list[int]:
+        found = [samples_of(worker) for worker in (good, small)]
+        assert sum(found) == 8, found
+        return found
+
+    assert (await eventually(held))[1] == 2, "both have 8 slots"
+    await fleet.delivered(group)
+    small.stop()
 
 
 async def test_a_prompt_that_is_too_long_is_dropped_with_the_reason_and_nothing_else(

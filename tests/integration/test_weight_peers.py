@@ -7,24 +7,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from prometheus_client import CollectorRegistry, Counter
+from structlog.testing import capture_logs
 
 from shared.bus import Bus
 from shared.fakes import MemoryBus
-from shared.http import bind, server_loop
+from shared.http import bind, create_app, server_loop
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.manifest import digest_of
 from shared.weights.peers.catalogue import ALL, Catalogue
 from shared.weights.peers.directory import Directory
+from shared.weights.peers.serving import blob_routes
 from shared.weights.peers.swarm import Swarm
 from shared.weights.peers.transport import PeerTransport
 from shared.weights.publisher import Publisher, Shard
@@ -100,6 +104,9 @@ async def test_of_16_pullers_of_which_some_are_killed_the_store_sends_each_byte_
     assert not any((tmp_path / f"peer-{number}.digest").exists() for number in range(3)), "they died in the middle"
     assert await sent(client) <= 1.2 * WEIGHTS.nbytes
     assert sum(int(from_peers) for *_, from_peers in results) > 10 * WEIGHTS.nbytes
+    told = (tmp_path / "peers.log").read_text()
+    assert "debug" in told
+    assert TOKEN not in told
 
 
 class Rig:
@@ -137,13 +144,12 @@ async def rig(client: StoreClient, tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 @asynccontextmanager
-async def served(answer: Callable[[str], Response]) -> AsyncIterator[str]:
+async def served(
+    answer: Callable[[str], Response] | Callable[[str, Request], Awaitable[Response]],
+) -> AsyncIterator[str]:
     """A peer that answers as it likes; its URL."""
     app = FastAPI()
-
-    @app.get("/v1/chunks/{digest}")
-    async def get(digest: str) -> Response:
-        return answer(digest)
+    app.get("/v1/chunks/{digest}")(answer)
 
     sock, stop = bind("127.0.0.1", 0), asyncio.Event()
     serving = asyncio.create_task(server_loop(app, sock)(stop), name="peer")
@@ -167,6 +173,64 @@ async def test_what_peers_hold_does_not_come_from_the_store(client: StoreClient,
         await listed(rig, url, chunks)
         await rig.assert_pulls()
     assert (rig.from_peers, rig.from_store) == (WEIGHTS.nbytes, 0)
+
+
+@asynccontextmanager
+async def real_peer(cache: Cache) -> AsyncIterator[httpx.AsyncClient]:
+    """What a worker serves of its cache, and its metrics."""
+    app = create_app("worker", token=TOKEN, ready=lambda: None)
+    app.include_router(blob_routes(cache, TOKEN, Counter("sent", "bytes", registry=CollectorRegistry())))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://worker") as http:
+        yield http
+
+
+async def test_what_a_peer_is_sent_opens_the_blob_that_it_is_asked_for_and_nothing_else(
+    client: StoreClient, rig: Rig
+) -> None:
+    """Where peers are is read from Redis, where anybody may have written."""
+    chunks, asked = await publish(client), dict[str, Request]()
+
+    async def listen(digest: str, request: Request) -> Response:
+        asked[digest] = request
+        return Response(status_code=404)
+
+    async with served(listen) as url:
+        await listed(rig, url, chunks)
+        await rig.assert_pulls()
+    assert len(asked) > 1
+    assert not any(
+        TOKEN in value for request in asked.values() for value in (*request.headers.values(), str(request.url))
+    )
+    async with real_peer(rig.cache) as peer, httpx.AsyncClient(base_url=client.url) as store:
+
+        async def status(http: httpx.AsyncClient, path: str, given: str) -> int:
+            return (await http.get(path, headers={"Authorization": given})).status_code
+
+        one, other = list(asked)[:2]
+        given = asked[one].headers["Authorization"]
+        assert await status(peer, f"/v1/chunks/{one}", given) == 200
+        assert await status(peer, f"/v1/chunks/{other}", given) == 401
+        assert await status(peer, "/metrics", given) == 401
+        assert await status(store, f"/v1/chunks/{one}", given) == 401
+        assert await status(store, "/v1/models", given) == 401
+        assert await status(peer, f"/v1/chunks/{one}", f"Bearer {TOKEN}") == 401, "nobody is to send it here"
+        assert await status(peer, f"/v1/chunks/{one}", "") == 401
+
+
+async def test_a_peer_of_a_version_that_wants_the_token_costs_nothing_but_time(client: StoreClient, rig: Rig) -> None:
+    chunks = await publish(client)
+
+    async def wants_the_token(digest: str, request: Request) -> Response:
+        known = request.headers["Authorization"] == f"Bearer {TOKEN}"
+        return Response(chunks_by_digest()[digest] if known else b"", status_code=200 if known else 401)
+
+    async with served(wants_the_token) as url:
+        await listed(rig, url, chunks)
+        with capture_logs() as logs:
+            await rig.assert_pulls()
+    assert rig.from_peers == 0
+    (first, *_) = [line for line in logs if line["event"] == "peer_failed"]
+    assert "another version of rlboost" in first["error"]
 
 
 async def test_a_peer_that_sends_wrong_bytes_is_asked_once_a_transfer_and_never_again(

@@ -78,6 +78,8 @@ class SimWorker:
     role: Role = "preemptible"
     slots: int = 4
     lease_s: float = 2.0
+    kv_tokens: int = 0
+    kv_row_tokens: int = 0
     cursor: str = START
     state: str = "joining"
     job_id: str = ""
@@ -112,6 +114,8 @@ class SimWorker:
             tokens_per_s=0.0,
             at=0.0,
             resident_bytes=RESIDENT_BYTES,
+            kv_tokens=self.kv_tokens,
+            kv_row_tokens=self.kv_row_tokens,
         )
         await self.bus.append(WORKER_BEATS, beat)
 

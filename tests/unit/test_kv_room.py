@@ -6,7 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.rollout_worker.adapters.rows import Rows
-from services.rollout_worker.domain.kv_room import QUANTUM, Room
+from services.rollout_worker.domain.kv_room import Room
+from shared.kv_rows import QUANTUM
 from shared.messages import FINISH_NONE
 from tests.support.engines import request
 

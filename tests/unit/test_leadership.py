@@ -61,7 +61,7 @@ class Pair:
 
 
 def who(n: int) -> Leader:
-    return manager_at("127.0.0.1", n, "here")
+    return manager_at("127.0.0.1", n, "here").signed(TOKEN)
 
 
 @pytest.fixture
@@ -254,6 +254,21 @@ async def test_a_standby_sends_every_request_to_the_leader_and_says_so(pair: Pai
             assert answer.headers["location"] == f"http://127.0.0.1:1{path}"
         stranger = await client.get("/v1/jobs", headers={"Authorization": "Bearer wrong"})
         assert stranger.status_code == 401
+
+
+@pytest.mark.parametrize("token", [None, "guessed", ""])
+async def test_nobody_is_sent_to_a_leader_that_cannot_prove_that_it_has_the_token(
+    pair: Pair, token: str | None
+) -> None:
+    """Clients send the token along, and an address in Redis may be anybody's."""
+    stranger = manager_at("127.0.0.1", 9, "elsewhere", "http://elsewhere:1")
+    stranger = stranger.model_copy(update={"proof": who(1).proof}) if token is None else stranger.signed(token)
+    await pair.bus.acquire([names.MANAGER_LEASE], stranger.model_dump_json(), LEASE_S)
+    assert not await pair.second.try_lead()
+    async with rest(pair, pair.second) as client:
+        answer = await client.get("/v1/jobs")
+    assert (answer.status_code, answer.headers["retry-after"], "location" in answer.headers) == (503, "1", False)
+    assert "http://elsewhere:1, does not prove that it has the token" in answer.json()["detail"]
 
 
 async def test_without_a_leader_clients_are_asked_to_come_again(pair: Pair) -> None:

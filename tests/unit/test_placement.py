@@ -12,12 +12,13 @@ from services.rollout_manager.domain.balance import Load, Running, moves
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.ledger import Sample
 from services.rollout_manager.domain.lengths import Lengths
-from services.rollout_manager.domain.placement import Candidates, best_of, has_room, size
+from services.rollout_manager.domain.placement import Candidates, best_of, has_room, roomier, size
 from services.rollout_manager.domain.profile import ENOUGH, Profile
 from services.rollout_manager.domain.shares import Demand, Member, due_of, fair, reassign
 from services.rollout_manager.domain.waiting import TURN_OF_OLDEST, Waiting
 from shared.columns import I32, pack
 from shared.ids import SampleId
+from shared.kv_rows import round_up
 from shared.messages import GroupRequested, Sampling, WorkerJoined
 
 
@@ -124,6 +125,54 @@ def test_a_full_kv_cache_takes_nothing_more() -> None:
     assert not has_room(one)
     one.kv_held = 500
     assert has_room(one)
+
+
+def cramped(name: str, slots: int, rows: int, longest: int = 100, held: int = 0) -> Worker:
+    """Return a worker whose KV cache is a rectangle with so many rows for samples as long as its longest."""
+    made = worker(name, slots, held)
+    made.kv_tokens, made.kv_row_tokens, made.longest = rows * round_up(longest), 4096, longest if held else 0
+    return made
+
+
+def test_a_sample_that_finds_no_row_in_one_kv_cache_goes_to_another() -> None:
+    little, much = cramped("little", 64, rows=4, held=1), worker("much", 8)
+    chosen = place(11, [little, much])
+    assert chosen == {"little": 3, "much": 8}
+
+
+def test_only_when_all_are_full_a_few_wait_where_they_will_run_soon() -> None:
+    little, full = cramped("little", 64, rows=8, held=8), worker("full", 4, held=4)
+    assert place(99, [little, full]) == {"little": 2, "full": full.spare}
+
+
+def test_where_samples_take_what_they_have_a_cache_is_filled_by_what_they_have() -> None:
+    one = worker("a", 8, kv_tokens=1000)
+    one.kv_held, one.longest = 500, 900
+    assert has_room(one, 900)
+    assert one.at_once(900) == 8
+
+
+def test_a_sample_ends_at_the_models_maximum_length_whatever_it_asks_for() -> None:
+    one = cramped("a", 64, rows=4)
+    one.kv_row_tokens = 50
+    assert one.at_once(10_000) == 4 * round_up(100) // round_up(50)
+
+
+def test_a_sample_that_is_longer_than_the_others_goes_where_there_is_a_row_for_it() -> None:
+    little, much = cramped("little", 64, rows=4, held=3), cramped("much", 64, rows=64, held=9)
+    pool, workers = Candidates(), {"little": little, "much": much}
+    for one in workers.values():
+        pool.offer(one, Profile())
+    assert pool.best() == "little"
+    assert roomier(little, 100, [pool], workers) is little
+    assert roomier(little, 101, [pool], workers) is little, "rows come in multiples of some columns"
+    assert roomier(little, 200, [pool], workers) is much
+    assert roomier(little, 100_000, [pool], workers) is None, "it waits for who can have it"
+    assert roomier(cramped("tiny", 64, rows=1), 200, [pool], workers) is much, "there it would be refused"
+    much.kv_row_tokens = 100_000
+    assert roomier(little, 100_000, [pool], workers) is little, "who fits nowhere is refused by an engine"
+    paged = worker("paged", 8, 8)
+    assert roomier(paged, 100_000, [pool], workers) is paged
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 80)), max_size=6), st.integers(0, 200))

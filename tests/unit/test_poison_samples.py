@@ -17,6 +17,7 @@ from shared.columns import I32, ints, pack
 from shared.fakes import MemoryBus
 from shared.ids import SampleId
 from shared.jobspec import parse, to_json
+from shared.kv_rows import round_up
 from shared.messages import (
     DeadLetter,
     Event,
@@ -230,3 +231,32 @@ def test_a_sample_that_engines_refuse_is_shown_to_three_of_them_and_kept_for_peo
     assert len(ints(body.tokens, I32)) >= 6
     events = [m for m in fleet.entries(names.job_events(JOB)) if isinstance(m, Event) and m.kind == "sample_failed"]
     assert [event.fields["sample"] for event in events] == [str(SampleId.unpack(poison))]
+
+
+def test_a_sample_for_which_a_kv_cache_is_too_small_waits_for_another_however_busy_that_is() -> None:
+    fleet = Fleet(2, groups=8)
+    small, large = fleet.workers
+    small.kv_tokens, small.kv_row_tokens = TOKENS, 4096
+    large.kv_tokens, large.kv_row_tokens = 3 * round_up(2 + TOKENS), 4096
+    for _ in range(900):
+        fleet.step()
+        assert len(large.held) <= 4, "of three rows, and one to come"
+        assert not small.held, "it would be refused, which counts as a failure"
+        if fleet.over:
+            break
+    assert fleet.check() == []
+
+
+def test_a_sample_for_which_every_kv_cache_is_too_small_is_dropped_with_the_engines_reason() -> None:
+    fleet = Fleet(2, groups=2)
+    for worker in fleet.workers:
+        worker.kv_tokens, worker.kv_row_tokens = TOKENS, 4096
+    for _ in range(300):
+        fleet.step()
+        for worker in fleet.workers:
+            for sample in list(worker.held):
+                fleet.run(worker.refuse(sample))
+        if fleet.over:
+            break
+    assert {dropped.reason.partition(": ")[2] for dropped in fleet.check()} == {"the engine refuses it"}
+    assert len(fleet.check()) == len(fleet.wanted)

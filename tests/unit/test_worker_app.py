@@ -34,6 +34,7 @@ from shared.messages import (
 )
 from shared.names import DEAD_LETTERS, WORKER_BEATS, job_events, worker_lease
 from tests.support.eventually import eventually
+from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, assign, release, revoke
 from tests.support.worker_rig import Rig
 
@@ -74,7 +75,7 @@ async def test_beats_and_flushes_go_on_during_a_pull(rig: Rig) -> None:
     rig.weights.may_come.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
     await rig.manager.until(worker, "pulling", 0)
-    before = len((await rig.manager.made())[1, 1].tokens)
+    before = len((await rig.manager.until_made((1, 1), tokens=1))[1, 1].tokens)
     beats = len(await rig.manager.heard(WorkerBeat, worker))
     await rig.manager.until_made((1, 1), tokens=before + 50)
     await eventually(lambda: _more_beats(rig, worker, beats + 3))
@@ -225,9 +226,10 @@ async def test_a_suspension_during_a_load_gives_the_kept_cache_back(rig: Rig) ->
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="keep"))
     await eventually(lambda: rig.engine.kept_kv == [True, True])
     await rig.manager.send(worker, Suspend(step=1))
+    await eventually(lambda: "suspended" in rig.generator._holds)
+    rig.engine.may_load.set()
     await rig.manager.until(worker, "suspended")
     assert rig.engine.kept_kv == [True, True, False]
-    rig.engine.may_load.set()
 
 
 async def test_of_the_next_weights_only_what_is_new_is_loaded(rig: Rig) -> None:
@@ -241,7 +243,7 @@ async def test_of_the_next_weights_only_what_is_new_is_loaded(rig: Rig) -> None:
     assert read == [[{"a", "b"}], [{"b"}], [{"a"}, {"a", "b"}]], "after a load that went wrong, all is loaded"
 
 
-async def test_another_engine_and_one_whose_load_was_given_up_get_everything(rig: Rig) -> None:
+async def test_another_engine_gets_everything_and_one_whose_load_was_given_up_what_is_new_since(rig: Rig) -> None:
     contents = {"a": 0, "b": 0}
     rig.weights.versions = {(JOB, version): FakeStagedWeights(contents=contents) for version in range(3)}
     rig.weights.versions["other", 0] = FakeStagedWeights('{"other": 1}', contents=contents)
@@ -258,7 +260,7 @@ async def test_another_engine_and_one_whose_load_was_given_up_get_everything(rig
     assert [weights.read for weights in rig.weights.versions.values()] == [
         [{"a", "b"}],
         [set()],
-        [{"a", "b"}],
+        [set()],
         [{"a", "b"}],
     ]
 
@@ -577,7 +579,24 @@ async def test_a_stop_in_the_middle_of_a_pull_is_quick(rig: Rig) -> None:
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=0))
     await rig.manager.until(worker, "pulling")
     rig.stop.set()
-    await eventually(lambda: _left(rig), within_s=1.0)
+    stopwatch = Stopwatch()
+    await eventually(lambda: _left(rig))
+    assert stopwatch.read() < 1.0
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+async def test_a_stop_in_the_middle_of_a_load_is_quick(rig: Rig, *, suspended: bool) -> None:
+    worker = await rig.manager.ready_worker()
+    rig.engine.may_load.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await eventually(lambda: rig.engine.loads == 2)
+    if suspended:
+        await rig.manager.send(worker, Suspend(step=1))
+        await eventually(lambda: "suspended" in rig.generator._holds)
+    rig.stop.set()
+    stopwatch = Stopwatch()
+    await eventually(lambda: _left(rig))
+    assert stopwatch.read() < 1.0
 
 
 async def test_a_dead_engine_ends_the_process_with_a_last_word() -> None:
@@ -589,6 +608,18 @@ async def test_a_dead_engine_ends_the_process_with_a_last_word() -> None:
     (left,) = await rig.manager.heard(WorkerLeft)
     assert "out of memory" in left.reason
     assert not left.died_with
+
+
+async def test_a_beat_says_what_bounds_the_kv_cache_once_there_is_an_engine() -> None:
+    rig = Rig(room=Room(slots=4, max_len=4096, tokens=9000))
+    running = asyncio.create_task(rig.app.run(rig.stop, {}), name="worker")
+    worker = await rig.manager.ready_worker()
+    beats = await rig.manager.heard(WorkerBeat)
+    assert {(beat.kv_tokens, beat.kv_row_tokens) for beat in beats if beat.state == "joining"} == {(0, 0)}
+    beat = await rig.manager.last_beat(worker)
+    assert (beat.state, beat.kv_tokens, beat.kv_row_tokens) == ("ready", 9000, 4096)
+    rig.stop.set()
+    await running
 
 
 async def test_a_dead_engine_is_blamed_on_the_samples_that_ran_and_not_on_those_that_waited_for_room() -> None:
@@ -625,7 +656,7 @@ async def test_an_engine_that_stands_still_for_long_does_not_hang() -> None:
     watchdog = Watchdog(rig.generator, limit_s=0.05)
     running = asyncio.create_task(rig.app.run(rig.stop, {"progress": watchdog.run}), name="worker")
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=500))
     await rig.manager.until_made((1, 1), tokens=5)
     rig.engine.may_load.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -28,6 +30,11 @@ def staged(off: float = 0.0) -> FakeStagedWeights:
     row = Scored(prompt=(1, 2), completion=(3, 4, 5), logprobs=(off - math.log(VOCABULARY),) * 3)
     weights.canary = Canary(temperature=1.0, dtype="float32", rows=(row,))
     return weights
+
+
+async def _more_than(rig: Rig, n_beats: int) -> list[WorkerBeat]:
+    beats = await rig.manager.heard(WorkerBeat)
+    return beats if len(beats) > n_beats else []
 
 
 @pytest.fixture
@@ -97,6 +104,7 @@ async def test_a_suspended_engine_is_asked_when_it_may_go_on(rig: Rig) -> None:
     await rig.manager.send(worker, Suspend(step=1), UseVersion(job_id=JOB, version=1))
     await rig.manager.until(worker, "suspended", 1)
     assert rig.engine.scored == 1, "the trainer has the device"
+    assert not rig.engine.awake, "all of it"
     await rig.manager.send(worker, Resume(step=2), assign(1, version=1, max_tokens=5))
     await rig.manager.until_finished((1, 1))
     assert rig.engine.scored == 2
@@ -122,6 +130,40 @@ async def test_an_engine_that_is_suspended_during_the_canary_gives_its_memory_ba
     may_answer.set()
     await rig.manager.until(worker, "suspended")
     assert rig.engine.kept_kv == [False, False, False], "and another suspension"
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_a_suspension_between_a_load_and_its_canary_leaves_nothing_on_the_device(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, *, given_up: bool
+) -> None:
+    reading, may_read, differing = threading.Event(), threading.Event(), FakeStagedWeights.differing
+    awake: list[bool] = []
+
+    def slowly(weights: FakeStagedWeights, loaded: Any) -> list[str]:
+        reading.set()
+        assert may_read.wait(10)
+        awake.append(rig.engine.awake)
+        return differing(weights, loaded)
+
+    worker = await rig.manager.ready_worker()
+    monkeypatch.setattr(FakeStagedWeights, "differing", slowly)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await eventually(reading.is_set)
+    if given_up:
+        await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+        await eventually(lambda: rig.link.me.session.wanted == (JOB, 2))
+    await rig.manager.send(worker, Suspend(step=1))
+    await eventually(lambda: "suspended" in rig.generator._holds)
+    n_beats = len(await rig.manager.heard(WorkerBeat))
+    beats = await eventually(lambda: _more_than(rig, n_beats + 2))
+    assert all(beat.state != "suspended" for beat in beats), "the weights are being read"
+    may_read.set()
+    await rig.manager.until(worker, "suspended", 2 if given_up else 1)
+    assert not rig.engine.awake
+    assert all(awake), "weights are read where they lie"
+    assert rig.engine.scored == 1
+    await rig.manager.send(worker, Resume(step=2))
+    await eventually(lambda: rig.engine.scored == 2)
 
 
 async def test_an_engine_that_disagrees_when_it_may_go_on_makes_nothing() -> None:

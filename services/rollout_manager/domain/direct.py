@@ -95,7 +95,7 @@ def _activate(world: World, worker: Worker, job: Job | None) -> None:
 
 def _share_out(world: World, jobs: list[Job], now: Now) -> None:
     members = [
-        Member(worker.id, worker.job, len(worker.samples), worker.batch)
+        Member(worker.id, worker.job, len(worker.samples), worker.at_once())
         for worker in world.fleet.workers.values()
         if not worker.reserved and worker.state != "draining"
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from services.rollout_manager.domain.profile import Profile, speed_after
+from shared.kv_rows import rows_in
 from shared.messages import WorkerBeat, WorkerJoined
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
@@ -55,10 +56,19 @@ class Worker:
     """How many more it holds, so that a slot that becomes free is filled without a round trip."""
     kv_held: int = 0
     """Tokens that its samples keep in the KV cache, as of its last beat, with those placed since."""
+    longest: int = 0
+    """Length at which the longest of its samples ends at the latest, likewise."""
+    kv_tokens: int = 0
+    kv_row_tokens: int = 0
+    """As of its last beat: see `WorkerBeat`."""
     disturbed_at: float = -math.inf
     """When it last got samples with tokens to read in (manager's clock): for a while its speed is not that of
     generating alone."""
     _ran: int = 0
+
+    def __post_init__(self) -> None:
+        """Know what it said when it joined."""
+        self.kv_tokens = self.joined.kv_tokens
 
     @property
     def id(self) -> str:
@@ -82,8 +92,17 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Return how many of its samples cannot run yet for want of a slot."""
-        return max(0, len(self.samples) - self.joined.slots)
+        """Return how many of its samples cannot run yet for want of a slot, or of a row in the KV cache."""
+        return max(0, len(self.samples) - self.slots())
+
+    def slots(self, limit: int = 0) -> int:
+        """Return how many samples can run at once, with one more that ends at this length at the latest."""
+        longest = min(max(self.longest, limit), self.kv_row_tokens)
+        return min(self.joined.slots, rows_in(self.kv_tokens, longest)) if longest else self.joined.slots
+
+    def at_once(self, limit: int = 0) -> int:
+        """Return how many of them should: no more than the batch, either."""
+        return min(self.batch, self.slots(limit))
 
     @property
     def generates(self) -> bool:
@@ -96,7 +115,7 @@ class Worker:
         if not self.profile.known or self.state == "draining":
             return 0.0
         tokens_each = self.kv_held / len(self.samples) if self.samples else 0.0
-        return self.profile.tokens_per_s(self.batch, self.batch * tokens_each) * self.speed
+        return self.profile.tokens_per_s(self.at_once(), self.at_once() * tokens_each) * self.speed
 
     def serves(self, job_id: str, oldest: int, newest: int) -> bool:
         """Tell whether it can generate for this job with one of these versions now."""
@@ -109,6 +128,7 @@ class Worker:
         self.job_id, self.version, self.tokens_per_s = beat.job_id, beat.version, beat.tokens_per_s
         self.resident_bytes = beat.resident_bytes
         self.device_used_bytes, self.device_total_bytes = beat.device_used_bytes, beat.device_total_bytes
+        self.kv_tokens, self.kv_row_tokens = beat.kv_tokens or self.joined.kv_tokens, beat.kv_row_tokens
         self.state = "draining" if self.noticed else beat.state
         self._learn(beat, now)
         return before if before != self.state else None
@@ -126,7 +146,7 @@ class Worker:
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""
-        running = min(len(self.samples), self.joined.slots)
+        running = min(len(self.samples), self.slots())
         return {
             "id": self.id,
             "role": self.joined.role,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.profile import Profile
+from shared.kv_rows import rows_in
 
 PLATEAU = 0.9
 """A batch reaches the plateau where it makes this share of what all slots would."""
@@ -41,16 +42,55 @@ def size(worker: Worker, mean_length: float) -> None:
         worker.spare = max(1, slots // 8)
 
 
-def has_room(worker: Worker) -> bool:
-    """Tell whether the worker should get one more sample."""
-    limit = worker.joined.kv_tokens
-    return worker.load < worker.batch + worker.spare and not (limit and worker.kv_held > KV_FILL * limit)
+def has_room(worker: Worker, limit: int = 0) -> bool:
+    """Tell whether the worker should get one more sample, which ends at this length at the latest."""
+    n = worker.at_once(limit)
+    # Where its KV cache is a rectangle with few rows, few more will be needed soon.
+    spare = worker.spare if n == worker.batch else min(worker.spare, max(1, n // 4))
+    paged = worker.kv_tokens if not worker.kv_row_tokens else 0
+    return worker.load < n + spare and not (paged and worker.kv_held > KV_FILL * paged)
+
+
+def starts(worker: Worker, limit: int) -> bool:
+    """Tell whether a sample that ends at this length at the latest would run there without waiting for others' end."""
+    return has_room(worker, limit) and worker.load < worker.at_once(limit)
+
+
+def holds(worker: Worker, limit: int) -> bool:
+    """Tell whether its KV cache holds a sample that ends at this length at the latest; else its engine refuses that."""
+    return not worker.kv_row_tokens or rows_in(worker.kv_tokens, min(limit, worker.kv_row_tokens)) > 0
+
+
+def holders(limit: int, pools: Iterable[Candidates], workers: Mapping[str, Worker]) -> list[Worker]:
+    """Return all, with room or not, who can have such a sample; where nobody can, all: an engine is to say why."""
+    members = [workers[i] for pool in pools for i in pool.members]
+    return [worker for worker in members if holds(worker, limit)] or members
+
+
+def roomier(worker: Worker, limit: int, pools: Iterable[Candidates], workers: Mapping[str, Worker]) -> Worker | None:
+    """Return who takes a sample, which was to go to `worker`: another one where only there it need not wait.
+
+    Candidates stand with the longest sample that they have; one that is longer may find no room in the KV cache.
+    None where others can have it and `worker` cannot: it waits for them.
+    """
+    can = holds(worker, limit)
+    if can and (not worker.kv_row_tokens or limit <= worker.longest or starts(worker, limit)):
+        return worker
+    able = holders(limit, pools, workers)
+    if can or not holds(able[0], limit):
+        return freest(other for other in able if starts(other, limit)) or worker
+    return freest(other for other in able if has_room(other, limit))
+
+
+def freest(workers: Iterable[Worker]) -> Worker | None:
+    """Return the worker with the least to do for its slots, None of none."""
+    return min(workers, key=lambda worker: (worker.load / worker.joined.slots, worker.id), default=None)
 
 
 def token_s(worker: Worker, running: int, borrowed: Profile) -> float:
     """Return the time between two tokens of one of `running` samples, by `borrowed` where its own kind is unknown."""
     profile = worker.profile if worker.profile.known else borrowed
-    return profile.step_s(min(running, worker.batch), worker.kv_held) / worker.speed
+    return profile.step_s(min(running, max(1, worker.at_once())), worker.kv_held) / worker.speed
 
 
 @dataclass(slots=True)
@@ -73,7 +113,7 @@ class Candidates:
         self.entries += 1
         self.newest[worker.id] = self.entries
         running = worker.load + 1
-        over = max(0, running - worker.batch)
+        over = max(0, running - worker.at_once())
         rank = (over, token_s(worker, running, borrowed), running / worker.joined.slots, worker.id, self.entries)
         heapq.heappush(self.heap, rank)
         if len(self.heap) > 4 * len(self.newest) + 64:

@@ -7,15 +7,17 @@ from collections.abc import Iterable
 from services.rollout_manager.domain.balance import Load, Running, moves
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.placement import best_of, has_room
+from services.rollout_manager.domain.placement import best_of, has_room, holders, roomier
 from services.rollout_manager.domain.trials import taker
-from services.rollout_manager.domain.world import Need, Now, World, kv_of, revoke
+from services.rollout_manager.domain.world import Need, Now, World, kv_of, limit_of, revoke
 from shared.columns import U32, U64, pack
 from shared.ids import is_served
 from shared.messages import Assign, Assignment, Placed, Release
 
 BALANCE_EVERY_S = 0.2
 """How often loads are compared while nothing waits."""
+LONG_ASIDE = 8
+"""So many samples at most wait in a turn for a larger KV cache while others are placed: looking at each costs time."""
 RELEASE_LIMIT_S = 5.0
 """A worker that was asked for a sample and has not handed it back for so long is not waited for any more."""
 
@@ -31,23 +33,28 @@ def _place(world: World, need: Need, now: Now) -> None:
     pools = world.pools(need)
     chosen: dict[str, dict[int, Sample]] = {}
     aside: list[Sample] = []
-    while (worker_id := best_of(pools)) is not None:
+    n_long = 0
+    while n_long < LONG_ASIDE and (worker_id := best_of(pools)) is not None:
         sample_id = waiting.pop(world.waits)
         if sample_id is None:
             break
         sample = world.ledger.samples[sample_id]
+        limit = limit_of(sample)
         if sample.failed_on:
-            worker = taker(sample, pools, world.fleet.workers, world.ledger.samples)
-            if worker is None:
-                aside.append(sample)
-                continue
+            worker = taker(sample, holders(limit, pools, world.fleet.workers), world.ledger.samples)
         else:
             worker = world.fleet.workers[_near(world, need, sample) or worker_id]
+            worker = roomier(worker, limit, pools, world.fleet.workers)
+            n_long += worker is None
+        if worker is None:
+            aside.append(sample)
+            continue
         # Its owner is noted at once: a sample that stands twice among the waiting is placed once.
         sample.worker, sample.placed_at = worker.id, now.mono
         chosen.setdefault(worker.id, {})[sample_id] = sample
         worker.samples.add(sample_id)
         worker.kv_held += kv_of(sample)
+        worker.longest = max(worker.longest, limit)
         world.offer(worker.id)
     for sample in aside:
         world.wait(sample)
@@ -132,7 +139,7 @@ def _load_of(world: World, worker: Worker, now: Now) -> Load:
     profile = worker.profile if worker.profile.known else world.fleet.borrowed
     return Load(
         worker=worker.id,
-        batch=worker.batch,
+        batch=max(1, worker.at_once()),
         load=len(worker.samples),
         tokens=worker.kv_held,
         profile=profile,

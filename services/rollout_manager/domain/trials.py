@@ -10,11 +10,11 @@ A worker that is taken away, or is lost without a word, makes nobody suspect.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.ledger import Sample, name_of
-from services.rollout_manager.domain.placement import Candidates, has_room
+from services.rollout_manager.domain.placement import freest, has_room
 
 
 def on_trial(sample: Sample) -> bool:
@@ -28,18 +28,10 @@ def suspects(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in running if on_trial(sample)] or running
 
 
-def taker(
-    sample: Sample, pools: Iterable[Candidates], workers: Mapping[str, Worker], samples: Mapping[int, Sample]
-) -> Worker | None:
-    """Return who takes a sample that has failed: somebody on whom it has not, if possible; None while nobody can."""
-    members = [workers[i] for pool in pools for i in sorted(pool.members)]
+def taker(sample: Sample, members: Sequence[Worker], samples: Mapping[int, Sample]) -> Worker | None:
+    """Return who of `members` takes a sample that has failed: somebody else, if possible; None while nobody can."""
     others = [worker for worker in members if name_of(worker.id) not in sample.failed_on]
     if on_trial(sample):
         courts = [worker for worker in others or members if not any(on_trial(samples[i]) for i in worker.samples)]
-        return _freest(courts)
-    return _freest(others) or _freest(members)
-
-
-def _freest(workers: Iterable[Worker]) -> Worker | None:
-    free = [worker for worker in workers if has_room(worker)]
-    return min(free, key=lambda worker: (worker.load / worker.joined.slots, worker.id), default=None)
+        return freest(filter(has_room, courts))
+    return freest(filter(has_room, others)) or freest(filter(has_room, members))

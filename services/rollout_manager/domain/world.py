@@ -368,7 +368,9 @@ class World:
 
     def resize(self, worker: Worker) -> None:
         """Derive anew how many samples a worker should have, from what its kind has shown."""
-        worker.kv_held = sum(kv_of(self.ledger.samples[i]) for i in worker.samples)
+        samples = [self.ledger.samples[i] for i in worker.samples]
+        worker.kv_held = sum(map(kv_of, samples))
+        worker.longest = max(map(limit_of, samples), default=0)
         size(worker, self.lengths[worker.job_id].mean if worker.job_id in self.lengths else 0.0)
         self.changed(worker)
 
@@ -376,6 +378,11 @@ class World:
 def kv_of(sample: Sample) -> int:
     """Return how many tokens a sample keeps in the KV cache of who generates it."""
     return length(sample.request.prompt) + sample.n_tokens
+
+
+def limit_of(sample: Sample) -> int:
+    """Return the length, prompt included, at which a sample ends at the latest."""
+    return length(sample.request.prompt) + sample.request.sampling.max_tokens
 
 
 def need_of(sample: Sample) -> Need:

@@ -70,7 +70,7 @@ class Rows:
         self._slots = slots
         self._max_len = max_len
         self._vocabulary = vocabulary
-        self._room = room
+        self.room = room
         # By position in prompt + completion. Empty, not zeros: the operating system gives the memory of what is used.
         self._tokens = np.empty((slots, max_len), np.int32)
         self._logprobs = np.empty((slots, max_len), np.float32)
@@ -173,10 +173,10 @@ class Rows:
 
     def _has_room(self, request: Request) -> bool:
         """Tell whether a request need not wait for the end of others; if it never fits, it has nothing to wait for."""
-        if self._room is None or not self._room.fits(1, self._limit(request)):
+        if self.room is None or not self.room.fits(1, self._limit(request)):
             return True
         longest = int(self._table["limit"][: self.n].max(initial=self._limit(request)))
-        return self._room.fits(self.n + 1, longest)
+        return self.room.fits(self.n + 1, longest)
 
     def _why_not(self, request: Request, ids: Ints) -> str:
         sampling = request.sampling
@@ -188,9 +188,9 @@ class Rows:
             return f"a token id is outside the model's 0..{self._vocabulary - 1}"
         if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
             return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
-        if self._room is not None and not self._room.fits(1, self._limit(request)):
+        if self.room is not None and not self.room.fits(1, self._limit(request)):
             return (
-                f"it may become {self._limit(request)} tokens long, and the KV cache holds {self._room.tokens}: raise "
+                f"it may become {self._limit(request)} tokens long, and the KV cache holds {self.room.tokens}: raise "
                 f"RLBOOST_WORKER_KV_CACHE_BYTES, or lower max_tokens"
             )
         return ""

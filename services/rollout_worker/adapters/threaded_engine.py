@@ -27,11 +27,14 @@ class ThreadedEngine(ABC):
         thread: closed with the engine.
         rows: shared between threads, under the thread's lock.
         slots: how many requests run at once.
+        kv_tokens: see `ports.Engine`; that of the rows' room, where they have one.
 
     """
 
-    def __init__(self, thread: EngineThread, rows: Rows, *, slots: int) -> None:
+    def __init__(self, thread: EngineThread, rows: Rows, *, slots: int, kv_tokens: int = 0) -> None:
         self.slots = slots
+        self.kv_tokens = rows.room.tokens if rows.room else kv_tokens
+        self.kv_row_tokens = rows.room.max_len if rows.room else 0
         self._thread = thread
         self._rows = rows
         self._suspended = False

@@ -18,8 +18,9 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from services.rollout_worker.adapters.rows import Moves
-from services.rollout_worker.domain.kv_room import QUANTUM, Room, round_up
+from services.rollout_worker.domain.kv_room import Room
 from shared.errors import ConfigError
+from shared.kv_rows import QUANTUM, round_up
 
 ATTENTION = "rlboost_slots"
 """The name under which transformers knows the attention function."""

@@ -26,10 +26,11 @@ from services.rollout_worker.adapters.torch_cache import SlotCache
 from services.rollout_worker.adapters.torch_sampling import draw
 from services.rollout_worker.adapters.torch_score import score
 from services.rollout_worker.domain import prefixes
-from services.rollout_worker.domain.kv_room import QUANTUM, Room
+from services.rollout_worker.domain.kv_room import Room
 from services.rollout_worker.domain.uniforms import uniforms
 from services.rollout_worker.ports import Key, Sequences
 from shared.errors import ConfigError
+from shared.kv_rows import QUANTUM
 
 _PREFILL_TOKENS = 4096
 """Tokens, padding included, that one prefill pass takes at most: it bounds both the memory of a pass and how long

@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout_worker.adapters.hf_tensors import check_nothing_missing, target_of
 from services.rollout_worker.adapters.torch_cache import ATTENTION, SlotCache
-from services.rollout_worker.domain.kv_room import QUANTUM, Room
+from services.rollout_worker.domain.kv_room import Room
 from shared.errors import ConfigError
+from shared.kv_rows import QUANTUM
 
 Model = Any
 """A `transformers.PreTrainedModel` with a language-model head."""

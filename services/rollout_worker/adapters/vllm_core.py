@@ -87,6 +87,7 @@ class Core:
                 raise ConfigError(f"vllm cannot run this model here: {error}") from error
         self.max_len = int(self._engine.model_config.max_model_len)
         self.vocabulary = int(self._engine.model_config.get_vocab_size())
+        self.kv_tokens = int(self._engine.vllm_config.cache_config.kv_cache_size_tokens or 0)
         try:
             self._check()
         except BaseException:
@@ -225,7 +226,7 @@ class Core:
 
     def sleep(self) -> None:
         """Give back the device's memory, if it is told to; no request may be there. Weights wait in the host's."""
-        if self._options.sleeps and not self._asleep:
+        if self._options.sleeps and "weights" not in self._asleep:  # after a load its cache may be asleep still
             self._engine.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}
 

@@ -47,7 +47,8 @@ class VllmEngine(ThreadedEngine):
         """What vLLM runs, under which id."""
         self._complete = False
         """Whether every tensor has been loaded, and no load has failed since."""
-        super().__init__(thread, Rows(slots, core.max_len, core.vocabulary), slots=slots)
+        rows = Rows(slots, core.max_len, core.vocabulary)
+        super().__init__(thread, rows, slots=slots, kv_tokens=core.kv_tokens)
 
     def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `ports.Engine`. Each tensor is read when it is asked for, between two steps."""

@@ -1,15 +1,13 @@
 """How many samples a KV cache of so many tokens holds at once, and which shape it has.
 
-The cache is a rectangle of rows by columns, one column a token, and all rows are as wide as the longest one needs. A
-row counts with the length at which it ends at the latest, so whatever was let in can run to its end.
+The cache is a rectangle of rows by columns: see `shared.kv_rows`, by which the manager counts as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-QUANTUM = 16
-"""Columns come in multiples of this: kernels want aligned masks, and neighbouring lengths come out equal."""
+from shared.kv_rows import QUANTUM, round_up, rows_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class Room:
 
     def fits(self, rows: int, longest: int) -> bool:
         """Tell whether so many rows may run at once of which the longest ends at this length."""
-        return rows * round_up(longest) <= self.tokens
+        return rows <= rows_in(self.tokens, longest)
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Return how many rows and columns to have for so many rows that have come so far, which `fits`.
@@ -36,8 +34,3 @@ class Room:
         spare = min(2 * needed, round_up(self.max_len), self.tokens // rows // QUANTUM * QUANTUM)
         wide = max(needed, spare)
         return min(self.slots, self.tokens // wide), wide
-
-
-def round_up(length: int) -> int:
-    """Return the columns that so many tokens take."""
-    return -(-length // QUANTUM) * QUANTUM
