@@ -8,6 +8,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import structlog
+from hypothesis import HealthCheck, settings
+from structlog.dev import plain_traceback
 
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Server
@@ -16,6 +19,25 @@ _PREFIXES = itertools.count()
 
 # No worker of a test asks the metadata service of the machine that the test happens to run on.
 os.environ.setdefault("RLBOOST_WORKER_NOTICES", "off")
+# Models this small gain nothing from more threads, which wait for each other where there are fewer processors.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# In colour, with the lines around and all locals, a traceback that nobody reads takes most of a second.
+structlog.configure(
+    [
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=plain_traceback),
+    ]
+)
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile(
+    "unhurried",
+    settings.get_profile(settings.get_current_profile_name()),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +80,10 @@ def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_server.env.items():
         monkeypatch.setenv(name, value)
     return f"s3://{s3_server.bucket}/test-{next(_PREFIXES)}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests of real processes take as long as a busy machine makes them."""
+    for item in items:
+        if {"integration", "e2e"} & set(item.path.parts) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))

@@ -18,7 +18,10 @@ from rlboost.local.state import ProcessRecord, StateDir
 from tests.support.eventually import eventually
 from tests.support.redis_server import executable
 
-pytestmark = pytest.mark.skipif(executable() is None and not os.environ.get("CI"), reason="no redis-server here")
+pytestmark = [
+    pytest.mark.skipif(executable() is None and not os.environ.get("CI"), reason="no redis-server here"),
+    pytest.mark.timeout(600),
+]
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +90,7 @@ async def test_the_chaos_schedule_takes_a_worker_for_good_and_brings_another(
     system: tuple[CommandLine, dict[str, str]],
 ) -> None:
     rlboost, _ = system
-    await eventually(lambda: rlboost.process("worker-3").alive, within_s=30)
+    await eventually(lambda: rlboost.process("worker-3").alive, within_s=120)
     taken = rlboost.process("worker-2")
     assert (taken.alive, taken.restarts, taken.note) == (False, 0, "preempted without notice")
 
@@ -96,7 +99,7 @@ async def test_a_killed_process_comes_back(system: tuple[CommandLine, dict[str, 
     rlboost, _ = system
     before = rlboost.process("trainer")
     os.kill(before.pid, signal.SIGKILL)
-    await eventually(lambda: rlboost.process("trainer").restarts == 1, within_s=30)
+    await eventually(lambda: rlboost.process("trainer").restarts == 1, within_s=120)
     assert rlboost.process("trainer").pid != before.pid
 
 
@@ -104,7 +107,7 @@ async def test_a_drained_worker_leaves_and_stays_away(system: tuple[CommandLine,
     rlboost, _ = system
     (worker,) = [worker["id"] for worker in rlboost.json("worker", "list") if worker["id"].startswith("worker-1-")]
     rlboost("worker", "drain", worker)
-    await eventually(lambda: rlboost.process("worker-1").note == "drained", within_s=30)
+    await eventually(lambda: rlboost.process("worker-1").note == "drained", within_s=120)
 
 
 async def test_this_machine_can_join_by_hand_and_leaves_in_order(
@@ -118,12 +121,33 @@ async def test_this_machine_can_join_by_hand_and_leaves_in_order(
 
     with rlboost.start("worker", "join", "--name=by-hand") as worker:
         try:
-            await eventually(lambda: states() == ["joining"], within_s=30)
+            await eventually(lambda: states() == ["joining"], within_s=120)
             worker.terminate()
-            assert worker.wait(30) == 0
+            assert worker.wait(120) == 0
         finally:
             worker.kill()
-    await eventually(lambda: states() == ["left"], within_s=30)
+    await eventually(lambda: states() == ["left"], within_s=120)
+
+
+def test_following_a_job_shows_what_it_warns_of(system: tuple[CommandLine, dict[str, str]]) -> None:
+    rlboost, _ = system
+    example = ROOT / "examples/countdown"
+    paths = (
+        f"model={example / 'base'}",
+        f"data.train={example / 'train.jsonl'}",
+        f"data.eval={example / 'eval.jsonl'}",
+    )
+    with rlboost.start("run", str(example / "job.yaml"), *paths, "sampling.top_p=0.9", "--follow") as following:
+        try:
+            assert following.stdout is not None
+            assert following.stderr is not None
+            job_id = following.stdout.readline().split()[1].rstrip(":")
+            assert following.stderr.readline().startswith(f"rlboost: {job_id}: warning: sampling.top_p below 1: ")
+            rlboost("cancel", job_id)
+            assert following.wait(60) == 1
+            assert following.stderr.read() == f"rlboost: {job_id} cancelled: see its logs\n"
+        finally:
+            following.kill()
 
 
 def test_a_system_in_the_foreground_stops_in_order_at_a_signal(tmp_path: Path) -> None:
@@ -133,7 +157,7 @@ def test_a_system_in_the_foreground_stops_in_order_at_a_signal(tmp_path: Path) -
             assert up.stdout is not None
             assert json.loads(up.stdout.readline())["state_dir"] == str(tmp_path / ".rlboost")
             up.send_signal(signal.SIGINT)
-            assert up.wait(60) == 0
+            assert up.wait(120) == 0
         finally:
             up.kill()
     assert "does not run" in rlboost("ps", code=2)

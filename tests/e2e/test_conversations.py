@@ -17,7 +17,7 @@ from tests.support.black_box import ROOT, Observer, black_box
 
 pytestmark = pytest.mark.timeout(600)
 
-STEPS, PROMPTS, GROUP = 3, 6, 4
+STEPS, PROMPTS, GROUP = 4, 6, 4
 EVAL_SAMPLES = PROMPTS
 IDS = {False: TurnIds(PROMPTS, GROUP, max_turns=2), True: TurnIds(EVAL_SAMPLES, 1, max_turns=2)}
 """By whether it is an evaluation."""

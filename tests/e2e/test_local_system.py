@@ -40,7 +40,7 @@ def joined_by_hand(box: BlackBox, log: Path) -> Iterator[int]:
     try:
         yield process.pid
         process.terminate()
-        assert process.wait(20) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

@@ -30,7 +30,7 @@ def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
     try:
         yield
         process.terminate()
-        assert process.wait(20) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

@@ -46,7 +46,7 @@ def running(command: tuple[str, ...], url: str, **environment: str) -> Iterator[
     process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
     try:
         client = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0))
-        limit = time.monotonic() + 10
+        limit = time.monotonic() + 60
         while True:
             try:
                 client.ping()

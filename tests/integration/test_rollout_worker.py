@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -41,6 +42,7 @@ from tests.support.fake_metadata import FakeMetadata
 from tests.support.hanging_worker import HANGS_AFTER_TOKENS
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, release, revoke
 
 LONG = 8000
@@ -164,14 +166,14 @@ async def until_serves(boss: WorkerManager, worker: str, job_id: str) -> None:
         beat = await boss.last_beat(worker)
         return (beat.state, beat.job_id, beat.version) == ("ready", job_id, 0)
 
-    await eventually(serves, within_s=40)
+    await eventually(serves)
 
 
-async def stop(worker: ServiceProcess) -> tuple[int, float]:
-    """SIGTERM; return the exit code and the seconds it took."""
-    began = time.monotonic()
-    code = await asyncio.to_thread(worker.stop)
-    return code, time.monotonic() - began
+async def stop(worker: ServiceProcess, number: int = signal.SIGTERM) -> tuple[int, float]:
+    """Send a signal; return the exit code and the seconds it took."""
+    stopwatch = Stopwatch()
+    code = await asyncio.to_thread(worker.stop, number)
+    return code, stopwatch.read()
 
 
 async def metric(worker: ServiceProcess, name: str) -> float:
@@ -344,7 +346,7 @@ async def test_a_dismissed_worker_becomes_another_incarnation_without_a_pull(bos
 
     again = await eventually(newest)
     await boss.send(again, UseVersion(job_id=JOB, version=0), assign(61, max_tokens=10))
-    made = await boss.until_finished((61, 1), within_s=5.0)
+    made = await boss.until_finished((61, 1))
     frames = [e.message for e in await boss.log() if isinstance(e.message, TokenFrame)]
     assert frames[-1].worker == again
     assert made[60, 1].finish == 0
@@ -414,6 +416,15 @@ async def test_a_drained_worker_hands_off_and_exits_with_0(site: Site, manager: 
     (left,) = await manager.heard(WorkerLeft)
     assert left.reason == "scaled down"
     assert await manager.heard(WorkerNotice) == []
+
+
+async def test_ctrl_c_is_called_by_its_name(site: Site, manager: WorkerManager) -> None:
+    process = site.hire()
+    await manager.ready_worker()
+    code, _ = await stop(process, signal.SIGINT)
+    assert code == 0
+    (notice,), (left,) = await manager.heard(WorkerNotice), await manager.heard(WorkerLeft)
+    assert (notice.reason, left.reason) == ("sigint", "sigint")
 
 
 async def test_sigterm_while_libraries_load_is_quick(site: Site, manager: WorkerManager) -> None:
@@ -493,7 +504,7 @@ async def test_a_redis_that_restarts_finds_every_token_in_order(site: Site, mana
     site.redis.start()
     bus = RedisBus(site.redis.url)
     again = WorkerManager(bus)
-    made = await again.until_finished((1, 1), (2, 1), (3, 1), within_s=60.0)
+    made = await again.until_finished((1, 1), (2, 1), (3, 1))
     assert [len(made[i, 1].tokens) for i in (1, 2, 3)] == [1000, 1000, 1000]
     assert len(await again.heard(WorkerJoined)) == 1
     await again.until(worker, "ready", 0)

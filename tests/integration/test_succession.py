@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.eventually import eventually
 from tests.support.played_job import SPEC, PlayedJob
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.stopwatch import Stopwatch
 
 LEASE_S = 3.0
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -45,7 +45,7 @@ class Pair(PlayedJob):
         """The first leads, the second stands by, and a job runs."""
         self.one.start()
         self.two.launch()
-        await eventually(lambda: self.stands_by(self.two, behind=self.one), within_s=30)
+        await eventually(lambda: self.stands_by(self.two, behind=self.one))
         await self.create(self.http, self.one.url)
 
     async def stop(self) -> None:
@@ -78,7 +78,7 @@ class Pair(PlayedJob):
         return int(await self.bus._redis.get(names.MANAGER_EPOCH))
 
     async def everything(self) -> dict[bytes, Any]:
-        """All that Redis holds but the lease, which runs out by itself."""
+        """All that Redis holds but the lease, which is renewed and runs out by itself."""
         keys = [key for key in await self.bus._redis.keys("*") if key != names.MANAGER_LEASE.encode()]
         return {key: await self.bus._redis.dump(key) for key in keys}
 
@@ -105,9 +105,9 @@ async def test_when_the_leader_is_killed_in_mid_step_the_standby_leads_within_th
     await eventually(lambda: pair.generated(500))
     before = await pair.epoch()
     pair.one.kill()
-    died = time.monotonic()
-    await eventually(lambda: pair.leads(pair.two), within_s=30)
-    assert time.monotonic() - died < LEASE_S + 1.0
+    since_death = Stopwatch()
+    await eventually(lambda: pair.leads(pair.two))
+    assert since_death.read() < LEASE_S + 1.0
     assert await pair.epoch() == before + 1
     await pair.delivered_whole(32, 120)
     audit = (await pair.http.get(f"{pair.two.url}/v1/jobs/{pair.id}/audit")).json()
@@ -120,15 +120,16 @@ async def test_a_leader_that_was_only_paused_finds_itself_superseded_and_writes_
     await pair.request(groups=2, max_tokens=100)
     await eventually(lambda: pair.generated(100))
     os.kill(pair.one.pid, signal.SIGSTOP)
-    await eventually(lambda: pair.leads(pair.two), within_s=30)
+    await eventually(lambda: pair.leads(pair.two))
     await pair.delivered_whole(16, 100)
     await pair.stop_workers()
     # The second is stopped too, so that whatever changes now was done by the first; and there is something to do.
     os.kill(pair.two.pid, signal.SIGSTOP)
+    await pair.bus._redis.persist(names.MANAGER_LEASE)  # or the first would rightly lead again, once it had run out
     await pair.request(groups=1, max_tokens=100)
     everything = await pair.everything()
     os.kill(pair.one.pid, signal.SIGCONT)
-    await eventually(lambda: "superseded" in pair.one.log(), within_s=LEASE_S / 2)
+    await eventually(lambda: "superseded" in pair.one.log())
     assert await pair.everything() == everything
     os.kill(pair.two.pid, signal.SIGCONT)
     await eventually(lambda: pair.stands_by(pair.one, behind=pair.two))
@@ -142,9 +143,9 @@ async def test_a_leader_that_stops_in_order_hands_over_in_less_than_a_second(pai
     await pair.request(groups=2, max_tokens=100)
     await eventually(lambda: pair.generated(100))
     os.kill(pair.one.pid, signal.SIGTERM)
-    asked = time.monotonic()
+    since_asked = Stopwatch()
     await eventually(lambda: pair.leads(pair.two))
-    assert time.monotonic() - asked < 1.0
+    assert since_asked.read() < 1.0
     assert pair.one.wait() == 0
     await pair.delivered_whole(16, 100)
 
@@ -164,8 +165,8 @@ async def test_after_a_restart_of_redis_one_of_them_leads_under_a_higher_epoch(p
     async def one_leads() -> bool:
         return [await pair.leads(manager) for manager in (pair.one, pair.two)].count(True) == 1
 
-    await eventually(raised, within_s=30)
-    await eventually(one_leads, within_s=30)
+    await eventually(raised)
+    await eventually(one_leads)
     pair.start_worker("w2")
     await pair.request(groups=1, max_tokens=20)
     await pair.delivered_whole(16, 20)

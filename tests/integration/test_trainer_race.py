@@ -30,7 +30,7 @@ class InStep(RedisBus):
     async def holders(self, leases: Sequence[str]) -> list[str | None]:
         found = await super().holders(leases)
         if self.saw is None:
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(60.0):
                 await self._together.wait()
             self.saw = found
         return found

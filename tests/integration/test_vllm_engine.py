@@ -245,6 +245,7 @@ class TestStarting:
         model = tiny_models.make(config)
         # keys and values of five blocks of 128 tokens, where eight samples want two each
         engine = vllm_engines.build(config, slots=SLOTS, kv_cache_bytes=1 << 20)
+        assert (engine.kv_tokens, engine.kv_row_tokens) == (400, 0), "of 2.5 samples of the longest, 160"
         await engine.load_weights(0, tiny_models.weights(model))
         requests = [request(i, prompt=[i], max_tokens=150) for i in range(SLOTS)]
         for asked, made in zip(requests, await run(engine, requests), strict=True):
@@ -255,6 +256,7 @@ class TestStarting:
         config = vllm_engines.config()
         old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
         engine = vllm_engines.build(config, slots=2, tensor_parallel=2)
+        assert engine.kv_tokens > 0
         for version, model in enumerate((old, new)):
             await engine.load_weights(version, tiny_models.weights(model))
             loaded = dict(engine.loaded_tensors())

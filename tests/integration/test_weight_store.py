@@ -432,11 +432,11 @@ async def test_with_redis_away_the_commit_stands_and_is_announced_when_it_is_bac
             assert {entry.message.version for entry in entries if isinstance(entry.message, WeightsCommitted)} <= {0}
             return len(entries) == n_times
 
-        await eventually(lambda: announced(1), within_s=20)
+        await eventually(lambda: announced(1))
         # Killed and started again, it says once more what the head is.
         store.kill()
         await asyncio.to_thread(store.start)
-        await eventually(lambda: announced(2), within_s=20)
+        await eventually(lambda: announced(2))
         await bus.close()
     finally:
         store.kill()

@@ -86,7 +86,7 @@ async def publish_composed(publisher: Publisher, client: StoreClient, first: int
             document = await client.edges(JOB, version)
             return [hop.base for hop in document.hops] == expected if document else not expected
 
-        await eventually(composed, within_s=30)
+        await eventually(composed)
 
 
 def delta_files(tmp_path: Path, version: int) -> list[Path]:
@@ -150,7 +150,7 @@ async def test_who_has_the_first_version_from_elsewhere_pulls_the_way_from_it(
         document = await client.edges(JOB, 16)
         return document is not None and document.hop_from(0) is not None
 
-    await eventually(from_base, within_s=30)
+    await eventually(from_base)
     puller = Puller(client, Cache(tmp_path / "cache"), Waits(), seed=seed, limit_s=60)
     await assert_pulls(puller, 18)
     assert (puller.last.chunks_delta, puller.last.chunks_dense, puller.last.fallbacks) == (3, 0, 0)
@@ -246,4 +246,4 @@ async def test_killed_at_any_moment_of_composing_the_store_shows_whole_hops_only
         document = await client.edges(JOB, 4)
         return document is not None and [hop.base for hop in document.hops] == [3, 2, 0]
 
-    await eventually(composed, within_s=30)
+    await eventually(composed)

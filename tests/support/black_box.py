@@ -138,19 +138,26 @@ class BlackBox:
         self.url, self.token = ready["url"], ready["token"]
         self.http = httpx.Client(headers={"Authorization": f"Bearer {self.token}"}, timeout=10)
 
-    def command(self, *args: str, limit_s: float = 60) -> str:
-        """Run `rlboost ARGS` and return what it prints; it must succeed."""
-        done = subprocess.run(
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        """Begin `rlboost ARGS`, what it prints in pipes."""
+        return subprocess.Popen(
             [*RLBOOST, *args, "--state", str(self.state)],
-            check=False,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=limit_s,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        assert done.returncode == 0, f"rlboost {' '.join(args)}: {done.stdout}{done.stderr}{self.logs()}"
-        return done.stdout
+
+    def command(self, *args: str, limit_s: float = 180) -> str:
+        """Run `rlboost ARGS` and return what it prints; it must succeed."""
+        with self.start(*args) as process:
+            try:
+                out, err = process.communicate(timeout=limit_s)
+            finally:
+                process.kill()
+        assert process.returncode == 0, f"rlboost {' '.join(args)}: {out}{err}{self.logs()}"
+        return out
 
     def logs(self) -> str:
         """Return the ends of all logs, for a failure's message."""
@@ -159,11 +166,11 @@ class BlackBox:
             for log in sorted((self.state / "logs").glob("*.log"))
         )
 
-    def get(self, path: str, *, within_s: float = 30) -> Any:
+    def get(self, path: str, *, within_s: float = 60) -> Any:
         """GET as JSON from the manager that leads, for a while again when there is none."""
         return self._ask("GET", path, within_s).json()
 
-    def _ask(self, method: str, path: str, within_s: float = 30, **arguments: Any) -> httpx.Response:
+    def _ask(self, method: str, path: str, within_s: float = 60, **arguments: Any) -> httpx.Response:
         url, limit = self.url + path, time.monotonic() + within_s
         while True:
             try:
@@ -190,7 +197,7 @@ class BlackBox:
         url = str(self._ask("GET", "/v1/fleet").url)
         return "manager" if url.startswith(self.url) else "standby"
 
-    def until(self, condition: Callable[[], bool], what: str, within_s: float = 120) -> None:
+    def until(self, condition: Callable[[], bool], what: str, within_s: float = 180) -> None:
         """Wait for a condition."""
         limit = time.monotonic() + within_s
         while not condition():

@@ -104,7 +104,7 @@ class PlayedJob:
             assert len(found) >= n, f"{len(found)} of {n} samples"
             return found
 
-        found = await eventually(samples, within_s=30)
+        found = await eventually(samples)
         assert len({m.sample for m in found}) == len(found) == n
         for sample in found:
             check_completion(ints(sample.tokens, I32), sample.spans)

@@ -141,7 +141,7 @@ class RealFleet:
                 assert len(found) >= len(group), f"{len(found)} of {len(group)} samples"
                 return found
 
-            found = await eventually(samples, within_s=60.0)
+            found = await eventually(samples)
         assert sorted(sample.sample for sample in found) == list(group)
         return found
 

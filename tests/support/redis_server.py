@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-_START_LIMIT_S = 10.0
+from tests.support.eventually import LIMIT_S
 
 
 def executable() -> str | None:
@@ -66,7 +66,7 @@ class RedisServer:
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         with (self._directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen([self._command, *flags], stdout=log, stderr=log)
-        limit = time.monotonic() + _START_LIMIT_S
+        limit = time.monotonic() + LIMIT_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > limit:
                 raise RuntimeError(f"redis-server did not start:\n{(self._directory / 'redis.log').read_text()}")
@@ -76,14 +76,14 @@ class RedisServer:
         """End the server in order, if it runs."""
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(10)
+            self._process.wait(LIMIT_S)
             self._process = None
 
     def kill(self) -> None:
         """End the server with SIGKILL."""
         assert self._process is not None, "the server does not run"
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(LIMIT_S)
         self._process = None
 
     def restart(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,9 +12,9 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.eventually import LIMIT_S
 from tests.support.redis_server import free_port
 
-_START_LIMIT_S = 30.0
 TOKEN = "a token for tests"
 
 
@@ -58,16 +59,16 @@ class ServiceProcess:
         """Start, and return when it is ready."""
         self.launch()
         assert self._process is not None
-        limit = time.monotonic() + _START_LIMIT_S
+        limit = time.monotonic() + LIMIT_S
         while not self._ready():
             if self._process.poll() is not None or time.monotonic() > limit:
                 raise RuntimeError(f"{self._module} is not ready:\n{self.log()}")
             time.sleep(0.02)
 
-    def stop(self) -> int:
-        """End in order with SIGTERM; return the exit code."""
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End in order with a signal; return the exit code."""
         assert self._process is not None, "the service does not run"
-        self._process.terminate()
+        self._process.send_signal(number)
         return self._ended()
 
     def kill(self) -> None:
@@ -88,7 +89,7 @@ class ServiceProcess:
     def _ended(self) -> int:
         assert self._process is not None
         try:
-            return self._process.wait(_START_LIMIT_S)
+            return self._process.wait(LIMIT_S)
         finally:
             self._process = None
 

@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from services.trainer import app
 from services.trainer.app import Trainer
 from services.trainer.device import DeviceThread
 from services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
@@ -20,7 +22,7 @@ from shared.fakes import MemoryBus
 from shared.jobspec import JobSpec, parse, to_json
 from shared.messages import Event, JobCommand, JobReport, StepReport
 from shared.waiting import Waits
-from tests.support.eventually import eventually
+from tests.support.eventually import LIMIT_S, eventually
 from tests.support.scripted_manager import ScriptedManager
 
 JOB = "job-1"
@@ -105,18 +107,22 @@ class Rig:
         managers = [] if self._trainers else [asyncio.create_task(self.manager.run())]
         self._trainers += 1
         try:
-            yield trainer
+            # A stop waits for the reading that is under way.
+            with mock.patch.object(app, "_BLOCK_S", 0.01):
+                yield trainer
         finally:
             self._trainers -= 1
             if not killed:
                 stop.set()
-                await asyncio.wait(loops, timeout=10)
+                _, left = await asyncio.wait(loops, timeout=LIMIT_S)
+                assert not left, f"at the stop these went on: {left}"
             for task in (*loops, *managers):
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*loops, *managers)
-            if jobs := [task for task in asyncio.all_tasks() if task.get_name().startswith("job-")]:
-                await asyncio.wait(jobs, timeout=10)
+            # Only what was cancelled: another trainer's job goes on.
+            if jobs := [t for t in asyncio.all_tasks() if t.get_name().startswith("job-") and t.cancelling()]:
+                await asyncio.wait(jobs, timeout=LIMIT_S)
             device.close()
 
     def lease_runs_out(self) -> None:
@@ -146,7 +152,7 @@ class Rig:
     async def states(self) -> list[str]:
         return [report.state for report in await self.reports() if isinstance(report, JobReport)]
 
-    async def ended(self, within_s: float = 10.0) -> JobReport:
+    async def ended(self, within_s: float = LIMIT_S) -> JobReport:
         async def last() -> JobReport | None:
             found = [report for report in await self.reports() if isinstance(report, JobReport)]
             return found[-1] if found and found[-1].state in {"completed", "failed", "cancelled"} else None

@@ -24,7 +24,7 @@ from shared.messages import (
     WorkerJoined,
 )
 from shared.names import TOKEN_LOG, WORKER_BEATS, worker_commands
-from tests.support.eventually import eventually
+from tests.support.eventually import LIMIT_S, eventually
 
 JOB = "job"
 Key = tuple[int, int]
@@ -129,7 +129,7 @@ class WorkerManager:
             found += batch
         return found
 
-    async def joined(self, nth: int = 1, within_s: float = 20.0) -> str:
+    async def joined(self, nth: int = 1, within_s: float = LIMIT_S) -> str:
         """Wait for the nth incarnation that joins; return its id."""
 
         async def ids() -> list[str]:
@@ -143,7 +143,7 @@ class WorkerManager:
         assert beats, f"no beat of {worker}"
         return beats[-1]
 
-    async def until(self, worker: str, state: str, version: int | None = None, within_s: float = 40.0) -> WorkerBeat:
+    async def until(self, worker: str, state: str, version: int | None = None, within_s: float = LIMIT_S) -> WorkerBeat:
         """Wait until the newest beat is of this state and version."""
 
         async def beat() -> WorkerBeat:
@@ -161,7 +161,7 @@ class WorkerManager:
         await self.until(worker, "ready", version)
         return worker
 
-    async def until_made(self, *keys: Key, tokens: int, within_s: float = 30.0) -> dict[Key, Made]:
+    async def until_made(self, *keys: Key, tokens: int, within_s: float = LIMIT_S) -> dict[Key, Made]:
         """Wait until the log has so many tokens of each of these."""
 
         async def made() -> dict[Key, Made]:
@@ -173,7 +173,7 @@ class WorkerManager:
 
         return await eventually(made, within_s=within_s)
 
-    async def until_finished(self, *keys: Key, within_s: float = 30.0) -> dict[Key, Made]:
+    async def until_finished(self, *keys: Key, within_s: float = LIMIT_S) -> dict[Key, Made]:
         """Wait until the log has the end of each of these."""
 
         async def made() -> dict[Key, Made]:

@@ -23,10 +23,14 @@ WIRE = {
     "shared.errors",
     "shared.ids",
     "shared.jobspec",
+    "shared.jobspec_fleet",
+    "shared.kv_rows",
     "shared.messages",
     "shared.reward",
     "shared.training",
+    "shared.weights.drafts",
     "shared.weights.edges",
+    "shared.weights.manifest",
 }
 """What a domain may see of `shared`: values and names, nothing that acts."""
 PURE_LIBRARIES = {"pydantic", "numpy"}
@@ -62,6 +66,14 @@ def test_no_service_imports_another(service: str) -> None:
 def test_shared_imports_no_service() -> None:
     for path in (ROOT / "shared").rglob("*.py"):
         assert not tops(imports(path)) & {"services", "rlboost", "examples"}, path
+
+
+def test_what_users_touch_imports_a_service_only_to_check_a_job_as_its_trainer_will() -> None:
+    for path in (ROOT / "rlboost").rglob("*.py"):
+        services = {name for name in imports(path) if name.startswith("services.")}
+        if path != ROOT / "rlboost" / "modelcheck.py":
+            assert not services, f"{path} imports {services}"
+        assert all(name.startswith("services.trainer.") for name in services), f"{path} imports {services}"
 
 
 @pytest.mark.parametrize("service", SERVICES)

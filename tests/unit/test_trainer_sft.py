@@ -15,10 +15,12 @@ from services.trainer.domain.sft import SftStep, imitation_loss
 from services.trainer.domain.tokens import TokenBatch
 from services.trainer.fakes import FakeEngine
 from services.trainer.ports import LossFn, NotFinite, Prompt, Workshop
+from shared import names
 from shared.columns import I32, pack
 from shared.jobspec import JobSpec, parse
+from shared.messages import JobCommand
 from tests.support.eventually import eventually
-from tests.support.trainer_rig import Rig
+from tests.support.trainer_rig import JOB, Rig
 
 STEPS = 7
 
@@ -56,7 +58,7 @@ class Hanging(FakeEngine):
     def step(self, learning_rate: float) -> float:
         if not self._left:
             self.hangs = True
-            self.goes_on.wait(10.0)
+            self.goes_on.wait(60.0)
         self._left -= 1
         return super().step(learning_rate)
 
@@ -77,6 +79,16 @@ async def test_a_job_trains_without_a_worker_and_publishes_its_last_version(tmp_
     assert rig.folder.model == rig.weights.versions[STEPS] != list(untrained.export_shards())
     assert sorted(rig.folder.rows) == [report.step for report in await rig.steps()] == list(range(STEPS))
     assert ("model_saved", {"path": "model"}) in await rig.events()
+
+
+async def test_a_job_that_an_earlier_version_stored_is_trained(tmp_path: Path) -> None:
+    stored = (Path(__file__).parents[1] / "golden/jobs/sft.json").read_text()
+    rig = SftRig(tmp_path)
+    async with rig.trainer():
+        command = JobCommand(command_id="create", action="create", job_id=JOB, job_no=1, spec_json=stored)
+        await rig.bus.append(names.JOB_COMMANDS, command)
+        assert (await rig.ended()).state == "completed"
+    assert sorted(rig.folder.rows) == [0, 1]
 
 
 async def test_an_adapter_comes_with_the_model_that_it_belongs_to(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""A model evaluated, trained and exported by the command line, against what transformers says of the same weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support import vllm_engines
+from tests.support.black_box import BlackBox, Observer, black_box
+from tests.support.countdown_model import EXAMPLE, CountdownModel, Decoded
+from tests.support.small_job import small_job
+
+pytestmark = pytest.mark.timeout(600)
+
+MAX_TOKENS = 96
+TIMES = 4
+"""How often each problem is asked of a greedy evaluation: for as long as it takes to kill a worker in the middle."""
+JOB = str(EXAMPLE / "job.yaml")
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlackBox]:
+    with black_box(tmp_path_factory.mktemp("system") / "state", workers=2) as system:
+        yield system
+
+
+@pytest.fixture(scope="module")
+def base() -> CountdownModel:
+    return CountdownModel(EXAMPLE / "base")
+
+
+class Trained(NamedTuple):
+    """A job of two steps, and its weights of before the last."""
+
+    job_id: str
+    observer: Observer
+    folder: Path
+    model: CountdownModel
+
+
+@pytest.fixture(scope="module")
+def trained(box: BlackBox, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "job.yaml").write_text(yaml.safe_dump({**small_job(steps=2), "eval": None}))
+    job_id = json.loads(box.command("run", str(folder / "job.yaml"), "--json"))["id"]
+    with closing(Observer(box.redis_url, job_id)) as observer:
+        box.until_completed(job_id)
+    out = folder / "version-1"
+    said = box.command("export", job_id, "--version", "1", "--out", str(out))
+    assert said == f"version 1 of {job_id} is in {out}\n"
+    return Trained(job_id, observer, out, CountdownModel(out))
+
+
+def held_out(problems: Sequence[Decoded], folder: Path) -> str:
+    """Return the override that makes these the held-out problems."""
+    (folder / "eval.jsonl").write_text("".join(json.dumps(problem.row) + "\n" for problem in problems))
+    return f"data.eval={folder / 'eval.jsonl'}"
+
+
+def share(problems: Sequence[Decoded]) -> float:
+    return sum(problem.passes for problem in problems) / len(problems)
+
+
+def completions(observer: Observer) -> Iterator[tuple[tuple[int, ...], list[int], dict[str, Any]]]:
+    """Yield prompt, tokens and message of each finished sample."""
+    for sample, (body,) in observer.finished.items():
+        prompt = np.frombuffer(observer.admitted[sample]["prompt"], "<i4").tolist()
+        yield tuple(prompt), np.frombuffer(body["tokens"], "<i4").tolist(), body
+
+
+def test_a_greedy_evaluation_gives_the_models_accuracy_though_a_worker_is_killed(
+    box: BlackBox, base: CountdownModel, tmp_path: Path
+) -> None:
+    problems = base.clear_problems(MAX_TOKENS)
+    assert 0 < share(problems) < 1
+    n_samples = TIMES * len(problems)
+    pids = {process["name"]: process["pid"] for process in box.processes("preemptible")}
+    greedy = ("sampling.temperature=0", f"sampling.max_tokens={MAX_TOKENS}", held_out(problems, tmp_path))
+    with box.start("eval", JOB, *greedy, f"--samples={n_samples}") as command:
+        job_id = command.stderr.readline().removeprefix("created ").strip()
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            box.until(lambda: bool(makers(observer) & set(pids)), "a spot worker has sent tokens")
+            victim = min(makers(observer) & set(pids))
+            os.kill(pids[victim], signal.SIGKILL)
+            printed, trouble = command.communicate(timeout=120)
+    assert command.returncode == 0, trouble + box.logs()
+
+    assert observer.check() == n_samples
+    expected = {tuple(problem.prompt): problem.tokens for problem in problems}
+    assert all(tokens == expected[prompt] for prompt, tokens, _ in completions(observer))
+    spans = [{name_of(worker) for worker, _, _ in body["spans"]} for _, _, body in completions(observer)]
+    assert any(victim in names and len(names) > 1 for names in spans), "what the killed worker had made was kept"
+    assert box.get(f"/v1/jobs/{job_id}/audit")["preemptions"] == {"without_notice": 1}
+
+    accuracy, length = share(problems), np.mean([len(problem.tokens) for problem in problems])
+    metrics = {f"eval/pass@{k}": accuracy for k in (1, 2, 4)} | {"eval/reward_mean": accuracy}
+    metrics["eval/mean_length"] = float(length)
+    title, *table = printed.splitlines()
+    assert title == f"{EXAMPLE / 'base'}, evaluated by {job_id}"
+    assert dict(line.split() for line in table if line) == {name: f"{value:.4g}" for name, value in metrics.items()}
+    left = box.state / "runs" / job_id
+    assert sorted(path.name for path in left.iterdir()) == ["job.json", "metrics.jsonl"]
+    (row,) = map(json.loads, (left / "metrics.jsonl").read_text().splitlines())
+    assert {name: row[name] for name in row if name.startswith("eval/")} == pytest.approx(metrics)
+
+
+def makers(observer: Observer) -> set[str]:
+    return {name_of(worker) for _, worker in list(observer.flushed)}
+
+
+def name_of(worker: str) -> str:
+    """Return what the process is called, whose worker has a name of its own each time it starts."""
+    return worker.rpartition("-")[0]
+
+
+def test_pass_at_k_is_how_often_one_of_k_completions_passes(box: BlackBox, base: CountdownModel) -> None:
+    rows = [json.loads(line) for line in (EXAMPLE / "eval.jsonl").read_text().splitlines()]
+    by_prompt = {tuple(base.tokenizer(row["prompt"])["input_ids"]): (row, []) for row in rows}
+    with box.start("eval", JOB, f"--samples={4 * len(rows)}", "--json") as command:
+        job_id = command.stderr.readline().removeprefix("created ").strip()
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            printed, trouble = command.communicate(timeout=120)
+    assert command.returncode == 0, trouble + box.logs()
+    assert observer.check() == 4 * len(rows)
+    for prompt, tokens, _ in completions(observer):
+        row, passed = by_prompt[prompt]
+        passed.append(base.passes(row, tokens))
+    metrics = json.loads(printed)["metrics"]
+    for k in (1, 2, 4):
+        rates = [np.mean([any(some) for some in itertools.combinations(p, k)]) for _, p in by_prompt.values()]
+        assert metrics[f"eval/pass@{k}"] == pytest.approx(np.mean(rates))
+    assert metrics["eval/pass@1"] < metrics["eval/pass@2"] < metrics["eval/pass@4"]
+
+
+def test_an_exported_version_is_the_one_that_made_its_samples(trained: Trained, base: CountdownModel) -> None:
+    of_version = [
+        (prompt, tokens, np.frombuffer(body["logprobs"], "<f4"))
+        for prompt, tokens, body in completions(trained.observer)
+        if {version for _, version, _ in body["spans"]} == {1}
+    ]
+    assert len(of_version) == 64
+    for prompt, tokens, told in of_version[::8]:
+        assert told == pytest.approx(trained.model.logprobs(prompt, tokens), abs=1e-4)
+        assert told != pytest.approx(base.logprobs(prompt, tokens), abs=1e-3)
+
+
+def test_an_exported_folder_evaluates_as_it_decodes(box: BlackBox, trained: Trained, tmp_path: Path) -> None:
+    problems = trained.model.clear_problems(MAX_TOKENS)
+    greedy = ("sampling.temperature=0", f"sampling.max_tokens={MAX_TOKENS}", held_out(problems, tmp_path))
+    model = ("--model", str(trained.folder))
+    told = json.loads(box.command("eval", trained.job_id, *greedy, *model, f"--samples={len(problems)}", "--json"))
+    assert told["model"] == str(trained.folder)
+    assert told["metrics"]["eval/pass@1"] == pytest.approx(share(problems))
+
+
+def test_vllm_completes_text_with_an_exported_folder_as_transformers_does(trained: Trained) -> None:
+    vllm_engines.require()
+    from vllm import SamplingParams  # noqa: PLC0415 - see require
+
+    problems = trained.model.clear_problems(MAX_TOKENS)[:32]
+    with vllm_engines.offline(trained.folder, slots=32) as engine:
+        answers = engine.generate(
+            [problem.row["prompt"] for problem in problems],
+            SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, skip_special_tokens=False),
+            use_tqdm=False,
+        )
+    for problem, answer in zip(problems, answers, strict=True):
+        assert answer.prompt_token_ids == problem.prompt
+        assert list(answer.outputs[0].token_ids) == problem.tokens
