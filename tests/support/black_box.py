@@ -98,7 +98,12 @@ class Observer:
         return self._seqs[worker] == set(range(max(self._seqs[worker], default=-1) + 1))
 
     def check(self) -> int:
-        """Assert that each sample came once, of weights that it may be of, and each token from its span's worker."""
+        """Assert that each sample came once, of weights that it may be of, and each token from its span's worker.
+
+        What was trimmed before this reader came to it, on a busy machine, cannot be asserted; the caller has the number
+        of samples, which is returned.
+        """
+        saw_all = all(map(self._saw_every_frame_of, list(self._seqs)))
         for sample, messages in self.finished.items():
             assert len(messages) == 1, f"sample {sample} was delivered {len(messages)} times"
             (body,) = messages
@@ -108,21 +113,24 @@ class Observer:
             assert len(logprobs) == len(tokens)
             assert (logprobs <= 0).all()
             assert sum(n for _, _, n in body["spans"]) == len(tokens)
-            at, request = 0, self.admitted[sample]
+            at, request = 0, self.admitted.get(sample)
+            assert request or not saw_all, f"nobody asked for sample {sample}"
             for worker, version, n in body["spans"]:
-                assert request["version"] - request["max_staleness"] <= version <= request["version"]
+                if request:
+                    assert request["version"] - request["max_staleness"] <= version <= request["version"]
                 made, whole = self.flushed[sample, worker], self._saw_every_frame_of(worker)
                 assert all(tokens[i] in made[i] if i in made else not whole for i in range(at, at + n)), (
                     f"sample {sample}: {worker} did not flush what its span says"
                 )
                 at += n
-        assert set(self.finished) == set(self.admitted)
+        assert set(self.admitted) <= set(self.finished)
         return len(self.finished)
 
     def versions(self) -> list[tuple[int, int]]:
         """Return (step, weight version) of each span of the finished samples."""
         spans = [(sample, span) for sample, bodies in self.finished.items() for span in bodies[0]["spans"]]
-        return [(self.admitted[sample]["version"], version) for sample, (_, version, _) in spans]
+        asked = {sample: request["version"] for sample, request in self.admitted.items()}
+        return [(asked[sample], version) for sample, (_, version, _) in spans if sample in asked]
 
 
 class BlackBox:

@@ -13,7 +13,6 @@ import pytest
 from services.trainer.device import DeviceThread, DeviceTurn
 from services.trainer.fakes import FakeEngine, MemoryWeights
 from services.trainer.ports import Row
-from shared.errors import ConfigError
 from shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig, spec
@@ -161,9 +160,3 @@ async def test_old_logprobs_cost_a_pass_only_where_they_are_not_known_otherwise(
     assert isinstance(engine, Counting)
     assert engine.trained
     assert engine.asked == passes * engine.trained
-
-
-def test_what_rests_is_for_the_torch_backend() -> None:
-    assert spec(trainer={"offload": "all"}).trainer.offload == "all"
-    with pytest.raises(ConfigError, match=r"offload is for trainer\.backend: torch"):
-        spec(trainer={"backend": "megatron", "offload": "optimizer"})
