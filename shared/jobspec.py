@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from shared import strict_yaml
 from shared.algorithm import AlgorithmSpec
 from shared.errors import ConfigError
 from shared.ids import MAX_STEPS
@@ -285,7 +286,7 @@ def load(path: str, overrides: list[str] | None = None) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"job file {path} is not UTF-8: {error}") from error
     try:
-        raw = _READERS.get(file.suffix, yaml.safe_load)(text)
+        raw = _READERS.get(file.suffix, strict_yaml.read)(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"job file {path} does not parse: {error}") from error
     if not isinstance(raw, dict):

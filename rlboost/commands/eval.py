@@ -67,9 +67,15 @@ def evaluate(
         typer.echo(f"rlboost: {ended['id']} {ended['state']}: {ended['error'] or 'see its logs'}", err=True)
         raise typer.Exit(EXIT_FAILED)
     if not as_json:
-        shown = [(name, f"{value:.4g}") for name, value in sorted(row.items()) if _is_shown(name, value)]
+        shown = [(name, f"{value:.4g}") for name, value in sorted(row.items(), key=_order) if _is_shown(name, value)]
         typer.echo(f"{job['model']}, evaluated by {ended['id']}")
         print_table("", ("", ""), shown)
+
+
+def _order(metric: tuple[str, float]) -> tuple[str, int]:
+    """Sort `eval/pass@2` before `eval/pass@16`."""
+    name, _, k = metric[0].partition("@")
+    return name, int(k) if k.isdecimal() else 0
 
 
 def _final_model(client: Client, job_id: str) -> str:

@@ -75,6 +75,8 @@ def test_a_job_file_of_json_has_the_numbers_of_json(tmp_path: Path) -> None:
         ("job.yaml", b"name: \xff", "is not UTF-8"),
         ("job.yaml", b"name: 2024-13-45", "does not parse: month must be in"),
         ("job.yaml", b"name: [", "does not parse"),
+        ("job.yaml", b"steps: 4\ndata: {train: a}\nsteps: 400", "does not parse: 'steps' is given twice: remove one"),
+        ("job.yaml", b"data: {train: a, train: b}", "does not parse: 'train' is given twice: remove one"),
         ("job.toml", b"name: a", "does not parse"),
         ("job.json", b"{'name': 1}", "does not parse"),
         ("job.yaml", b"", "a job file is a mapping"),
