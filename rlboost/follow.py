@@ -99,6 +99,11 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     return "  ".join([place, *(f"{name} {row[name]:.4g}" for name in names)])
 
 
+def warning_line(job_id: str, text: str) -> str:
+    """Return a warning as a line of standard error."""
+    return f"rlboost: {job_id}: warning: {text}"
+
+
 def wait_line(wait: Mapping[str, Any]) -> str:
     """Return a wait as one line."""
     limit = f", for {wait['limit_s']:.0f} s at most" if wait.get("limit_s") else ""

@@ -59,7 +59,7 @@ def check(file: Path, overrides: list[str]) -> Found:
     found = [_model(spec.model), _resume(spec.trainer)]
     found += [_data(spec, rows) for rows in spec.data.rows if spec.kind != "sft" or rows.field == "data.train"]
     # Of a service only the trainer can tell whether it is there.
-    functions = [(part, part.function) for part in (spec.reward.parts if spec.reward else ()) if part.function]
+    functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
     found += [_tried(_REWARD_SCRIPT, part, function, "reward function") for part, function in functions]
     if (environment := spec.environment) is not None:
         found.append(_tried(_ENVIRONMENT_SCRIPT, environment, environment.function, "environment"))

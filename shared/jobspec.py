@@ -165,6 +165,7 @@ class SftJob(_TrainingJob):
     gist: ClassVar[str] = "generates nothing"
     environment: ClassVar[None] = None
     reward: ClassVar[None] = None
+    reward_parts: ClassVar[tuple[RewardPart, ...]] = ()
     sampling: ClassVar[SamplingSpec] = SamplingSpec()
     """How the result is sampled that is served."""
 

@@ -106,7 +106,7 @@ def _watched(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any
 
 def _watch(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a job's record once it has ended, and its row of metrics, empty where there is none."""
-    from rlboost.follow import follow, wait_line  # noqa: PLC0415 - keeps --help quick
+    from rlboost.follow import follow, wait_line, warning_line  # noqa: PLC0415 - keeps --help quick
 
     job: dict[str, Any] = {}
     row: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def _watch(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]
         elif kind == "step":
             row = news
         elif kind == "warning":
-            typer.echo(f"rlboost: {job_id}: warning: {news}", err=True)
+            typer.echo(warning_line(job_id, news), err=True)
         else:
             typer.echo(wait_line(news), err=True)
     return job, row

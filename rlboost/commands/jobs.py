@@ -58,7 +58,7 @@ def run(
 
 
 def _follow(job_id: str, state: Path, *, as_json: bool) -> None:
-    from rlboost.follow import follow, step_line, wait_line  # noqa: PLC0415 - keeps --help quick
+    from rlboost.follow import follow, step_line, wait_line, warning_line  # noqa: PLC0415 - keeps --help quick
 
     job: Mapping[str, Any] = {}
     with connect(state, patience_s=_FOLLOW_PATIENCE_S) as client:
@@ -68,7 +68,7 @@ def _follow(job_id: str, state: Path, *, as_json: bool) -> None:
             elif as_json:
                 print_json({kind: news})
             elif kind == "warning":
-                typer.echo(f"rlboost: {job_id}: warning: {news}", err=True)
+                typer.echo(warning_line(job_id, news), err=True)
             else:
                 typer.echo(step_line(news, job.get("steps", 0)) if kind == "step" else wait_line(news))
     if as_json:

@@ -17,14 +17,7 @@ from shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, Store
 from shared.weights.drafts import DraftNews, DraftPart
 from shared.weights.edges import Route, VersionEdges
 from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from shared.weights.wire import (
-    ChunkList,
-    CommitRequest,
-    MissingChunks,
-    ModelInfo,
-    ModelList,
-    VersionInfo,
-)
+from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
 T = TypeVar("T")
 

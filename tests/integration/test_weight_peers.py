@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -41,21 +41,6 @@ JOB = "job-1"
 KIB = 1 << 10
 WEIGHTS = np.random.default_rng(0).integers(0, 256, 16 << 20, dtype=np.uint8)
 CHUNK_BYTES = 256 * KIB
-
-
-@pytest.fixture
-def store(tmp_path: Path, redis_url: str) -> Iterator[ServiceProcess]:
-    env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store")}
-    process = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
-    process.start()
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-async def client(store: ServiceProcess) -> AsyncIterator[StoreClient]:
-    async with StoreClient(store.url, TOKEN) as client:
-        yield client
 
 
 async def publish(client: StoreClient, weights: np.typing.NDArray[np.uint8] = WEIGHTS) -> list[str]:

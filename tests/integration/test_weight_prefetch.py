@@ -15,7 +15,6 @@ from shared.errors import Fatal, StoreUnavailable
 from shared.messages import UseVersion
 from shared.redis_bus import RedisBus
 from shared.waiting import Waits
-from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.drafts import DraftPart
 from shared.weights.following import DraftFollower
@@ -52,21 +51,8 @@ def store(tmp_path: Path, redis: RedisServer) -> Iterator[ServiceProcess]:
 
 
 @pytest.fixture
-async def client(store: ServiceProcess) -> AsyncIterator[StoreClient]:
-    async with StoreClient(store.url, TOKEN) as client:
-        yield client
-
-
-@pytest.fixture
 def publisher(client: StoreClient) -> Publisher:
     return Publisher(client, Waits(), limit_s=60, chunk_bytes=MIB)
-
-
-@pytest.fixture
-def puller(client: StoreClient, tmp_path: Path) -> Iterator[Puller]:
-    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
-    yield puller
-    puller.close()
 
 
 @pytest.fixture

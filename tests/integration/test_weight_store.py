@@ -7,7 +7,7 @@ import random
 import resource
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +54,8 @@ def store_process(tmp_path: Path, redis_url: str) -> ServiceProcess:
 
 
 @pytest.fixture
-async def client(store: ServiceProcess) -> AsyncIterator[StoreClient]:
-    async with StoreClient(store.url, TOKEN) as client:
-        yield client
-
-
-@pytest.fixture
 def publisher(client: StoreClient) -> Publisher:
     return Publisher(client, Waits(), limit_s=60)
-
-
-@pytest.fixture
-def puller(client: StoreClient, tmp_path: Path) -> Iterator[Puller]:
-    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
-    yield puller
-    puller.close()
 
 
 def make_weights(seed: int, n_bytes: int = 10 * MIB) -> Weights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import pytest
 
 from shared.errors import Retryable
 from shared.waiting import Waits
-from shared.weights.cache import Cache
 from shared.weights.client import StoreClient, persistently
 from shared.weights.manifest import ChunkRef, digest_of
 from shared.weights.publisher import Publisher, Shard
@@ -62,21 +61,8 @@ def store_process(tmp_path: Path, redis_url: str, s3_url: str, env: dict[str, st
 
 
 @pytest.fixture
-async def client(store: ServiceProcess) -> AsyncIterator[StoreClient]:
-    async with StoreClient(store.url, TOKEN) as client:
-        yield client
-
-
-@pytest.fixture
 def publisher(client: StoreClient) -> Publisher:
     return Publisher(client, Waits(), chunk_bytes=CHUNK_BYTES, limit_s=60)
-
-
-@pytest.fixture
-def puller(client: StoreClient, tmp_path: Path) -> Iterator[Puller]:
-    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
-    yield puller
-    puller.close()
 
 
 def make_weights(seed: int) -> Weights:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,30 +27,8 @@ N_BYTES = 2 * CHUNK_BYTES + 1_000_000
 
 
 @pytest.fixture
-def store(tmp_path: Path, redis_url: str) -> Iterator[ServiceProcess]:
-    env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store")}
-    process = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
-    process.start()
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-async def client(store: ServiceProcess) -> AsyncIterator[StoreClient]:
-    async with StoreClient(store.url, TOKEN) as client:
-        yield client
-
-
-@pytest.fixture
 def publisher(client: StoreClient) -> Publisher:
     return Publisher(client, Waits(), limit_s=60, deltas=True)
-
-
-@pytest.fixture
-def puller(client: StoreClient, tmp_path: Path) -> Iterator[Puller]:
-    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
-    yield puller
-    puller.close()
 
 
 def bits(version: int) -> Bits:

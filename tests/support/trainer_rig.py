@@ -14,9 +14,19 @@ from services.trainer import app
 from services.trainer.app import Trainer
 from services.trainer.device import DeviceThread
 from services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
-from services.trainer.ports import CheckpointStore, Data, Prompt, RewardBatch, Scores, TrainState, Workshop
+from services.trainer.ports import (
+    CheckpointStore,
+    Data,
+    LossFn,
+    Prompt,
+    RewardBatch,
+    Row,
+    Scores,
+    TrainState,
+    Workshop,
+)
 from shared import names
-from shared.bus import START
+from shared.bus import START, Fence
 from shared.columns import I32, pack
 from shared.fakes import MemoryBus
 from shared.jobspec import JobSpec, parse, to_json
@@ -44,6 +54,29 @@ def spec(**changes: Any) -> JobSpec:
 
 def by_length(batch: RewardBatch) -> Scores:
     return Scores(tuple(float(len(ids) % 3) for ids in batch.completion_ids))
+
+
+class WatchedEngine(FakeEngine):
+    """Keeps the rows that it was trained on."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+        self._rows += [row for rows in batches for row in rows]
+        return super().accumulate(batches, loss)
+
+
+async def succession(bus: MemoryBus) -> tuple[Fence, Fence]:
+    """Let one trainer take a job's lease from another; return their fences, of which the first has fallen."""
+    fences = []
+    for trainer in ("old", "new"):
+        epoch = await bus.take("lease", trainer, 5.0, epoch="epoch", instead_of="old")
+        assert epoch is not None
+        fences.append(Fence("epoch", epoch))
+    old, new = fences
+    return old, new
 
 
 class Rig:

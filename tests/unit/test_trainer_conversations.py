@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fakes import FakeEngine
 from services.trainer.fakes_environment import FakeEnvironments, FakeSpeech
-from services.trainer.ports import LossFn, RewardBatch, Row, Scores, Workshop
+from services.trainer.ports import RewardBatch, Row, Scores, Workshop
 from shared import names
 from shared.bus import START
 from shared.columns import F32, I32, U8, ints, length
@@ -21,7 +20,7 @@ from shared.jobspec import JobSpec, parse
 from shared.messages import Event, GroupRequested, SampleDropped, SampleFinished, TurnAnswered
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
-from tests.support.trainer_rig import JOB, Rig, spec
+from tests.support.trainer_rig import JOB, Rig, WatchedEngine, spec
 
 TURNS = 3
 GAME: dict[str, Any] = {
@@ -45,18 +44,6 @@ class Echo:
         return Step(f"50 {len(text.split())}", len(text.split()) % 3, done=self.n_turns >= self.n)
 
 
-class Watched(FakeEngine):
-    """Keeps the rows that it was trained on."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        super().__init__()
-        self._rows = rows
-
-    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
-        self._rows += [row for rows in batches for row in rows]
-        return super().accumulate(batches, loss)
-
-
 class TalkRig(Rig):
     """A trainer whose samples are conversations."""
 
@@ -64,7 +51,7 @@ class TalkRig(Rig):
         super().__init__(folder, spec(**{**GAME, **changes}))
         self.make = make
         self.rows: list[Row] = []
-        self.make_engine = lambda: Watched(self.rows)
+        self.make_engine = lambda: WatchedEngine(self.rows)
         self.environments: list[FakeEnvironments] = []
         self.reward = lambda batch: Scores((0.0,) * len(batch.completions))
 

@@ -30,7 +30,7 @@ from shared.jobspec import JobSpec
 from shared.messages import GroupRequested
 from shared.waiting import Waits
 from tests.support.eventually import eventually
-from tests.support.trainer_rig import JOB, Rig, spec
+from tests.support.trainer_rig import JOB, Rig, spec, succession
 
 SOLVED_OR_FAILED = {"skip_solved_above": 1.0, "skip_failed_below": 0.0}
 
@@ -289,11 +289,7 @@ async def test_a_function_that_never_answers_ends_the_job_and_is_named(
 
 async def test_a_superseded_trainer_does_not_write_over_what_its_successor_scored() -> None:
     bus = MemoryBus()
-    fences = []
-    for trainer in ("old", "new"):
-        epoch = await bus.take("lease", trainer, 5.0, epoch="epoch", instead_of="old")
-        assert epoch is not None
-        fences.append(Fence("epoch", epoch))
+    fences = await succession(bus)
     old, new = (kept(bus, None, fence) for fence in fences)
     for curriculum in (old, new):
         await curriculum.prepare(0)

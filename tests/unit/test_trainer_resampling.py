@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from services.trainer.domain.plan import check
 from services.trainer.domain.resampling import Replacements, teaches
-from services.trainer.fakes import FakeEngine, FakeRewards
-from services.trainer.ports import LossFn, RewardBatch, Row, Scores, Workshop
+from services.trainer.fakes import FakeRewards
+from services.trainer.ports import RewardBatch, Row, Scores, Workshop
 from shared.algorithm import PRESETS
 from shared.errors import ConfigError
 from shared.ids import SampleId
@@ -36,6 +36,7 @@ from tests.support.resampled_job import (
     rig_of,
     rows_of,
 )
+from tests.support.trainer_rig import WatchedEngine
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
@@ -133,18 +134,6 @@ def test_more_groups_than_a_step_has_ids_for_are_refused() -> None:
 # --- a whole job ------------------------------------------------------------------------------------------------------
 
 
-class Watched(FakeEngine):
-    """Keeps the rows that it was trained on."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        super().__init__()
-        self._rows = rows
-
-    def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
-        self._rows += [row for rows in batches for row in rows]
-        return super().accumulate(batches, loss)
-
-
 class Dawdling(FakeRewards):
     """Takes a different number of turns of the event loop for each group."""
 
@@ -168,7 +157,7 @@ async def test_however_groups_come_and_are_scored_a_step_trains_on_what_stands_i
     what = job(rng.randrange(1, 4), elastic={"max_staleness": max_staleness})
     rows: list[Row] = []
     rig = rig_of(tmp_path, what, equal)
-    rig.make_engine = lambda: Watched(rows)
+    rig.make_engine = lambda: WatchedEngine(rows)
     build = rig.build
 
     def building(*args: Any) -> Workshop:
@@ -227,7 +216,7 @@ async def test_what_waits_for_the_whole_step_or_makes_pairs_gets_what_stands_in_
     what = job(algorithm=algorithm)
     rows: list[Row] = []
     rig = rig_of(tmp_path, what)
-    rig.make_engine = lambda: Watched(rows)
+    rig.make_engine = lambda: WatchedEngine(rows)
     await completed(rig)
     groups, teaching = in_places(what, EQUAL)
     assert asked(rig) == groups

@@ -25,7 +25,7 @@ from shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.resampled_job import EQUAL, PLACES, ROWS, TRIES, asked, by_row, completed, in_places, job, rig_of
 from tests.support.scripted_manager import scripted
-from tests.support.trainer_rig import JOB, Rig
+from tests.support.trainer_rig import JOB, Rig, succession
 from tests.unit.test_trainer_conversations import TalkRig, done
 
 
@@ -225,11 +225,7 @@ async def test_steps_that_are_never_trained_again_are_forgotten(tmp_path: Path) 
 
 async def test_a_superseded_trainer_records_nothing_any_more() -> None:
     bus = MemoryBus()
-    fences = []
-    for trainer in ("old", "new"):
-        epoch = await bus.take("lease", trainer, 5.0, epoch="epoch", instead_of="old")
-        assert epoch is not None
-        fences.append(Fence("epoch", epoch))
+    fences = await succession(bus)
     patient = PatientBus(bus, Waits(), 1.0)
     old, new = (KeptResampling(patient, JOB, 1, job(), ROWS, fence=fence) for fence in fences)
     await new.keep(256, 1)

@@ -370,7 +370,8 @@ class World:
         """Derive anew how many samples a worker should have, from what its kind has shown."""
         samples = [self.ledger.samples[i] for i in worker.samples]
         worker.kv_held = sum(map(kv_of, samples))
-        worker.longest = max(map(limit_of, samples), default=0)
+        if worker.kv_row_tokens:
+            worker.longest = max(map(limit_of, samples), default=0)
         size(worker, self.lengths[worker.job_id].mean if worker.job_id in self.lengths else 0.0)
         self.changed(worker)
 
