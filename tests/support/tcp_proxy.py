@@ -56,29 +56,31 @@ class TcpProxy:
         await self._server.wait_closed()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._away:
-            writer.transport.abort()
-            return
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
         try:
-            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
-        except OSError:
+            if not self._away:
+                await self._join(reader, writer)
+        finally:
             writer.transport.abort()
             self._connections.discard(task)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except OSError:
             return
         up = asyncio.create_task(self._pass(reader, up_writer, down=False), name="proxy-up")
         down = asyncio.create_task(self._pass(up_reader, writer, down=True), name="proxy-down")
         try:
             await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # Before anything that may be cancelled: nothing closes it later.
+            up_writer.transport.abort()
             up.cancel()
             down.cancel()
             await asyncio.gather(up, down, return_exceptions=True)
-            writer.transport.abort()
-            up_writer.transport.abort()
-            self._connections.discard(task)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, down: bool) -> None:
         while block := await reader.read(_BLOCK_BYTES):
