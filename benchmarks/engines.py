@@ -1,11 +1,12 @@
 """Tokens per second of the torch engine and of vLLM, side by side in one process, and beside a plain transformers loop.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.engines [--requests 8 16 32 64] [--rounds 3] [--device cuda --dtype bfloat16]
+    OMP_NUM_THREADS=1 python -m benchmarks.engines [--requests 8 16 32 64] [--rounds 3]
+    python -m benchmarks.engines --device cuda --dtype bfloat16 --requests 8 64 256 --tokens 512
 
 Each contender gets the same weights and the same requests: groups of eight samples of one prompt, all of one length,
 drawn at temperature 1 with the log-probability of each token. `demo` is the model of examples/countdown, `10m` a Qwen3
-of 10.8 million random parameters. The engines are what a worker has; the plain loop is the model's own forward pass
-with transformers' cache, in one batch.
+of 10.8 million random parameters; on a GPU it is `0.6b`, of the sizes of Qwen3-0.6B. The engines are what a worker has;
+the plain loop is the model's own forward pass with transformers' cache, in one batch.
 
 They take turns; a figure is the median over the rounds, a ratio the median of the rounds' ratios. On a CPU a second is
 one of this process's own processor time, so that neighbours on the machine disturb little: with one thread it is what
@@ -50,7 +51,20 @@ MODELS = {
         max_position_embeddings=512,
         tie_word_embeddings=True,
     ),
+    "0.6b": Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
 }
+GPU_KV_CACHE_BYTES = 16 << 30
+"""Of each engine: they are there at the same time."""
 CONTENDERS = ("torch", "vllm", "plain")
 
 
@@ -88,9 +102,11 @@ async def run_plain(model: Any, requests: list[Request]) -> None:
 
 def factories(slots: int, device: str, dtype: Any) -> dict[str, EngineFactory]:
     """Return what makes the engines that are installed."""
-    found: dict[str, EngineFactory] = {"torch": TorchFactory(slots=slots, device=device, dtype=dtype)}
+    options: dict[str, Any] = {"slots": slots, "device": device, "dtype": dtype}
+    options["kv_cache_bytes"] = 0 if device == "cpu" else GPU_KV_CACHE_BYTES
+    found: dict[str, EngineFactory] = {"torch": TorchFactory(**options)}
     try:
-        found["vllm"] = VllmFactory(slots=slots, device=device, dtype=dtype)
+        found["vllm"] = VllmFactory(**options)
     except ConfigError as error:
         print(f"vLLM is left out: {error}")
     for factory in found.values():
@@ -150,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a completion")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", choices=sorted(MODELS), nargs="+", default=list(MODELS))
+    parser.add_argument("--model", choices=sorted(MODELS), nargs="+", help="demo and 10m; demo and 0.6b on a GPU")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     args = parser.parse_args(argv)
@@ -159,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{torch.get_num_threads()} threads, {args.device}, {args.dtype}, load {os.getloadavg()[0]:.1f}")
     print("| model | requests | torch, tokens/s | vLLM | plain loop | torch : vLLM | torch : plain |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for name in args.model:
+    for name in args.model or ["demo", "10m" if args.device == "cpu" else "0.6b"]:
         asyncio.run(measure(name, args, engines))
 
 

@@ -29,10 +29,10 @@ def cut(groups: Sequence[Sequence[Row]], micro_batch_tokens: int) -> list[list[R
 class Ours:
     """What a step of a job does from the moment on at which its samples are there and scored."""
 
-    def __init__(self, model: Path, groups: list[list[Row]], micro_batch_tokens: int) -> None:
+    def __init__(self, model: Path, groups: list[list[Row]], micro_batch_tokens: int, device: str, dtype: str) -> None:
         self._groups, self._budget = groups, micro_batch_tokens
         self._loss = clipped_loss(LOW, HIGH)
-        self._policy = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype="float32", device="cpu")
+        self._policy = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device=device)
         self._policy.load_hf(model)
 
     def update(self) -> float:
@@ -55,13 +55,14 @@ class Bare:
     It gives no attention mask, which would take sdpa's faster path from it.
     """
 
-    def __init__(self, model: Path, batches: list[list[Row]]) -> None:
+    def __init__(self, model: Path, batches: list[list[Row]], device: str, dtype: str) -> None:
+        self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         self._batches = [
             [(ints(row.prompt), ints(row.completion), floats(row.logprobs), row.advantage) for row in rows]
             for rows in batches
         ]
         self._n_tokens = sum(len(tokens) for rows in self._batches for _, tokens, _, _ in rows)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self._device).eval()
         self.n_parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -78,7 +79,9 @@ class Bare:
                 ids[i, :end] = torch.tensor([*prompt, *tokens])
                 old[i, begin - 1 : end - 1] = torch.tensor(logprobs)
                 weight[i, begin - 1 : end - 1] = advantage
-            logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1]
+            ids, old, weight = (tensor.to(self._device) for tensor in (ids, old, weight))
+            with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+                logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             new = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
             ratio = (new - old).exp()
             objective = torch.min(ratio * weight, ratio.clamp(1 - LOW, 1 + HIGH) * weight)

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from services.trainer.ports import Row
 from shared.columns import F32, I32, pack
 
-PROMPT_TOKENS = 10
 GROUP_SIZE = 8
 QUANTILES = ((0.0, 12), (0.1, 22), (0.5, 62), (0.75, 122), (0.9, 202), (0.95, 256), (1.0, 256))
 """(fraction of the completions, that are no longer than so many tokens)."""
@@ -26,10 +25,26 @@ class Case(NamedTuple):
     config: Any
     groups: int
     micro_batch_tokens: int
+    prompt_tokens: int = 10
+    stretch: int = 1
+    """Completions are so many times as long as the demo's."""
 
 
-def cases() -> list[Case]:
-    """Return the demo's model, and one whose time is spent in matrix products."""
+def cases(device: str) -> list[Case]:
+    """Return the demo's model, and one whose time is spent in matrix products: on a GPU that has to be larger."""
+    demo = AutoConfig.from_pretrained("examples/countdown/base")
+    if device != "cpu":
+        half_billion = Qwen2Config(
+            vocab_size=151_936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32_768,
+            tie_word_embeddings=True,
+        )
+        return [Case("demo", demo, 32, 16_384), Case("0.5b", half_billion, 8, 8192, prompt_tokens=128, stretch=8)]
     larger = Qwen3Config(
         vocab_size=8192,
         hidden_size=384,
@@ -43,7 +58,6 @@ def cases() -> list[Case]:
         bos_token_id=None,
         eos_token_id=None,
     )
-    demo = AutoConfig.from_pretrained("examples/countdown/base")
     return [Case("demo", demo, 16, 2048), Case("larger", larger, 2, 1024)]
 
 
@@ -60,14 +74,14 @@ def groups(case: Case, seed: int = 0) -> list[list[Row]]:
     draw = random.Random(seed)
 
     def row(prompt: bytes) -> Row:
-        n = _length(draw.random())
+        n = _length(draw.random()) * case.stretch
         tokens = [draw.randrange(3, case.config.vocab_size) for _ in range(n)]
         logprobs = [-4.5 + draw.random() for _ in tokens]
         return Row(prompt, pack(tokens, I32), pack(logprobs, F32), draw.gauss(0, 1))
 
     made = []
     for _ in range(case.groups):
-        prompt = pack([draw.randrange(3, case.config.vocab_size) for _ in range(PROMPT_TOKENS)], I32)
+        prompt = pack([draw.randrange(3, case.config.vocab_size) for _ in range(case.prompt_tokens)], I32)
         made.append([row(prompt) for _ in range(GROUP_SIZE)])
     return sorted(made, key=lambda group: max(row.n_tokens for row in group))
 

@@ -3,23 +3,27 @@
 In this process and synchronously, because then one thread decides what happens between two steps: a token's version is
 the one that was loaded when its step began, without any bookkeeping, and weights are handed over without a copy. With
 tensor parallelism vLLM starts a process for each device, and the core still steps here.
+
+Requests go to vLLM's core and its tokens are taken from there. The layer above it, which makes texts and lists of
+alternatives of them, would take half as long again as the scheduler for what nobody here reads.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from vllm import EngineArgs, SamplingParams
+from vllm import EngineArgs, SamplingParams, envs
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from services.rollout_worker.adapters import vllm_draw, vllm_worker
@@ -74,20 +78,24 @@ class Core:
         self._n_loads = 0
         self._n_requests = 0
         with TemporaryDirectory(prefix="rlboost-model-") as directory:
-            path = Path(directory)
-            (path / "config.json").write_text(config_json, encoding="utf-8")
-            self._tensors = HfTensors(path, getattr(torch, options.dtype))
-            # vLLM chooses the model's class by its name, which not every configuration gives.
-            config = {"architectures": [self._tensors.architecture], **_given(config_json)}
-            (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-            try:
-                self._engine = LLMEngine.from_engine_args(_arguments(path, options))
-            except (ValueError, OSError, NotImplementedError) as error:
-                cleanup_dist_env_and_memory()
-                raise ConfigError(f"vllm cannot run this model here: {error}") from error
+            (Path(directory) / "config.json").write_text(config_json, encoding="utf-8")
+            self._tensors = HfTensors(Path(directory), getattr(torch, options.dtype))
+        # vLLM chooses the model's class by its name, which not every configuration gives.
+        config = {"architectures": [self._tensors.architecture], **_given(config_json)}
+        try:
+            self._engine = LLMEngine.from_engine_args(_arguments(model_folder(config), options))
+        except (ValueError, OSError, NotImplementedError) as error:
+            cleanup_dist_env_and_memory()
+            raise ConfigError(f"vllm cannot run this model here: {error}") from error
+        self._core = self._engine.engine_core
+        self._tasks = self._engine.get_supported_tasks()
+        self._open: set[str] = set()
+        """The requests that have neither ended nor been aborted."""
         self.max_len = int(self._engine.model_config.max_model_len)
         self.vocabulary = int(self._engine.model_config.get_vocab_size())
-        self.kv_tokens = int(self._engine.vllm_config.cache_config.kv_cache_size_tokens or 0)
+        cache = self._engine.vllm_config.cache_config
+        self.kv_tokens = int(cache.kv_cache_size_tokens or 0)
+        self.kv_page_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         try:
             self._check()
         except BaseException:
@@ -125,31 +133,35 @@ class Core:
             temperature=0.0,  # see `vllm_draw`
             ignore_eos=True,
             logprobs=0,
-            flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args,
             **params,
         )
         # Salted: a new request must not find the prefix of one that goes on with keys and values of older weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._n_loads)}
-        self._engine.add_request(request_id, prompt, sampling)
+        request = self._engine.input_processor.process_inputs(request_id, prompt, sampling, supported_tasks=self._tasks)
+        self._core.add_request(request)
+        self._open.add(request_id)
         return request_id
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; those that have ended are ignored."""
-        if request_ids:
-            self._engine.abort_request(list(request_ids))
+        if still_open := [request_id for request_id in request_ids if request_id in self._open]:
+            self._core.abort_requests(still_open)
+            self._open.difference_update(still_open)
 
     def step(self) -> Iterator[Made]:
         """Run the model once; yield what it made, which is at most one token for each request."""
-        for output in self._engine.step():
-            (completion,) = output.outputs
-            if completion.finish_reason not in {None, "stop", "length"}:
-                raise RuntimeError(f"vllm gave a request up: {completion.finish_reason}")
-            logprobs = completion.logprobs.logprobs if completion.logprobs is not None else ()
-            for token, logprob in zip(completion.token_ids, logprobs, strict=True):
-                yield Made(output.request_id, token, logprob)
+        for output in self._core.get_output().outputs:
+            if output.finish_reason is not None:
+                self._open.discard(output.request_id)
+                if output.finish_reason not in {FinishReason.STOP, FinishReason.LENGTH}:
+                    raise RuntimeError(f"vllm gave a request up: {output.finish_reason}")
+            if output.new_token_ids:
+                # The first column is what was taken.
+                logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+                for token, logprob in zip(output.new_token_ids, logprobs, strict=True):
+                    yield Made(output.request_id, token, logprob)
 
     def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         """See `ports.Engine.score`; no request may be there.
@@ -165,7 +177,7 @@ class Core:
                 tokens.append(token)
             asked.append(ids)
         found: dict[str, float] = {}
-        while self._engine.has_unfinished_requests():
+        while self._open:
             found.update((made.request_id, made.logprob) for made in self.step())
         self.clear()
         return [[found[request_id] for request_id in row] for row in asked]
@@ -242,7 +254,28 @@ class Core:
 
     def close(self) -> None:
         """End vLLM and the processes that it has started."""
-        self._engine.engine_core.shutdown()
+        self._core.shutdown()
+
+
+def model_folder(config: dict[str, Any]) -> Path:
+    """Return a folder with this `config.json`, in vLLM's own cache: always the same for the same one.
+
+    What vLLM has compiled it finds again by the model's path, among other things: under a new name each time, every
+    worker that starts on a machine would compile anew.
+
+    Args:
+        config: of the model, with its architecture.
+
+    """
+    text = json.dumps(config, sort_keys=True)
+    folder = Path(envs.VLLM_CACHE_ROOT) / "rlboost_models" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Several workers may begin at once.
+        with NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        Path(file.name).replace(folder / "config.json")
+    return folder
 
 
 def _given(config_json: str) -> dict[str, Any]:

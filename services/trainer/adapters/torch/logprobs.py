@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from services.trainer.adapters.torch.batch import padded
+from services.trainer.adapters.torch.chosen import chosen_logprobs
 from services.trainer.ports import Row
 
 
@@ -40,16 +41,18 @@ class LogprobPass:
     def __call__(self, rows: Sequence[Row]) -> Tensor:
         """Return the log-probabilities of all trained tokens, row after row, [tokens]."""
         ids, predicts = padded(rows)
+        # Counted here: to select by a mask on a GPU, the host would have to wait for it.
+        targets = torch.from_numpy(ids[:, 1:][predicts[:, :-1]]).to(self._device)
+        self._selected = torch.from_numpy(np.flatnonzero(predicts)).to(self._device)
         token_ids = torch.from_numpy(ids).to(self._device)
-        self._selected = torch.from_numpy(predicts).to(self._device)
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):
             logits: Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
-        targets = token_ids[:, 1:][self._selected[:, :-1]]
-        return -functional.cross_entropy(logits.float() / self._temperature, targets, reduction="none")
+        return chosen_logprobs(logits, targets, self._temperature)
 
     def _select(self, _head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
         """Give the output head only the positions that predict a trained token, [1, tokens, hidden].
 
         As a hook in front of the head it leaves whatever a family does to its logits in place.
         """
-        return (inputs[0][self._selected].unsqueeze(0),)
+        assert self._selected is not None
+        return (inputs[0].flatten(0, 1).index_select(0, self._selected).unsqueeze(0),)
