@@ -17,7 +17,7 @@ def running_store(directory: Path, **settings: str) -> Iterator[tuple[ServicePro
     redis.start()
     env = {f"RLBOOST_WEIGHT_STORE_{name}": value for name, value in settings.items()}
     env["RLBOOST_WEIGHT_STORE_DIR"] = str(directory / "store")
-    store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, env)
+    store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, env, imports=True)
     try:
         store.start()
         yield store, redis.url

@@ -14,6 +14,7 @@ from services.trainer.device import DeviceThread
 from services.trainer.ports import Workshop
 from services.trainer.settings import Settings
 from shared import http
+from shared.importing import without_collector
 from shared.jobspec import JobSpec
 from shared.lifecycle import run_service, supervise
 from shared.redis_bus import connect
@@ -43,7 +44,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         samples_limit_s=config.samples_limit_s,
     )
     # The first job finds it imported.
-    device.post(lambda: importlib.import_module("services.trainer.workshop"))
+    device.post(_import_workshop)
     log.info("listening", host=config.host, port=sock.getsockname()[1])
     loops = {
         "commands": trainer.commands,
@@ -56,6 +57,11 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     finally:
         device.close()
         await bus.close()
+
+
+def _import_workshop() -> None:
+    with without_collector():
+        importlib.import_module("services.trainer.workshop")
 
 
 if __name__ == "__main__":

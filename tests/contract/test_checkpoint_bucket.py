@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import stamina
 import structlog
 
 from services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
@@ -18,6 +19,7 @@ from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
 from services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from services.trainer.adapters.checkpoints.places import Places
 from services.trainer.ports import TrainState
+from shared import bucket
 from shared.bucket import Bucket
 from shared.errors import ConfigError, Corrupt, Fatal
 from tests.support.s3_server import S3Server
@@ -375,6 +377,12 @@ def test_an_outage_within_the_limit_is_waited_for(
     server = S3Server(tmp_path_factory.mktemp("later"))
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)
+    # Twelve tries, with what the client waits between its own, take half a minute.
+    monkeypatch.setattr(bucket, "_RETRIES", {**bucket._RETRIES, "max_retries": 0})
+    patient = stamina.retry_context
+    monkeypatch.setattr(
+        stamina, "retry_context", lambda **limits: patient(**limits | {"wait_max": 0.02, "wait_jitter": 0.0})
+    )
     store = CheckpointBucket(f"s3://{server.bucket}/late", tmp_path / "c", 60.0)
     put, tries = Bucket.put, []
     starting = asyncio.Lock()  # it answers before its bucket is there, which other parts must not see

@@ -27,7 +27,7 @@ from tests.support.real_fleet import RealFleet, lines
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.worker_manager import JoinServer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def samples_of(worker: ServiceProcess) -> int:

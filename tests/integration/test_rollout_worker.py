@@ -87,14 +87,15 @@ class Site:
         self.redis.start()
         self.join = JoinServer(TOKEN, self.redis.url, store_url)
 
-    def hire(self, module: str = "", **settings: str) -> ServiceProcess:
-        """Start a worker, or what `module` makes of one."""
+    def hire(self, module: str = "", *, imports: bool = False, **settings: str) -> ServiceProcess:
+        """Start a worker, or what `module` makes of one; see `ServiceProcess` for `imports`."""
         folder = self._directory / f"w{len(self._hired)}"
         folder.mkdir()
         defaults = {"URL": self.join.url, "NAME": folder.name, "SLOTS": "8", "CACHE_DIR": str(folder / "cache")}
         env = {f"RLBOOST_WORKER_{key}": value for key, value in (defaults | settings).items()}
         # A Redis URL that nobody answers: a worker has it from the manager.
-        worker = ServiceProcess("rollout_worker", "RLBOOST_WORKER_", folder, "redis://127.0.0.1:1/0", env, module)
+        nobody = "redis://127.0.0.1:1/0"
+        worker = ServiceProcess("rollout_worker", "RLBOOST_WORKER_", folder, nobody, env, module, imports=imports)
         worker.launch()
         self._hired.append(worker)
         return worker
@@ -428,7 +429,7 @@ async def test_ctrl_c_is_called_by_its_name(site: Site, manager: WorkerManager) 
 
 
 async def test_sigterm_while_libraries_load_is_quick(site: Site, manager: WorkerManager) -> None:
-    process = site.hire()
+    process = site.hire(imports=True)
     worker = await manager.joined()
     await manager.send(worker, UseVersion(job_id=JOB, version=0))
     await manager.until(worker, "pulling")

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shared import names
-from shared.bus import Delete
 from shared.ids import SampleId
 from shared.messages import StepReport
 from tests.support.model_folder import write_model, write_tokenizer
@@ -167,8 +165,7 @@ async def test_a_trainer_killed_at_every_point_ends_where_an_undisturbed_one_doe
         for point, step in LIVES:
             await lives.begin(point, step)
             assert await lives.end() == -signal.SIGKILL, f"it did not come to {point} of step {step}"
-            # What time does to a dead trainer's lease.
-            await site.bus.transact([Delete(names.trainer_lease("killed"))])
+            await site.expire_lease("killed")
         await live_to_the_end(site, lives, "killed")
     assert site.model("killed") == site.model("undisturbed")
     assert rows(site, "killed") == rows(site, "undisturbed")
@@ -192,7 +189,7 @@ async def test_what_is_drawn_at_random_goes_on_after_a_kill_as_it_would_have(sit
         await site.create("adapter-killed", **job)
         await lives.begin("stepped", 3)
         assert await lives.end() == -signal.SIGKILL
-        await site.bus.transact([Delete(names.trainer_lease("adapter-killed"))])
+        await site.expire_lease("adapter-killed")
         await live_to_the_end(site, lives, "adapter-killed")
     assert site.model("adapter-killed") == site.model("adapter")
     assert [fields["step"] for kind, fields in await site.events("adapter-killed") if kind == "resumed"] == [2]
@@ -210,7 +207,7 @@ async def test_on_another_machine_and_in_another_job_it_goes_on_from_the_object_
         await site.create("moved", **(JOB | rates | {"trainer": trainer}))
         await lives.begin("stepped", 3)
         assert await lives.end() == -signal.SIGKILL
-        await site.bus.transact([Delete(names.trainer_lease("moved"))])
+        await site.expire_lease("moved")
         shutil.rmtree(site.folder / "runs/moved")  # another machine has an empty disk
         await live_to_the_end(site, lives, "moved")
     assert site.model("moved") == site.model("whole")

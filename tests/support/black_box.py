@@ -1,4 +1,4 @@
-"""A system driven from outside: through its command line, its REST API, and the streams that anyone may read."""
+"""A system driven from outside: its command line, its REST API, its state folder, and streams that anyone may read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,6 +23,8 @@ import numpy as np
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from rlboost.local.state import StateDir
 
 ROOT = Path(__file__).parents[2]
 RLBOOST = [sys.executable, "-m", "rlboost"]
@@ -219,9 +222,9 @@ class BlackBox:
         return job_id
 
     def processes(self, role: str | None = None) -> list[dict[str, Any]]:
-        """Return the local processes that run."""
-        found = json.loads(self.command("ps", "--json"))["processes"]
-        return [p for p in found if p["alive"] and (role is None or p["role"] == role)]
+        """Return the local processes that run, as `ps` does, only quicker to ask again and again."""
+        found = StateDir(self.state).processes()
+        return [asdict(p) for p in found if p.alive and role in {None, p.role}]
 
     def kill(self, role: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to the first process of a role, once there is one."""

@@ -13,16 +13,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.eventually import LIMIT_S
+from tests.support.fork_server import Forked, fork_server
 from tests.support.redis_server import free_port
 
 TOKEN = "a token for tests"
 
 
 class ServiceProcess:
-    """`python -m services.NAME` on one port for its whole life; its log is `directory/NAME.log`."""
+    """`services.NAME` on one port for its whole life; its log is `directory/NAME.log`.
+
+    It is forked from a process that has imported what it needs, see `fork_server`, unless it has a module or imports of
+    its own.
+    """
 
     def __init__(
-        self, name: str, prefix: str, directory: Path, redis_url: str, env: Mapping[str, str], module: str = ""
+        self,
+        name: str,
+        prefix: str,
+        directory: Path,
+        redis_url: str,
+        env: Mapping[str, str],
+        module: str = "",
+        *,
+        imports: bool = False,
     ) -> None:
         """Nothing runs before `start`.
 
@@ -33,6 +46,7 @@ class ServiceProcess:
             redis_url: its broker.
             env: more settings.
             module: run in place of the service's own.
+            imports: it starts as `python -m` does, for tests of what happens meanwhile.
 
         """
         self.port = free_port()
@@ -41,7 +55,8 @@ class ServiceProcess:
         self._log = directory / f"{name}.log"
         common = {"RLBOOST_REDIS_URL": redis_url, "RLBOOST_TOKEN": TOKEN, f"{prefix}PORT": str(self.port)}
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", **common, **env}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._forks = None if module or imports else fork_server(name, self.env)
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -53,7 +68,10 @@ class ServiceProcess:
         """Start the process without waiting for it."""
         assert self._process is None, "the service runs already"
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen([sys.executable, "-m", self._module], env=self.env, stderr=log)
+            if self._forks is not None and self._forks.fits(self.env):
+                self._process = self._forks.run(self._module, self.env, log)
+            else:
+                self._process = subprocess.Popen([sys.executable, "-m", self._module], env=self.env, stderr=log)
 
     def start(self) -> None:
         """Start, and return when it is ready."""

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from shared import names
-from shared.bus import START
+from shared.bus import START, Delete
 from shared.errors import BusUnavailable
 from shared.ids import SampleId
 from shared.jobspec import parse, to_json
@@ -126,6 +126,10 @@ class Site:
         [text] = await self.bus.holders([names.trainer_lease(job_id)])
         body: dict[str, Any] = json.loads(text) if text else {}
         return body
+
+    async def expire_lease(self, job_id: str) -> None:
+        """Do what time does to a dead trainer's lease."""
+        await self.bus.transact([Delete(names.trainer_lease(job_id))])
 
     async def waits_in(self, job_id: str, step: int, manager: ScriptedManager) -> None:
         """Return once the trainer has taken all of a step that the manager did not withhold."""

@@ -6,6 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
+from shared.importing import without_collector
+
 if TYPE_CHECKING:
     from services.rollout_worker.ports import Engine
 
@@ -23,7 +25,8 @@ class TorchFactory:
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
-        import services.rollout_worker.adapters.torch_engine  # noqa: F401, PLC0415 - it imports torch
+        with without_collector():
+            import services.rollout_worker.adapters.torch_engine  # noqa: F401, PLC0415 - it imports torch
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from services.rollout_worker.adapters.engine_thread import EngineThread
 from shared.errors import ConfigError
+from shared.importing import without_collector
 
 if TYPE_CHECKING:
     from services.rollout_worker.ports import Engine
@@ -62,7 +63,8 @@ class VllmFactory:
         os.environ.update(_ENVIRONMENT)
         for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._device == "cpu" else {})}.items():
             os.environ.setdefault(name, value)
-        import services.rollout_worker.adapters.vllm_engine  # noqa: F401, PLC0415 - it imports vllm
+        with without_collector():
+            import services.rollout_worker.adapters.vllm_engine  # noqa: F401, PLC0415 - it imports vllm
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""

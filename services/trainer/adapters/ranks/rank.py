@@ -13,11 +13,17 @@ import sys
 import threading
 import traceback
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.trainer.adapters.ranks import wire
-from services.trainer.adapters.ranks.engine import RankEngine
 from services.trainer.adapters.ranks.layout import Layout
+from shared.importing import without, without_collector
+
+if TYPE_CHECKING:
+    from services.trainer.adapters.ranks.engine import RankEngine
+
+_REPORTERS = ("tensorboard", "wandb")
+"""megatron-core imports them where they are, for nothing that a rank does: a second of processor time each start."""
 
 
 def main(descriptor: int, kind: str) -> None:
@@ -27,7 +33,8 @@ def main(descriptor: int, kind: str) -> None:
     threading.Thread(target=_read, args=(channel, inbox), name="calls", daemon=True).start()
     # megatron-core tells of each library that it would like to have.
     warnings.simplefilter("ignore")
-    engine_class = _engine_class(kind)
+    with without_collector():
+        engine_class = _engine_class(kind)
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
         wire.send(channel, question)
@@ -54,7 +61,8 @@ def _engine_class(kind: str) -> type[RankEngine]:
         from services.trainer.adapters.megatron import hook  # noqa: PLC0415 - nobody else has it installed
 
         hook.install()
-        from services.trainer.adapters.megatron.rank_engine import MegatronRank  # noqa: PLC0415 - after the hook
+        with without(*_REPORTERS):
+            from services.trainer.adapters.megatron.rank_engine import MegatronRank  # noqa: PLC0415 - after the hook
 
         return MegatronRank
     from services.trainer.adapters.fsdp.rank_engine import FsdpRank  # noqa: PLC0415 - it is one or the other
