@@ -11,6 +11,7 @@ is tried again for `patience_s`. A standby manager sends each call on to the one
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ Rows = list[Json]
 _AGAIN_S = 0.25
 _CONNECT_S = 5.0
 _SILENCE_S = 30.0
+_ID = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
 _UNAVAILABLE = httpx.codes.SERVICE_UNAVAILABLE.value
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -300,7 +302,13 @@ def server_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
 
 
 def _path(job_id: str) -> str:
-    return f"/jobs/{quote(job_id, safe='')}"
+    if not _ID.fullmatch(job_id):  # it would be another route, such as that of a file's name
+        raise ClientError(
+            "No such job",
+            f"there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs",
+            httpx.codes.NOT_FOUND.value,
+        )
+    return f"/jobs/{job_id}"
 
 
 def _checked(response: httpx.Response) -> httpx.Response:

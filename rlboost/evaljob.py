@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.jobspec import read_override
 from shared.jobspec_fleet import EvalSpec
 
+_NAMES = ("name", "model")
 _KEPT = ("environment", "reward", "sampling")
 _KEPT_OF = {
     "data": ("eval", "eval_split", "subset", "prompt_key", "max_prompt_tokens"),
@@ -51,6 +53,23 @@ def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int
         if samples is not None:
             made["eval"]["samples"] = samples
     return made
+
+
+def require_read(override: str) -> None:
+    """Refuse a value that wins where nothing is read, be it for its misspelt name.
+
+    Raises:
+        ConfigError: no evaluation reads what it sets, or it is not of the form `a.b=v`.
+
+    """
+    (section, *keys), value = read_override(override)
+    if section in (*_NAMES, *_KEPT):
+        return
+    inner = keys[:1] or (value if isinstance(value, Mapping) else [])
+    if section in _KEPT_OF and all(key in _KEPT_OF[section] for key in inner):
+        return
+    read = [*_NAMES, *_KEPT, *(f"{name} ({', '.join(keys)})" for name, keys in _KEPT_OF.items())]
+    raise ConfigError(f"override {override!r}: an evaluation reads {', '.join(read)}: leave it out, or mend its name")
 
 
 def _cut_no_more_than_is_needed(trainer: object) -> None:

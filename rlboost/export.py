@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from rlboost.client import Client, ClientError
+from rlboost.client import Client
 from rlboost.export_folder import NewFolder, copy_files, write_adapter, write_model
 from shared.errors import ConfigError, NotFound
 
 _PULL_LIMIT_S = 3600.0
-_NOT_FOUND = 404
 _NEEDS = "needs torch and transformers on this machine: pip install 'rlboost[worker]'"
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
 
@@ -72,16 +71,12 @@ def from_store(
         to: an empty folder to write into.
 
     Raises:
-        ConfigError: there is no such job or version, something is missing on this machine, or a file cannot be read
-            or written.
+        ClientError: the manager knows no such job, or does not answer.
+        ConfigError: there is no such version, something is missing on this machine, or a file cannot be read or
+            written.
 
     """
-    try:
-        spec = client.jobs.spec(wanted.job_id)
-    except ClientError as error:
-        if error.status != _NOT_FOUND:
-            raise
-        raise ConfigError(f"there is no job {wanted.job_id!r}: 'rlboost ps' lists them") from error
+    spec = client.jobs.spec(wanted.job_id)
     url = store_url or client.request("GET", "/join").json()["weight_store_url"]
     base = None if wanted.adapter else _base(model, spec["model"])
     with _warnings_only():

@@ -8,31 +8,36 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlboost.modelcheck import code_problems, data_problem, missing_libraries, model_problems
-from rlboost.tried import complaints
+from rlboost.tried import NotHere, complaint
 from shared.errors import ConfigError
 from shared.examples import example_of
 from shared.jobspec import JobSpec, WrongJob, load, parse
 from shared.jobspec_data import DataSpec, Rows, SftDataSpec
 from shared.rows import BadRow, Row, is_messages, is_remote, read_rows
-from shared.shards import Source, names, shown
+from shared.shards import Source, is_here, names, shown
 from shared.training import TrainerSpec
-from shared.validation import Section
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 _REWARD_SCRIPT = """
 import json, sys
-from shared.reward_call import load, style_of
+from shared.reward_call import load, style_of, why_not
 part = json.loads(sys.argv[1])
-style_of(load(part["function"]), part["arguments"], part["style"])
+try:
+    style_of(load(part["function"]), part["arguments"], part["style"])
+except BaseException as error:
+    sys.exit("reward.function: " + why_not(part["function"], "reward function", error))
 """
 _ENVIRONMENT_SCRIPT = """
 import json, sys
 from shared.environment import maker
+from shared.reward_call import why_not
 spec = json.loads(sys.argv[1])
-maker(spec["function"], spec["arguments"])
+try:
+    maker(spec["function"], spec["arguments"])
+except BaseException as error:
+    sys.exit("environment.function: " + why_not(spec["function"], "environment", error))
 """
-_UNFIT = "shared.reward_call.Unfit: "
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
@@ -40,29 +45,42 @@ class Found(NamedTuple):
     """What is to be told of a job file, one line each."""
 
     problems: list[str]
+    """What is not here is a `NotHere`."""
     warnings: list[str]
     """Of this machine, on which the job may not be meant to be trained."""
 
 
 def check(file: Path, overrides: list[str]) -> Found:
-    """Look for all that may be wrong with a job file; paths are relative to the current folder.
+    """Look for all that may be wrong with a job file; see `check_job`.
 
     Raises:
         ConfigError: the file cannot be read or parsed at all.
 
     """
-    raw = load(str(file), overrides)
+    return check_job(load(str(file), overrides))
+
+
+def check_job(raw: object) -> Found:
+    """Look for all that may be wrong with the job that a mapping describes; paths are relative to the current folder.
+
+    Raises:
+        ConfigError: it is no mapping.
+
+    """
     try:
         spec = parse(raw)
     except WrongJob as error:
         return Found(error.problems, [])
-    found = [_model(spec.model), _resume(spec.trainer)]
+    found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
     found += [_data(spec, rows) for rows in spec.data.rows if spec.kind != "sft" or rows.field == "data.train"]
     # Of a service only the trainer can tell whether it is there.
     functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
-    found += [_tried(_REWARD_SCRIPT, part, function, "reward function") for part, function in functions]
+    found += [
+        complaint("reward.function", function, _REWARD_SCRIPT, part.model_dump_json()) for part, function in functions
+    ]
     if (environment := spec.environment) is not None:
-        found.append(_tried(_ENVIRONMENT_SCRIPT, environment, environment.function, "environment"))
+        given = environment.model_dump_json()
+        found.append(complaint("environment.function", environment.function, _ENVIRONMENT_SCRIPT, given))
     model_is_here = found[0] is None and Path(spec.model).expanduser().is_dir()
     found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec)]
     if model_is_here and not any(found):
@@ -75,7 +93,7 @@ def _model(model: str) -> str | None:
     if not folder.exists():
         if _HUB_ID.fullmatch(model) and not folder.parent.exists():
             return None  # a Hugging Face id: only the trainer can tell
-        return f"model: there is no folder {model}: name a Hugging Face model directory"
+        return NotHere(f"model: there is no folder {model}: name a Hugging Face model directory")
     if not (folder / "config.json").is_file():
         return f"model: {model} has no config.json: it is no Hugging Face model directory"
     if not any(folder.glob("*.safetensors")):
@@ -87,7 +105,7 @@ def _resume(trainer: TrainerSpec) -> str | None:
     place = trainer.resume
     if not trainer.begins_elsewhere or "://" in place or Path(place).exists():
         return None
-    return (
+    return NotHere(
         f"trainer.resume: there is no {place}: give auto, never, or another job's folder (.rlboost/runs/JOB) or one of "
         "its checkpoints"
     )
@@ -104,7 +122,9 @@ def _data(spec: JobSpec, rows: Rows) -> str | None:
         wrong = f"{error.source} {error.place} is not a JSON object: {error.why}"
     except ConfigError as error:
         wrong = str(error)
-    return f"{field}: {wrong}" if wrong else None
+    if not wrong:
+        return None
+    return f"{field}: {wrong}" if all(map(is_here, here)) else NotHere(f"{field}: {wrong}")
 
 
 def _rows(spec: JobSpec, source: Source, split: str) -> str | None:
@@ -147,18 +167,3 @@ def _may_have_chat_template(model: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and bool(config.get("chat_template"))
-
-
-def _tried(script: str, section: Section, function: str, what: str) -> str | None:
-    """Return what is wrong with the user's function that a section names."""
-    field = f"{what.partition(' ')[0]}.function"
-    try:
-        lines = complaints(field, function, script, section.model_dump_json())
-    except ConfigError as error:
-        return str(error)
-    if not lines:
-        return None
-    reason = lines[-1]
-    if reason.startswith(_UNFIT):
-        return f"{field}: {function} is no {what}: {reason.removeprefix(_UNFIT)}"
-    return f"{field}: {function} cannot be imported from {Path.cwd()}: {reason}"

@@ -13,17 +13,13 @@ from shared.errors import ConfigError
 from shared.shards import is_here
 
 
-def resolve(file: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the whole job, every default filled in.
-
-    Paths of the model and the data are relative to the current folder. The trainer may run in another one, so those
-    that exist are made absolute; others are left, as they may be a Hugging Face id or a path on the trainer's machine.
+def resolved(file: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole job that was read from a file, as `complete` does.
 
     Raises:
-        ConfigError: naming each wrong field.
+        ConfigError: naming the file and each wrong field.
 
     """
-    raw = jobspec.load(str(file), overrides)
     try:
         return complete(raw)
     except ConfigError as error:
@@ -31,7 +27,10 @@ def resolve(file: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def complete(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole job that a mapping describes, as `resolve` does for a file.
+    """Return the whole job that a mapping describes, every default filled in.
+
+    Paths of the model and the data are relative to the current folder. The trainer may run in another one, so those
+    that exist are made absolute; others are left, as they may be a Hugging Face id or a path on the trainer's machine.
 
     Raises:
         ConfigError: naming each wrong field.

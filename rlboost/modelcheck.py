@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rlboost.tried import complaints
+from rlboost.tried import complaint
 from services.trainer.adapters.megatron import shape as megatron
 from services.trainer.adapters.ranks.layout import Layout
 from shared.errors import ConfigError
@@ -23,12 +23,14 @@ from shared.rows import is_remote
 from shared.runlog import lacking
 from shared.shards import names
 
-_ERROR = "shared.errors.ConfigError: "
-
 _OWN_CODE_SCRIPT = """
 import sys
+from shared.errors import ConfigError
 from shared.own_code import own_function
-own_function(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
+try:
+    own_function(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
+except ConfigError as error:
+    sys.exit(str(error))
 """
 
 
@@ -40,6 +42,8 @@ def model_problems(spec: JobSpec) -> list[str]:
         checks.append(lambda: check_targets(adapter, tensors_of(model)))
     if spec.trainer.backend == "megatron":
         checks.append(lambda: _check_cut(spec, model))
+    elif spec.trainer.activation_checkpointing and _is_installed("torch", "transformers"):
+        checks.append(lambda: _check_layers(model))
     return [problem for check in checks if (problem := _said_by(check))]
 
 
@@ -48,7 +52,9 @@ def code_problems(spec: JobSpec) -> list[str]:
     asked = [("algorithm.loss", spec.algorithm.loss, "batch")] if spec.kind == "rl" else []
     if spec.data.curriculum is not None:
         asked.append(("data.curriculum.function", spec.data.curriculum.function, "means,step,columns"))
-    found = [_tried(field, path, arguments) for field, path, arguments in asked if path]
+    found = [
+        complaint(field, path, _OWN_CODE_SCRIPT, field, path, arguments) for field, path, arguments in asked if path
+    ]
     return [problem for problem in found if problem and not _wants_torch(problem)]
 
 
@@ -93,6 +99,12 @@ def _check_cut(spec: JobSpec, model: Path) -> None:
     megatron.check(shape, Layout.of(spec.trainer))
 
 
+def _check_layers(model: Path) -> None:
+    from services.trainer.adapters.torch.recompute import check_recomputable  # noqa: PLC0415 - imports torch
+
+    check_recomputable(model)
+
+
 def _other_libraries(spec: JobSpec) -> Iterator[str]:
     if spec.adapter is not None and not _is_installed("peft"):
         yield "elastic.weights: lora needs PEFT: pip install 'rlboost[trainer]'"
@@ -118,12 +130,3 @@ def _said_by(check: Callable[[], Any]) -> str:
 
 def _wants_torch(problem: str) -> bool:
     return "No module named 'torch'" in problem and not _is_installed("torch")
-
-
-def _tried(field: str, function: str, arguments: str) -> str:
-    try:
-        lines = complaints(field, function, _OWN_CODE_SCRIPT, field, function, arguments)
-    except ConfigError as error:
-        return str(error)
-    # Anything else that went wrong says nothing about the job.
-    return next((line.removeprefix(_ERROR) for line in reversed(lines) if line.startswith(_ERROR)), "")

@@ -7,13 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shared.errors import ConfigError
-
 _LIMIT_S = 60.0
 
 
-def complaints(field: str, function: str, script: str, *arguments: str) -> list[str]:
-    """Run a script that imports a function of the user; return its last words if it fails, a line each, else nothing.
+class NotHere(str):
+    """A problem that is none where the trainer looks from another folder, or on another machine."""
+
+    __slots__ = ()
+
+
+def complaint(field: str, function: str, script: str, *arguments: str) -> str | None:
+    """Run a script that imports a function of the user; return what is wrong with it, None if nothing is.
 
     It runs in a process of its own, which finds modules in the current folder: the user's code may be slow, print, or
     hold on to anything.
@@ -21,11 +25,8 @@ def complaints(field: str, function: str, script: str, *arguments: str) -> list[
     Args:
         field: of the job file, which names the function.
         function: what the field says.
-        script: Python.
+        script: Python, whose last line on standard error says what is wrong, field first.
         arguments: what the script finds in `sys.argv`.
-
-    Raises:
-        ConfigError: it takes too long.
 
     """
     path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
@@ -39,8 +40,11 @@ def complaints(field: str, function: str, script: str, *arguments: str) -> list[
             timeout=_LIMIT_S,
             check=False,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{field}: importing {function} took more than {_LIMIT_S:.0f} s") from error
+    except subprocess.TimeoutExpired:
+        return f"{field}: importing {function} took more than {_LIMIT_S:.0f} s"
     if done.returncode == 0:
-        return []
-    return done.stderr.strip().splitlines() or ["it exited without a message"]
+        return None
+    *_, last = ["", *done.stderr.strip().splitlines()]
+    if not last.startswith(f"{field}: "):
+        return f"{field}: importing {function} ended its process" + (f": {last}" if last else "")
+    return NotHere(last) if "ModuleNotFoundError: " in last else last

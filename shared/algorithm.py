@@ -117,6 +117,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Algorithm -> what it chooses where the job file says nothing."""
 
 
+BEFORE: Mapping[str, Any] = {"resample": 0}
+"""Setting that is younger than some stored jobs -> what these ran with, whatever their preset chooses today."""
+
 Chosen = Mapping[str, Any]
 
 
@@ -329,6 +332,12 @@ class AlgorithmSpec(Section):
         if self.importance == "mask" and isinstance(self.tis_cap, float) and self.tis_cap <= 1:
             raise ValueError("tis_cap: with importance mask, weights from 1 / tis_cap on are kept: give more than 1")
         return self
+
+
+def as_it_ran(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the algorithm of a stored job, which has all settings that there were, with those that there were not."""
+    useless = {name for rule in _RULES if rule.against(stored) for name in rule.settings}
+    return {name: value for name, value in BEFORE.items() if name not in useless} | dict(stored)
 
 
 def _is_above_zero(value: object) -> bool:

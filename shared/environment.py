@@ -60,12 +60,15 @@ def maker(path: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """Return what makes the environments of a job file, tried once: it runs the user's code.
 
     Raises:
-        Unfit: what it makes is none.
+        Unfit: it makes none.
         Exception: whatever the user's code does.
 
     """
     make = partial(load(path), **arguments)
-    one = make()
+    try:
+        one = make()
+    except Exception as error:
+        raise Unfit(f"making one raised {type(error).__name__}: {error}") from error
     try:
         if missing := [name for name in ("reset", "step") if not callable(getattr(one, name, None))]:
             raise Unfit(f"it makes a {type(one).__name__}, which has no method {missing[0]}")

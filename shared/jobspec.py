@@ -12,7 +12,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from shared import strict_yaml
-from shared.algorithm import AlgorithmSpec
+from shared.algorithm import AlgorithmSpec, as_it_ran
 from shared.errors import ConfigError
 from shared.ids import MAX_STEPS
 from shared.jobspec_data import DataSpec, EvalDataSpec, RlDataSpec, SftDataSpec, TrainDataSpec
@@ -237,12 +237,14 @@ def _job(raw: object, *, is_stored: bool) -> JobSpec:
         raise WrongJob([f"kind: {one_of(*_KINDS)}"])
     spec = _KINDS[kind]
     applies, useless = _sorted_out(spec, raw)
+    if is_stored and isinstance(algorithm := applies.get("algorithm"), dict):
+        applies["algorithm"] = as_it_ran(algorithm)
     refused = [] if is_stored else useless
     because = f"a job of kind {kind} {spec.gist}"
     try:
         job = spec.model_validate(applies)
     except ValidationError as error:
-        raise WrongJob(describe(error), refused, because) from error
+        raise WrongJob(describe(error, spec), refused, because) from error
     if refused:
         raise WrongJob([], refused, because)
     return job
@@ -308,10 +310,7 @@ def set_by_override(raw: dict[str, Any], override: str) -> None:
         ConfigError: it is not of that form, or `a` is no section.
 
     """
-    key, separator, text = override.partition("=")
-    *parents, leaf = names = key.split(".")
-    if not separator or not all(names):
-        raise ConfigError(f"override {override!r} is not of the form a.b=value")
+    (*parents, leaf), value = read_override(override)
     node = raw
     for parent in parents:
         if (child := node.get(parent)) is None:
@@ -319,10 +318,33 @@ def set_by_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {parent} is not a section")
         node = child
+    node[leaf] = value
+
+
+def read_override(override: str) -> tuple[list[str], object]:
+    """Return the names of an override, from the outermost section to the key, and its value.
+
+    What is no YAML is text, as `*.jsonl` is, unless it has to be a section or a list.
+
+    Raises:
+        ConfigError: it is not of the form `a.b=v`, or `v` is a section or list that does not parse.
+
+    """
+    key, separator, text = override.partition("=")
+    if not separator or not all(names := key.split(".")):
+        raise ConfigError(f"override {override!r} is not of the form a.b=value")
     try:
-        node[leaf] = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        node[leaf] = text
+        return names, strict_yaml.read(text)
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, strict_yaml.GivenTwice):
+            raise ConfigError(f"override {override!r}: {error.problem}") from error
+        # A pattern may begin with a bracket, which it closes.
+        if text.startswith("{") or (text.startswith("[") and "]" not in text):
+            why = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+            raise ConfigError(
+                f"override {override!r} does not parse: {why}: close what it opens, and put all of it in quotes"
+            ) from error
+        return names, text
 
 
 def to_json(spec: JobSpec) -> str:
@@ -333,7 +355,8 @@ def to_json(spec: JobSpec) -> str:
 def recalled(raw: object) -> JobSpec:
     """Return a job that was stored; what does not apply to it is passed over.
 
-    It was checked when it came, maybe by an earlier version, which let more pass and stored every default.
+    It was checked when it came, maybe by an earlier version, which let more pass and stored every default. What there
+    was no setting for yet stays as it was then.
 
     Raises:
         WrongJob: naming each wrong field.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.reward_call import Unfit, load
+from shared.reward_call import load, why_not
 
 _changed_at: dict[str, int] = {}
 """Module -> when its file had changed last when it was read, in nanoseconds."""
@@ -30,19 +30,11 @@ def own_function(field: str, path: str, arguments: Sequence[str]) -> Callable[..
         ConfigError: it cannot be imported, is no function, or does not take these arguments.
 
     """
-    module = path.partition(":")[0]
     try:
-        _read_again_if_changed(module)
+        _read_again_if_changed(path.partition(":")[0])
         function = load(path)
-    except Unfit as error:
-        raise ConfigError(f"{field}: {error}") from error
-    except AttributeError as error:
-        raise ConfigError(f"{field}: {path} is not there: {error}: mend the name or the module") from error
     except Exception as error:
-        raise ConfigError(
-            f"{field}: {path} cannot be imported: {type(error).__name__}: {error}; start the trainer in a folder from "
-            f"which 'import {module}' works, or add that folder to PYTHONPATH"
-        ) from error
+        raise ConfigError(f"{field}: {why_not(path, 'function', error)}") from error
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some written in C have none

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -14,24 +16,53 @@ TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
 
 
 class Unfit(TypeError):
-    """What can be imported, and not be called as a function of its kind is."""
+    """A module that can be imported has no such function, or one that cannot be called as its kind is."""
 
 
 def load(path: str) -> Callable[..., Any]:
     """Import `package.module:function`, which runs the user's code.
 
     Raises:
-        Unfit: it is no function.
+        Unfit: it is not there, or no function.
         Exception: whatever the user's code raises.
 
     """
-    module, _, name = path.partition(":")
-    function = importlib.import_module(module)
-    for part in name.split("."):
-        function = getattr(function, part)
-    if not callable(function):
-        raise Unfit(f"{path} is not a function")
-    return function
+    place, _, names = path.partition(":")
+    found = importlib.import_module(place)
+    for name in names.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            near = difflib.get_close_matches(name, dir(found), 1)
+            raise Unfit(f"{place} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")) from error
+        place = f"{place}.{name}"
+    if not callable(found):
+        raise Unfit(f"it is of the type {type(found).__name__}")
+    return found
+
+
+def why_not(path: str, kind: str, error: BaseException) -> str:
+    """Return, in one line, why the user's function cannot be had, and what to do.
+
+    Args:
+        path: where it is looked for.
+        kind: what it is to be, such as `reward function`.
+        error: what looking for it raised.
+
+    """
+    reason = " ".join(str(error).split())
+    if isinstance(error, Unfit):
+        return f"{path} is no {kind}: {reason}"
+    module = path.partition(":")[0]
+    told = f"{path} cannot be imported: {type(error).__name__}: {reason}"
+    if not isinstance(error, ModuleNotFoundError):
+        return f"{told}; mend {module}"
+    if not f"{module}.".startswith(f"{error.name}."):
+        return f"{told}; install it, or mend {module}"
+    return (
+        f"{told}, looked for from {Path.cwd()}; start the trainer in a folder from which 'import {module}' works, or "
+        "add that folder to PYTHONPATH"
+    )
 
 
 def style_of(function: Callable[..., Any], arguments: Mapping[str, Any], style: str = "auto") -> str:

@@ -10,6 +10,10 @@ from yaml.constructor import ConstructorError
 _MERGE = "tag:yaml.org,2002:merge"
 
 
+class GivenTwice(ConstructorError):
+    """A mapping has a key twice."""
+
+
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, str]] = set()
@@ -17,7 +21,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                 continue
             if (key.tag, key.value) in seen:
-                raise ConstructorError(None, None, f"{key.value!r} is given twice: remove one", key.start_mark)
+                raise GivenTwice(None, None, f"{key.value!r} is given twice: remove one", key.start_mark)
             seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
@@ -26,7 +30,8 @@ def read(text: str) -> object:
     """Return what a document says, in plain values.
 
     Raises:
-        yaml.YAMLError: it is none, or a key is given twice.
+        GivenTwice: a key is given twice.
+        yaml.YAMLError: it is no YAML.
 
     """
     return yaml.load(text, _Loader)  # noqa: S506 - a safe one

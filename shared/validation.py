@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -66,10 +67,16 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def describe(error: ValidationError) -> list[str]:
-    """Return one line a wrong field: `data.train: missing: give it`."""
+def describe(error: ValidationError, of: type[BaseModel] | None = None) -> list[str]:
+    """Return one line a wrong field: `data.train: missing: give it`.
+
+    Args:
+        error: what pydantic found.
+        of: what it looked at, whose keys are suggested in the place of unknown ones that resemble them.
+
+    """
     found: dict[Place, list[ErrorDetails]] = {}
-    items = [_of_the_key(item) for item in error.errors()]
+    items = [_with_suggestion(_of_the_key(item), of) for item in error.errors()]
     above = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     for item in items:
         if item["type"] == "too_short" and item["loc"] in above:
@@ -103,6 +110,32 @@ def _of_the_key(item: ErrorDetails) -> ErrorDetails:
     if item["type"] == "string_type" and last == "[key]":
         return {**item, "type": "invalid_key", "loc": tuple(place)}
     return item
+
+
+def _with_suggestion(item: ErrorDetails, of: type[BaseModel] | None) -> ErrorDetails:
+    """Return an unknown key with the known one that was meant, where there is one."""
+    if of is None or item["type"] != "extra_forbidden":
+        return item
+    near = difflib.get_close_matches(str(item["loc"][-1]), _keys(of, item["loc"][:-1]), 1)
+    return {**item, "type": "misspelt", "msg": f"unknown key: did you mean {near[0]}?"} if near else item
+
+
+def _keys(of: type[BaseModel], place: Place) -> list[str]:
+    """Return the keys of the section in a place."""
+    sections = [of]
+    for name in place:
+        # A place also has the indexes of lists, which lead to no other section.
+        fields = [one.model_fields[name] for one in sections if isinstance(name, str) and name in one.model_fields]
+        sections = [one for field in fields for one in _sections(field.annotation)] or sections
+    return [key for one in sections for key in one.model_fields]
+
+
+def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the sections that a field may be, or be a list of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
 
 
 def _field(item: ErrorDetails) -> Place:

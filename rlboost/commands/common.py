@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from typer.core import TyperGroup
@@ -65,22 +66,41 @@ def endpoint(state: Path) -> tuple[str, str]:
     """Return URL and token, each from the environment or else from the state folder.
 
     Raises:
-        ConfigError: neither says where a system is, or RLBOOST_URL names a system whose token is not known.
+        ConfigError: neither says where a system is, or RLBOOST_URL is no URL or that of a system whose token is not
+            known.
 
     """
     from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
 
     url, token = os.environ.get("RLBOOST_URL"), os.environ.get("RLBOOST_TOKEN")
+    url = checked_url("RLBOOST_URL", url) if url else None
     if url and token:
         return url, token
     folder = StateDir(state)
     config = folder.config() if folder.running() else None
-    if url and (config is None or config.url != url.rstrip("/")):
+    if url and (config is None or config.url != url):
         raise ConfigError(f"RLBOOST_URL is {url}, but its token is not known: set RLBOOST_TOKEN")
     if config is None:
         why = "is still starting" if folder.running() else "does not run"
         raise ConfigError(f"the system in {state} {why}: start one with 'rlboost up', or set RLBOOST_URL and _TOKEN")
     return config.url, token or config.token
+
+
+def checked_url(given_by: str, url: str) -> str:
+    """Return a URL without a slash at its end.
+
+    Raises:
+        ConfigError: it is none, naming the option or variable that gave it.
+
+    """
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"{given_by} {url!r} is no URL: give one such as http://10.0.0.5:8700")
+    return url.rstrip("/")
 
 
 def print_json(data: object) -> None:

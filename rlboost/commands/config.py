@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands.common import EXIT_CONFIG, JsonOption, new_app, print_json
+from rlboost.commands.checking import tell
+from rlboost.commands.common import JsonOption, new_app, print_json
 
 app = new_app("Job files.")
 
@@ -33,11 +34,6 @@ def check(
     found = jobcheck.check(job_file, overrides or [])
     if as_json:
         print_json({"ok": not found.problems, "problems": found.problems, "warnings": found.warnings})
-    for problem in found.problems:
-        typer.echo(f"rlboost: {job_file}: {problem}", err=True)
-    for warning in found.warnings:
-        typer.echo(f"rlboost: {job_file}: warning: {warning}, if it is to be trained on this machine", err=True)
-    if found.problems:
-        raise typer.Exit(EXIT_CONFIG)
+    tell(str(job_file), found)
     if not as_json:
         typer.echo(f"{job_file}: no problem found")

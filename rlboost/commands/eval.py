@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlboost.commands.checking import NoCheckOption, require_sound
 from rlboost.commands.common import (
     DEFAULT_STATE,
     EXIT_FAILED,
@@ -36,6 +37,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
     model: Annotated[str | None, typer.Option(help="What to evaluate in place of the job's (final) model.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Completions in all; eval.samples if not given.")] = None,
+    no_check: NoCheckOption = False,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
@@ -44,22 +46,22 @@ def evaluate(
     Of a job file its model is evaluated, of a completed job its final model.
     """
     from rlboost import jobfile  # noqa: PLC0415 - keeps --help quick
-    from rlboost.evaljob import evaluation_of  # noqa: PLC0415 - likewise
+    from rlboost.evaljob import require_read  # noqa: PLC0415 - likewise
     from shared import jobspec  # noqa: PLC0415 - likewise
 
+    overrides = overrides or []
+    for override in overrides:
+        require_read(override)
+    asked = None
+    if Path(target).suffix in _FILES:
+        asked = _evaluation_of(target, jobspec.load(target, overrides), model, samples)
+        if not no_check:
+            require_sound(target, asked, state)
     with connect(state, patience_s=_PATIENCE_S) as client:
-        if Path(target).suffix in _FILES:
-            raw = jobspec.load(target, overrides)
-        else:
-            raw = client.jobs.spec(target)
-            raw["model"] = None
-            for override in overrides or []:
-                jobspec.set_by_override(raw, override)
-            model = model or raw["model"] or _final_model(client, target)
-        try:
-            job = jobfile.complete(evaluation_of(raw, model, samples))
-        except ConfigError as error:
-            raise ConfigError(f"{target}: {error}") from error
+        if asked is None:
+            raw = _spec_of(client, target, overrides)
+            asked = _evaluation_of(target, raw, model or raw["model"] or _final_model(client, target), samples)
+        job = jobfile.resolved(target, asked)
         ended, row = _watched(client, client.jobs.create(job)["id"])
     if as_json:
         print_json({"job": ended, "model": job["model"], "metrics": row})
@@ -70,6 +72,26 @@ def evaluate(
         shown = [(name, f"{value:.4g}") for name, value in sorted(row.items(), key=_order) if _is_shown(name, value)]
         typer.echo(f"{job['model']}, evaluated by {ended['id']}")
         print_table("", ("", ""), shown)
+
+
+def _spec_of(client: Client, job_id: str, overrides: list[str]) -> dict[str, Any]:
+    """Return a job's job file without its model, which is not what it ended with, unless an override has one."""
+    from shared.jobspec import set_by_override  # noqa: PLC0415 - keeps --help quick
+
+    raw = client.jobs.spec(job_id)
+    raw["model"] = None
+    for override in overrides:
+        set_by_override(raw, override)
+    return raw
+
+
+def _evaluation_of(target: str, raw: dict[str, Any], model: str | None, samples: int | None) -> dict[str, Any]:
+    from rlboost.evaljob import evaluation_of  # noqa: PLC0415 - keeps --help quick
+
+    try:
+        return evaluation_of(raw, model, samples)
+    except ConfigError as error:
+        raise ConfigError(f"{target}: {error}") from error
 
 
 def _order(metric: tuple[str, float]) -> tuple[str, int]:

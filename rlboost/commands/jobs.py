@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rlboost.commands.checking import NoCheckOption, require_sound
 from rlboost.commands.common import (
     DEFAULT_STATE,
     EXIT_FAILED,
@@ -34,13 +35,21 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show each step; fail if the job fails.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and create nothing.")] = False,
+    no_check: NoCheckOption = False,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Create a job. Ctrl-C ends the following, not the job."""
-    from rlboost import jobfile  # noqa: PLC0415 - keeps --help quick
+    """Create a job, unless 'rlboost config check' finds a problem. Ctrl-C ends the following, not the job.
 
-    job = jobfile.resolve(job_file, overrides or [])
+    A file or module that is missing here is only warned of where the system runs elsewhere, or in another folder.
+    """
+    from rlboost import jobfile  # noqa: PLC0415 - keeps --help quick
+    from shared import jobspec  # noqa: PLC0415 - likewise
+
+    raw = jobspec.load(str(job_file), overrides)
+    if not (dry_run or no_check):
+        require_sound(str(job_file), raw, state)
+    job = jobfile.resolved(str(job_file), raw)
     if dry_run:
         if as_json:
             print_json(job)

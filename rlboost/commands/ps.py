@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rlboost.commands.common import DEFAULT_STATE, JsonOption, StateOption, connect, print_json, print_table
 from rlboost.commands.worker import print_workers
 from shared.errors import RLBoostError
+
+if TYPE_CHECKING:
+    from rlboost.local.state import StateDir
+
+_PATIENCE_S = 10.0
+"""Enough for a manager that is started again."""
 
 
 def register(app: typer.Typer) -> None:
@@ -20,29 +26,29 @@ def register(app: typer.Typer) -> None:
 def ps(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """List local processes, jobs and workers.
 
-    The processes are listed also while the manager is away, for then one wants to see them most.
+    It fails while the manager is away, but lists the processes, for then one wants to see them most.
     """
-    from rlboost.client import ClientError  # noqa: PLC0415 - keeps --help quick
-    from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
 
     folder = StateDir(state)
-    processes = [asdict(record) for record in folder.processes()] if folder.running() else []
-    jobs: list[dict[str, Any]] = []
-    workers: list[dict[str, Any]] = []
+    if not as_json and (shown := _processes(folder)):
+        _print_processes(shown)
     try:
-        with connect(state, patience_s=0.0) as client:
+        with connect(state, patience_s=_PATIENCE_S) as client:
             jobs, workers = client.jobs.list(), client.workers.list()
-    except RLBoostError as error:
-        answered = isinstance(error, ClientError) and error.status is not None
-        if answered or not processes:
-            raise
-        typer.echo(f"rlboost: jobs and workers are not listed: {error}", err=True)
+    except RLBoostError:
+        if as_json and (shown := _processes(folder)):
+            print_json({"processes": shown, "jobs": [], "workers": []})
+        raise
     if as_json:
-        print_json({"processes": processes, "jobs": jobs, "workers": workers})
+        print_json({"processes": _processes(folder), "jobs": jobs, "workers": workers})
         return
-    _print_processes(processes)
     _print_jobs(jobs)
     print_workers(workers)
+
+
+def _processes(folder: StateDir) -> list[dict[str, Any]]:
+    return [asdict(record) for record in folder.processes()] if folder.running() else []
 
 
 def _print_processes(processes: list[dict[str, Any]]) -> None:

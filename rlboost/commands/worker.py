@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -15,6 +15,7 @@ from rlboost.commands.common import (
     DEFAULT_STATE,
     JsonOption,
     StateOption,
+    checked_url,
     connect,
     endpoint,
     new_app,
@@ -22,7 +23,9 @@ from rlboost.commands.common import (
     print_table,
 )
 from rlboost.commands.up import Engine
-from shared.errors import ConfigError
+from shared.errors import ConfigError, Conflict
+
+_GONE = frozenset({"lost", "left"})
 
 
 class Role(StrEnum):
@@ -48,7 +51,7 @@ def list_workers(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False
 
 @app.command()
 def drain(
-    worker: Annotated[str, typer.Argument(metavar="ID", help="The worker's id, as 'worker list' shows it.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id as 'worker list' shows it, or its name.")],
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,11 +62,12 @@ def drain(
     folder = StateDir(state)
     with connect(state) as client:
         config = folder.config() if folder.running() else None
-        process = _local_name(worker) if config and config.url == client.url else None
+        worker_id = _named(worker, client.workers.list())
+        process = _name(worker_id) if config and config.url == client.url else None
         if process:
             folder.set_drained(process, True)  # before it can have left
         try:
-            answer = client.workers.drain(worker)
+            answer = client.workers.drain(worker_id)
         except ClientError:
             if process:
                 folder.set_drained(process, False)
@@ -71,7 +75,7 @@ def drain(
     if as_json:
         print_json(answer)
     else:
-        typer.echo(f"{worker} hands off what it holds and leaves")
+        typer.echo(f"{worker_id} hands off what it holds and leaves")
 
 
 @app.command()
@@ -90,7 +94,7 @@ def join(
     connections go out from here, so a machine behind NAT can join. Other settings: RLBOOST_WORKER_* in the environment.
     """
     where, secret = _endpoint(url, token, state)
-    settings = {"URL": _checked_url(where), "ROLE": role.value, "ENGINE": engine.value, "NAME": name, "DEVICE": device}
+    settings = {"URL": where, "ROLE": role.value, "ENGINE": engine.value, "NAME": name, "DEVICE": device}
     environment = {f"RLBOOST_WORKER_{key}": value for key, value in settings.items() if value is not None}
     arguments = [sys.executable, "-m", "services.rollout_worker"]
     os.execve(sys.executable, arguments, {**os.environ, **environment, "RLBOOST_TOKEN": secret})  # noqa: S606 - the worker takes this process's place, and its signals
@@ -103,17 +107,26 @@ def _endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str
     token = token or os.environ.get("RLBOOST_TOKEN")
     if not token:
         raise ConfigError(f"the token of {url} is not known: give --token, or set RLBOOST_TOKEN")
-    return url, token
+    return checked_url("--url", url), token
 
 
-def _checked_url(url: str) -> str:
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise ConfigError(f"--url {url!r} is no URL: give one such as http://10.0.0.5:8700")
-    return url.rstrip("/")
+def _named(given: str, workers: Sequence[Mapping[str, Any]]) -> str:
+    """Return the id of a worker that is given by its id or its name.
+
+    Raises:
+        Conflict: several workers that are here have the name.
+
+    """
+    if any(worker["id"] == given for worker in workers):
+        return given
+    found = [worker["id"] for worker in workers if worker["state"] not in _GONE and _name(worker["id"]) == given]
+    if len(found) > 1:
+        raise Conflict(f"several workers are called {given}: give the id of one: {', '.join(found)}")
+    return found[0] if found else given
 
 
-def _local_name(worker_id: str) -> str:
-    """Return the process's name in the id of a worker, which is that name and a random suffix."""
+def _name(worker_id: str) -> str:
+    """Return a worker's name, which its id is with a random suffix; of a local one it is the process's."""
     return worker_id.rpartition("-")[0]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from shared.lifecycle import EXIT_CONFIG
 
 _STOP_LIMIT_S = 60.0
 _KILL_LIMIT_S = 5.0
-_ASK_AGAIN_S = 0.05
 
 
 def start(state: StateDir, arguments: Sequence[str]) -> Config:
@@ -67,20 +66,26 @@ def _complaint(log: Path, before: int) -> str:
 
 
 def stop(state: StateDir) -> bool:
-    """Stop the system in this folder; False when none ran.
+    """Stop the system in this folder, and wait until its supervisor has ended; False when none ran.
 
     Raises:
         Fatal: it is still there although it was killed.
 
     """
-    for number, limit_s in ((signal.SIGTERM, _STOP_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
-        if not state.running():
-            return number == signal.SIGKILL
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(state.supervisor(), number)
-        limit = time.monotonic() + limit_s
-        while state.running() and time.monotonic() < limit:
-            time.sleep(_ASK_AGAIN_S)
-    if state.running():
-        raise Fatal(f"the supervisor {state.supervisor()} of {state.path} does not end: end it by hand")
-    return True
+    if not state.running():
+        return False
+    supervisor = state.supervisor()
+    try:
+        process = os.pidfd_open(supervisor)
+    except ProcessLookupError:
+        return True  # it has ended meanwhile
+    try:
+        for number, limit_s in ((signal.SIGTERM, _STOP_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, number)
+            # The state folder is free a little earlier than the process has ended.
+            if select.select([process], [], [], limit_s)[0]:
+                return True
+    finally:
+        os.close(process)
+    raise Fatal(f"the supervisor {supervisor} of {state.path} does not end: end it by hand")

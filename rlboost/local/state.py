@@ -140,6 +140,16 @@ class StateDir:
         except FileNotFoundError:
             return 0
 
+    def started_in(self) -> Path | None:
+        """Return the folder in which the supervisor was started: its processes look for files and modules from there.
+
+        None where that cannot be told.
+        """
+        try:
+            return Path(f"/proc/{self.supervisor()}/cwd").readlink()
+        except OSError:
+            return None
+
     def write_config(self, config: Config) -> None:
         """Publish where the system is."""
         self.write("config.json", json.dumps(asdict(config), indent=2) + "\n")

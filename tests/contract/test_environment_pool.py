@@ -218,7 +218,7 @@ async def test_a_row_that_cannot_be_sent_is_a_reason(start: Start) -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "text"),
     [
-        ("Missing", {}, "environment.function: tests.support.environments:Missing cannot be imported"),
+        ("Missing", {}, "environment.function: tests.support.environments:Missing is no environment"),
         ("Silent", {}, "is no environment: it makes a Silent, which has no method step"),
         ("Game", {"m": 1}, "unexpected keyword argument 'm'"),
     ],

@@ -17,7 +17,7 @@ from services.trainer.adapters.torch.policy import TorchPolicy
 from shared.errors import ConfigError
 from shared.jobspec import parse
 from shared.training import LoraSpec, OptimizerSpec
-from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +132,19 @@ def test_a_model_of_a_kind_that_megatron_does_not_know_is_named(folder: Path, mo
     )
 
 
+def test_a_model_whose_layers_cannot_be_computed_again_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    asked = {"trainer": {"activation_checkpointing": True}}
+    assert check(**asked) == []
+    write_unmarked_model(folder / "base")
+    [problem] = check(**asked)
+    assert problem.startswith("trainer.activation_checkpointing: transformers does not mark the layers of CTRLLMHead")
+    choices: dict[str, Any] = {"dtype": "float32", "device": "cpu", "activation_checkpointing": True}
+    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, **choices)
+    assert problem == trainers_words(lambda: engine.load_hf(Path("base")))
+    assert check() == []
+
+
 def test_functions_that_run_in_the_trainer_are_tried_as_it_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
     monkeypatch.syspath_prepend(str(folder))
@@ -143,7 +156,7 @@ def test_functions_that_run_in_the_trainer_are_tried_as_it_does(folder: Path, mo
         "algorithm.loss: mine:two takes (batch, more), but is called with (batch): missing a required argument: 'more'"
     )
     assert loss == trainers_words(lambda: own_loss("mine:two"))
-    assert skips.startswith("data.curriculum.function: mine:none is not there: module 'mine' has no attribute 'none'")
+    assert skips.startswith("data.curriculum.function: mine:none is no function: mine has no 'none'")
     assert skips == trainers_words(lambda: own_judge("mine:none", []))
 
 

@@ -139,7 +139,8 @@ async def test_a_hanging_group_holds_up_only_its_own_process(start: Start) -> No
     [
         ("no.such.module:f", "PYTHONPATH"),
         (f"{FUNCTIONS}:no_such_function", "no_such_function"),
-        (f"{FUNCTIONS}:NOT_A_FUNCTION", "is not a function"),
+        (f"{FUNCTIONS}:lenghts", "has no 'lenghts'; did you mean 'lengths'?"),
+        (f"{FUNCTIONS}:NOT_A_FUNCTION", "is no reward function: it is of the type int"),
         ("antigravity_of_nobody:f", "import antigravity_of_nobody"),
     ],
 )

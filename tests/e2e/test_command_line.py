@@ -86,6 +86,25 @@ def test_a_second_up_says_that_one_runs(system: tuple[CommandLine, dict[str, str
         assert f"already runs in {config['state_dir']} at {config['url']}" in rlboost("up", *flags, code=2)
 
 
+def test_a_job_that_would_fail_is_refused_before_it_is_created(system: tuple[CommandLine, dict[str, str]]) -> None:
+    rlboost, config = system
+    (rlboost.folder / "my_reward.py").write_text("def score(completions, **_): return [1.0 for _ in completions]\n")
+    reward = "reward.function=my_reward:scor"
+    arguments = [str(ROOT / "examples/countdown/job.yaml"), f"model={ROOT / 'examples/countdown/base'}", reward]
+    refused = rlboost("run", *arguments, code=2)
+    assert refused == rlboost("config", "check", *arguments, code=2)
+    *_, function = lines = refused.splitlines()
+    assert len(lines) == 3  # the data is not in this folder either
+    assert function.endswith("my_reward:scor is no reward function: my_reward has no 'scor'; did you mean 'score'?")
+    with Client(config["url"], config["token"]) as client:
+        assert client.jobs.list() == []
+
+
+def test_an_unknown_job_is_told_alike_whatever_was_given(system: tuple[CommandLine, dict[str, str]]) -> None:
+    rlboost, _ = system
+    assert rlboost("status", "a/b", code=1) == rlboost("pause", "a-b", code=1).replace("a-b", "a/b")
+
+
 async def test_the_chaos_schedule_takes_a_worker_for_good_and_brings_another(
     system: tuple[CommandLine, dict[str, str]],
 ) -> None:
@@ -105,8 +124,7 @@ async def test_a_killed_process_comes_back(system: tuple[CommandLine, dict[str, 
 
 async def test_a_drained_worker_leaves_and_stays_away(system: tuple[CommandLine, dict[str, str]]) -> None:
     rlboost, _ = system
-    (worker,) = [worker["id"] for worker in rlboost.json("worker", "list") if worker["id"].startswith("worker-1-")]
-    rlboost("worker", "drain", worker)
+    assert rlboost("worker", "drain", "worker-1").startswith("worker-1-")
     await eventually(lambda: rlboost.process("worker-1").note == "drained", within_s=120)
 
 

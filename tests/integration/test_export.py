@@ -234,7 +234,8 @@ def test_an_unknown_job_and_one_without_weights_are_told(system: System) -> None
         f"rlboost: {system.job} has no weights in the store: the first comes when it starts, see 'rlboost status'\n"
     )
     system.rest.on(f"GET /v1/jobs/{system.job}/spec", problem(404, "No such job", "there is no job"))
-    assert system.export().stderr == f"rlboost: there is no job '{system.job}': 'rlboost ps' lists them\n"
+    unknown = system.export()
+    assert (unknown.exit_code, unknown.stderr) == (1, "rlboost: No such job: there is no job\n")
 
 
 def test_a_model_on_another_machine_needs_its_small_files_here(system: System, base: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, follow
 from rlboost.cli import app
+from rlboost.commands import ps
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 
@@ -97,6 +99,15 @@ def test_a_url_without_its_token_is_an_error_and_no_other_token_is_sent(monkeypa
     )
 
 
+@pytest.mark.parametrize("url", ["10.0.0.5:8700", "ftp://a.test", "http://", "http://[::1", "http://a.test:x"])
+def test_an_address_that_is_none_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_URL", url)
+    monkeypatch.setenv("RLBOOST_TOKEN", "t")
+    result = rlboost("status", "j")
+    assert result.exit_code == 2
+    assert result.stderr == f"rlboost: RLBOOST_URL {url!r} is no URL: give one such as http://10.0.0.5:8700\n"
+
+
 def test_the_environment_wins_over_the_local_state(rest: FakeRest) -> None:
     rest.on("GET /v1/workers", ok([]))
     state = StateDir(Path(".rlboost"))
@@ -156,8 +167,11 @@ def test_a_dry_run_prints_the_whole_job_and_sends_nothing(rest: FakeRest) -> Non
     [
         (["run", "none.yaml"], "job file none.yaml: No such file or directory"),
         (["run", "job.yaml", "steps"], "override 'steps' is not of the form a.b=value"),
-        (["run", "job.yaml", "stepz=1", "steps=0"], "job.yaml: steps: should be 1 or more"),
-        (["run", "job.yaml", "stepz=1"], "stepz: unknown key"),
+        (["run", "job.yaml", "optimizer={lr: 1"], "override 'optimizer={lr: 1' does not parse"),
+        (["run", "job.yaml", "steps=0"], "job.yaml: steps: should be 1 or more"),
+        (["run", "job.yaml", "stepz=1"], "job.yaml: stepz: unknown key: did you mean steps?"),
+        (["run", "job.yaml", "stepz=1", "--no-check"], "job.yaml: stepz: unknown key: did you mean steps?"),
+        (["run", "job.yaml", "stepz=1", "--dry-run"], "job.yaml: stepz: unknown key: did you mean steps?"),
     ],
 )
 def test_a_wrong_job_is_one_line_and_sends_nothing(rest: FakeRest, arguments: list[str], what: str) -> None:
@@ -168,6 +182,80 @@ def test_a_wrong_job_is_one_line_and_sends_nothing(rest: FakeRest, arguments: li
     assert what in result.stderr
     assert result.stderr.count("\n") == 1
     assert rest.requests == []
+
+
+def run_by(state: StateDir) -> AbstractContextManager[None]:
+    """A local system at the URL of `rest`, started in the current folder."""
+    stack = ExitStack()
+    stack.enter_context(state.owned())
+    state.write_config(Config("http://api.test", "secret", "redis://x", str(state.path), os.getpid()))
+    return stack
+
+
+WRONG = {
+    "data": {"train": "none.jsonl"},
+    "reward": {"function": "my_reward:scored"},
+    "model": "nowhere/at/all",
+}
+
+
+def test_what_the_check_refuses_is_not_run_and_needs_no_system() -> None:
+    write_job(**WRONG)
+    checked, result = rlboost("config", "check", "job.yaml"), rlboost("run", "job.yaml")
+    assert result.exit_code == checked.exit_code == 2
+    assert result.stderr == checked.stderr
+    assert len(result.stderr.splitlines()) == 3
+
+
+@pytest.mark.parametrize("command", ["run", "eval"])
+def test_what_the_check_refuses_is_not_sent_to_the_system_of_this_folder(rest: FakeRest, command: str) -> None:
+    write_job(**WRONG | {"data": {"train": "train.jsonl", "eval": "none.jsonl"}})
+    with run_by(StateDir(Path(".rlboost"))):
+        result = rlboost(command, "job.yaml")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 3
+    assert "warning" not in result.stderr
+    assert rest.requests == []
+
+
+@pytest.mark.parametrize("elsewhere", ["another machine", "another folder"])
+def test_what_is_missing_here_may_be_where_the_trainer_is(
+    rest: FakeRest, elsewhere: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest.on("POST /v1/jobs", ok({"id": "tiny-1", "state": "pending"}, 201))
+    with ExitStack() as stack:
+        if elsewhere == "another folder":
+            stack.enter_context(run_by(StateDir(folder / "state")))
+            (folder / "jobs").mkdir()
+            monkeypatch.setattr(StateDir, "started_in", lambda _: folder)
+            monkeypatch.chdir(folder / "jobs")
+        write_job(**WRONG | {"reward": {"function": "their_reward:score"}})
+        result = rlboost("run", "job.yaml", f"--state={folder / 'state'}")
+    assert result.exit_code == 0, result.stderr
+    warned = [line.removeprefix("rlboost: job.yaml: warning: ") for line in result.stderr.splitlines()]
+    assert [line.partition(":")[0] for line in warned] == ["model", "data.train", "reward.function"]
+    assert rest.sent() == ["POST /v1/jobs"]
+
+
+def test_what_is_here_and_wrong_is_refused_wherever_the_trainer_is(rest: FakeRest) -> None:
+    write_job(**WRONG)
+    result = rlboost("run", "job.yaml")
+    assert result.exit_code == 2
+    *warned, refused = result.stderr.splitlines()
+    assert refused == (
+        "rlboost: job.yaml: reward.function: my_reward:scored is no reward function: my_reward has no 'scored'; "
+        "did you mean 'score'?"
+    )
+    assert len(warned) == 2
+    assert rest.requests == []
+
+
+def test_the_check_can_be_left_out(rest: FakeRest) -> None:
+    write_job(**WRONG)
+    rest.on("POST /v1/jobs", ok({"id": "tiny-1", "state": "pending"}, 201))
+    result = rlboost("run", "job.yaml", "--no-check")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert rest.sent() == ["POST /v1/jobs"]
 
 
 ROWS = [{"step": step, "reward/mean": 0.1 * step, "eval/accuracy": 0.5, "grad_norm": 1.0} for step in range(3)]
@@ -283,26 +371,70 @@ def test_ps_lists_processes_jobs_and_workers(rest: FakeRest) -> None:
         assert part in shown
 
 
-def test_ps_lists_the_processes_while_the_manager_is_away(rest: FakeRest) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ps, "_PATIENCE_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ps_fails_while_the_manager_is_away_and_lists_the_processes(rest: FakeRest) -> None:
     rest.on("GET /v1/jobs", httpx.ConnectError("refused"))
     state = StateDir(Path(".rlboost"))
     with state.owned():
         state.write_processes([ProcessRecord("manager", "manager", 7, "2026-01-01", 1, alive=False, note="killed")])
-        result = rlboost("ps", "--json")
-    assert result.exit_code == 0
+        result, shown = rlboost("ps", "--json"), rlboost("ps")
+    assert (result.exit_code, shown.exit_code) == (1, 1)
     assert [record["name"] for record in json.loads(result.stdout)["processes"]] == ["manager"]
-    assert "jobs and workers are not listed" in result.stderr
+    assert "killed" in shown.stdout
+    told = "rlboost: No answer: http://api.test does not answer (refused): is the system running?\n"
+    assert result.stderr == shown.stderr == told
 
 
+def test_ps_waits_for_a_manager_that_is_started_again(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs", httpx.ConnectError("refused"), ok([]))
+    rest.on("GET /v1/workers", ok([WORKER]))
+    result = rlboost("ps", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["workers"]) == (0, [WORKER])
+
+
+@pytest.mark.usefixtures("impatient")
 def test_ps_of_a_remote_system_that_is_away_fails(rest: FakeRest) -> None:
     rest.on("GET /v1/jobs", httpx.ConnectError("refused"))
-    assert rlboost("ps").exit_code == 1
+    for flags in ([], ["--json"]):
+        result = rlboost("ps", *flags)
+        assert (result.exit_code, result.stdout) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["status"], ["logs"], ["logs", "--follow"], ["pause"], ["resume"], ["cancel"]),
+        *(["export", "--out", "o"], ["eval"]),
+    ],
+)
+def test_an_unknown_job_is_told_in_the_managers_words_by_every_command(rest: FakeRest, command: list[str]) -> None:
+    parts = {"logs": "/logs", "export": "/spec", "eval": "/spec"}
+    verb, *flags = command
+    route = f"/v1/jobs/nope/{verb}" if verb in {"pause", "resume", "cancel"} else f"/v1/jobs/nope{parts.get(verb, '')}"
+    for method in ("GET", "POST"):
+        rest.on(f"{method} {route}", problem(404, "No such job", "there is no job 'nope': list them"))
+    result = rlboost(verb, "nope", *flags)
+    assert (result.exit_code, result.stderr) == (1, "rlboost: No such job: there is no job 'nope': list them\n")
+
+
+@pytest.mark.parametrize("job_id", ["sums/job.yaml", "", "..", "a b"])
+def test_what_is_no_id_at_all_is_an_unknown_job(rest: FakeRest, job_id: str) -> None:
+    result = rlboost("status", job_id)
+    told = f"rlboost: No such job: there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs\n"
+    assert (result.exit_code, result.stderr) == (1, told)
+    assert rest.requests == []
 
 
 def test_a_local_worker_that_is_drained_is_marked_before_it_can_leave(
     rest: FakeRest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = StateDir(Path(".rlboost"))
+    rest.on("GET /v1/workers", ok([{"id": f"worker-{n}-ab12", "state": "ready"} for n in (1, 2)]))
     rest.on("POST /v1/workers/worker-1-ab12/drain", ok({"id": "worker-1-ab12", "state": "draining"}, 202))
     rest.on("POST /v1/workers/worker-2-ab12/drain", problem(404, "No such worker", "no worker"))
     with state.owned():
@@ -315,11 +447,29 @@ def test_a_local_worker_that_is_drained_is_marked_before_it_can_leave(
 
 def test_a_worker_of_another_system_is_not_marked_here(rest: FakeRest) -> None:
     state = StateDir(Path(".rlboost"))
+    rest.on("GET /v1/workers", ok([{"id": f"worker-{n}-ab12", "state": "ready"} for n in (1, 2)]))
     rest.on("POST /v1/workers/worker-1-ab12/drain", ok({"id": "worker-1-ab12", "state": "draining"}, 202))
     with state.owned():
         state.write_config(Config("http://127.0.0.1:1", "mine", "redis://x", str(state.path), os.getpid()))
         assert rlboost("worker", "drain", "worker-1-ab12").exit_code == 0
         assert not state.drained("worker-1")
+
+
+def test_a_worker_can_be_drained_by_its_name(rest: FakeRest) -> None:
+    workers = {"a-lost": "lost", "a-1": "ready", "b-1": "ready", "b-2": "joining", "c-1": "left", "d": "ready"}
+    rest.on("GET /v1/workers", ok([{"id": worker, "state": state} for worker, state in workers.items()]))
+    for worker in ("a-1", "b-2"):
+        rest.on(f"POST /v1/workers/{worker}/drain", ok({"id": worker, "state": "draining"}, 202))
+    rest.on("POST /v1/workers/c/drain", problem(404, "No such worker", "no worker 'c' is here"))
+    assert rlboost("worker", "drain", "a").stdout == "a-1 hands off what it holds and leaves\n"
+    assert rlboost("worker", "drain", "b-2").exit_code == 0
+    several = rlboost("worker", "drain", "b")
+    assert (several.exit_code, several.stderr) == (
+        1,
+        "rlboost: several workers are called b: give the id of one: b-1, b-2\n",
+    )
+    gone = rlboost("worker", "drain", "c")
+    assert (gone.exit_code, gone.stderr) == (1, "rlboost: No such worker: no worker 'c' is here\n")
 
 
 def test_join_becomes_the_worker_with_the_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,8 +542,8 @@ def test_each_missing_file_and_function_is_one_line() -> None:
     model, data, reward = json.loads(result.stdout)["problems"]
     assert model.startswith("model: there is no folder nowhere/at/all")
     assert data.startswith("data.train: none.jsonl: No such file")
-    assert reward.startswith("reward.function: my_reward:scored cannot be imported")
-    assert "AttributeError" in reward
+    assert reward.startswith("reward.function: my_reward:scored is no reward function")
+    assert "did you mean 'score'?" in reward
 
 
 @pytest.mark.parametrize(

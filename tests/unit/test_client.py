@@ -65,9 +65,13 @@ def test_patience_ends(rest: FakeRest) -> None:
 
 
 def test_ids_cannot_leave_their_place_in_the_path(rest: FakeRest, client: Client) -> None:
-    with pytest.raises(ClientError):
+    with pytest.raises(ClientError, match=r"there is no job '\.\./fleet'") as caught:
         client.jobs.show("../fleet")
-    assert rest.requests[0].url.raw_path == b"/v1/jobs/..%2Ffleet"
+    assert caught.value.status == 404
+    assert rest.requests == []
+    with pytest.raises(ClientError):
+        client.workers.drain("../fleet")
+    assert rest.requests[0].url.raw_path == b"/v1/workers/..%2Ffleet/drain"
 
 
 def test_each_call_has_its_route(rest: FakeRest, client: Client) -> None:

@@ -56,7 +56,7 @@ def test_what_a_job_cannot_say_of_it_is_refused(changes: dict[str, Any], problem
     [
         ("Game", []),
         ("Silent", ["is no environment: it makes a Silent, which has no method step"]),
-        ("Missing", ["cannot be imported from"]),
+        ("Missing", ["Missing is no environment: tests.support.environments has no 'Missing'"]),
     ],
 )
 def test_config_check_tries_the_environment(

@@ -42,7 +42,7 @@ def rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRest:
 
 
 def rlboost(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["eval", *arguments])
+    return CliRunner().invoke(app, ["eval", "--no-check", *arguments])
 
 
 def sent(rest: FakeRest) -> dict[str, Any]:
@@ -108,6 +108,31 @@ def test_a_model_among_the_values_that_win_is_evaluated_in_place_of_a_completed_
     rest.on("GET /v1/jobs/done/spec", ok({**JOB, "reward": None}))
     assert rlboost("done", "model=elsewhere", "reward.function=a:b").exit_code == 0
     assert (sent(rest)["model"], sent(rest)["reward"]["function"]) == ("elsewhere", "a:b")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("optimizer.lr=3", "steps=7", "samplng.max_tokens=9", "data.train=t", "eval.every=3", "kind=eval"),
+        "eval={samples: 8, every: 3}",
+    ],
+)
+@pytest.mark.parametrize("target", ["job.yaml", "done"])
+def test_a_value_that_no_evaluation_reads_is_refused(rest: FakeRest, target: str, override: str) -> None:
+    result = rlboost(target, override)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"rlboost: override {override!r}: an evaluation reads name, model, ")
+    assert "eval (samples, pass_reward)" in result.stderr
+    assert rest.requests == []
+
+
+def test_every_value_that_is_read_may_be_given(rest: FakeRest) -> None:
+    given = ("name=n", "model=m", "reward.timeout_s=9", "sampling={top_p: 0.5}", "data.eval=e", "elastic.share=2")
+    assert rlboost("job.yaml", *given, "trainer={seed: 4}", "eval.samples=2").exit_code == 0
+    spec = sent(rest)
+    assert (spec["name"], spec["model"], spec["data"]["eval"], spec["trainer"]["seed"]) == ("n-eval", "m", "e", 4)
+    assert (spec["reward"]["timeout_s"], spec["sampling"]["top_p"], spec["elastic"]["share"]) == (9, 0.5, 2)
+    assert spec["eval"]["samples"] == 2
 
 
 def test_who_goes_away_cancels_the_evaluation(rest: FakeRest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from rlboost.evaljob import evaluation_of
 from services.rollout_manager.domain.jobs import from_json as job_from_json
 from services.rollout_manager.domain.jobs import to_json as job_to_json
 from shared.errors import ConfigError
-from shared.jobspec import WrongJob, parse, recalled, to_json
+from shared.jobspec import RlJob, WrongJob, parse, recalled, to_json
 from shared.training import TrainerSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden/jobs"
@@ -101,7 +101,7 @@ def test_what_does_not_apply_is_told_beside_what_is_wrong() -> None:
     assert caught.value.problems == [
         "a job of kind sft generates nothing: remove sampling",
         "steps: should be a whole number",
-        "optimiser: unknown key: remove it or mend its spelling",
+        "optimiser: unknown key: did you mean optimizer?",
     ]
     assert [field for field, _ in caught.value.fields] == ["sampling", "steps", "optimiser"]
 
@@ -124,6 +124,23 @@ def test_a_job_that_was_stored_with_all_defaults_and_with_what_does_not_apply_is
     record = job_from_json(f'{{"id": "j", "no": 1, "created_at": 0, "spec": {stored}}}')
     assert record.spec == job
     assert job_from_json(job_to_json(record)) == record
+
+
+def test_a_stored_job_keeps_what_it_ran_with_before_there_was_a_setting_for_it() -> None:
+    """`dapo` replaced no group until `algorithm.resample` came."""
+    stored = json.loads((GOLDEN / "dapo.json").read_text())
+    job = recalled(stored)
+    record = job_from_json(json.dumps({"id": "j", "no": 1, "created_at": 0, "spec": stored}))
+    assert isinstance(job, RlJob)
+    assert record.spec == job == recalled(json.loads(to_json(job)))
+    assert (job.algorithm.name, job.algorithm.resample) == ("dapo", 0)
+    stored["algorithm"] |= {"equal_groups": "keep"}
+    kept = recalled(stored)
+    assert isinstance(kept, RlJob)
+    assert kept.algorithm.resample is None
+    anew = recalled(json.loads(to_json(parse({**JOBS["rl"], "algorithm": {"name": "dapo"}}))))
+    assert isinstance(anew, RlJob)
+    assert anew.algorithm.resample == 8
 
 
 def test_what_is_wrong_with_a_stored_job_is_told() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rlboost import jobcheck
+from rlboost.tried import NotHere
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
 
@@ -79,7 +80,7 @@ def test_each_of_several_functions_is_tried() -> None:
     assert check() == []
     names = ("score", "other", "compute_score", "none")
     missing, unfit = sorted(check(reward={"functions": [{"function": f"my_reward:{name}"} for name in names]}))
-    assert missing.startswith("reward.function: my_reward:none cannot be imported")
+    assert missing == "reward.function: my_reward:none is no reward function: my_reward has no 'none'"
     assert unfit.startswith("reward.function: my_reward:other is no reward function: it takes (text)")
 
 
@@ -114,3 +115,47 @@ def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
     assert jobcheck.check(Path("job.yaml"), []).problems == []
     Path("job.yaml").write_text(yaml.safe_dump({**job, "eval": {"samples": 4}, "steps": 3}))
     assert jobcheck.check(Path("job.yaml"), []).problems == ["a job of kind eval trains nothing: remove steps"]
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import nothing_like_it", "ModuleNotFoundError: No module named 'nothing_like_it'; install it, or mend sick"),
+        ("def score(:", "SyntaxError: invalid syntax (sick.py, line 1); mend sick"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one two; mend sick"),
+        ("raise AttributeError('own')", "AttributeError: own; mend sick"),
+        ("exit('enough')", "SystemExit: enough; mend sick"),
+    ],
+)
+def test_a_module_that_is_found_and_fails_is_not_told_as_one_of_another_folder(
+    folder: Path, code: str, why: str
+) -> None:
+    (folder / "sick.py").write_text(code)
+    [problem] = check(reward={"function": "sick:score"})
+    assert problem == f"reward.function: sick:score cannot be imported: {why}"
+
+
+def test_a_module_that_is_not_found_is_told_with_the_folder(folder: Path) -> None:
+    [problem] = check(reward={"function": "my_rewards:score"})
+    assert problem == (
+        "reward.function: my_rewards:score cannot be imported: ModuleNotFoundError: No module named 'my_rewards', "
+        f"looked for from {folder}; start the trainer in a folder from which 'import my_rewards' works, or add that "
+        "folder to PYTHONPATH"
+    )
+
+
+def test_a_module_that_ends_the_process_is_told(folder: Path) -> None:
+    (folder / "sick.py").write_text("import os\nos._exit(0 or 3)")
+    assert check(reward={"function": "sick:score"}) == ["reward.function: importing sick:score ended its process"]
+
+
+def test_only_what_is_missing_may_be_where_the_trainer_is(folder: Path) -> None:
+    (folder / "broken.jsonl").write_text("no json\n")
+    wrong = {
+        "model": "far/away/model",
+        "trainer": {"resume": "runs/a"},
+        "data": {"train": ["train.jsonl", "shards/*.jsonl"], "eval": "broken.jsonl"},
+        "reward": {"functions": [{"function": "their_reward:f", "name": "f"}, {"function": "my_reward:none"}]},
+    }
+    found = {problem.partition(": ")[2][:20]: isinstance(problem, NotHere) for problem in check(**wrong)}
+    assert list(found.values()) == [True, True, True, False, True, False], found

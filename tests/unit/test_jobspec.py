@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from shared.errors import ConfigError
-from shared.jobspec import load, parse, set_by_override, to_json
+from shared.jobspec import WrongJob, load, parse, set_by_override, to_json
 from shared.training import LoraSpec
 
 
@@ -100,3 +100,46 @@ def test_an_override_that_yaml_cannot_read_is_text() -> None:
     raw: dict[str, Any] = {}
     set_by_override(raw, "name=2024-13-45")
     assert raw == {"name": "2024-13-45"}
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "[0-9]*.jsonl", "[!a]*.jsonl", "part-[0-9].jsonl"])
+def test_an_override_that_is_a_pattern_is_text(pattern: str) -> None:
+    raw: dict[str, Any] = {}
+    set_by_override(raw, f"data.train={pattern}")
+    assert raw == {"data": {"train": pattern}}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("{lr: 1", " does not parse: expected ',' or '}', but got '<stream end>': close what it opens"),
+        ("{", " does not parse: expected the node content, but found '<stream end>': close what it opens"),
+        ("[0.9, 0.95", " does not parse: expected ',' or ']', but got '<stream end>': close what it opens"),
+        ("{lr: 1, lr: 2}", ": 'lr' is given twice: remove one"),
+        ("[{a: 1, a: 1}]", ": 'a' is given twice: remove one"),
+    ],
+)
+def test_an_override_that_is_no_section_and_no_list_either_is_named(value: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        set_by_override({}, f"optimizer={value}")
+    assert str(caught.value).startswith(f"override 'optimizer={value}'{told}")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("stepz=1", "stepz: unknown key: did you mean steps?"),
+        ("optimizer.l=1", "optimizer.l: unknown key: did you mean lr?"),
+        ("reward={functions: [{functon: 'a:b'}]}", "reward.functions.0.functon: unknown key: did you mean function?"),
+        ("data.curriculum.windw=2", "data.curriculum.windw: unknown key: did you mean window?"),
+        ("log.wandb={project: p, entty: e}", "log.wandb.entty: unknown key: did you mean entity?"),
+        ("sampling.steps=1", "sampling.steps: unknown key: remove it or mend its spelling"),
+        ("'off'=1", "'off': unknown key: remove it or mend its spelling"),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_one_of_its_section_that_resembles_it(override: str, told: str) -> None:
+    raw = spec("{}")
+    set_by_override(raw, override)
+    with pytest.raises(WrongJob) as caught:
+        parse(raw)
+    assert told in caught.value.problems

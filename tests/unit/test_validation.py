@@ -50,7 +50,7 @@ def complaint(**changes: Any) -> str:
         ),
         (
             {"reward": {"functions": [{"func": "m:f"}]}},
-            "reward.functions.0.func: unknown key: remove it or mend its spelling",
+            "reward.functions.0.func: unknown key: did you mean function?",
         ),
         ({"reward": {"function": "m:f", "arguments": ["a"]}}, "reward.arguments: should be a section"),
         (
@@ -97,7 +97,7 @@ def test_several_wrong_fields_are_named_each() -> None:
     text = complaint(elastic={"seeding": "x", "seading": 1}, steps=0)
     assert text.split("; ") == [
         "elastic.seeding: should be a number, or 'auto' or 'off'",
-        "elastic.seading: unknown key: remove it or mend its spelling",
+        "elastic.seading: unknown key: did you mean seeding?",
         "steps: should be 1 or more",
     ]
 

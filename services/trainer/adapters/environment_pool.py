@@ -68,7 +68,6 @@ class _Host:
             "services.trainer.children.environment",
             spec.model_dump_json(),
             "environment.function",
-            "environment",
             spec.function,
         )
         self.process = OwnProcess(program)

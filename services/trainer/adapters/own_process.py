@@ -27,10 +27,8 @@ class Program(NamedTuple):
     argument: str
     field: str
     """Of the job file."""
-    what: str
-    """What the field names."""
     names: str
-    """Which ones it names."""
+    """The functions that it names."""
 
 
 class Ended(Exception):
@@ -55,7 +53,7 @@ class OwnProcess:
         if self._process is not None and self._process.returncode is None:
             return False
         await self.kill()  # what one that has ended by itself had started
-        module, argument, field, what, names = self._program
+        module, argument, field, names = self._program
         # Its own process group, so that what the user's code has started goes with it; and no secrets of ours.
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, argument),
@@ -75,17 +73,9 @@ class OwnProcess:
             # Half started: its first word would be taken for an answer.
             await self.kill()
             raise
-        if "unfit" in answer:
-            await self.kill()
-            raise ConfigError(f"{field}: {answer['function']} is no {what}: {answer['unfit']}")
         if "failed" in answer:
             await self.kill()
-            function = answer["function"]
-            module = function.partition(":")[0]
-            raise ConfigError(
-                f"{field}: {function} cannot be imported: {answer['failed']}; start the trainer in a "
-                f"folder from which 'import {module}' works, or add that folder to PYTHONPATH"
-            )
+            raise ConfigError(f"{field}: {answer['failed']}")
         return True
 
     async def call(self, request: bytes, limit_s: float) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class RewardPool:
 def _program(spec: RewardSpec) -> Program:
     parts = json.dumps([{**part.model_dump(), "timeout_s": spec.timeout_s} for part in spec.parts])
     names = ", ".join(part.source for part in spec.parts)
-    return Program("services.trainer.children.reward", parts, "reward.function", "reward function", names)
+    return Program("services.trainer.children.reward", parts, "reward.function", names)
 
 
 def _judge(answer: dict[str, Any], n: int, parts: Sequence[RewardPart]) -> Scores:

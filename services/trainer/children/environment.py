@@ -19,7 +19,7 @@ import msgpack
 
 from services.trainer.children.child import Pipe
 from shared.environment import Step, end, maker
-from shared.reward_call import Unfit
+from shared.reward_call import why_not
 
 
 def main() -> int:
@@ -29,11 +29,8 @@ def main() -> int:
     function = spec["function"]
     try:
         make = maker(function, spec["arguments"])
-    except Unfit as error:
-        pipe.write({"unfit": str(error), "function": function})
-        return 1
     except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
-        pipe.write({"failed": f"{type(error).__name__}: {error}", "function": function})
+        pipe.write({"failed": why_not(function, "environment", error)})
         return 1
     pipe.write({"ready": True})
     with asyncio.Runner() as runner:

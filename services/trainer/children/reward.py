@@ -15,7 +15,7 @@ from typing import Any
 from services.trainer.children.child import Pipe
 from services.trainer.children.remote_reward import remote
 from services.trainer.children.reward_styles import Caller, caller
-from shared.reward_call import Unfit, load
+from shared.reward_call import load, why_not
 
 
 def main() -> int:
@@ -25,11 +25,8 @@ def main() -> int:
     for part in json.loads(sys.argv[1]):
         try:
             callers.append(remote(part) if part["url"] else caller(load(part["function"]), part))
-        except Unfit as error:
-            pipe.write({"unfit": str(error), "function": part["function"]})
-            return 1
         except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
-            pipe.write({"failed": f"{type(error).__name__}: {error}", "function": part["function"]})
+            pipe.write({"failed": why_not(part["function"], "reward function", error)})
             return 1
     pipe.write({"ready": True})
     with asyncio.Runner() as runner:
