@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim, position
+from shared.codec import decode, encode
 from shared.errors import BusUnavailable, Fenced, Undecodable
-from shared.messages import DeadLetter, Message, decode, encode
+from shared.messages import DeadLetter, Message
 from shared.names import DEAD_LETTERS
 
 

@@ -1,4 +1,4 @@
-"""Every message on the wire, in one module: frozen, tagged, msgpack.
+"""Every message on the wire, in one module: frozen and tagged. `shared.codec` makes bytes of them.
 
 Rules, each held by `tests/unit/test_messages.py` and the golden bytes in `tests/golden`:
 
@@ -14,10 +14,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import msgpack
-from pydantic import BaseModel, ConfigDict, Strict, ValidationError
-
-from shared.errors import Undecodable
+from pydantic import BaseModel, ConfigDict, Strict
 
 Role = Literal["reserved", "preemptible"]
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
@@ -61,29 +58,14 @@ def registered() -> dict[str, type[Message]]:
     return dict(_REGISTRY)
 
 
-def encode(msg: Message) -> bytes:
-    """Return the message's bytes."""
-    body = {"t": msg.tag, **msg.model_dump()}
-    packed: bytes = msgpack.packb(body, use_bin_type=True)
-    return packed
-
-
-def decode(data: bytes) -> Message:
-    """Return the message in `data`.
+def class_of(tag: str) -> type[Message]:
+    """Return the class of a tag.
 
     Raises:
-        Undecodable: the bytes are not msgpack, the tag is unknown, or a field is missing or of the wrong type.
+        KeyError: there is none.
 
     """
-    try:
-        body = msgpack.unpackb(data, raw=False)
-        cls = _REGISTRY[body.pop("t")]
-        return cls.model_validate(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise Undecodable(f"{error.title}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
-        raise Undecodable(f"not a message: {error!r}") from error
+    return _REGISTRY[tag]
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -402,6 +384,8 @@ class WorkerBeat(Message):
     """How many tokens, prompts included, its engine's KV cache holds at once; 0 where it does not say."""
     kv_row_tokens: int = 0
     """Not 0 where that cache is a rectangle (`shared.kv_rows`): the length at which any sample ends at the latest."""
+    kv_page_tokens: int = 0
+    """Not 0 where it is paged, and full pages that samples have in common, from their first token on, are kept once."""
 
 
 @message

@@ -48,6 +48,11 @@ def job_created(key: str) -> str:
     return f"{PREFIX}jobs.created:{key}"
 
 
+def job_kept(job_id: str) -> str:
+    """Stream, manager -> one that can read the job: what was said of it while it was set aside."""
+    return f"{PREFIX}job:{job_id}:kept"
+
+
 def job_events(job_id: str) -> str:
     """Stream, all -> people: what happened in one job; capped."""
     return f"{PREFIX}job:{job_id}:events"

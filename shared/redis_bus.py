@@ -20,8 +20,9 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
+from shared.codec import decode, encode
 from shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
-from shared.messages import DeadLetter, Message, decode, encode
+from shared.messages import DeadLetter, Message
 from shared.names import DEAD_LETTERS
 from shared.redis_fence import FencedConnection
 
@@ -310,4 +311,5 @@ def _block_ms(block_s: float) -> int | None:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    # What is no UTF-8 has been damaged: whoever makes something of it finds that it does not parse.
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)

@@ -12,6 +12,7 @@ import msgpack
 import redis
 
 from shared import names
+from shared.codec import encode
 from shared.columns import I32, pack
 from shared.ids import SampleId
 from shared.jobspec import parse, to_json
@@ -24,7 +25,6 @@ from shared.messages import (
     Sampling,
     StepReport,
     WeightsCommitted,
-    encode,
 )
 
 GROUP_SIZE = 8

@@ -20,6 +20,7 @@ import redis
 
 from shared import names
 from shared.bus import after
+from shared.codec import decode, encode
 from shared.columns import F32, I32, U8, U32, U64, ints, length, pack
 from shared.messages import (
     FINISH_LENGTH,
@@ -33,8 +34,6 @@ from shared.messages import (
     WorkerBeat,
     WorkerJoined,
     WorkerLeft,
-    decode,
-    encode,
 )
 
 BEAT_S = 0.5

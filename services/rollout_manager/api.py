@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.jobs import Job, to_json
+from services.rollout_manager.domain.jobs import AsideJob, Job, to_json
 from services.rollout_manager.domain.offload import wanted
 from services.rollout_manager.serving_api import add_serving
 from services.rollout_manager.settings import Settings
@@ -112,17 +112,20 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
             await bus.acquire([created], job_id, IDEMPOTENCY_KEPT_S)
             job_id = (await bus.holders([created]))[0] or job_id
         async with creating:
+            if aside := manager.world.aside.get(job_id):  # made by an earlier request with the same key
+                return JSONResponse({"id": aside.id, "state": aside.state}, 201)
             job = manager.world.jobs.get(job_id) or await _create(manager, bus, job_id, spec)
         return JSONResponse({"id": job.id, "state": job.state}, 201)
 
     @router.get("/jobs", tags=["jobs"])
     async def list_jobs() -> list[dict[str, Any]]:
-        jobs = sorted(manager.world.jobs.values(), key=lambda job: job.no)
+        jobs: list[Job | AsideJob] = [*manager.world.jobs.values(), *manager.world.aside.values()]
+        jobs.sort(key=lambda job: job.no)
         return [await _public(manager, bus, job) for job in jobs]
 
     @router.get("/jobs/{job_id}", tags=["jobs"])
     async def show_job(job_id: str) -> dict[str, Any]:
-        return await _public(manager, bus, _job(manager, job_id))
+        return await _public(manager, bus, _known(manager, job_id))
 
     @router.get("/jobs/{job_id}/spec", tags=["jobs"])
     async def job_file(job_id: str) -> dict[str, Any]:
@@ -168,13 +171,22 @@ async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job
 
 
 def _job(manager: Manager, job_id: str) -> Job:
-    job = manager.world.jobs.get(job_id)
+    job = _known(manager, job_id)
+    if isinstance(job, AsideJob):
+        raise Problem(409, "Job set aside", f"job {job_id} is {job.reason}")
+    return job
+
+
+def _known(manager: Manager, job_id: str) -> Job | AsideJob:
+    job = manager.world.jobs.get(job_id) or manager.world.aside.get(job_id)
     if job is None:
         raise Problem(404, "No such job", f"there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs")
     return job
 
 
-async def _public(manager: Manager, bus: Bus, job: Job) -> dict[str, Any]:
+async def _public(manager: Manager, bus: Bus, job: Job | AsideJob) -> dict[str, Any]:
+    if isinstance(job, AsideJob):
+        return _times({**job.public(), "waiting": None})
     (lease,) = await bus.holders([names.trainer_lease(job.id)])
     waiting = waiting_of(manager.world, job, lease, time.time())
     return _times({**job.public(), "waiting": _times(waiting) if waiting else None})
@@ -205,7 +217,7 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
 
     @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
     async def metrics(job_id: str, format: str = "json") -> list[dict[str, Any]] | PlainTextResponse:  # noqa: A002 - fixed by the API
-        job = _job(manager, job_id)
+        job = _known(manager, job_id)
         stored = await bus.hash_all(names.job_metrics(job.id))
         rows = [{"step": int(step), **json.loads(text)} for step, text in stored.items()]
         rows.sort(key=lambda row: int(row["step"]))
@@ -218,23 +230,23 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     async def follow_events(
         job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None
     ) -> StreamingResponse:
-        _job(manager, job_id)
+        _known(manager, job_id)
         cursor = _checked_id(last_event_id or START)
         # The job is looked up each time: after a recovery the world is another one.
-        events = _tail(bus, request, job_id, cursor, lambda: _job(manager, job_id).ended)
+        events = _tail(bus, request, job_id, cursor, lambda: _known(manager, job_id).ended)
         return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
 
     @router.get("/jobs/{job_id}/samples", tags=["history"])
     async def samples(job_id: str, step: int | None = None) -> list[dict[str, Any]]:
-        job = _job(manager, job_id)
+        job = _known(manager, job_id)
         entries = await bus.read({names.job_samples(job.id): START}, count=10_000)
         rows = [entry.message.fields for entry in entries if isinstance(entry.message, Event)]
         return [row for row in rows if step is None or row.get("step") == step]
 
     @router.get("/jobs/{job_id}/logs", tags=["history"])
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
-        _job(manager, job_id)
-        events = _tail(bus, request, job_id, START, lambda: not follow or _job(manager, job_id).ended)
+        _known(manager, job_id)
+        events = _tail(bus, request, job_id, START, lambda: not follow or _known(manager, job_id).ended)
         return StreamingResponse(_log_lines(events), media_type="text/plain; charset=utf-8")
 
 

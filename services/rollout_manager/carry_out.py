@@ -12,7 +12,9 @@ from services.rollout_manager.domain.actions import (
     BurySample,
     Deliver,
     ForgetJob,
+    ForgetKept,
     ForgetWorker,
+    Keep,
     Record,
     Refuse,
     SaveJob,
@@ -26,8 +28,9 @@ from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.compaction import ENDED_JOB_KEPT_S
 from services.rollout_manager.domain.jobs import to_json
 from shared import names
-from shared.bus import Append, Expire, HashDelete, HashSet, Op, Trim
-from shared.messages import DeadLetter, Dismissed, encode
+from shared.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
+from shared.codec import encode
+from shared.messages import DeadLetter, Dismissed
 
 _BEHIND_ALL = f"{(1 << 64) - 1}-0"
 """An entry id that no stream reaches."""
@@ -65,6 +68,10 @@ def operations(actions: Iterable[Action]) -> list[Op]:
                 pass  # nothing on the bus: `serving.Desk` tells the client
             case Tell(job_id, event):
                 ops.append(Append(names.job_events(job_id), event, EVENTS_KEPT))
+            case Keep(job_id, message):
+                ops.append(Append(names.job_kept(job_id), message))
+            case ForgetKept(job_id):
+                ops.append(Delete(names.job_kept(job_id)))
             case _:
                 ops += _state_operations(action)
     return ops

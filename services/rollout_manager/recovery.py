@@ -7,15 +7,20 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import structlog
+from pydantic import ValidationError
 
+from services.rollout_manager.domain.actions import ForgetKept
+from services.rollout_manager.domain.aside import freeze
 from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.intake import fold, recall_delivered, take_frames
-from services.rollout_manager.domain.jobs import Job, from_json
+from services.rollout_manager.domain.intake import fold, recall_delivered, take, take_frames
+from services.rollout_manager.domain.jobs import AsideJob, Job, from_json
 from services.rollout_manager.domain.world import Now, World
 from services.rollout_manager.runs import apply
 from shared import names
 from shared.bus import START, Bus, Entry, position
+from shared.errors import ConfigError
 from shared.messages import WeightsCommitted, WorkerJoined
+from shared.validation import describe
 
 log = structlog.get_logger(__name__)
 
@@ -47,10 +52,14 @@ async def recover(bus: Bus, lease_s: float, now: Now) -> Recovered:
     """
     world = World(lease_s)
     stored = await bus.hash_all(names.MANAGER_CURSORS)
-    for text in (await bus.hash_all(names.JOBS)).values():
-        world.add_job(from_json(text))
-    for text in (await bus.hash_all(names.FLEET)).values():
-        world.fleet.join(WorkerJoined.model_validate_json(text), now.mono)
+    for job_id, text in (await bus.hash_all(names.JOBS)).items():
+        await _know(bus, world, job_id, text, now)
+    for worker_id, text in (await bus.hash_all(names.FLEET)).items():
+        try:
+            world.fleet.join(WorkerJoined.model_validate_json(text), now.mono)
+        except ValueError as error:
+            # As soon as it is heard it is told that nobody knows it, and joins anew.
+            log.warning("worker_unreadable", worker=worker_id, reason=_words(error))
     for job in world.active_jobs():
         await _recall(bus, world, job)
     active = {job.id for job in world.active_jobs()}
@@ -62,20 +71,64 @@ async def recover(bus: Bus, lease_s: float, now: Now) -> Recovered:
     folded = await _fold_log(bus, world, cursors)
     _settle(world, now)
     for job in world.active_jobs():
+        await _take_kept(bus, world, job, now)
+    for job in world.active_jobs():
         stream = names.rollouts_requested(job.id)
         cursors[stream] = stored.get(stream, START)
     log.info("world_recovered", log_entries=folded, samples=len(world.ledger.samples), jobs=len(world.jobs))
     return Recovered(world, cursors)
 
 
+async def _know(bus: Bus, world: World, job_id: str, text: str, now: Now) -> None:
+    """Add a job to the world, or set it aside if anything that is stored of it cannot be read."""
+    what = f"field {job_id} of the hash {names.JOBS} in Redis"
+    audit, lengths = None, dict[str, float]()
+    try:
+        job = from_json(text)
+        if not job.ended:
+            what = f"the hash {names.job_audit(job.id)} in Redis"
+            if counters := await bus.hash_get(names.job_audit(job.id), "counters"):
+                audit = Audit.model_validate_json(counters)
+            what = f"the hash {names.job_lengths(job.id)} in Redis"
+            stored = await bus.hash_all(names.job_lengths(job.id))
+            lengths = {prompt: float(length) for prompt, length in stored.items()}
+    except (ValueError, ConfigError) as error:
+        _set_aside(world, job_id, text, f"{what} cannot be read ({_words(error)})", now)
+        return
+    world.add_job(job)
+    if audit is not None:
+        world.audits[job.id] = audit
+    world.lengths[job.id].prompts.update(lengths)
+
+
+def _set_aside(world: World, job_id: str, text: str, why: str, now: Now) -> None:
+    reason = (
+        f"set aside: {why}. Nothing of the job is changed: start the version of rlboost that wrote it, or mend what "
+        "Redis has there and start the rollout manager again"
+    )
+    job = world.aside[job_id] = AsideJob.of(job_id, text, reason)
+    log.error("job_set_aside", job=job_id, reason=reason)
+    if not job.had_ended:
+        world.tell("job_set_aside", now, job_id, reason=reason)
+
+
+def _words(error: Exception) -> str:
+    return "; ".join(describe(error)) if isinstance(error, ValidationError) else str(error)
+
+
 async def _recall(bus: Bus, world: World, job: Job) -> None:
-    if counters := await bus.hash_get(names.job_audit(job.id), "counters"):
-        world.audits[job.id] = Audit.model_validate_json(counters)
-    lengths = await bus.hash_all(names.job_lengths(job.id))
-    world.lengths[job.id].prompts.update({prompt: float(length) for prompt, length in lengths.items()})
     async for entries in batches(bus, names.rollouts_finished(job.id)):
         for entry in entries:
             recall_delivered(world, job.id, entry.message)
+
+
+async def _take_kept(bus: Bus, world: World, job: Job, now: Now) -> None:
+    """Take in what was said of a job while a manager that could not read it had set it aside."""
+    entries = await read_all(bus, names.job_kept(job.id))
+    for entry in entries:
+        take(world, entry.message, entry.id, now)
+    if entries:
+        world.actions.append(ForgetKept(job.id))
 
 
 async def _fold_log(bus: Bus, world: World, cursors: dict[str, str]) -> int:
@@ -123,4 +176,5 @@ def _settle(world: World, now: Now) -> None:
     for window in world.windows.values():
         if window.phase == "open" and world.ledger.samples:
             window.placed(now.mono)
+    freeze(world)
     world.fleet.give_everyone_time(now.mono)

@@ -23,9 +23,14 @@ def waiting_of(world: World, job: Job, trainer_lease: str | None, now: float) ->
     if job.ended:
         return None
     if job.state == "pending":
-        return _wait("the trainer to take the job", "it runs one job at a time", job.created_at)
+        because = "it runs one job at a time; of one that it cannot read, its events tell"
+        return _wait("the trainer to take the job", because, job.created_at)
     if trainer_lease is None:
-        return _wait("the trainer", "it holds no lease on this job: it died, or cannot reach Redis", now)
+        return _wait(
+            "the trainer",
+            "it holds no lease on this job: it died, cannot reach Redis, or cannot read it: see its logs",
+            now,
+        )
     if (since := world.stalled_since.get(job.id)) is not None:
         states = [worker.state for worker in world.fleet.workers.values()]
         because = f"samples wait and no worker can take them: {_count(states)}"

@@ -46,6 +46,7 @@ class FakeEngine:
         self.slots = slots
         self.kv_tokens = room.tokens if room else 0
         self.kv_row_tokens = room.max_len if room else 0
+        self.kv_page_tokens = 0
         self.scored = 0
         """How often it was asked to score."""
         self.awake = False

@@ -128,9 +128,10 @@ class Generator:
         return self._engine.stats() if self._engine is not None else _NONE
 
     @property
-    def kv(self) -> tuple[int, int]:
-        """Return `kv_tokens` and `kv_row_tokens` of the engine."""
-        return (self._engine.kv_tokens, self._engine.kv_row_tokens) if self._engine is not None else (0, 0)
+    def kv(self) -> dict[str, int]:
+        """Return what the engine says of its KV cache, by the names of `WorkerBeat`; nothing before there is one."""
+        names = ("kv_tokens", "kv_row_tokens", "kv_page_tokens")
+        return {name: getattr(self._engine, name) for name in names if self._engine is not None}
 
     def running(self) -> set[Key]:
         """See `Engine.running`."""

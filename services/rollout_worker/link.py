@@ -21,6 +21,7 @@ from services.rollout_worker.generator import Generator
 from services.rollout_worker.ports import Emission, Memory
 from shared import names
 from shared.bus import START, Append, Bus, Entry, Trim, after
+from shared.codec import encode
 from shared.columns import I32, U64, length, pack
 from shared.errors import BusUnavailable
 from shared.ids import new_token
@@ -35,7 +36,6 @@ from shared.messages import (
     WorkerLeft,
     WorkerNotice,
     WorkerState,
-    encode,
 )
 from shared.waiting import Waits
 
@@ -170,7 +170,6 @@ class Link:
             self.tokens_per_s = self._throughput.update(stats.tokens_made_total, time.monotonic())
             self.memory = self._memory()
             job_id, version = me.session.serving or ("", -1)
-            kv_tokens, kv_row_tokens = self._generator.kv
             beat = WorkerBeat(
                 worker=me.worker,
                 state=me.session.state,
@@ -184,8 +183,7 @@ class Link:
                 resident_bytes=self.memory.resident_bytes,
                 device_used_bytes=self.memory.device_used_bytes,
                 device_total_bytes=self.memory.device_total_bytes,
-                kv_tokens=kv_tokens,
-                kv_row_tokens=kv_row_tokens,
+                **self._generator.kv,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
             await self._bus.renew(names.worker_lease(me.worker), me.session.state, lease_s)

@@ -97,6 +97,8 @@ class Engine(Protocol):
     """How many tokens its KV cache holds at once; 0 where it does not say. A request that finds no room there waits."""
     kv_row_tokens: int
     """Not 0 where that cache is a rectangle: see `WorkerBeat`."""
+    kv_page_tokens: int
+    """Not 0 where it is paged and keeps common beginnings once: see `WorkerBeat`."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. They wait while no weights are loaded and while the engine is suspended.

@@ -26,11 +26,11 @@ import structlog
 from services.trainer.device import DeviceThread
 from services.trainer.domain.board import Board
 from services.trainer.job import LEASE_LIMIT_S, LEASE_TTL_S, Handle, JobRun
-from services.trainer.link import PatientBus
+from services.trainer.link import JobLink, PatientBus
 from services.trainer.ports import WorkshopFactory
 from shared import jobspec, names
 from shared.bus import START, Ack, Append, Bus, Delete, Entry, Fence, HashDelete, HashSet, Op, Renew
-from shared.errors import BusUnavailable, Conflict, Fenced, Retryable, RLBoostError, Timeout
+from shared.errors import BusUnavailable, ConfigError, Conflict, Fenced, Retryable, RLBoostError, Timeout
 from shared.ids import new_token
 from shared.lifecycle import until_stop
 from shared.messages import JobCommand, JobReport, JobState
@@ -83,6 +83,8 @@ class Trainer:
         self._cursor = START
         self._queue: asyncio.Queue[Handle] = asyncio.Queue()
         self._current: Handle | None = None
+        self._aside: set[str] = set()
+        """Commands whose job this trainer cannot read, for another to take."""
         self._looked_at = -math.inf
         self._looked = False
 
@@ -149,6 +151,7 @@ class Trainer:
         """
         claimed = await self._pending()
         jobs = {e.id: e.message.job_id for e, _ in claimed if isinstance(e.message, JobCommand)}
+        jobs = {entry: job for entry, job in jobs.items() if entry not in self._aside or self._board.cancelled(job)}
         if not jobs:
             return []
         owners = await self._bus(lambda bus: bus.hash_all(names.JOB_TRAINERS))
@@ -170,6 +173,9 @@ class Trainer:
             # What users want of a job, each trainer reads for itself.
             await self._bus.transact([Ack(entry.stream, names.TRAINER_GROUP, (entry.id,))])
             return None
+        if not self._board.cancelled(command.job_id) and (why := _unreadable(command.spec_json)):
+            await self._set_aside(entry.id, command.job_id, why)
+            return None
         handle = Handle(command.job_id, command.job_no, command.spec_json, entry.id)
         held = await self._bus(lambda _: self._hold(handle))
         # A job of one's own is begun at once: a predecessor's lease runs out while the model is loaded.
@@ -177,6 +183,15 @@ class Trainer:
             return None
         log.info("job_taken", job=command.job_id)
         return handle
+
+    async def _set_aside(self, command: str, job_id: str, why: str) -> None:
+        """Leave a job as it is, its command pending, for a trainer that can read it."""
+        self._aside.add(command)
+        reason = (
+            f"set aside: the trainer cannot read its job file ({why}). Nothing of the job is changed: start the "
+            "version of rlboost that wrote it, or cancel the job"
+        )
+        await JobLink(self._bus, job_id).tell("job_set_aside", trainer=self._name, reason=reason)
 
     # --- jobs ---
 
@@ -314,6 +329,15 @@ class Ending(NamedTuple):
 
     state: JobState
     error: str = ""
+
+
+def _unreadable(spec_json: str) -> str:
+    """Say why a stored job is not one for this version, nothing if it is."""
+    try:
+        jobspec.recalled(json.loads(spec_json))
+    except (ValueError, ConfigError) as error:
+        return str(error)
+    return ""
 
 
 def _ending_with(error: BaseException) -> Ending:

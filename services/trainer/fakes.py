@@ -45,7 +45,7 @@ class FakeEngine:
         self._base = np.arange(5, 9, dtype=F32)
         self._weights = np.arange(1, 5, dtype=F32)
         self._moment = np.zeros(4, F32)
-        self._gradient = np.zeros(4, np.float64)
+        self._gradient, self._tokens = np.zeros(4, np.float64), 0
 
     def logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
@@ -114,6 +114,7 @@ class FakeEngine:
 
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
+        self._gradient[:], self._tokens = 0.0, 0
         try:
             state = json.loads((directory / "fake.json").read_text(encoding="utf-8"))
             self._weights, self._moment = np.asarray(state["weights"], F32), np.asarray(state["moment"], F32)

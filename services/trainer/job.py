@@ -99,6 +99,8 @@ class JobRun:
         self._limit_s = limit_s
         self._trainer = trainer
         self._link = JobLink(bus, handle.job_id)
+        self._asked_until = -1
+        """The last step that a predecessor may have asked for."""
         self._checkpoints: Checkpoints
         """There once the workshop is."""
 
@@ -173,6 +175,8 @@ class JobRun:
         self, spec: GeneratingJob, workshop: Workshop, versions: Publishing, state: TrainState
     ) -> None:
         step = state.step
+        if versions.head >= 0:
+            self._asked_until = versions.head + spec.elastic.max_staleness
         await versions.begin(step)
         async with asyncio.TaskGroup() as scoring:
             curriculum = await KeptCurriculum.load(
@@ -224,6 +228,7 @@ class JobRun:
             # The fleet generates meanwhile.
             await self._checkpoints.begin(self._checkpoints.state(step, steps.needed_from, steps.read_until))
         tally = await run.run()
+        tally.asked_before = step <= self._asked_until
         await intake.keep_scores()
         if step < self._spec.steps:
             self._enter("publishing", step)

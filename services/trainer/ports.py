@@ -123,7 +123,7 @@ class PolicyEngine(Protocol):
         """
 
     def load(self, directory: Path) -> None:
-        """Read what a snapshot wrote.
+        """Read what a snapshot wrote, and drop what was accumulated.
 
         Raises:
             Corrupt: it does not fit this model.

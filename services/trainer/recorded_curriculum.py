@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from services.trainer.domain.curriculum import Chosen, Curriculum, Means
@@ -59,10 +60,10 @@ class KeptCurriculum:
         """
         await self._ask(lambda: self._curriculum.plan(step), f"it chooses the prompts of step {step}")
 
-    async def choose(self, step: int, rows: Sequence[int]) -> int:
-        """Return which of some prompts to put in another's place; see `Curriculum.choose`, and `prepare`."""
-        because = f"it chooses a prompt in place of another of step {step}"
-        return await self._ask(lambda: self._curriculum.choose(step, rows), because)
+    async def find(self, step: int, find: Callable[[Callable[[int], bool]], T]) -> T:
+        """Return what is found for a planned step by what is given `Curriculum.skips`; see `prepare`."""
+        because = f"it chooses prompts in place of others of step {step}"
+        return await self._ask(lambda: find(partial(self._curriculum.skips, step)), because)
 
     async def _ask(self, call: Callable[[], T], because: str) -> T:
         try:

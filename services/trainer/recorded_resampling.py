@@ -6,8 +6,9 @@ successor goes by what is recorded before it goes by rewards: what was asked for
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import partial
 
 from services.trainer.domain.metrics import ScoredGroup
 from services.trainer.domain.plan import PlannedGroup, training_group
@@ -114,11 +115,10 @@ class StepReplacements:
         self._step = step
         self._rule = Replacements.of(kept.spec, step, kept.n_rows)
         self._first = first
+        self._spare: list[int] = []
+        """Found when it is needed first: of much data that takes long, and most steps of most jobs need none."""
+        self._finding = asyncio.Lock()
         self._replaced = {group: row for group, row in kept.rows.items() if SampleId.unpack(group).step == step}
-
-    @cached_property
-    def _spare(self) -> list[int]:
-        return self._rule.spare(self._first)  # of much data it takes long, and most steps of most jobs need none
 
     @property
     def n_replaced(self) -> int:
@@ -140,7 +140,7 @@ class StepReplacements:
         would come to it that it does not expect.
 
         Raises:
-            Fatal, Fenced: see `KeptCurriculum.choose`, `KeptResampling.keep`.
+            Fatal, Fenced: see `KeptCurriculum.find`, `KeptResampling.keep`.
 
         """
         spec, curriculum = self._kept.spec, self._kept.curriculum
@@ -149,8 +149,11 @@ class StepReplacements:
         number = self._rule.number_after(SampleId.unpack(group.id).group)
         if number is None:
             return None
-        rows = self._rule.rows(number, self._spare)
-        row = rows[0] if curriculum is None else await curriculum.choose(self._step, rows)
+        async with self._finding:
+            if not self._spare:
+                find = partial(self._rule.spare, self._first)
+                self._spare = find() if curriculum is None else await curriculum.find(self._step, find)
+        row = self._rule.row(number, self._spare)
         await self._kept.keep(group.id, row)
         self._replaced[group.id] = row
         return self._replacement(group.id, row)

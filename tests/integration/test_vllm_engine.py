@@ -232,6 +232,11 @@ async def test_a_sample_that_is_not_a_number_any_more_ends_and_leaves_no_trace(c
             assert not made.error, asked
 
 
+def _pages(engine: Any) -> Any:
+    """Return what vLLM takes the pages of its KV cache from."""
+    return engine._core._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+
+
 class TestStarting:
     """What is refused before there is an engine, and other ways to start one; none shares a vLLM."""
 
@@ -250,6 +255,25 @@ class TestStarting:
         requests = [request(i, prompt=[i], max_tokens=150) for i in range(SLOTS)]
         for asked, made in zip(requests, await run(engine, requests), strict=True):
             assert made.logprobs == near(tiny_models.logprobs(model, asked.prompt, made.tokens))
+        await engine.close()
+
+    async def test_the_full_pages_of_a_prompt_are_kept_once_for_its_group(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = vllm_engines.config()
+        engine: Any = vllm_engines.build(config, slots=SLOTS)
+        assert engine.kv_page_tokens == 128
+        await engine.load_weights(0, tiny_models.weights(tiny_models.make(config)))
+        step, pool = engine._core.step, _pages(engine)
+        most_free, in_use = pool.get_num_free_blocks(), []
+
+        def watched() -> Any:
+            yield from step()
+            in_use.append(most_free - pool.get_num_free_blocks())
+
+        monkeypatch.setattr(engine._core, "step", watched)
+        await run(engine, [request(i, prompt=LONG, max_tokens=9) for i in range(SLOTS)])
+        assert max(in_use) == 1 + SLOTS, "the first page of the prompt, and one for each sample's rest"
         await engine.close()
 
     async def test_two_processes_that_share_a_model_make_and_read_back_what_one_would(self) -> None:

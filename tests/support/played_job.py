@@ -21,18 +21,25 @@ from tests.support.sim_worker import SimWorker, check_completion
 
 SPEC = {"name": "t", "model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "a:b"}, "steps": 9}
 _BEAT_S = 0.3
-_JOB_NUMBER = 1
 
 
 class PlayedJob:
     """One job, what its trainer says, and workers that live in tasks of this process."""
 
-    def __init__(self, bus: RedisBus, *, forgives_outages: bool = False) -> None:
-        """Use an open bus; with `forgives_outages` a worker goes on when Redis is back, else its task fails."""
+    def __init__(self, bus: RedisBus, *, forgives_outages: bool = False, number: int = 1) -> None:
+        """Play the job that is created as the `number`th of its Redis.
+
+        Args:
+            bus: an open one.
+            forgives_outages: a worker goes on when Redis is back; else its task fails.
+            number: from 1.
+
+        """
         self.bus = bus
         self.id = ""
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._forgives: type[Exception] | tuple[()] = BusUnavailable if forgives_outages else ()
+        self._number = number
         self._next_group = 0
 
     async def create(self, http: httpx.AsyncClient, url: str, **spec: Any) -> None:
@@ -51,7 +58,7 @@ class PlayedJob:
         for _ in range(groups):
             request = GroupRequested(
                 job_id=self.id,
-                group=SampleId(_JOB_NUMBER, False, step, self._next_group, 0).pack(),
+                group=SampleId(self._number, False, step, self._next_group, 0).pack(),
                 n=n,
                 prompt=pack([1, 2, 3], I32),
                 sampling=Sampling(max_tokens=max_tokens),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from services.trainer.domain.plan import plan_step, training_group
 from services.trainer.domain.resampling import Replacements
-from services.trainer.ports import RewardBatch, Scores
+from services.trainer.fakes import FakeRewards
+from services.trainer.ports import RewardBatch, Scores, Workshop
 from shared.columns import I32, unpack
 from shared.ids import SampleId
 from shared.jobspec import JobSpec, RlJob
@@ -47,6 +51,29 @@ def rig_of(folder: Path, what: JobSpec | None = None, equal: frozenset[int] = EQ
     return rig
 
 
+class Dawdling(FakeRewards):
+    """Takes a different number of turns of the event loop for each group."""
+
+    def __init__(self, function: Callable[[RewardBatch], Scores], seed: int) -> None:
+        super().__init__(function)
+        self._random = random.Random(seed)
+
+    async def score(self, batch: RewardBatch) -> Scores:
+        for _ in range(self._random.randrange(30)):
+            await asyncio.sleep(0)
+        return await super().score(batch)
+
+
+def dawdling(rig: Rig, seed: int) -> None:
+    """Let groups be scored in an order of chance."""
+    build = rig.build
+
+    def building(spec: JobSpec, job_id: str) -> Workshop:
+        return replace(build(spec, job_id), rewards=Dawdling(rig.reward, seed))
+
+    rig.build = building  # type: ignore[method-assign]
+
+
 async def completed(rig: Rig, *, create: bool = True) -> Rig:
     async with rig.trainer():
         if create:
@@ -72,7 +99,7 @@ def in_places(what: RlJob, equal: frozenset[int]) -> tuple[dict[int, int], dict[
             group = begins
             groups[group.id] = group.row
             while group.row in equal and (number := rule.number_after(SampleId.unpack(group.id).group)) is not None:
-                group = training_group(what, 1, step, number, rule.rows(number, spare)[0])
+                group = training_group(what, 1, step, number, rule.row(number, spare))
                 groups[group.id] = group.row
             if group.row not in equal:
                 teaching[group.id] = group.row

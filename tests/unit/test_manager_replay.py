@@ -17,7 +17,8 @@ from services.rollout_manager.domain.actions import Action
 from services.rollout_manager.domain.decide import decide
 from services.rollout_manager.domain.intake import take
 from services.rollout_manager.domain.world import Now, World
-from shared.messages import Message, decode, encode
+from shared.codec import decode, encode
+from shared.messages import Message
 
 Turn = tuple[list[tuple[bytes, str]], Now, list[str]]
 """What was read, encoded, with its entries' ids; when; whose lease had run out."""

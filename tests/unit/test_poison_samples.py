@@ -13,6 +13,7 @@ from services.rollout_manager.domain.world import Now
 from services.rollout_manager.leadership import manager_at
 from services.rollout_manager.recovery import read_all
 from shared import names
+from shared.codec import decode
 from shared.columns import I32, ints, pack
 from shared.fakes import MemoryBus
 from shared.ids import SampleId
@@ -31,7 +32,6 @@ from shared.messages import (
     Sampling,
     WeightsCommitted,
     WorkerNotice,
-    decode,
 )
 from tests.support.sim_worker import SimWorker, check_completion
 

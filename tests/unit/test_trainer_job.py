@@ -48,6 +48,19 @@ async def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
     assert rig.engine.closed
 
 
+@pytest.mark.parametrize(("max_staleness", "without"), [(0, {2}), (1, {2, 3})])
+async def test_tokens_that_were_made_for_an_earlier_trainer_are_in_no_rate(
+    tmp_path: Path, max_staleness: int, without: set[int]
+) -> None:
+    rig = Rig(tmp_path, spec(elastic={"max_staleness": max_staleness}))
+    await rig.killed_in(2)
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    for report in await rig.steps():
+        assert ("perf/tokens_per_s" in report.metrics) is (report.step not in without)
+        assert report.metrics["perf/throughput"] > 0, "it was trained on in that time, whenever it was made"
+
+
 async def test_a_step_is_asked_for_only_after_its_version_is_committed(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     seen: list[tuple[int, int]] = []
@@ -216,10 +229,11 @@ async def test_a_cancel_before_the_job_has_begun_ends_it(tmp_path: Path) -> None
 async def test_a_pause_holds_at_the_next_step_and_outlives_the_trainer(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {2}
-    async with rig.trainer(killed=True):
+    async with rig.trainer(killed=True) as trainer:
         await rig.command("create")
         await eventually(lambda: 2 in rig.weights.versions)
         await rig.command("pause")
+        await eventually(lambda: trainer._board.paused(JOB))
         rig.manager.held = set()
         await eventually(lambda: 3 in rig.weights.versions)
         await eventually(lambda: _last_state_is(rig, "paused"))

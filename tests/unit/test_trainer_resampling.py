@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from services.trainer.domain.plan import check
 from services.trainer.domain.resampling import Replacements, teaches
 from services.trainer.fakes import FakeRewards
-from services.trainer.ports import RewardBatch, Row, Scores, Workshop
+from services.trainer.ports import RewardBatch, Row, Scores
 from shared.algorithm import PRESETS
 from shared.errors import ConfigError
 from shared.ids import SampleId
@@ -31,6 +30,7 @@ from tests.support.resampled_job import (
     asked,
     by_row,
     completed,
+    dawdling,
     in_places,
     job,
     rig_of,
@@ -69,15 +69,34 @@ def test_a_replacement_has_another_prompt_as_long_as_there_are_others(
     replacements = Replacements(n, tries, seed, step, n_rows)
     first = list(range(min(n, n_rows)))
     spare = replacements.spare(first)
-    rows = [replacements.rows(number, spare) for number in range(n, n * (1 + tries))]
-    assert all(sorted(some) == sorted(spare) for some in rows), "each prompt may stand in for each"
+    rows = [replacements.row(number, spare) for number in range(n, n * (1 + tries))]
+    assert set(rows) <= set(spare)
     others = n_rows - len(first)
     assert len(spare) == (min(n * tries, others) if others else len(first))
     if others:
         assert not set(first) & set(spare)
     if others >= n * tries:
-        assert len({some[0] for some in rows}) == n * tries
+        assert len(set(rows)) == n * tries
     assert replacements.spare(first) == spare
+
+
+@given(
+    n=st.integers(1, 6),
+    tries=st.integers(1, 4),
+    step=st.integers(0, 9),
+    more=st.integers(0, 60),
+    skipped=st.sets(st.integers(0, 90)),
+)
+def test_a_prompt_that_is_skipped_comes_only_after_all_others_and_no_prompt_comes_twice(
+    n: int, tries: int, step: int, more: int, skipped: set[int]
+) -> None:
+    replacements = Replacements(n, tries, seed=0, step=step, n_rows=n * (1 + tries) + more)
+    first = list(range(n))
+    spare = replacements.spare(first, skipped.__contains__)
+    rows = [replacements.row(number, spare) for number in range(n, n * (1 + tries))]
+    assert len({*first, *rows}) == n * (1 + tries)
+    fit = set(range(n, replacements.n_rows)) - skipped
+    assert [row in fit for row in rows] == [i < len(fit) for i in range(len(rows))]
 
 
 @pytest.mark.parametrize("n_rows", [4, 6, 8])
@@ -86,7 +105,7 @@ def test_where_there_are_few_prompts_a_place_still_has_another_one_each_time(n_r
     first = [0, 1, 2, 3]
     spare = replacements.spare(first)
     for place in range(4):
-        one, other = (replacements.rows(place + 4 * again, spare)[0] for again in (1, 2))
+        one, other = (replacements.row(place + 4 * again, spare) for again in (1, 2))
         assert one != other
         assert one != first[place]
 
@@ -134,19 +153,6 @@ def test_more_groups_than_a_step_has_ids_for_are_refused() -> None:
 # --- a whole job ------------------------------------------------------------------------------------------------------
 
 
-class Dawdling(FakeRewards):
-    """Takes a different number of turns of the event loop for each group."""
-
-    def __init__(self, function: Callable[[RewardBatch], Scores], seed: int) -> None:
-        super().__init__(function)
-        self._random = random.Random(seed)
-
-    async def score(self, batch: RewardBatch) -> Scores:
-        for _ in range(self._random.randrange(30)):
-            await asyncio.sleep(0)
-        return await super().score(batch)
-
-
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("seed", range(6))
 async def test_however_groups_come_and_are_scored_a_step_trains_on_what_stands_in_its_places(
@@ -158,12 +164,7 @@ async def test_however_groups_come_and_are_scored_a_step_trains_on_what_stands_i
     rows: list[Row] = []
     rig = rig_of(tmp_path, what, equal)
     rig.make_engine = lambda: WatchedEngine(rows)
-    build = rig.build
-
-    def building(*args: Any) -> Workshop:
-        return replace(build(*args), rewards=Dawdling(rig.reward, seed))
-
-    rig.build = building  # type: ignore[method-assign]
+    dawdling(rig, seed)
     await completed(rig)
     groups, teaching = in_places(what, equal)
     assert asked(rig) == groups

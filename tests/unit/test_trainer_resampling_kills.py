@@ -23,7 +23,19 @@ from shared.fakes import MemoryBus
 from shared.ids import SampleId
 from shared.waiting import Waits
 from tests.support.eventually import eventually
-from tests.support.resampled_job import EQUAL, PLACES, ROWS, TRIES, asked, by_row, completed, in_places, job, rig_of
+from tests.support.resampled_job import (
+    EQUAL,
+    PLACES,
+    ROWS,
+    TRIES,
+    asked,
+    by_row,
+    completed,
+    dawdling,
+    in_places,
+    job,
+    rig_of,
+)
 from tests.support.scripted_manager import scripted
 from tests.support.trainer_rig import JOB, Rig, succession
 from tests.unit.test_trainer_conversations import TalkRig, done
@@ -179,6 +191,35 @@ async def test_with_a_curriculum_a_replacement_is_of_no_prompt_that_it_skips(tmp
     await completed(again, create=False)
     assert asked(again) == asked(rig)
     assert again.weights.versions == rig.weights.versions
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_with_a_curriculum_no_prompt_is_in_a_step_twice_however_groups_are_scored_and_whoever_is_killed(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    curriculum = {"skip_solved_above": 1.0}
+    what = job(
+        data={"train": "t.jsonl", "prompts_per_step": PLACES, "curriculum": curriculum},
+        steps=6,
+        elastic={"max_staleness": max_staleness},
+    )
+    equal = frozenset({0, 1, 2, 6, 7, 8})
+    rigs = [rig_of(tmp_path / str(seed), what, equal) for seed in range(4)]
+    for seed, rig in enumerate(rigs):
+        dawdling(rig, seed)
+        if seed == 3:
+            await killed(rig, "asked", 1)
+        await completed(rig, create=seed != 3)
+    assert all(asked(rig) == asked(rigs[0]) for rig in rigs)
+    n_later = []
+    for step in range(6):
+        of_step = {
+            SampleId.unpack(g).group: row for g, row in asked(rigs[0]).items() if SampleId.unpack(g).step == step
+        }
+        later = [row for number, row in of_step.items() if number >= PLACES]
+        assert len({*later} - {of_step[number] for number in range(PLACES)}) == len(later)
+        n_later.append(len(later))
+    assert sum(n_later) > PLACES
 
 
 async def test_conversations_are_replaced_too_and_are_led_to_their_end_by_whoever_comes(tmp_path: Path) -> None:

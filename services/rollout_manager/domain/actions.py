@@ -62,6 +62,21 @@ class ForgetJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep what was said of a job that is set aside."""
+
+    job_id: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetKept:
+    """Drop what was kept of a job: it was taken in."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SaveMetrics:
     """Store the metrics of one step."""
 
@@ -120,6 +135,8 @@ Action = (
     | Tell
     | SaveJob
     | ForgetJob
+    | Keep
+    | ForgetKept
     | SaveMetrics
     | SaveLength
     | SaveWorker

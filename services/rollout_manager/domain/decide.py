@@ -48,12 +48,16 @@ def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = 
 def _finish(world: World, now: Now) -> None:
     for sample_id in list(world.ledger.finished):
         sample = world.ledger.samples[sample_id]
+        if world.is_aside(sample):
+            continue
         if not is_served(sample_id):
             world.deliver(sample)
         elif sample.worker:
             world.orphan(sample)  # its worker has done its part; the client takes it when it likes
     for sample_id, reason in list(world.ledger.failed.items()):
         sample = world.ledger.samples[sample_id]
+        if world.is_aside(sample):
+            continue
         if sample.is_over_limit():
             _condemn(world, sample, f"failed {len(sample.failed_on)} times: {reason}", now)
         elif sample.worker:

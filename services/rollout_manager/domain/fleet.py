@@ -56,10 +56,13 @@ class Worker:
     """How many more it holds, so that a slot that becomes free is filled without a round trip."""
     kv_held: int = 0
     """Tokens that its samples keep in the KV cache, as of its last beat, with those placed since."""
+    kv_common: int = 0
+    """How many of them its engine keeps only once, because a sample of the same group has them too, likewise."""
     longest: int = 0
     """Length at which the longest of its samples ends at the latest, likewise."""
     kv_tokens: int = 0
     kv_row_tokens: int = 0
+    kv_page_tokens: int = 0
     """As of its last beat: see `WorkerBeat`."""
     disturbed_at: float = -math.inf
     """When it last got samples with tokens to read in (manager's clock): for a while its speed is not that of
@@ -129,6 +132,7 @@ class Worker:
         self.resident_bytes = beat.resident_bytes
         self.device_used_bytes, self.device_total_bytes = beat.device_used_bytes, beat.device_total_bytes
         self.kv_tokens, self.kv_row_tokens = beat.kv_tokens or self.joined.kv_tokens, beat.kv_row_tokens
+        self.kv_page_tokens = beat.kv_page_tokens
         self.state = "draining" if self.noticed else beat.state
         self._learn(beat, now)
         return before if before != self.state else None

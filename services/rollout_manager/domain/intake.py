@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from services.rollout_manager.domain.actions import ForgetWorker, Record, SaveJob, SaveMetrics, SaveWorker
+from services.rollout_manager.domain.actions import ForgetWorker, Keep, Record, SaveJob, SaveMetrics, SaveWorker
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.jobs import ENDED, Job
 from services.rollout_manager.domain.ledger import Outcome
+from services.rollout_manager.domain.needs import revoke
 from services.rollout_manager.domain.seeding import Window
 from services.rollout_manager.domain.steps import end_step
 from services.rollout_manager.domain.trials import suspects
-from services.rollout_manager.domain.world import Now, World, revoke
+from services.rollout_manager.domain.world import Now, World
 from shared.columns import U64, ints
-from shared.errors import Bury
+from shared.errors import Bury, ConfigError
 from shared.ids import SampleId, is_served, job_of
-from shared.jobspec import recalled
+from shared.jobspec import JobSpec, recalled
 from shared.messages import (
     Admitted,
     Closed,
@@ -66,6 +67,8 @@ def take(world: World, message: Message, entry_id: str, now: Now) -> None:  # no
             _leave(world, message, now)
         case WeightsCommitted():
             _committed(world, message)
+        case JobCommand() | JobReport() | StepReport() if message.job_id in world.aside:
+            world.actions.append(Keep(message.job_id, message))
         case JobCommand():
             _command(world, message, now)
         case JobReport():
@@ -291,7 +294,7 @@ def _command(world: World, command: JobCommand, now: Now) -> None:
     job = world.jobs.get(command.job_id)
     if command.action == "create":
         if job is None:
-            spec = recalled(json.loads(command.spec_json))
+            spec = _spec_in(command)
             job = Job(command.job_id, command.job_no, spec, created_at=now.wall)
             world.add_job(job)
             world.actions.append(SaveJob(job))
@@ -300,6 +303,13 @@ def _command(world: World, command: JobCommand, now: Now) -> None:
         raise Bury(f"{command.action} of the unknown job {command.job_id}")
     if command.action == "cancel":
         _enter(world, job, "cancelled", now, "")
+
+
+def _spec_in(command: JobCommand) -> JobSpec:
+    try:
+        return recalled(json.loads(command.spec_json))
+    except (ValueError, ConfigError) as error:
+        raise Bury(f"the job file of {command.job_id} cannot be read: {error}") from error
 
 
 def _job_report(world: World, report: JobReport, now: Now) -> None:

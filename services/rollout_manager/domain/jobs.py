@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +86,73 @@ class Job:
         }
 
 
+_LATEST = 1e11
+"""Unix seconds that are still a date."""
+
+
+@dataclass(frozen=True, slots=True)
+class AsideJob:
+    """What can be told of a job whose stored data cannot be read: see `aside`."""
+
+    id: str
+    reason: str
+    """Why, and what to do."""
+    said: dict[str, Any] = field(default_factory=dict)
+    """Its record, as far as it is one."""
+
+    @classmethod
+    def of(cls, job_id: str, text: str, reason: str) -> AsideJob:
+        """Return what is left of a record."""
+        try:
+            said = json.loads(text.encode(errors="replace"))
+        except (ValueError, RecursionError):
+            said = None
+        return cls(job_id, reason, said if isinstance(said, dict) else {})
+
+    @property
+    def state(self) -> JobState:
+        """Return how it ended, before it could not be read any more; `failed` where it had not."""
+        return next((state for state in ENDED if state == self.said.get("state")), "failed")
+
+    @property
+    def ended(self) -> bool:
+        """Tell that nothing happens to it: whoever follows it has seen all."""
+        return True
+
+    @property
+    def no(self) -> int:
+        """Return its number, 0 where that cannot be read either."""
+        return int(_number(self.said, "no") or 0)
+
+    @property
+    def had_ended(self) -> bool:
+        """Tell whether it had ended before."""
+        return any(state == self.said.get("state") for state in ENDED)
+
+    def public(self) -> dict[str, Any]:
+        """Return the fields of the REST API, times as Unix seconds."""
+        spec = self.said.get("spec")
+        spec = spec if isinstance(spec, dict) else {}
+        name = spec.get("name")
+        return {
+            "id": self.id,
+            "name": name.encode(errors="replace").decode() if isinstance(name, str) else self.id,
+            "state": self.state,
+            "step": int(_number(self.said, "step") or 0),
+            "steps": int(_number(spec, "steps") or 0),
+            **{at: _number(self.said, at) for at in ("created_at", "started_at", "finished_at")},
+            "latest": {},
+            "error": self.reason,
+        }
+
+
+def _number(fields: dict[str, Any], name: str) -> float | None:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if math.isfinite(value) and 0 <= value < _LATEST else None
+
+
 _ADAPTER = TypeAdapter(Job)
 
 
@@ -93,5 +162,10 @@ def to_json(job: Job) -> str:
 
 
 def from_json(text: str) -> Job:
-    """Return the record in a JSON text."""
+    """Return the record in a JSON text.
+
+    Raises:
+        ValueError, ConfigError: it is none, or not one of this version.
+
+    """
     return _ADAPTER.validate_json(text)

@@ -48,7 +48,7 @@ def has_room(worker: Worker, limit: int = 0) -> bool:
     # Where its KV cache is a rectangle with few rows, few more will be needed soon.
     spare = worker.spare if n == worker.batch else min(worker.spare, max(1, n // 4))
     paged = worker.kv_tokens if not worker.kv_row_tokens else 0
-    return worker.load < n + spare and not (paged and worker.kv_held > KV_FILL * paged)
+    return worker.load < n + spare and not (paged and worker.kv_held - worker.kv_common > KV_FILL * paged)
 
 
 def starts(worker: Worker, limit: int) -> bool:

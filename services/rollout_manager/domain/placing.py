@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from services.rollout_manager.domain.balance import Load, Running, moves
 from services.rollout_manager.domain.fleet import Worker
 from services.rollout_manager.domain.ledger import Sample
+from services.rollout_manager.domain.needs import Need, common_of, kv_of, limit_of, revoke
 from services.rollout_manager.domain.placement import best_of, has_room, holders, roomier
 from services.rollout_manager.domain.trials import taker
-from services.rollout_manager.domain.world import Need, Now, World, kv_of, limit_of, revoke
+from services.rollout_manager.domain.world import Now, World
 from shared.columns import U32, U64, pack
 from shared.ids import is_served
 from shared.messages import Assign, Assignment, Placed, Release
@@ -52,6 +53,8 @@ def _place(world: World, need: Need, now: Now) -> None:
         # Its owner is noted at once: a sample that stands twice among the waiting is placed once.
         sample.worker, sample.placed_at = worker.id, now.mono
         chosen.setdefault(worker.id, {})[sample_id] = sample
+        if worker.kv_page_tokens and not worker.samples.isdisjoint(_group_of(sample)):
+            worker.kv_common += common_of(sample, worker.kv_page_tokens)
         worker.samples.add(sample_id)
         worker.kv_held += kv_of(sample)
         worker.longest = max(worker.longest, limit)
@@ -64,6 +67,10 @@ def _place(world: World, need: Need, now: Now) -> None:
         del world.waiting[need]
     for worker_id, samples in chosen.items():
         _assign(world, world.fleet.workers[worker_id], list(samples.values()), now)
+
+
+def _group_of(sample: Sample) -> range:
+    return range(sample.request.group, sample.request.group + sample.request.n)
 
 
 def _near(world: World, need: Need, sample: Sample) -> str:

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 from services.rollout_manager.domain.actions import Action, Deliver, ForgetJob, Record, Refuse, SaveLength, Send, Tell
 from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.fleet import Fleet, Worker
-from services.rollout_manager.domain.jobs import Job
+from services.rollout_manager.domain.jobs import AsideJob, Job
 from services.rollout_manager.domain.ledger import Ledger, Sample
 from services.rollout_manager.domain.lengths import Lengths
+from services.rollout_manager.domain.needs import Need, common_of, kv_of, limit_of, need_of, revoke
 from services.rollout_manager.domain.placement import Candidates, size
 from services.rollout_manager.domain.seeding import Window
 from services.rollout_manager.domain.waiting import Waiting
-from shared.columns import U32, U64, length, pack
+from shared.columns import U64, pack
 from shared.ids import SampleId, is_served, job_of
 from shared.messages import (
     FINISH_STOP,
@@ -26,28 +27,9 @@ from shared.messages import (
     Event,
     GroupRequested,
     Message,
-    Revoke,
     SampleDropped,
     SampleFinished,
 )
-
-
-class Need(NamedTuple):
-    """What a sample needs of a worker: its job, and weights of a version between two."""
-
-    job_id: str
-    version: int
-    """The step that is trained on it, and the newest version that may generate it."""
-    oldest: int
-
-    @property
-    def serves(self) -> bool:
-        """Tell whether this is what clients' samples need: any version, so that they hold no worker back."""
-        return self.version == ANY_VERSION
-
-
-ANY_VERSION = 1 << 32
-"""Newer than any there is."""
 
 Serving = tuple[str, int]
 """What a worker serves: (job id, weight version)."""
@@ -78,6 +60,8 @@ class World:
         """Start empty."""
         self.jobs: dict[str, Job] = {}
         self.job_by_no: dict[int, Job] = {}
+        self.aside: dict[str, AsideJob] = {}
+        """Those that cannot be read: see `aside`."""
         self.fleet = Fleet(lease_s)
         self.ledger = Ledger()
         self.windows: dict[str, Window] = {}
@@ -154,6 +138,10 @@ class World:
             self._active[job.id] = job
             self._active = dict(sorted(self._active.items(), key=lambda item: item[1].no))
 
+    def is_aside(self, sample: Sample) -> bool:
+        """Tell whether nothing is to be done about a sample, because its job cannot be read."""
+        return sample.request.job_id in self.aside
+
     def active_jobs(self) -> list[Job]:
         """Return the jobs that have not ended, oldest first."""
         return list(self._active.values())
@@ -193,16 +181,18 @@ class World:
             if need not in self.live:
                 self.restless = True
             self.live[need] = self.live.get(need, 0) + 1
-            if need.serves:
-                self.served[sample.id] = sample
-            else:
+            if not need.serves:
                 step = need.job_id, need.version
                 self.asked[step] = self.asked.get(step, 0) + 1
                 self.requested_step[need.job_id] = max(need.version, self.requested_step.get(need.job_id, -1))
+            elif not self.is_aside(sample):
+                self.served[sample.id] = sample
             self.wait(sample)
 
     def wait(self, sample: Sample) -> None:
         """Let a sample without an owner wait for one."""
+        if self.is_aside(sample):
+            return
         need = need_of(sample)
         waiting = self.waiting.get(need)
         if waiting is None:
@@ -370,30 +360,10 @@ class World:
         """Derive anew how many samples a worker should have, from what its kind has shown."""
         samples = [self.ledger.samples[i] for i in worker.samples]
         worker.kv_held = sum(map(kv_of, samples))
+        if page := worker.kv_page_tokens:
+            others = {sample.request.group: sample for sample in samples}
+            worker.kv_common = sum(common_of(s, page) for s in samples if others[s.request.group] is not s)
         if worker.kv_row_tokens:
             worker.longest = max(map(limit_of, samples), default=0)
         size(worker, self.lengths[worker.job_id].mean if worker.job_id in self.lengths else 0.0)
         self.changed(worker)
-
-
-def kv_of(sample: Sample) -> int:
-    """Return how many tokens a sample keeps in the KV cache of who generates it."""
-    return length(sample.request.prompt) + sample.n_tokens
-
-
-def limit_of(sample: Sample) -> int:
-    """Return the length, prompt included, at which a sample ends at the latest."""
-    return length(sample.request.prompt) + sample.request.sampling.max_tokens
-
-
-def need_of(sample: Sample) -> Need:
-    """Return what a sample needs of a worker."""
-    request = sample.request
-    if is_served(sample.id):
-        return Need(request.job_id, ANY_VERSION, 0)
-    return Need(request.job_id, request.version, request.version - request.max_staleness)
-
-
-def revoke(sample: Sample) -> Revoke:
-    """Return the command that takes one sample's current attempt from its owner."""
-    return Revoke(samples=pack([sample.id], U64), attempts=pack([sample.attempt], U32))

@@ -28,13 +28,17 @@ class ThreadedEngine(ABC):
         rows: shared between threads, under the thread's lock.
         slots: how many requests run at once.
         kv_tokens: see `ports.Engine`; that of the rows' room, where they have one.
+        kv_page_tokens: see `ports.Engine`.
 
     """
 
-    def __init__(self, thread: EngineThread, rows: Rows, *, slots: int, kv_tokens: int = 0) -> None:
+    def __init__(
+        self, thread: EngineThread, rows: Rows, *, slots: int, kv_tokens: int = 0, kv_page_tokens: int = 0
+    ) -> None:
         self.slots = slots
         self.kv_tokens = rows.room.tokens if rows.room else kv_tokens
         self.kv_row_tokens = rows.room.max_len if rows.room else 0
+        self.kv_page_tokens = kv_page_tokens
         self._thread = thread
         self._rows = rows
         self._suspended = False

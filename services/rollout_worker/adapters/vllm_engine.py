@@ -48,7 +48,7 @@ class VllmEngine(ThreadedEngine):
         self._complete = False
         """Whether every tensor has been loaded, and no load has failed since."""
         rows = Rows(slots, core.max_len, core.vocabulary)
-        super().__init__(thread, rows, slots=slots, kv_tokens=core.kv_tokens)
+        super().__init__(thread, rows, slots=slots, kv_tokens=core.kv_tokens, kv_page_tokens=core.kv_page_tokens)
 
     def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `ports.Engine`. Each tensor is read when it is asked for, between two steps."""

@@ -62,8 +62,8 @@ class Curriculum:
         self._judge = judge
         self._chosen: dict[int, Chosen] = {}
         self._scored: dict[int, Means] = {}
-        self._history: dict[int, list[float]] = {}
-        self._last_step: dict[int, int] = {}
+        self._history: dict[int, list[tuple[int, float]]] = {}
+        """Row -> (step, mean) of its groups that count by now, oldest first."""
         self._told_until = 0
         for step, record in records.items():
             self._restore(int(step), json.loads(record))
@@ -84,14 +84,9 @@ class Curriculum:
             self._chosen[step] = self._walk(step, start)
         return self._chosen[step]
 
-    def choose(self, step: int, rows: Sequence[int]) -> int:
-        """Return the first of some rows that is not to be skipped in a planned step, the very first if all are.
-
-        Raises:
-            Fatal: see `plan`.
-
-        """
-        return next((row for row in rows if not self._why_not(row, step)), rows[0])
+    def skips(self, step: int, row: int) -> bool:
+        """Tell whether a row is to be skipped in a planned step: the same, however far later steps are planned."""
+        return bool(self._why_not(row, step))
 
     def score(self, step: int, means: Means) -> None:
         """Take in how a planned step's groups were scored; what is recorded of a step that is trained again stays."""
@@ -119,8 +114,7 @@ class Curriculum:
         """Let a step's scores count from now on."""
         self._told_until = step + 1
         for row, mean in self._scored.get(step, ()):
-            self._history.setdefault(row, []).append(mean)
-            self._last_step[row] = step
+            self._history.setdefault(row, []).append((step, mean))
 
     def _walk(self, step: int, start: int) -> Chosen:
         rows: list[int] = []
@@ -149,8 +143,9 @@ class Curriculum:
 
     def _why_not(self, row: int, step: int) -> str:
         """Say why a row is to be skipped, nothing if it is not."""
-        means, spec = self._history.get(row, []), self._spec
-        too_old = spec.retry_steps is not None and means and step - self._last_step[row] >= spec.retry_steps
+        spec, history = self._spec, [(at, mean) for at, mean in self._history.get(row, ()) if at < step - self._lag]
+        means = [mean for _, mean in history]
+        too_old = spec.retry_steps is not None and history and step - history[-1][0] >= spec.retry_steps
         if len(means) >= spec.window and not too_old:
             mean = sum(means[-spec.window :]) / spec.window
             if spec.skip_solved_above is not None and mean >= spec.skip_solved_above:

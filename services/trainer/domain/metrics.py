@@ -66,6 +66,8 @@ class StepTally:
 
     step: int = 0
     """The weight version that was trained."""
+    asked_before: bool = False
+    """A trainer before this one may have asked for it: when its tokens were made is not known."""
     scored: list[ScoredGroup] = field(default_factory=list)
     evaluated: list[ScoredGroup] = field(default_factory=list)
     pass_reward: float = 1.0
@@ -111,8 +113,9 @@ class StepTally:
             "time/wait_s": times.wait_s,
             "time/train_s": times.train_s,
             "time/publish_s": times.publish_s,
-            "perf/tokens_per_s": tokens / times.step_s if times.step_s else 0.0,
         }
+        if not self.asked_before:
+            row["perf/tokens_per_s"] = tokens / times.step_s if times.step_s else 0.0
         if trained := self.loss_sums.get("all_tokens"):
             row |= self.machine.metrics(trained, times.step_s, times.train_s)
         return {name: float(value) for name, value in row.items()}

@@ -2,13 +2,14 @@
 
 A step has as many places as `data.prompts_per_step`. A group whose rewards are all equal is replaced by a group of
 another prompt, and that one by the next, up to `algorithm.resample` times a place. What replaces a group depends on
-that group alone: neither on the order in which groups are scored nor on the other places. So each is replaced as soon
-as it is scored, and whoever replaces it again, as a killed trainer's successor may, asks for the same.
+that group alone, and on what a curriculum knew before the step was asked for: neither on the order in which groups are
+scored nor on the other places. So each is replaced as soon as it is scored, and whoever replaces it again, as a killed
+trainer's successor may, asks for the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.trainer.domain.plan import epoch_order
@@ -43,31 +44,33 @@ class Replacements:
         """Return the number of the group that replaces group `number` in its place; None: there were enough."""
         return number + self.n if number // self.n < self.tries else None
 
-    def spare(self, first: Sequence[int]) -> list[int]:
-        """Return the prompts that are in the step only in place of others, each once.
+    def spare(self, first: Sequence[int], is_skipped: Callable[[int], bool] = lambda _: False) -> list[int]:
+        """Return the prompts that are in the step only in place of others, each once, and those to be skipped last.
 
         They are taken from an order of their own, in which step follows step: what the steps begin with stays the walk
         through the epochs that it is without them.
 
         Args:
             first: the prompts that the step begins with. Where the data have no others, these are given back.
+            is_skipped: tells of a prompt whether others are to be taken as long as there are any.
 
         """
-        most, begun = self.n * self.tries, set(first)
-        found: dict[int, None] = {}
+        most, seen = self.n * self.tries, set(first)
+        found: list[int] = []
+        skipped: list[int] = []
         # Two epochs hold a whole one from wherever the step begins.
         for position in range(self.step * most, self.step * most + 2 * self.n_rows):
             if len(found) == most:
                 break
             epoch, place = divmod(position, self.n_rows)
             row = epoch_order(self.seed, -1 - epoch, self.n_rows)[place]
-            if row not in begun:
-                found[row] = None
-        return list(found) or list(dict.fromkeys([*first[1:], *first[:1]]))
+            if row not in seen:
+                seen.add(row)
+                (skipped if is_skipped(row) else found).append(row)
+        return [*found, *skipped][:most] or list(dict.fromkeys([*first[1:], *first[:1]]))
 
-    def rows(self, number: int, spare: Sequence[int]) -> list[int]:
-        """Return prompts for the replacement `number`: the first is its own, the rest are for where that is skipped."""
+    def row(self, number: int, spare: Sequence[int]) -> int:
+        """Return the prompt of the replacement `number`: another one for each, where there are enough."""
         again, place = divmod(number - self.n, self.n)
         # Where there are too few for all, a place still has another prompt each time, for as long as there is one.
-        own = (place + again * min(self.n, max(1, len(spare) // self.tries))) % len(spare)
-        return [*spare[own:], *spare[:own]]
+        return spare[(place + again * min(self.n, max(1, len(spare) // self.tries))) % len(spare)]

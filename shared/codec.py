@@ -1,0 +1,33 @@
+"""Messages to bytes and back: msgpack, a map with the message's tag."""
+
+from __future__ import annotations
+
+import msgpack
+from pydantic import ValidationError
+
+from shared.errors import Undecodable
+from shared.messages import Message, class_of
+
+
+def encode(msg: Message) -> bytes:
+    """Return the message's bytes."""
+    body = {"t": msg.tag, **msg.model_dump()}
+    packed: bytes = msgpack.packb(body, use_bin_type=True)
+    return packed
+
+
+def decode(data: bytes) -> Message:
+    """Return the message in `data`.
+
+    Raises:
+        Undecodable: the bytes are not msgpack, the tag is unknown, or a field is missing or of the wrong type.
+
+    """
+    try:
+        body = msgpack.unpackb(data, raw=False)
+        return class_of(body.pop("t")).model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Undecodable(f"{error.title}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+        raise Undecodable(f"not a message: {error!r}") from error
