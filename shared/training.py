@@ -48,6 +48,8 @@ class TrainerSpec(Section):
     with its weights, optimizer and step, and with samples of its own.
     """
     micro_batch_tokens: int = Field(4096, ge=1)
+    activation_checkpointing: bool = False
+    """Whether of each layer no more than its input is kept for its gradient, and all else computed once more then."""
     seed: int = 0
     offload: Offload = "none"
     """For a GPU that reserved engines share with the trainer, see `Offload`."""

@@ -113,16 +113,23 @@ class Worker:
     async def _obey(self, stop: asyncio.Event) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                obeying = group.create_task(self._read_commands(group), name="read-commands")
+                tasks = [
+                    group.create_task(self._prepare_engine(), name="prepare-engine"),
+                    group.create_task(self._read_commands(group), name="read-commands"),
+                ]
                 await stop.wait()
-                obeying.cancel()
+                for task in tasks:
+                    task.cancel()
                 self._pulling.cancel()
         finally:
             self.leaving.commands_over.set()
 
+    async def _prepare_engine(self) -> None:
+        await self._announced.wait()
+        await self._generator.prepare()
+
     async def _read_commands(self, group: asyncio.TaskGroup) -> None:
         await self._announced.wait()
-        self._generator.prepare()
         while True:
             me = self._link.me
             try:

@@ -98,9 +98,15 @@ class Generator:
         """Tell whether there is an engine: before that, imports may stop the whole process for seconds."""
         return self._engine is not None
 
-    def prepare(self) -> None:
-        """Begin what takes long and needs no model."""
+    async def prepare(self) -> None:
+        """Do what takes long and needs no model.
+
+        Raises:
+            ConfigError: see `EngineFactory.prepare`.
+
+        """
         self._prepared = in_thread("engine-prepare", self._engines.prepare)
+        await asyncio.shield(self._prepared)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `Engine.submit`."""

@@ -198,7 +198,12 @@ class EngineFactory(Protocol):
     """Makes engines. Both methods block, and are called outside the event loop's thread."""
 
     def prepare(self) -> None:
-        """Do beforehand what takes long and needs no model, such as imports."""
+        """Do beforehand what takes long and needs no model, such as imports.
+
+        Raises:
+            ConfigError: there is no such device.
+
+        """
 
     def build(self, config_json: str) -> Engine:
         """Return an engine without weights for the model of a Hugging Face `config.json`.

@@ -32,6 +32,7 @@ from services.trainer.settings import Settings
 from shared.algorithm import CriticSpec
 from shared.errors import ConfigError
 from shared.jobspec import JobSpec
+from shared.torch_device import require_device
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 
@@ -94,6 +95,7 @@ def _critic(spec: JobSpec) -> CriticSpec | None:
 
 
 def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | RanksPolicy:
+    require_device(config.device, "RLBOOST_TRAINER_DEVICE")
     if spec.trainer.offload != "none" and config.device == "cpu":
         raise ConfigError(
             f"trainer.offload: {spec.trainer.offload} is for a GPU that reserved engines share with the trainer, whose "
@@ -120,4 +122,5 @@ def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | Rank
         reference=reference,
         critic=_critic(spec),
         offload=spec.trainer.offload,
+        activation_checkpointing=spec.trainer.activation_checkpointing,
     )

@@ -66,6 +66,18 @@ def learn(made: TorchPolicy, n: int = 8) -> list[float]:
     return losses
 
 
+def test_what_a_critic_accumulated_before_a_checkpoint_is_loaded_is_dropped(tmp_path: Path) -> None:
+    steady, interrupted = (engine(write_model(tmp_path / "model")) for _ in range(2))
+    for made in (steady, interrupted):
+        train(made, 0)
+    steady.snapshot()(tmp_path)
+    interrupted.accumulate([taught(seed=1)], LOSS)
+    interrupted.load(tmp_path)
+    assert train(interrupted, 2) == train(steady, 2)
+    assert interrupted.values([taught()]) == steady.values([taught()])
+    assert bits(interrupted) == bits(steady)
+
+
 def test_in_the_beginning_every_value_is_nothing(tmp_path: Path) -> None:
     columns = engine(write_model(tmp_path)).values([rows(4)[:1], rows(4)[1:]])
     assert [len(column) for column in columns] == [len(row.completion) for row in rows(4)]

@@ -251,6 +251,19 @@ def test_resting_between_any_two_calls_changes_nothing(new: New, tmp_path: Path)
     assert bits(resting) == bits(steady)
 
 
+def test_what_was_accumulated_before_a_checkpoint_is_loaded_is_dropped(new: New, tmp_path: Path) -> None:
+    steady, interrupted = new(), new()
+    for engine in (steady, interrupted):
+        train(engine, 0)
+    steady.snapshot()(tmp_path)
+    interrupted.accumulate([rows(seed=1)], LOSS)
+    interrupted.load(tmp_path)
+    assert interrupted.step(RATE) == 0.0
+    assert bits(interrupted) == bits(steady)
+    assert train(interrupted, 2) == train(steady, 2)
+    assert bits(interrupted) == bits(steady)
+
+
 def test_a_checkpoint_that_is_not_one_is_refused(new: New, tmp_path: Path) -> None:
     with pytest.raises(Corrupt):
         new().load(tmp_path)

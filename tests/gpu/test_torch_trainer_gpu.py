@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch")
 
 from services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
 from services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
+from services.trainer.ports import Row  # noqa: E402 - its like
+from shared.columns import F32, I32, pack  # noqa: E402 - its like
 from shared.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
 from tests.support import large_model  # noqa: E402 - its like
@@ -101,3 +103,24 @@ def test_a_checkpoint_is_taken_and_loaded_while_all_rests(model: Path, tmp_path:
         engine.accumulate([BATCHES[1]], LOSS)
     assert loaded.step(RATE) == steady.step(RATE)
     assert bits(loaded) == bits(steady)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(dropout=0.1)], ids=["model", "adapter"])
+def test_with_activation_checkpointing_an_update_needs_a_fraction_of_the_memory(
+    model: Path, lora: LoraSpec | None
+) -> None:
+    # Few tokens are trained on, so that logits are next to nothing beside what the layers compute.
+    row = Row(pack([7] * 500, I32), pack([8] * 8, I32), pack([-9.0] * 8, F32), 1.0)
+
+    def peak_of(engine: TorchPolicy) -> int:
+        engine.accumulate([[row]], LOSS)  # gradients are there from then on
+        emptied()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.accumulate([[row] * 16], LOSS)
+        return int(torch.cuda.max_memory_allocated() - before)
+
+    without, within = (
+        peak_of(policy(model, reference=False, lora=lora, activation_checkpointing=on)) for on in (False, True)
+    )
+    assert within < without / 2

@@ -557,6 +557,18 @@ async def test_a_wrong_token_is_one_clear_line_and_exit_code_2(site: Site) -> No
 # --- weights from each other ------------------------------------------------------------------------------------------
 
 
+async def test_a_device_that_is_not_there_ends_a_worker_that_has_no_work_yet(
+    site: Site, manager: WorkerManager
+) -> None:
+    process = site.hire(DEVICE="cuda:99")
+    worker = await manager.joined()
+    assert await asyncio.to_thread(process.wait) == 2
+    last = process.log().splitlines()[-1]
+    assert "RLBOOST_WORKER_DEVICE: device 'cuda:99' cannot be used, here are cpu" in last
+    (left,) = await manager.heard(WorkerLeft, worker)
+    assert "cuda:99" in left.reason
+
+
 async def test_a_worker_gets_its_weights_from_another_worker(site: Site, manager: WorkerManager) -> None:
     first = site.hire()
     one = await manager.joined()

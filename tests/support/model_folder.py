@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, CTRLConfig, PreTrainedTokenizerFast
 
 from tests.support.tiny_models import CONFIGS, VOCABULARY
 
@@ -19,6 +19,14 @@ def write_model(directory: Path, family: str = "qwen3-tied", seed: int = 0) -> P
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model.save_pretrained(directory)
+    return directory
+
+
+def write_unmarked_model(directory: Path) -> Path:
+    """Write one whose layers transformers does not mark for activation checkpointing, and return the directory."""
+    config = CTRLConfig(vocab_size=VOCABULARY, n_positions=160, n_embd=32, dff=48, n_layer=2, n_head=4)
+    model: Any = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
     return directory
 

@@ -27,6 +27,9 @@ class TorchFactory:
         """See `EngineFactory`."""
         with without_collector():
             import services.rollout_worker.adapters.torch_engine  # noqa: F401, PLC0415 - it imports torch
+        from shared.torch_device import require_device  # noqa: PLC0415 - likewise
+
+        require_device(self._device, "RLBOOST_WORKER_DEVICE")
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""

@@ -72,7 +72,7 @@ class Core:
     """
 
     def __init__(self, config_json: str, options: VllmOptions) -> None:
-        _check_device(options)
+        check_device(options.device)
         self._options = options
         self._asleep: set[str] = set()
         self._n_loads = 0
@@ -282,13 +282,19 @@ def _given(config_json: str) -> dict[str, Any]:
     return {key: value for key, value in json.loads(config_json).items() if value is not None}
 
 
-def _check_device(options: VllmOptions) -> None:
-    kind, _, index = options.device.partition(":")
+def check_device(device: str) -> None:
+    """Refuse a device that the installed vLLM does not run on.
+
+    Raises:
+        ConfigError: with the one that it does.
+
+    """
+    kind, _, index = device.partition(":")
     if index:
-        raise ConfigError(f"device {options.device!r}: vllm takes the first; choose by CUDA_VISIBLE_DEVICES={index}")
+        raise ConfigError(f"device {device!r}: vllm takes the first; choose by CUDA_VISIBLE_DEVICES={index}")
     if kind != current_platform.device_type:
         raise ConfigError(
-            f"device {options.device!r}: the vllm that is installed runs on {current_platform.device_type or 'nothing'}"
+            f"device {device!r}: the vllm that is installed runs on {current_platform.device_type or 'nothing'}"
         )
 
 

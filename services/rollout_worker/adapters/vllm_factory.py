@@ -64,7 +64,9 @@ class VllmFactory:
         for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._device == "cpu" else {})}.items():
             os.environ.setdefault(name, value)
         with without_collector():
-            import services.rollout_worker.adapters.vllm_engine  # noqa: F401, PLC0415 - it imports vllm
+            from services.rollout_worker.adapters.vllm_core import check_device  # noqa: PLC0415 - it imports vllm
+
+        check_device(self._device)
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""

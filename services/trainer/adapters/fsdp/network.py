@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.adapters.ranks.piece import Piece
 from services.trainer.adapters.ranks.rest import own_part
+from services.trainer.adapters.torch.recompute import recompute_layers
 from shared.errors import ConfigError
 from shared.training import OptimizerSpec
 
@@ -54,19 +55,20 @@ class RowMap:
 class Network:
     """One rank's part of a model."""
 
-    def __init__(self, source: Path, device: str, *, trained: bool) -> None:
+    def __init__(self, source: Path, device: str, *, trained: bool, recomputes: bool = False) -> None:
         """Build it with whatever weights; the process group is there already. All ranks do it at once.
 
         Args:
             source: a Hugging Face directory, of which only the configuration is read.
             device: `cpu` or `cuda`.
             trained: whether it gets gradients.
+            recomputes: whether layers are computed once more for them.
 
         Raises:
             ConfigError: it holds no causal language model that can be cut up so.
 
         """
-        self.module: Any = _built(source, device, trained=trained)
+        self.module: Any = _built(source, device, trained=trained, recomputes=recomputes)
         self._parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters}
         self.map = RowMap(shapes, distributed.get_rank(), distributed.get_world_size())
@@ -83,9 +85,9 @@ class Network:
 class TrainedNetwork(Network):
     """One rank's part of the model being trained and of its optimizer."""
 
-    def __init__(self, source: Path, device: str, optimizer: OptimizerSpec) -> None:
+    def __init__(self, source: Path, device: str, optimizer: OptimizerSpec, *, recomputes: bool) -> None:
         """Build both; see `Network`."""
-        super().__init__(source, device, trained=True)
+        super().__init__(source, device, trained=True, recomputes=recomputes)
         self._clip = optimizer.grad_clip
         self._distributed = [parameter for _, parameter in self._parameters]
         self.optimizer = torch.optim.AdamW(
@@ -120,7 +122,7 @@ class TrainedNetwork(Network):
         return [self.optimizer]
 
 
-def _built(source: Path, device: str, *, trained: bool) -> Any:
+def _built(source: Path, device: str, *, trained: bool, recomputes: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
         # The weights of no rank are ever whole: each reads its own rows.
@@ -135,6 +137,8 @@ def _built(source: Path, device: str, *, trained: bool) -> Any:
             "trainer.data_parallel to 1"
         )
     module.requires_grad_(trained)
+    if recomputes:
+        recompute_layers(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
     parts = [*module.get_decoder().layers, module]

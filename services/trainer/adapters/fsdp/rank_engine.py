@@ -23,7 +23,7 @@ class FsdpRank(RankEngine):
         return Place.of(rank, layout)
 
     def _built(self, model: dict[str, Any]) -> Built:
-        network = TrainedNetwork(Path(model["source"]), self._device, self._optimizer)
+        network = TrainedNetwork(Path(model["source"]), self._device, self._optimizer, recomputes=self._recomputes)
         return Built(network, self._passes_of(network), OptimizerState(network.optimizer, self._held))
 
     def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:

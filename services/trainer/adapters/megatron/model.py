@@ -28,10 +28,12 @@ from shared.training import OptimizerSpec
 class Network:
     """One rank's part of a model."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, place: Place, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: ModelShape, layout: Layout, place: Place, dtype: torch.dtype, *, recomputes: bool = False
+    ) -> None:
         """Build it with whatever weights; megatron-core's process groups are there already. All ranks do it at once."""
         self.map = WeightMap(shape, layout, place)
-        self.config = _config(shape, layout, dtype)
+        self.config = _config(shape, layout, dtype, recomputes=recomputes)
         self.chunk: Any = GPTModel(
             self.config,
             block_spec(self.config),
@@ -63,10 +65,17 @@ class TrainedNetwork(Network):
     """One rank's part of the model being trained and of its optimizer."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, place: Place, dtype: torch.dtype, optimizer: OptimizerSpec
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        place: Place,
+        dtype: torch.dtype,
+        optimizer: OptimizerSpec,
+        *,
+        recomputes: bool,
     ) -> None:
-        """Build both; see `Network`."""
-        super().__init__(shape, layout, place, dtype)
+        """Build both; with `recomputes` layers are computed once more for their gradients. See `Network`."""
+        super().__init__(shape, layout, place, dtype, recomputes=recomputes)
         buffers = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
@@ -74,6 +83,8 @@ class TrainedNetwork(Network):
         )
         self.chunk = DistributedDataParallel(self.config, buffers, self.chunk)
         self.chunk.eval()
+        # megatron-core keeps layers' activations in evaluation mode, whatever the config says; layers stay in that.
+        self.chunk.module.decoder.training = recomputes
         # Without overrides every weight decays, as in the torch backend.
         self.optimizer: Any = get_megatron_optimizer(
             _optimizer_config(optimizer, layout, dtype), [self.chunk], config_overrides={}
@@ -108,7 +119,7 @@ class TrainedNetwork(Network):
         return [part.optimizer for part in self.optimizer.chained_optimizers]
 
 
-def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype) -> Any:
+def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, recomputes: bool) -> Any:
     return TransformerConfig(
         num_layers=shape.n_layers,
         hidden_size=shape.hidden,
@@ -133,6 +144,9 @@ def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype) -> Any:
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
         calculate_per_token_loss=True,
+        recompute_granularity="full" if recomputes else None,
+        recompute_method="uniform" if recomputes else None,
+        recompute_num_layers=1 if recomputes else None,
         use_cpu_initialization=not torch.cuda.is_available(),
         # Though weights are loaded at once: it is the initialization that marks which parameters are cut.
         perform_initialization=True,

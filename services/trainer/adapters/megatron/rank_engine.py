@@ -35,7 +35,10 @@ class MegatronRank(RankEngine):
         return place
 
     def _built(self, model: dict[str, Any]) -> Built:
-        network = TrainedNetwork(ModelShape(*model["shape"]), self._layout, self._place, self._dtype, self._optimizer)
+        shape = ModelShape(*model["shape"])
+        network = TrainedNetwork(
+            shape, self._layout, self._place, self._dtype, self._optimizer, recomputes=self._recomputes
+        )
         return Built(network, SchedulePasses(network, self._temperature), OptimizerState(network, self._held))
 
     def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:

@@ -63,7 +63,8 @@ class RankEngine(ABC):
             device: `cpu` or `cuda`, of which a rank takes the one with its own number.
             layout: of all ranks.
             optimizer: the job's `OptimizerSpec`, as a mapping.
-            settings: `temperature`, `dtype`, whether a `reference` is kept, and what rests (`offload`).
+            settings: `temperature`, `dtype`, whether a `reference` is kept, what rests (`offload`), and whether layers
+                are computed again for their gradients (`activation_checkpointing`).
 
         """
         if device != "cpu":
@@ -83,6 +84,7 @@ class RankEngine(ABC):
         self._dtype: torch.dtype = getattr(torch, settings["dtype"])
         self._keeps_reference: bool = settings["reference"]
         self._offload: Offload = settings["offload"]
+        self._recomputes: bool = settings["activation_checkpointing"]
         self._accumulated = False
         self._n_steps = 0
         self._runner = asyncio.Runner()
@@ -179,9 +181,13 @@ class RankEngine(ABC):
         if math.isfinite(norm):
             self._model.update(learning_rate)
             self._n_steps += 1
+        self._forget()
+        return norm
+
+    def _forget(self) -> None:
+        """Drop what was accumulated."""
         self._model.zero_gradients()
         self._accumulated = False
-        return norm
 
     # --- who has the device ---
 
@@ -262,6 +268,7 @@ class RankEngine(ABC):
         """Read what `save` wrote."""
         folder = Path(directory)
         self._resting.wake()
+        self._forget()
         try:
             n_steps = int((folder / STEPS_FILE).read_text(encoding="utf-8"))
             for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if n_steps else 0]):

@@ -105,6 +105,7 @@ class RanksPolicy(ABC):
                     "dtype": spec.dtype,
                     "reference": reference,
                     "offload": spec.offload,
+                    "activation_checkpointing": spec.activation_checkpointing,
                 },
             }
 
@@ -286,6 +287,7 @@ class RanksPolicy(ABC):
 
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`. The checkpoint may be of another layout."""
+        self._divisor = 0
         self._ranks.call("load", {"directory": str(directory)})
 
     def rest(self) -> None:

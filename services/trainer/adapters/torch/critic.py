@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoModel
 
 from services.trainer.adapters.torch import batch
+from services.trainer.adapters.torch.logprobs import in_dtype
+from services.trainer.adapters.torch.recompute import recompute_layers
 from services.trainer.adapters.torch.state import captured, load_state
 from services.trainer.domain.loss.value import value_loss
 from services.trainer.ports import Row, Snapshot
@@ -31,7 +33,15 @@ class TorchCritic:
     Weights and optimizer are in float32; with `bfloat16` matrices are multiplied in that, except the head's.
     """
 
-    def __init__(self, source: Path, spec: CriticSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: Path,
+        spec: CriticSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        activation_checkpointing: bool = False,
+    ) -> None:
         """Begin with the base model in `source` and a head of zeros: every value is 0.
 
         Raises:
@@ -49,6 +59,8 @@ class TorchCritic:
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
         self._body: Any = body.to(device).eval()
+        if activation_checkpointing:
+            recompute_layers(self._body)
         self._weight = torch.zeros(width, device=device, requires_grad=True)
         self._bias = torch.zeros((), device=device, requires_grad=True)
         self.trained = {
@@ -106,12 +118,13 @@ class TorchCritic:
         return captured(self.trained, [self.optimizer], prefix=_PREFIX)
 
     def load(self, directory: Path) -> None:
-        """Read what a snapshot wrote.
+        """Read what a snapshot wrote, and drop what was accumulated.
 
         Raises:
             Corrupt: it does not fit this critic.
 
         """
+        self.forget()
         try:
             load_state(directory, self.trained, [self.optimizer], prefix=_PREFIX)
         except Corrupt as error:
@@ -121,6 +134,6 @@ class TorchCritic:
         """Return the values before all completion tokens, row after row, [tokens]."""
         ids, predicts = batch.padded(rows)
         token_ids, selected = torch.from_numpy(ids).to(self._device), torch.from_numpy(predicts).to(self._device)
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+        with in_dtype(self._dtype, self._device):
             hidden: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state
         return hidden[selected].float() @ self._weight + self._bias

@@ -18,6 +18,12 @@ from services.trainer.adapters.torch.chosen import chosen_logprobs
 from services.trainer.ports import Row
 
 
+def in_dtype(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """Return the context in which matrices are multiplied in `dtype`: float32 or bfloat16."""
+    # With its cache all weights' rounded copies would be there until the pass is over, and each is used once.
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16, cache_enabled=False)
+
+
 class LogprobPass:
     """Passes of one model."""
 
@@ -45,7 +51,7 @@ class LogprobPass:
         targets = torch.from_numpy(ids[:, 1:][predicts[:, :-1]]).to(self._device)
         self._selected = torch.from_numpy(np.flatnonzero(predicts)).to(self._device)
         token_ids = torch.from_numpy(ids).to(self._device)
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+        with in_dtype(self._dtype, self._device):
             logits: Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
         return chosen_logprobs(logits, targets, self._temperature)
 

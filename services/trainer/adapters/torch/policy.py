@@ -21,6 +21,7 @@ from services.trainer.adapters.torch.critic import TorchCritic
 from services.trainer.adapters.torch.logprobs import LogprobPass
 from services.trainer.adapters.torch.lora import Adapter
 from services.trainer.adapters.torch.optimizers import optimizers
+from services.trainer.adapters.torch.recompute import recompute_layers
 from services.trainer.adapters.torch.rest import Resting
 from services.trainer.adapters.torch.state import captured, distinct, in_turn, load_state, shards_of
 from services.trainer.domain import sums
@@ -55,6 +56,7 @@ class TorchPolicy:
         reference: bool = False,
         critic: CriticSpec | None = None,
         offload: Offload = "none",
+        activation_checkpointing: bool = False,
     ) -> None:
         """Prepare; `load_hf` makes the model.
 
@@ -70,6 +72,8 @@ class TorchPolicy:
                 them already.
             critic: the value model to train along; None for none.
             offload: what `rest` moves to host memory.
+            activation_checkpointing: whether layers are computed once more for their gradients, the critic's too,
+                and no more than their inputs kept.
 
         """
         if "OMP_NUM_THREADS" not in os.environ:
@@ -83,6 +87,7 @@ class TorchPolicy:
         self._keeps_reference = reference
         self._critic_spec = critic
         self._offload = offload
+        self._recomputes = activation_checkpointing
         self._critic: TorchCritic | None = None
         self._adapter: Adapter | None = None
         self._reference: Any = None
@@ -109,12 +114,21 @@ class TorchPolicy:
             self._model.eval()
         elif self._keeps_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
+        if self._recomputes:
+            recompute_layers(self._model)
         self._forward = self._pass_of(self._model)
         self._forward_reference = self._forward if self._reference is None else self._pass_of(self._reference)
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
         self._optimizers = optimizers(self._model, self._parameters, self._spec)
+        self._forget()
         if self._critic_spec is not None:
-            self._critic = TorchCritic(source, self._critic_spec, dtype=self._dtype, device=self._device)
+            self._critic = TorchCritic(
+                source,
+                self._critic_spec,
+                dtype=self._dtype,
+                device=self._device,
+                activation_checkpointing=self._recomputes,
+            )
         models = [self._model, *([self._reference] if self._reference is not None else [])]
         weights = [parameter for model in models for parameter in model.parameters()]
         resting = list(self._optimizers)
@@ -155,12 +169,13 @@ class TorchPolicy:
         numbers: dict[str, float] = {}
         for rows in batches:
             reference = self._starting_logprobs(rows) if self._keeps_reference and not _has_reference(rows) else None
+            # Backward, too: layers may be computed once more there.
             with self._adapter.training() if self._adapter else nullcontext():
                 logprobs = self._forward(rows)
-            total, part = loss(token_batch(rows, logprobs, reference))
-            if not torch.isfinite(total):
-                raise NotFinite(f"the loss is {total.item()}")
-            total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
+                total, part = loss(token_batch(rows, logprobs, reference))
+                if not torch.isfinite(total):
+                    raise NotFinite(f"the loss is {total.item()}")
+                total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
             self._divisor += int(part["divisor"])
             sums.add(numbers, {**part, "padded_tokens": n_padded(rows)})
             if self._critic is not None:
@@ -177,7 +192,6 @@ class TorchPolicy:
                 parameter.grad.div_(self._divisor)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._spec.grad_clip))
         critic_norm = self._critic.clip() if self._critic is not None else 0.0
-        self._divisor = 0
         if not np.isfinite(norm + critic_norm):
             self._forget()
             if self._critic is not None:
@@ -222,6 +236,7 @@ class TorchPolicy:
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
         self._resting.wake()
+        self._forget()
         load_state(directory, self._trained, self._optimizers, generators=self._device)
         if self._critic is not None:
             self._critic.load(directory)
@@ -248,6 +263,7 @@ class TorchPolicy:
 
     def _forget(self) -> None:
         """Drop the policy's accumulated gradients."""
+        self._divisor = 0
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
