@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -133,7 +134,9 @@ class TorchCritic:
     def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Return the values before all completion tokens, row after row, [tokens]."""
         ids, predicts = batch.padded(rows)
-        token_ids, selected = torch.from_numpy(ids).to(self._device), torch.from_numpy(predicts).to(self._device)
+        # Counted here: see `logprobs`.
+        selected = torch.from_numpy(np.flatnonzero(predicts)).to(self._device)
+        token_ids = torch.from_numpy(ids).to(self._device)
         with in_dtype(self._dtype, self._device):
             hidden: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state
-        return hidden[selected].float() @ self._weight + self._bias
+        return hidden.flatten(0, 1).index_select(0, selected).float() @ self._weight + self._bias
