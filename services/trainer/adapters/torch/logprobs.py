@@ -28,7 +28,7 @@ class LogprobPass:
     """Passes of one model."""
 
     def __init__(self, model: Any, *, temperature: float, dtype: torch.dtype, device: torch.device) -> None:
-        """Put a hook in front of the model's output head, so that it serves nothing else from now on.
+        """Put a hook in front of the model's output head.
 
         Args:
             model: of transformers, in evaluation mode.
@@ -53,12 +53,14 @@ class LogprobPass:
         token_ids = torch.from_numpy(ids).to(self._device)
         with in_dtype(self._dtype, self._device):
             logits: Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
+        self._selected = None
         return chosen_logprobs(logits, targets, self._temperature)
 
-    def _select(self, _head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    def _select(self, _head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Give the output head only the positions that predict a trained token, [1, tokens, hidden].
 
         As a hook in front of the head it leaves whatever a family does to its logits in place.
         """
-        assert self._selected is not None
+        if self._selected is None:  # somebody else's pass
+            return inputs
         return (inputs[0].flatten(0, 1).index_select(0, self._selected).unsqueeze(0),)
