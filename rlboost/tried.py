@@ -44,7 +44,9 @@ def complaint(field: str, function: str, script: str, *arguments: str) -> str | 
         return f"{field}: importing {function} took more than {_LIMIT_S:.0f} s"
     if done.returncode == 0:
         return None
-    *_, last = ["", *done.stderr.strip().splitlines()]
-    if not last.startswith(f"{field}: "):
-        return f"{field}: importing {function} ended its process" + (f": {last}" if last else "")
-    return NotHere(last) if "ModuleNotFoundError: " in last else last
+    lines = done.stderr.strip().splitlines()
+    # What is run when a process ends may have written, too.
+    told = next((line for line in reversed(lines) if line.startswith(f"{field}: ")), None)
+    if told is None:
+        return f"{field}: importing {function} ended its process" + (f": {lines[-1]}" if lines else "")
+    return NotHere(told) if "ModuleNotFoundError: " in told else told

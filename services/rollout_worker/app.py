@@ -1,5 +1,6 @@
 """The loops of one rollout worker.
 
+prepare-engine: imports what the engine needs, once the worker has joined, and ends.
 commands: consumes the incarnation's commands in order and waits for the next; a pull of weights goes on beside it.
 flush: moves what the engine has made to the token log; waits one flush interval.
 beats: produces `WorkerJoined`, beats and the lease; waits one beat interval or for a change of state, and never for the

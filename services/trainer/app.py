@@ -189,7 +189,7 @@ class Trainer:
         self._aside.add(command)
         reason = (
             f"set aside: the trainer cannot read its job file ({why}). Nothing of the job is changed: start the "
-            "version of rlboost that wrote it, or cancel the job"
+            "version of rlboost that wrote it; a manager that can read it can cancel it, too"
         )
         await JobLink(self._bus, job_id).tell("job_set_aside", trainer=self._name, reason=reason)
 

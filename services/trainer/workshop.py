@@ -95,7 +95,6 @@ def _critic(spec: JobSpec) -> CriticSpec | None:
 
 
 def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | RanksPolicy:
-    require_device(config.device, "RLBOOST_TRAINER_DEVICE")
     if spec.trainer.offload != "none" and config.device == "cpu":
         raise ConfigError(
             f"trainer.offload: {spec.trainer.offload} is for a GPU that reserved engines share with the trainer, whose "
@@ -112,6 +111,7 @@ def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | Rank
             reference=reference,
             folder=folder,
         )
+    require_device(config.device, "RLBOOST_TRAINER_DEVICE")
     return TorchPolicy(
         spec.optimizer,
         temperature=temperature,

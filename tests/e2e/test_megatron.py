@@ -25,7 +25,8 @@ def test_the_example_is_trained_in_two_processes_one_of_which_is_killed(tmp_path
     with black_box(tmp_path / "state", workers=1) as box:
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
-            box.until_step(job_id, 2)
+            checkpoint = box.state / "runs" / job_id / "checkpoints" / "step-000002"
+            box.until(checkpoint.is_dir, "there is a checkpoint")
             kill_a_rank(box)
             box.until_completed(job_id)
         check(box, job_id, observer, spec)

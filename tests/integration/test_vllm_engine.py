@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,32 @@ class TestStarting:
         config = vllm_engines.config()
         with pytest.raises(ConfigError, match=why):
             vllm_engines.build({**config.to_dict(), **changes}, slots=2, **settings)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of vLLM that is not there yet."""
+    vllm_engines.require()
+    from vllm import envs  # noqa: PLC0415 - see require
+
+    monkeypatch.setitem(vars(envs), "VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_model_has_one_folder_by_which_vllm_finds_again_what_it_compiled(cache: Path) -> None:
+    from services.rollout_worker.adapters.vllm_core import model_folder  # noqa: PLC0415 - it imports vllm
+
+    one = model_folder({"model_type": "qwen3", "hidden_size": 8})
+    assert one == model_folder({"hidden_size": 8, "model_type": "qwen3"}) != model_folder({"hidden_size": 16})
+    assert cache in one.parents
+    (file,) = one.iterdir()
+    assert json.loads(file.read_text()) == {"model_type": "qwen3", "hidden_size": 8}
+    assert file.stat().st_mode & 0o777 == 0o644, "a worker of another user reads it, too"
+
+
+def test_a_cache_that_cannot_be_written_is_told_with_its_setting(cache: Path) -> None:
+    from services.rollout_worker.adapters.vllm_core import model_folder  # noqa: PLC0415 - it imports vllm
+
+    cache.write_text("a file")
+    with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT to one that can"):
+        model_folder({"hidden_size": 8})

@@ -227,16 +227,24 @@ class BlackBox:
         return [asdict(p) for p in found if p.alive and role in {None, p.role}]
 
     def kill(self, role: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the first process of a role, once there is one."""
+        """Send a signal to the first process of a role, once there is one; return when SIGKILL's death is known.
+
+        A second kill would else go to the same process, which is dead and still listed.
+        """
+        victim = 0
 
         def sent() -> bool:
+            nonlocal victim
             for process in self.processes(role)[:1]:
+                victim = process["pid"]
                 with suppress(ProcessLookupError):  # it died since it was listed
-                    os.kill(process["pid"], number)
+                    os.kill(victim, number)
                     return True
             return False
 
         self.until(sent, f"a process of the role {role} lives")
+        if number == signal.SIGKILL:
+            self.until(lambda: victim not in {p["pid"] for p in self.processes(role)}, f"{role} is known to be dead")
 
     def until_step(self, job_id: str, step: int, within_s: float = 180) -> None:
         """Wait until a job has done so many steps."""

@@ -266,15 +266,23 @@ def model_folder(config: dict[str, Any]) -> Path:
     Args:
         config: of the model, with its architecture.
 
+    Raises:
+        ConfigError: the cache cannot be written.
+
     """
     text = json.dumps(config, sort_keys=True)
     folder = Path(envs.VLLM_CACHE_ROOT) / "rlboost_models" / hashlib.sha256(text.encode()).hexdigest()[:16]
-    if not (folder / "config.json").exists():
+    if (folder / "config.json").exists():
+        return folder
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         # Several workers may begin at once.
         with NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
             file.write(text)
+        Path(file.name).chmod(0o644)  # the next worker may be another user's
         Path(file.name).replace(folder / "config.json")
+    except OSError as error:
+        raise ConfigError(f"vllm's cache cannot be written ({error}): set VLLM_CACHE_ROOT to one that can") from error
     return folder
 
 

@@ -39,8 +39,8 @@ def check_recomputable(source: Path) -> None:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
-    except (OSError, ValueError, KeyError):
-        return  # not for this that it is no model: whoever loads it says so
+    except Exception:  # noqa: BLE001 - whoever loads the model says what is wrong with it
+        return
     _layers(model)
 
 
