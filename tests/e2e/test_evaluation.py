@@ -72,8 +72,10 @@ def share(problems: Sequence[Decoded]) -> float:
 
 
 def completions(observer: Observer) -> Iterator[tuple[tuple[int, ...], list[int], dict[str, Any]]]:
-    """Yield prompt, tokens and message of each finished sample."""
+    """Yield prompt, tokens and message of each finished sample whose request was seen."""
     for sample, (body,) in observer.finished.items():
+        if sample not in observer.admitted:
+            continue
         prompt = np.frombuffer(observer.admitted[sample]["prompt"], "<i4").tolist()
         yield tuple(prompt), np.frombuffer(body["tokens"], "<i4").tolist(), body
 
