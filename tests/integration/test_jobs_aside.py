@@ -122,6 +122,9 @@ async def test_a_job_that_cannot_be_read_is_set_aside_and_goes_on_as_it_was_once
     system.manager.kill()
     assert await system.record(first) == of_a_newer_version(readable)
     await system.redis.hset(names.JOBS, first.id, readable)
+    # By another worker, so that what was made before shows as a span of its own.
+    await first.stop_workers()
+    first.start_worker("w3", pace_s=0.05)
     system.manager.start()
 
     samples = await first.delivered(32)
