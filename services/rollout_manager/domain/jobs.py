@@ -110,9 +110,13 @@ class AsideJob:
         return cls(job_id, reason, said if isinstance(said, dict) else {})
 
     @property
+    def _ending(self) -> JobState | None:
+        return next((state for state in ENDED if state == self.said.get("state")), None)
+
+    @property
     def state(self) -> JobState:
         """Return how it ended, before it could not be read any more; `failed` where it had not."""
-        return next((state for state in ENDED if state == self.said.get("state")), "failed")
+        return self._ending or "failed"
 
     @property
     def ended(self) -> bool:
@@ -127,7 +131,7 @@ class AsideJob:
     @property
     def had_ended(self) -> bool:
         """Tell whether it had ended before."""
-        return any(state == self.said.get("state") for state in ENDED)
+        return self._ending is not None
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""

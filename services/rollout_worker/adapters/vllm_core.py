@@ -89,8 +89,6 @@ class Core:
             raise ConfigError(f"vllm cannot run this model here: {error}") from error
         self._core = self._engine.engine_core
         self._tasks = self._engine.get_supported_tasks()
-        self._open: set[str] = set()
-        """The requests that have neither ended nor been aborted."""
         self.max_len = int(self._engine.model_config.max_model_len)
         self.vocabulary = int(self._engine.model_config.get_vocab_size())
         cache = self._engine.vllm_config.cache_config
@@ -141,22 +139,17 @@ class Core:
         prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._n_loads)}
         request = self._engine.input_processor.process_inputs(request_id, prompt, sampling, supported_tasks=self._tasks)
         self._core.add_request(request)
-        self._open.add(request_id)
         return request_id
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Forget requests; those that have ended are ignored."""
-        if still_open := [request_id for request_id in request_ids if request_id in self._open]:
-            self._core.abort_requests(still_open)
-            self._open.difference_update(still_open)
+        self._core.abort_requests(list(request_ids))
 
     def step(self) -> Iterator[Made]:
         """Run the model once; yield what it made, which is at most one token for each request."""
         for output in self._core.get_output().outputs:
-            if output.finish_reason is not None:
-                self._open.discard(output.request_id)
-                if output.finish_reason not in {FinishReason.STOP, FinishReason.LENGTH}:
-                    raise RuntimeError(f"vllm gave a request up: {output.finish_reason}")
+            if output.finish_reason not in {None, FinishReason.STOP, FinishReason.LENGTH}:
+                raise RuntimeError(f"vllm gave a request up: {output.finish_reason}")
             if output.new_token_ids:
                 # The first column is what was taken.
                 logprobs = output.new_logprobs.logprobs[:, 0].tolist()
@@ -177,7 +170,7 @@ class Core:
                 tokens.append(token)
             asked.append(ids)
         found: dict[str, float] = {}
-        while self._open:
+        while len(found) < sum(map(len, asked)):
             found.update((made.request_id, made.logprob) for made in self.step())
         self.clear()
         return [[found[request_id] for request_id in row] for row in asked]

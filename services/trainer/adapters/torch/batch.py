@@ -17,7 +17,10 @@ Array = np.ndarray[Any, Any]
 
 
 def padded(rows: Sequence[Row]) -> tuple[Array, Array]:
-    """Return token ids [rows, longest] and a mask of the positions whose *next* token is trained on."""
+    """Return token ids [rows, longest], and the places in them, counted through all rows, before trained tokens [n].
+
+    n is the number of trained tokens. Places and no mask: to select by a mask on a GPU, the host would have to wait.
+    """
     width = max(row.n_tokens for row in rows)
     ids = np.zeros((len(rows), width), np.int64)
     predicts = np.zeros((len(rows), width), np.bool_)
@@ -27,7 +30,7 @@ def padded(rows: Sequence[Row]) -> tuple[Array, Array]:
         ids[i, : len(prompt)] = prompt
         ids[i, len(prompt) : end] = completion
         predicts[i, len(prompt) - 1 : end - 1] = unpack(row.trained, U8) if row.trained else True
-    return ids, predicts
+    return ids, np.flatnonzero(predicts)
 
 
 def lengths(rows: Sequence[Row]) -> list[int]:

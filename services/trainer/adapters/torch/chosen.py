@@ -7,6 +7,7 @@ float32, so the gradient is computed here, from the logits themselves and a few 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,8 +37,12 @@ class _ChosenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         ctx.save_for_backward(logits, tokens)
         ctx.temperature = temperature
-        parts = zip(_cut(logits), _cut(tokens, logits), strict=True)
-        return torch.cat([-functional.cross_entropy(_scaled(a, temperature), b, reduction="none") for a, b in parts])
+        return torch.cat(
+            [
+                -functional.cross_entropy(_scaled(of, temperature), at, reduction="none")
+                for of, at in _few_rows_each(logits, tokens)
+            ]
+        )
 
     @staticmethod
     @once_differentiable
@@ -45,18 +50,17 @@ class _ChosenLogprobs(torch.autograd.Function):
         logits, tokens = ctx.saved_tensors
         found = torch.empty_like(logits)
         weights = gradients[0] / ctx.temperature
-        for into, of, at, weight in zip(
-            _cut(found), _cut(logits), _cut(tokens, logits), _cut(weights, logits), strict=True
-        ):
+        for of, at, weight, into in _few_rows_each(logits, tokens, weights, found):
             # d log p(token) / d logits = (1 at the token, else 0) - p
             p = torch.softmax(_scaled(of, ctx.temperature), -1).mul_(-weight[:, None])
             into.copy_(p.scatter_add_(1, at[:, None], weight[:, None]))
         return found, None, None
 
 
-def _cut(rows: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return views of a few rows each, as many as of the logits may be float32 at a time."""
-    return torch.split(rows, max(1, _AT_ONCE // (rows if like is None else like).shape[-1]))
+def _few_rows_each(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same rows of all, as many as of the logits may be float32 at a time."""
+    n = max(1, _AT_ONCE // logits.shape[-1])
+    return zip(*(torch.split(part, n) for part in (logits, *others)), strict=True)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -133,10 +132,7 @@ class TorchCritic:
 
     def _forward(self, rows: Sequence[Row]) -> Tensor:
         """Return the values before all completion tokens, row after row, [tokens]."""
-        ids, predicts = batch.padded(rows)
-        # Counted here: see `logprobs`.
-        selected = torch.from_numpy(np.flatnonzero(predicts)).to(self._device)
-        token_ids = torch.from_numpy(ids).to(self._device)
+        token_ids, places = (torch.from_numpy(part).to(self._device) for part in batch.padded(rows))
         with in_dtype(self._dtype, self._device):
             hidden: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, selected).float() @ self._weight + self._bias
+        return hidden.flatten(0, 1).index_select(0, places).float() @ self._weight + self._bias

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,11 +45,8 @@ class LogprobPass:
 
     def __call__(self, rows: Sequence[Row]) -> Tensor:
         """Return the log-probabilities of all trained tokens, row after row, [tokens]."""
-        ids, predicts = padded(rows)
-        # Counted here: to select by a mask on a GPU, the host would have to wait for it.
-        targets = torch.from_numpy(ids[:, 1:][predicts[:, :-1]]).to(self._device)
-        self._selected = torch.from_numpy(np.flatnonzero(predicts)).to(self._device)
-        token_ids = torch.from_numpy(ids).to(self._device)
+        token_ids, self._selected = (torch.from_numpy(part).to(self._device) for part in padded(rows))
+        targets = token_ids.flatten()[self._selected + 1]
         with in_dtype(self._dtype, self._device):
             logits: Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
         self._selected = None
