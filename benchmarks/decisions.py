@@ -31,7 +31,7 @@ from shared.messages import (
     Sampling,
     TokenFrame,
     WeightsCommitted,
-    WorkerBeat,
+    WorkerHeartbeat,
     WorkerJoined,
 )
 
@@ -112,8 +112,8 @@ def _joined(worker: str, slots: int) -> WorkerJoined:
     )
 
 
-def _beat(worker: str) -> WorkerBeat:
-    return WorkerBeat(
+def _beat(worker: str) -> WorkerHeartbeat:
+    return WorkerHeartbeat(
         worker=worker, state="ready", job_id=JOB_ID, version=0, running=0, pending=0, tokens_per_s=0.0, at=0.0
     )
 

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from services.rollout_worker.adapters.torch_factory import TorchFactory
-from services.rollout_worker.adapters.vllm_factory import VllmFactory
-from services.rollout_worker.ports import Engine, EngineFactory, Request
+from services.rollout_worker.adapters.torch.factory import TorchFactory
+from services.rollout_worker.adapters.vllm.factory import VllmFactory
+from services.rollout_worker.domain.requests import Request
+from services.rollout_worker.ports import Engine, EngineFactory
 from shared.errors import ConfigError
 from shared.messages import Sampling
 

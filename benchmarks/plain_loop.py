@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from services.rollout_worker.adapters.torch_engine import TorchEngine
-from services.rollout_worker.ports import Request
+from services.rollout_worker.adapters.torch.engine import TorchEngine
+from services.rollout_worker.domain.requests import Request
 from services.trainer.adapters.data import find_model, load_data
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.advantages import advantages
 from services.trainer.domain.batching import Accumulate, UpdatePlanner
 from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.plan import training_rows
+from services.trainer.domain.plan import prompt_indices
 from services.trainer.domain.schedule import learning_rate
-from services.trainer.ports import Row
+from services.trainer.domain.training_row import TrainingRow
 from shared.columns import F32, I32, ints, pack
-from shared.jobspec import JobSpec, load, parse
+from shared.job.spec import JobSpec, load, parse
 from shared.messages import Sampling
 
 JOB = "examples/countdown/job.yaml"
@@ -58,9 +58,9 @@ class PlainLoop:
         """Take one step; return its mean reward."""
         spec, n = self.spec, self.spec.algorithm.group_size
         await self.engine.load_weights(step, self._weights())
-        rows = training_rows(spec.trainer.seed, step, spec.data.prompts_per_step, len(self.data.train))
+        rows = prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, len(self.data.train))
         samples = await self._generate(step, [row for row in rows for _ in range(n)])
-        planner: UpdatePlanner[Row] = UpdatePlanner(
+        planner: UpdatePlanner[TrainingRow] = UpdatePlanner(
             len(rows), spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
         )
         rewards: list[float] = []
@@ -70,7 +70,7 @@ class PlainLoop:
             rewards += scored
             prompt, values = self.data.train[row].tokens, advantages(scored) or []
             trained = [
-                Row(prompt, pack(tokens, I32), pack(logprobs, F32), value)
+                TrainingRow(prompt, pack(tokens, I32), pack(logprobs, F32), value)
                 for (tokens, logprobs), value in zip(group, values, strict=False)
             ]
             for work in planner.add(trained):

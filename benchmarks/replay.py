@@ -32,9 +32,9 @@ from shared import names
 from shared.bus import Append, HashSet
 from shared.columns import I32, U32, U64, pack
 from shared.ids import SampleId
-from shared.jobspec import parse
+from shared.job.spec import parse
 from shared.messages import Admitted, Closed, GroupRequested, Message, Placed, Sampling
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 
 GROUP_SIZE = 8
 SLOTS = 64

@@ -1,16 +1,13 @@
-"""How many answers a second math-verify checks through the reward processes, and what a check costs.
+"""How many answers per second math-verify checks through the reward processes, and what a check costs.
 
     OMP_NUM_THREADS=1 python -m benchmarks.rewards [--workers 2] [--groups 100] [--group-size 8]
 
-The whole path of a job: `rlboost.rewards.math:score` in as many processes as `reward.workers` says, one group at a time
-in each. A group has one problem; half of its completions are right, a quarter of these in another spelling. `wrong`:
-`some_agree`, as in groups that are sampled, where half of the wrong ones give one answer; or `all_differ`. Each
-completion has its own reasoning of 100 to 300 words with formulas before the answer. No answer occurs in two groups.
+The whole path of a job: `rlboost.rewards.math:score` in `reward.workers` processes, one group at a time in each. A
+group has one problem; half of its completions are right, a quarter of these in another spelling. `wrong`: `some_agree`,
+where half of the wrong completions give one answer, as in sampled groups; or `all_differ`. Each completion has 100 to
+300 words of reasoning with formulas before the answer. No answer occurs in two groups. The processes are warm.
 
-`cold` is the first time that an answer is seen, `again` a second epoch with other texts around the same answers. The
-processes are warm: the parser's first expressions of each kind take it many times longer. `cpu_ms` is processor time a
-check in one process, beside `plain`: the library alone at the same time, which reads and compares each completion (what
-is right once a group). That ratio says more than a rate where other work shares the cores.
+`cpu_ms` is processor time per check in one process.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports import RewardBatch
-from shared.reward import RewardSpec
+from services.trainer.ports.rewards import RewardBatch
+from shared.job.reward import RewardSpec
 from shared.waiting import Waits
 
 FUNCTION = "rlboost.rewards.math:score"
@@ -55,7 +52,7 @@ KINDS = {
 }
 
 
-def group(kind: str, n: int, size: int, *, agree: bool, epoch: int = 0) -> RewardBatch:
+def group(kind: str, n: int, size: int, *, agree: bool) -> RewardBatch:
     """Return one problem with `size` completions, every second one right."""
     first = 1 + n * (size + 1)
     right, respelled = KINDS[kind]
@@ -65,14 +62,14 @@ def group(kind: str, n: int, size: int, *, agree: bool, epoch: int = 0) -> Rewar
             answer = respelled(first) if i % 8 == 1 else right(first)
         else:
             answer = right(first + 1 + (0 if agree and i % 4 else i))
-        sentences = (REASONING[(i + k + epoch) % len(REASONING)].replace("{i}", str(i)) for k in range(6 + 2 * i))
-        texts.append(f"Attempt {i}.{epoch}. {''.join(sentences)}The answer is \\boxed{{{answer}}}.<eos>")
+        sentences = (REASONING[(i + k) % len(REASONING)].replace("{i}", str(i)) for k in range(6 + 2 * i))
+        texts.append(f"Attempt {i}. {''.join(sentences)}The answer is \\boxed{{{answer}}}.<eos>")
     return RewardBatch(["?"] * size, texts, [[1]] * size, {"answer": [right(first)] * size})
 
 
-def groups_of(kind: str, numbers: Sequence[int], size: int, *, agree: bool, epoch: int = 0) -> list[RewardBatch]:
+def groups_of(kind: str, numbers: Sequence[int], size: int, *, agree: bool) -> list[RewardBatch]:
     names = list(KINDS) if kind == "mixed" else [kind]
-    return [group(names[n % len(names)], n, size, agree=agree, epoch=epoch) for n in numbers]
+    return [group(names[n % len(names)], n, size, agree=agree) for n in numbers]
 
 
 def warming(n: int, size: int) -> list[RewardBatch]:
@@ -85,52 +82,30 @@ def check(scored: Sequence[Sequence[float | None] | None]) -> None:
         assert list(rewards) == [float(i % 2) for i in range(len(rewards))], rewards
 
 
-def plain_cpu_s(groups: Sequence[RewardBatch], size: int) -> float:
-    """Return the processor time of the library alone, in a process where nothing of it was changed."""
-    from math_verify import parse, verify  # noqa: PLC0415 - not where ours is measured
-
-    def score(batch: RewardBatch) -> list[float]:
-        gold = parse(f"\\boxed{{{batch.columns['answer'][0]}}}", parsing_timeout=LIMIT_S)
-        answers = (parse(str(text), parsing_timeout=LIMIT_S) for text in batch.completions)
-        return [float(verify(gold, answer, timeout_seconds=LIMIT_S)) for answer in answers]
+def cpu_s(groups: Sequence[RewardBatch], size: int) -> float:
+    """Return the processor time of the reward function for the groups."""
+    from rlboost.rewards.math import score  # noqa: PLC0415 - in the measured process alone
 
     for batch in warming(4, size):
-        score(batch)
+        score(batch.completions, limit_s=LIMIT_S, **batch.columns)
     began = time.process_time()
-    scored = [score(batch) for batch in groups]
+    scored = [score(batch.completions, limit_s=LIMIT_S, **batch.columns) for batch in groups]
     took_s = time.process_time() - began
     check(scored)
     return took_s
 
 
-def our_cpu_s(epochs: Sequence[Sequence[RewardBatch]], size: int) -> list[float]:
-    """Return the processor time of our function for each epoch."""
-    from rlboost.rewards.math import score  # noqa: PLC0415 - it changes the library in its process
-
-    for batch in warming(4, size):
-        score(batch.completions, limit_s=LIMIT_S, **batch.columns)
-    took_s = []
-    for groups in epochs:
-        began = time.process_time()
-        scored = [score(batch.completions, limit_s=LIMIT_S, **batch.columns) for batch in groups]
-        took_s.append(time.process_time() - began)
-        check(scored)
-    return took_s
-
-
-async def wall_s(epochs: Sequence[Sequence[RewardBatch]], workers: int, size: int) -> list[float]:
-    """Return how long each epoch took through the reward processes; an answer may meet another process again."""
+async def wall_s(groups: Sequence[RewardBatch], workers: int, size: int) -> float:
+    """Return how long the groups take through the reward processes."""
     spec = RewardSpec(function=FUNCTION, arguments={"limit_s": LIMIT_S}, workers=workers, timeout_s=60)
     pool = RewardPool(spec, Waits())
     await pool.start()
-    took_s = []
     try:
         await asyncio.gather(*map(pool.score, warming(4 * workers, size)))
-        for groups in epochs:
-            began = time.perf_counter()
-            scores = await asyncio.gather(*map(pool.score, groups))
-            took_s.append(time.perf_counter() - began)
-            check([scored.rewards for scored in scores])
+        began = time.perf_counter()
+        scores = await asyncio.gather(*map(pool.score, groups))
+        took_s = time.perf_counter() - began
+        check([scored.rewards for scored in scores])
     finally:
         await pool.close()
     return took_s
@@ -146,21 +121,16 @@ def main() -> None:
     checks = asked.groups * size
     for kind in (*KINDS, "mixed"):
         for agree in (True, False):
-            epochs = [groups_of(kind, numbers, size, agree=agree, epoch=epoch) for epoch in range(2)]
-            cold_s, again_s = asyncio.run(wall_s(epochs, asked.workers, size))
-            # At once, so that other work disturbs both alike.
-            with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as own:
-                running = own.submit(plain_cpu_s, epochs[0], size), own.submit(our_cpu_s, epochs, size)
-                plain, (cold, again) = running[0].result(), running[1].result()
+            groups = groups_of(kind, numbers, size, agree=agree)
+            took_s = asyncio.run(wall_s(groups, asked.workers, size))
+            with ProcessPoolExecutor(1, get_context("spawn")) as own:
+                cpu = own.submit(cpu_s, groups, size).result()
             row = {
                 "answers": kind,
                 "wrong": "some_agree" if agree else "all_differ",
                 "workers": asked.workers,
-                "checks_per_s": {"cold": round(checks / cold_s), "again": round(checks / again_s)},
-                "cpu_ms": {
-                    name: round(took / checks * 1e3, 2)
-                    for name, took in (("plain", plain), ("cold", cold), ("again", again))
-                },
+                "checks_per_s": round(checks / took_s),
+                "cpu_ms": round(cpu / checks * 1e3, 2),
                 "load": round(os.getloadavg()[0], 1),
                 "cores": os.cpu_count(),
             }

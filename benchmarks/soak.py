@@ -112,7 +112,7 @@ def slope_per_hour(seconds: list[float], values: list[float]) -> tuple[float, fl
 
 
 def is_flat(values: list[float]) -> bool:
-    """Tell whether the last third is about as low as the first."""
+    """Return True if the last third is about as low as the first."""
     third = max(1, len(values) // 3)
     first, last = np.mean(values[:third]), np.mean(values[-third:])
     return bool(last <= first * (1 + ALLOWED_SHARE) + ALLOWED_BYTES)

@@ -1,4 +1,4 @@
-"""Weights over HTTP on loopback: publish and pull beside what the machine can do at all, as JSON lines.
+"""Weights over HTTP on loopback: publish and pull, compared with the limits of the machine, as JSON lines.
 
     python -m benchmarks.weights_http [--mib 512] [--dir DIR]
 
@@ -104,8 +104,8 @@ def shards_of(weights: npt.NDArray[np.uint8]) -> list[Shard]:
     """Cut the bytes into bf16 matrices of 16 MiB."""
     shape = (2048, 4096)
     step = 16 * _MIB
-    pieces = [weights[at : at + step] for at in range(0, weights.nbytes, step)]
-    return [Shard(f"layer.{n}", "bfloat16", shape, (0, 0), shape, piece.data) for n, piece in enumerate(pieces)]
+    blocks = [weights[at : at + step] for at in range(0, weights.nbytes, step)]
+    return [Shard(f"layer.{n}", "bfloat16", shape, (0, 0), shape, block.data) for n, block in enumerate(blocks)]
 
 
 async def store_and_clients(store: ServiceProcess, weights: npt.NDArray[np.uint8], directory: Path) -> None:

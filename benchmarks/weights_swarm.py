@@ -2,7 +2,7 @@
 
     python -m benchmarks.weights_swarm [--mib 64] [--peers 16] [--gbit 0.5]
 
-The store is the real process, behind a link of `--gbit` for all workers together (a token bucket). Each worker is a
+The store is the real process; all workers share a link of `--gbit` to it (a token bucket). Each worker is a
 process; between workers there is no limit but this machine. One row a rule:
 
 - `star`: every worker pulls from the store;
@@ -53,7 +53,7 @@ async def publish(store: ServiceProcess, weights: np.typing.NDArray[np.uint8]) -
 
 
 def run(link: ShapedLink, redis_url: str, directory: Path, peers: int, *options: str, kill_at: int = 0) -> float:
-    """Let so many pull; return the seconds. With `kill_at`, a fifth of them dies when so many blobs have arrived."""
+    """Run the pulls; return the seconds. A fifth of the peers is killed once `kill_at` blobs have arrived; 0: none."""
     directory.mkdir()
     command = [sys.executable, "-m", "tests.support.weight_peers", "--peers", str(peers), "--dir", str(directory)]
     command += ["--store", link.url, "--redis", redis_url, "--token", TOKEN, "--job", JOB, "--version", "0", *options]

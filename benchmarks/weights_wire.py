@@ -36,7 +36,7 @@ from shared.lifecycle import loop_factory
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
-from shared.weights.edges import VersionEdges
+from shared.weights.delta_graph import VersionEdges
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
 from tests.support.service_process import TOKEN, ServiceProcess
@@ -76,8 +76,8 @@ class Model:
         """Yield matrices of 16 MiB."""
         rows = (16 << 20) // 2 // _COLUMNS
         for number, at in enumerate(range(0, len(self.bits), rows)):
-            piece = self.bits[at : at + rows]
-            yield Shard(f"layer.{number}", "bfloat16", piece.shape, (0, 0), piece.shape, piece.data)
+            block = self.bits[at : at + rows]
+            yield Shard(f"layer.{number}", "bfloat16", block.shape, (0, 0), block.shape, block.data)
 
     def _rounded(self) -> npt.NDArray[np.uint16]:
         bits = self._master.view(np.uint32)

@@ -1,6 +1,6 @@
-"""The `rlboost` command: one module of `rlboost.commands` a group of verbs.
+"""The `rlboost` command: one module of `rlboost.commands` per group of verbs.
 
-Those modules import what does the work only when a command runs, so that `--help` is quick.
+Those modules import their implementation only when a command runs, so that `--help` stays fast.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     job = client.jobs.create(job_file_as_dict)
     for row in client.jobs.metrics(job["id"]): ...
 
-Every call may be repeated without harm, so one that meets a manager that is away, say because it is being restarted,
-is tried again for `patience_s`. A standby manager sends each call on to the one that leads.
+Every call is idempotent, so a call that finds the manager unavailable, for example during a restart, is retried for
+`patience_s`. A standby manager redirects each call to the leader.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from urllib.parse import quote
 import httpx
 
 from shared.errors import Conflict, RLBoostError
+from shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from shared.ids import new_token
-from shared.redirect import MAX_REDIRECTS, redirected
 
 Json = dict[str, Any]
 Rows = list[Json]
@@ -68,15 +68,15 @@ class Client:
     Args:
         url: of the manager, without `/v1`.
         token: the system's bearer token.
-        patience_s: how long to try again when the manager does not answer or says that it is not available.
-        transport: what carries requests; tests pass one that answers without a network.
+        patience_s: how long to retry when the manager does not answer or is unavailable.
+        transport: carries requests; tests pass one that needs no network.
 
     """
 
     def __init__(
         self, url: str, token: str, *, patience_s: float = 10.0, transport: httpx.BaseTransport | None = None
     ) -> None:
-        """Connect at the first call."""
+        """Prepare a client; it connects at the first call."""
         self.url = url.rstrip("/")
         self._prefix = f"{httpx.URL(self.url).path.rstrip('/')}/v1"
         self._patience_s = patience_s
@@ -93,7 +93,7 @@ class Client:
         self.workers = Workers(self)
 
     def fleet(self) -> Json:
-        """Return how many workers there are, and are wanted."""
+        """Return the number of workers present and the number worth having."""
         fleet: Json = self.request("GET", "/fleet").json()
         return fleet
 
@@ -120,11 +120,11 @@ class Client:
 
     @contextmanager
     def stream(self, path: str, *, silence_s: float | None, **arguments: Any) -> Iterator[httpx.Response]:
-        """Open an answer that is read as it comes; arguments are those of `httpx.Client.build_request`.
+        """Open a streamed response; arguments are those of `httpx.Client.build_request`.
 
         Args:
             path: under `/v1`.
-            silence_s: how long the server may send nothing; None when it may for as long as nothing happens.
+            silence_s: how long the server may send nothing; None for no limit.
             arguments: the request's.
 
         Raises:
@@ -141,11 +141,11 @@ class Client:
     def _send(self, method: str, path: str, *, stream: bool, **arguments: Any) -> httpx.Response:
         url = path
         for _ in range(1 + MAX_REDIRECTS):
-            # Built anew each time, so that the token goes along: `redirected` says where it may.
+            # Rebuilt for each redirect with the token; `redirected_origin` checks that the target may receive it.
             request = self._http.build_request(method, url, **arguments)
             response = self._http.send(request, stream=stream)
             try:
-                origin = redirected(str(request.url), response.status_code, response.headers.get("location", ""))
+                origin = redirected_origin(str(request.url), response.status_code, response.headers.get("location", ""))
             except Conflict as error:
                 response.close()
                 raise ClientError("Wrong redirect", str(error), response.status_code) from error
@@ -153,7 +153,7 @@ class Client:
                 return _checked(response)
             response.close()
             url = f"{origin}{self._prefix}{path}"
-        raise ClientError("No leader", f"{self.url}: the managers send requests to each other", _UNAVAILABLE)
+        raise ClientError("No leader", f"{self.url}: the managers redirect to each other", _UNAVAILABLE)
 
     def _patiently(self, call: Callable[[], httpx.Response]) -> httpx.Response:
         limit = time.monotonic() + self._patience_s
@@ -181,7 +181,7 @@ class Jobs:
     def create(self, spec: Mapping[str, Any], idempotency_key: str | None = None) -> Json:
         """Create a job from a job file as a mapping; return `{id, state}`.
 
-        The same key gives the same job, however often it is sent; a fresh one is made when None.
+        Requests with the same key create one job; None generates a new key.
         """
         headers = {"Idempotency-Key": idempotency_key or new_token(16)}
         job: Json = self._client.request("POST", "/jobs", json=dict(spec), headers=headers).json()
@@ -211,28 +211,28 @@ class Jobs:
         return self._act(job_id, "pause")
 
     def resume(self, job_id: str) -> Json:
-        """Ask a paused job to go on; return `{id, state}`."""
+        """Ask a paused job to continue; return `{id, state}`."""
         return self._act(job_id, "resume")
 
     def metrics(self, job_id: str) -> Rows:
-        """Return one row a step."""
+        """Return one row per step."""
         rows: Rows = self._get(job_id, "metrics")
         return rows
 
     def samples(self, job_id: str, step: int | None = None) -> Rows:
-        """Return scored samples, of one step or of all that are kept."""
+        """Return scored samples of one step, or all that are retained."""
         samples: Rows = self._get(job_id, "samples", params={} if step is None else {"step": step})
         return samples
 
     def audit(self, job_id: str) -> Json:
-        """Return what was requested, delivered, dropped, made again and migrated."""
+        """Return how many samples and tokens were requested, delivered, dropped, regenerated and migrated."""
         audit: Json = self._get(job_id, "audit")
         return audit
 
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
-        """Yield the lines of the job's log, and with `follow` those to come.
+        """Yield the lines of the job's log, with `follow` also future ones.
 
-        A followed log that breaks off is not taken up again, because its lines have no ids; `events` is.
+        A followed log does not resume after a broken connection, because its lines have no ids; `events` does.
         """
         silence_s = None if follow else _SILENCE_S
         parameters = {"follow": int(follow)}
@@ -243,9 +243,9 @@ class Jobs:
                 raise ClientError("Log broke off", f"{error}: ask for it again") from error
 
     def events(self, job_id: str, last_event_id: str | None = None) -> Iterator[ServerEvent]:
-        """Yield what happens in a job, from its beginning or after an event, until the server ends the stream.
+        """Yield a job's events, from its beginning or after an event, until the server ends the stream.
 
-        A stream that breaks off is taken up after the last event that was read: none is lost, none comes twice.
+        A broken stream resumes after the last event that was read: no event is lost or repeated.
         """
         while True:
             headers = {} if last_event_id is None else {"Last-Event-ID": last_event_id}
@@ -276,12 +276,12 @@ class Workers:
         self._client = client
 
     def list(self) -> Rows:
-        """Return the workers that are here, and those that left lately."""
+        """Return the present workers and those that left recently."""
         workers: Rows = self._client.request("GET", "/workers").json()
         return workers
 
     def drain(self, worker_id: str) -> Json:
-        """Ask a worker to hand off what it holds and to leave."""
+        """Ask a worker to hand off its samples and exit."""
         worker: Json = self._client.request("POST", f"/workers/{quote(worker_id, safe='')}/drain").json()
         return worker
 
@@ -302,7 +302,7 @@ def server_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
 
 
 def _path(job_id: str) -> str:
-    if not _ID.fullmatch(job_id):  # it would be another route, such as that of a file's name
+    if not _ID.fullmatch(job_id):  # a slash would select another route
         raise ClientError(
             "No such job",
             f"there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs",

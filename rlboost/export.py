@@ -1,4 +1,4 @@
-"""A job's model as a Hugging Face folder: of a finished run, or any version that the weight store keeps."""
+"""Export a job's model as a Hugging Face folder: of a finished run, or any version in the weight store."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ import structlog
 from rlboost.client import Client
 from rlboost.export_folder import NewFolder, copy_files, write_adapter, write_model
 from shared.errors import ConfigError, NotFound
+from shared.protocol import PROTOCOL, PROTOCOL_HEADER
 
 _PULL_LIMIT_S = 3600.0
 _NEEDS = "needs torch and transformers on this machine: pip install 'rlboost[worker]'"
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
 
 
-class Wanted(NamedTuple):
-    """What is to be exported."""
+class ExportRequest(NamedTuple):
+    """What to export."""
 
     job_id: str
     version: int | None
-    """None: the newest."""
+    """None for the newest."""
     adapter: bool
     """The adapter alone, as a PEFT folder."""
 
 
 class Exported(NamedTuple):
-    """What was exported."""
+    """The result of an export."""
 
     source: str
-    """For people: a folder, or a version."""
+    """A folder or a version, for display."""
     version: int | None
-    """None: what a finished run left."""
+    """None for the result of a finished run."""
 
 
-def finished(runs: Path, wanted: Wanted) -> Path | None:
-    """Return the folder that a finished run has left here, None where there is none or a version is asked for."""
-    folder = runs / wanted.job_id / ("adapter" if wanted.adapter else "model")
-    return folder if wanted.version is None and folder.is_dir() else None
+def finished(runs: Path, request: ExportRequest) -> Path | None:
+    """Return the folder that a finished run wrote here; None if there is none or a version is requested."""
+    folder = runs / request.job_id / ("adapter" if request.adapter else "model")
+    return folder if request.version is None and folder.is_dir() else None
 
 
 def copy(folder: Path, to: NewFolder) -> Exported:
-    """Copy what a finished run has left.
+    """Copy the result of a finished run.
 
     Raises:
         ConfigError: a file cannot be read or written.
@@ -58,35 +59,36 @@ def copy(folder: Path, to: NewFolder) -> Exported:
 
 
 def from_store(
-    client: Client, wanted: Wanted, store_url: str, token: str, model: Path | None, to: NewFolder
+    client: Client, request: ExportRequest, store_url: str, token: str, model: Path | None, to: NewFolder
 ) -> Exported:
     """Write a version of the weight store.
 
     Args:
-        client: of the manager, which knows the job.
-        wanted: what.
-        store_url: the weight store's; empty: the one that the manager tells workers.
-        token: of both.
-        model: folder with the tokenizer and settings of the job's model; None: where the job file says.
+        client: connected to the manager that has the job.
+        request: what to export.
+        store_url: of the weight store; empty for the one that the manager advertises to workers.
+        token: bearer token of both.
+        model: folder with the tokenizer and configuration of the job's model; None for the job file's `model`.
         to: an empty folder to write into.
 
     Raises:
-        ClientError: the manager knows no such job, or does not answer.
-        ConfigError: there is no such version, something is missing on this machine, or a file cannot be read or
+        ClientError: the manager has no such job, or does not answer.
+        ConfigError: the version does not exist, a required package or file is missing, or a file cannot be read or
             written.
 
     """
-    spec = client.jobs.spec(wanted.job_id)
-    url = store_url or client.request("GET", "/join").json()["weight_store_url"]
-    base = None if wanted.adapter else _base(model, spec["model"])
+    spec = client.jobs.spec(request.job_id)
+    protocol = {PROTOCOL_HEADER: str(PROTOCOL)}
+    url = store_url or client.request("GET", "/join", headers=protocol).json()["weight_store_url"]
+    base = None if request.adapter else _base(model, spec["model"])
     with _warnings_only():
-        version = asyncio.run(_pulled(url, token, wanted, base, to))
-    return Exported(f"version {version} of {wanted.job_id}", version)
+        version = asyncio.run(_pulled(url, token, request, base, to))
+    return Exported(f"version {version} of {request.job_id}", version)
 
 
 @contextmanager
 def _warnings_only() -> Iterator[None]:
-    """Keep what a service would log off the command's output."""
+    """Suppress service logs below warnings in the command's output."""
     before = structlog.get_config()
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
@@ -99,7 +101,7 @@ def _warnings_only() -> Iterator[None]:
 
 
 def _base(given: Path | None, model: str) -> Path:
-    """Return the folder that has the files of a model beside its weights."""
+    """Return the folder with the model's files other than its weights."""
     folder = given or Path(model)
     if (folder / "config.json").is_file():
         return folder
@@ -112,22 +114,22 @@ def _base(given: Path | None, model: str) -> Path:
             raise ConfigError(f"export {_NEEDS}") from error
         try:
             return Path(snapshot_download(model, allow_patterns=_SMALL_FILES))
-        except Exception as error:  # the network, the service, and what they raise
+        except Exception as error:  # errors of the network or the hub
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"Hugging Face does not give the files of {model} ({reason}): {_name_it(model)}"
+                f"Hugging Face did not provide the files of {model} ({reason}): {_naming_hint(model)}"
             ) from error
-    raise ConfigError(f"the job's model {model} is on another machine: {_name_it(model)}")
+    raise ConfigError(f"the job's model {model} is on another machine: {_naming_hint(model)}")
 
 
-def _name_it(model: str) -> str:
+def _naming_hint(model: str) -> str:
     return (
         f"its tokenizer and settings belong into the export; copy {model} here, the weights are not needed, and name "
         "the copy with --model"
     )
 
 
-async def _pulled(url: str, token: str, wanted: Wanted, base: Path | None, to: NewFolder) -> int:
+async def _pulled(url: str, token: str, request: ExportRequest, base: Path | None, to: NewFolder) -> int:
     try:
         from shared.waiting import Waits  # noqa: PLC0415 - torch takes seconds
         from shared.weights import torch_tensors  # noqa: PLC0415
@@ -138,14 +140,14 @@ async def _pulled(url: str, token: str, wanted: Wanted, base: Path | None, to: N
     except ImportError as error:
         raise ConfigError(f"export {_NEEDS}") from error
     async with StoreClient(url, token) as client:
-        version = _choose(wanted, await _kept(client, wanted.job_id))
-        cache = Cache(to.aside.parent / "pulled")
+        version = _choose(request, await _retained_versions(client, request.job_id))
+        cache = Cache(to.scratch.parent / "pulled")
         puller = Puller(client, cache, Waits(), limit_s=_PULL_LIMIT_S)
         try:
-            pulled = await puller.pull(wanted.job_id, version)
+            pulled = await puller.pull(request.job_id, version)
             if base is None:
                 if pulled.base is None:
-                    raise ConfigError(f"version {version} of {wanted.job_id} is no adapter: leave --adapter out")
+                    raise ConfigError(f"version {version} of {request.job_id} is not an adapter: omit --adapter")
                 await asyncio.to_thread(write_adapter, pulled.manifest.adapter_json, torch_tensors.tensors(pulled), to)
             else:
                 stored = stored_version(pulled)
@@ -157,19 +159,19 @@ async def _pulled(url: str, token: str, wanted: Wanted, base: Path | None, to: N
     return version
 
 
-async def _kept(client: Any, job_id: str) -> list[int]:
+async def _retained_versions(client: Any, job_id: str) -> list[int]:
     model = await client.model(job_id)
     return [] if model is None else [version.version for version in model.versions]
 
 
-def _choose(wanted: Wanted, kept: list[int]) -> int:
-    if not kept:
+def _choose(request: ExportRequest, retained: list[int]) -> int:
+    if not retained:
         raise ConfigError(
-            f"{wanted.job_id} has no weights in the store: the first comes when it starts, see 'rlboost status'"
+            f"{request.job_id} has no weights in the store: the first comes when it starts, see 'rlboost status'"
         )
-    if wanted.version is None:
-        return kept[-1]
-    if wanted.version not in kept:
-        numbers = ", ".join(map(str, kept))
-        raise ConfigError(f"version {wanted.version} of {wanted.job_id} is not kept, but these are: {numbers}")
-    return wanted.version
+    if request.version is None:
+        return retained[-1]
+    if request.version not in retained:
+        numbers = ", ".join(map(str, retained))
+        raise ConfigError(f"version {request.version} of {request.job_id} is not retained; available: {numbers}")
+    return request.version

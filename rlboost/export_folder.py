@@ -1,4 +1,4 @@
-"""A folder that gets its name when it is whole, and the files of a model or an adapter in it."""
+"""An output folder that appears under its name only when complete, and the model or adapter files in it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shared.errors import ConfigError
-from shared.model_folder import declare_dtype, files_beside_weights
+from shared.model.folder import declare_dtype, non_weight_files
 
 if TYPE_CHECKING:
     import torch
 
 _FILE_BYTES = 5 << 30
-"""A larger model is cut into several files, as transformers does it; so much is held in memory."""
+"""Size of a weights file; also the memory used. Larger models are split into several files, as transformers does."""
 
 
 class NewFolder(NamedTuple):
-    """A folder that is being made."""
+    """A folder under construction."""
 
-    aside: Path
-    """Where its files are written."""
+    scratch: Path
+    """Temporary location of its files."""
     out: Path
-    """What its name will be."""
+    """Final location."""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Tell what the disk refuses.
+        """Translate disk errors.
 
         Raises:
-            ConfigError: in words for people.
+            ConfigError: says which path failed and what to do.
 
         """
         try:
@@ -44,21 +44,21 @@ class NewFolder(NamedTuple):
 
 @contextmanager
 def new_folder(out: Path, *, force: bool, adapter: bool) -> Iterator[NewFolder]:
-    """Make a folder that gets the name `out` when it is whole.
+    """Create a folder that is renamed to `out` when it is complete.
 
     Args:
-        out: what must not be there, or be empty.
-        force: where it is, replace the files that have new ones, and weights of before; leave the rest.
-        adapter: it will hold an adapter; weights of before are an adapter's, too.
+        out: must not exist, or be empty.
+        force: if it exists, replace files of the same name and earlier weights; keep other files.
+        adapter: the folder will hold an adapter; earlier weights are those of an adapter.
 
     Raises:
-        ConfigError: it is there and not empty, or it cannot be written.
+        ConfigError: `out` exists and is not empty, or cannot be written.
 
     """
     out = out.absolute()
     try:
         if not force and out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"{out} is there and not empty: name another with --out, or give --force")
+            raise ConfigError(f"{out} exists and is not empty: choose another with --out, or pass --force")
         out.parent.mkdir(parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent)
     except OSError as error:
@@ -66,7 +66,7 @@ def new_folder(out: Path, *, force: bool, adapter: bool) -> Iterator[NewFolder]:
     with place as name:
         to = NewFolder(Path(name) / "folder", out)
         with to.writing():
-            to.aside.mkdir()
+            to.scratch.mkdir()
         yield to
         with to.writing():
             _move(to, adapter=adapter)
@@ -75,17 +75,17 @@ def new_folder(out: Path, *, force: bool, adapter: bool) -> Iterator[NewFolder]:
 def _move(to: NewFolder, *, adapter: bool) -> None:
     settings, weights = ("adapter_config.json", "adapter_model*") if adapter else ("config.json", "*")
     to.out.mkdir(exist_ok=True)
-    # It goes first and comes last: without it nobody takes the folder for a model.
+    # Removed first and moved last: without it the folder is not recognized as a model.
     if (to.out / settings).exists():
-        (to.out / settings).replace(to.aside.parent / settings)
+        (to.out / settings).replace(to.scratch.parent / settings)
     for old in (*to.out.glob(f"{weights}.safetensors"), *to.out.glob(f"{weights}.safetensors.index.json")):
         old.unlink()
-    for file in sorted(to.aside.iterdir(), key=lambda path: path.name == settings):
+    for file in sorted(to.scratch.iterdir(), key=lambda path: path.name == settings):
         file.replace(to.out / file.name)
 
 
 def copy_files(folder: Path, to: NewFolder) -> None:
-    """Copy the files of a folder, not what is in folders in it.
+    """Copy the files of a folder, excluding subfolders.
 
     Raises:
         ConfigError: one cannot be read or written.
@@ -98,21 +98,21 @@ def write_model(base: Path, config_json: str, tensors: Iterable[tuple[str, torch
     """Write a Hugging Face folder.
 
     Args:
-        base: folder that has the files beside the weights.
+        base: folder with the files other than the weights.
         config_json: the model's own `config.json`.
         tensors: the weights.
-        to: where.
+        to: destination.
 
     Raises:
         ConfigError: a file cannot be read or written.
 
     """
-    _copy(base, lambda: files_beside_weights(base), to)
+    _copy(base, lambda: non_weight_files(base), to)
     with to.writing():
-        (to.aside / "config.json").write_text(config_json, encoding="utf-8")
+        (to.scratch / "config.json").write_text(config_json, encoding="utf-8")
     dtype = _write_tensors(tensors, to, "model")
     with to.writing():
-        declare_dtype(to.aside, dtype)
+        declare_dtype(to.scratch, dtype)
 
 
 def write_adapter(adapter_json: str, tensors: Iterable[tuple[str, torch.Tensor]], to: NewFolder) -> None:
@@ -124,7 +124,7 @@ def write_adapter(adapter_json: str, tensors: Iterable[tuple[str, torch.Tensor]]
     """
     with to.writing():
         text = json.dumps(json.loads(adapter_json), indent=2) + "\n"
-        (to.aside / "adapter_config.json").write_text(text, encoding="utf-8")
+        (to.scratch / "adapter_config.json").write_text(text, encoding="utf-8")
     _write_tensors(tensors, to, "adapter_model")
 
 
@@ -138,7 +138,7 @@ def _copy(folder: Path, which: Callable[[], list[Path]], to: NewFolder) -> None:
         raise ConfigError(f"{place} cannot be read: {error.strerror or error}: mend that and ask again") from error
     with to.writing():
         for file in files:
-            shutil.copyfile(file, to.aside / file.name)
+            shutil.copyfile(file, to.scratch / file.name)
 
 
 def _unwritable(out: Path, reason: str) -> ConfigError:
@@ -153,14 +153,14 @@ def _write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], to: NewFolder, s
     dtype, n_bytes, total_bytes = "float32", 0, 0
     batch: dict[str, torch.Tensor] = {}
     files: list[list[str]] = []
-    said = to.aside / ("config.json" if stem == "model" else "adapter_config.json")
+    config = to.scratch / ("config.json" if stem == "model" else "adapter_config.json")
 
     def flush() -> None:
-        file = to.aside / f"{stem}-{len(files)}.safetensors"
+        file = to.scratch / f"{stem}-{len(files)}.safetensors"
         try:
             save_file(batch, file, metadata={"format": "pt"})
-            shutil.copymode(said, file)  # else nobody but its owner could read it
-        except (OSError, SafetensorError) as error:  # a full disk is the latter
+            shutil.copymode(config, file)  # a temporary folder is readable by its owner only
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
             raise _unwritable(to.out, str(error)) from error
         files.append(list(batch))
         batch.clear()
@@ -176,19 +176,19 @@ def _write_tensors(tensors: Iterable[tuple[str, torch.Tensor]], to: NewFolder, s
         total_bytes += tensor.nbytes
     flush()
     with to.writing():
-        _name(files, total_bytes, to.aside, stem)
+        _name(files, total_bytes, to.scratch, stem)
     return dtype
 
 
-def _name(files: list[list[str]], total_bytes: int, aside: Path, stem: str) -> None:
-    """Give the files their names, which say how many there are, and where there are several their index."""
+def _name(files: list[list[str]], total_bytes: int, scratch: Path, stem: str) -> None:
+    """Rename the files to include their number, and write the index if there are several."""
     if len(files) == 1:
-        (aside / f"{stem}-0.safetensors").rename(aside / f"{stem}.safetensors")
+        (scratch / f"{stem}-0.safetensors").rename(scratch / f"{stem}.safetensors")
         return
     places: dict[str, str] = {}
     for i, names in enumerate(files):
         name = f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        (aside / f"{stem}-{i}.safetensors").rename(aside / name)
+        (scratch / f"{stem}-{i}.safetensors").rename(scratch / name)
         places |= dict.fromkeys(names, name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-    (aside / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (scratch / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

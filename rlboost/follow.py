@@ -1,4 +1,4 @@
-"""Following a job: what is new about it, as values, and as lines for people."""
+"""Follow a job: yield its changes as values, and format them as lines."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ ENDED = frozenset({"completed", "failed", "cancelled"})
 
 _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
-"""Every step waits a little for samples and for weights; only what lasts is news."""
+"""Every step waits briefly for samples and weights; only longer waits are shown."""
 _LAST_WORDS_S = 5.0
-"""How long a job that has ended is listened to for warnings that were given before."""
+"""How long to read remaining warnings after a job has ended."""
 _SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
 
 
 def follow(client: Client, job_id: str) -> Iterator[tuple[Literal["job", "step", "wait", "warning"], Any]]:
-    """Yield what is new about a job until it has ended: its record, each finished step, long wait and warning once.
+    """Yield a job's changes until it has ended: its record, each finished step, long wait and warning once.
 
-    It asks again and again, and reads the event stream for warnings alone, so it goes on over any restart of the
-    manager.
+    Polls the job, and reads the event stream for warnings only, so it survives restarts of the manager.
 
     Raises:
-        ClientError: the manager was away for longer than the client's patience, or knows no such job.
+        ClientError: the manager was unavailable for longer than the client's patience, or has no such job.
 
     """
     next_step, waits, warnings = 0, _LongWaits(), _Warnings(client, job_id)
@@ -51,17 +50,17 @@ def follow(client: Client, job_id: str) -> Iterator[tuple[Literal["job", "step",
 
 
 class _Warnings:
-    """Listens to a job's events, in a thread of its own, until the job has ended."""
+    """Reads a job's events in a thread until the job has ended."""
 
     def __init__(self, client: Client, job_id: str) -> None:
         self._client, self._job_id = client, job_id
         self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # A daemon: who is no longer interested waits for no event.
+        # A daemon thread, so that the process can exit without waiting for an event.
         self._thread = threading.Thread(target=self._listen, name=f"warnings-{job_id}", daemon=True)
         self._thread.start()
 
     def new(self, *, wait_s: float) -> list[str]:
-        """Return what came since this was asked last; wait so long at most for the end of the events."""
+        """Return warnings since the last call, after waiting at most `wait_s` for the stream to end."""
         self._thread.join(wait_s)
         return [self._came.get() for _ in range(self._came.qsize())]
 
@@ -71,40 +70,40 @@ class _Warnings:
                 if event.kind == "warning":
                     self._came.put(str(event.data["fields"]["text"]))
         except (ClientError, httpx.HTTPError, RuntimeError):
-            return  # asking for the job meets the same trouble and tells it; or the client is closed
+            return  # polling the job fails in the same way and reports it; or the client is closed
 
 
 class _LongWaits:
-    """Tells once of each wait that lasts; a changed reason is still the same wait."""
+    """Reports each long wait once; a changed reason is still the same wait."""
 
     def __init__(self) -> None:
         self._for: str | None = None
         self._since = 0.0
-        self._told = False
+        self._reported = False
 
     def is_news(self, wait: Mapping[str, Any] | None, now: float) -> bool:
         for_ = wait["for"] if wait else None
         if for_ != self._for:
-            self._for, self._since, self._told = for_, now, False
-        if for_ is None or self._told or now - self._since < _LONG_WAIT_S:
+            self._for, self._since, self._reported = for_, now, False
+        if for_ is None or self._reported or now - self._since < _LONG_WAIT_S:
             return False
-        self._told = True
+        self._reported = True
         return True
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
-    """Return a finished step as one line: the metrics that people look at first, and all of the evaluation."""
+    """Format a finished step as one line: the main metrics, and all of the evaluation."""
     names = [name for name in _SHOWN if name in row] + sorted(name for name in row if name.startswith("eval/"))
     place = f"step {row['step'] + 1:>4}/{steps}" if row["step"] < steps else "after the last step" if steps else "done"
     return "  ".join([place, *(f"{name} {row[name]:.4g}" for name in names)])
 
 
 def warning_line(job_id: str, text: str) -> str:
-    """Return a warning as a line of standard error."""
+    """Format a warning as a line for standard error."""
     return f"rlboost: {job_id}: warning: {text}"
 
 
 def wait_line(wait: Mapping[str, Any]) -> str:
-    """Return a wait as one line."""
+    """Format a wait as one line."""
     limit = f", for {wait['limit_s']:.0f} s at most" if wait.get("limit_s") else ""
     return f"waiting for {wait['for']} because {wait['because']}, since {wait['since']}{limit}"

@@ -1,7 +1,7 @@
-"""An object store; the only file that knows `obstore` and its errors.
+"""An object store; the only module that imports `obstore`.
 
-Every object is there whole or not at all. A conditional write takes place only if nobody has written since; S3, Google
-Cloud Storage and Azure all have it. The weight store's lease finds out whether the server at hand keeps to it.
+Writes of objects are atomic. A conditional write succeeds only if the object has not changed since it was read; S3,
+Google Cloud Storage and Azure support it, and the weight store's lease checks that the server does.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _CLIENT = {"allow_http": True, "connect_timeout": timedelta(seconds=3), "timeout": timedelta(seconds=20)}
-"""Plain HTTP is spoken only to an endpoint that was given so."""
+"""Plain HTTP is used only for endpoints that are configured with it."""
 _RETRIES = {
     "max_retries": 3,
     "retry_timeout": timedelta(seconds=5),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
 }
-"""Enough for a server that asks to slow down. One that is away is the callers' to wait for: they hear in seconds."""
-_PERMISSIONS = "see that its credentials may read, write, list and delete there"
-# The library has no types of its own for these two.
+"""Enough for a server that throttles. Callers learn within seconds that a server is unavailable, and wait."""
+_PERMISSIONS = "check that its credentials may read, write, list and delete there"
+# The library has no error types for the next two.
 _METADATA = ("/latest/api/token", "/latest/meta-data/", "/computeMetadata/", "/metadata/identity/")
-"""Asked of a machine's metadata service, after every other place for credentials was empty."""
+"""Paths of a machine's metadata service, which is the last source of credentials."""
 _REFUSALS = ("status code: 401", "status code: 403")
-"""What a listing that is not allowed looks like."""
+"""How the error of a forbidden listing is recognized."""
 _LINK_LIFE = timedelta(minutes=10)
 _BLOCK_BYTES = 1 << 20
 SCHEMES = frozenset({"s3", "gs", "az", "memory"})
-"""How the URL of an object store begins."""
+"""Schemes of object-store URLs."""
 
 
 class Changed(Retryable):
-    """The object is not what the writer thought: a conditional write did not take place."""
+    """A conditional write failed: the object has changed since it was read."""
 
 
 class Refused(StoreUnavailable):
-    """The credentials are not good for this; they may be renewed, or given back what was taken from them."""
+    """The credentials do not permit the operation; they may be renewed, or permissions restored."""
 
 
 class NoCredentials(StoreUnavailable):
-    """The environment has no credentials, and this machine's metadata service gave none."""
+    """Neither the environment nor the machine's metadata service has credentials."""
 
 
 class Found(NamedTuple):
-    """An object as it was read; `version` is for a conditional write over it."""
+    """An object; `version` is for a conditional write that replaces it."""
 
     data: bytes
     version: UpdateVersion
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """What a listing says of an object."""
+    """An object's entry in a listing."""
 
     n_bytes: int
     modified: float
@@ -70,17 +70,17 @@ class Listed(NamedTuple):
 
 
 class Bucket:
-    """All objects below one URL."""
+    """The objects under one URL."""
 
     def __init__(self, url: str) -> None:
-        """Prepare connections; nothing is dialled yet.
+        """Prepare connections; none is opened yet.
 
         Args:
             url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or `memory:///`, which is empty at
                 start and gone at the end. Credentials and endpoints come from the environment.
 
         Raises:
-            ConfigError: the URL, or what the environment says of it, cannot be used.
+            ConfigError: the URL or the configuration in the environment is invalid.
 
         """
         self.url = url
@@ -92,7 +92,7 @@ class Bucket:
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigError(
                 f"object store {url}: {_brief(error)}; give s3://bucket/prefix, gs://bucket/prefix or "
-                "az://container/prefix, and what its provider's tools read from the environment"
+                "az://container/prefix, and set the environment variables of its provider's tools"
             ) from error
 
     async def get(self, path: str) -> Found:
@@ -104,35 +104,35 @@ class Bucket:
             return Found(data.to_bytes(), _version(result.meta["e_tag"], result.meta["version"]), notes)
 
     async def notes(self, path: str) -> Mapping[str, str]:
-        """Return the notes that an object was written with, raising `NotFound`."""
+        """Return the metadata of an object, raising `NotFound`."""
         with self._errors():
             result = await obstore.get_async(self._store, path, options={"head": True})
             return {str(name): value for name, value in result.attributes.items()}
 
     async def blocks(self, path: str, start: int, stop: int) -> AsyncIterator[bytes]:
-        """Open an object and return its bytes from `start` up to `stop`, in blocks; raises `NotFound`."""
+        """Open an object and return its bytes from `start` up to `stop` in blocks; raises `NotFound`."""
         with self._errors():
             result = await obstore.get_async(self._store, path, options={"range": (start, stop)})
 
-        async def rest() -> AsyncIterator[bytes]:
+        async def stream() -> AsyncIterator[bytes]:
             with self._errors():
                 async for block in result.stream(min_chunk_size=_BLOCK_BYTES):
                     yield bytes(block)
 
-        return rest()
+        return stream()
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write an object, whatever was there."""
+        """Write an object, replacing any earlier one."""
         with self._errors():
             await obstore.put_async(self._store, path, data, use_multipart=False)
 
     async def put_over(
         self, path: str, data: bytes, over: UpdateVersion | None, notes: Mapping[str, str] | None = None
     ) -> UpdateVersion:
-        """Write an object over the version that was read, None for no object; return the version that is there now.
+        """Replace the version of an object that was read, None for no object; return the new version.
 
         Raises:
-            Changed: something else is there.
+            Changed: the object has another version.
 
         """
         with self._errors():
@@ -142,9 +142,9 @@ class Bucket:
         return _version(result["e_tag"], result["version"])
 
     async def replace(self, path: str, data: bytes, notes: Mapping[str, str] | None = None) -> None:
-        """Write an object over whatever is there now.
+        """Replace the present version of an object.
 
-        A write of a process that was thought dead, still on its way, cannot undo this one.
+        A delayed write of a process that was assumed dead cannot undo this one.
         """
         try:
             await self.put_over(path, data, None, notes)
@@ -152,12 +152,12 @@ class Bucket:
             await self.put_over(path, data, (await self.get(path)).version, notes)
 
     async def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects; nothing happens to those that are not there."""
+        """Delete objects, ignoring missing ones."""
         with self._errors():
             try:
                 await obstore.delete_async(self._store, list(paths))
             except FileNotFoundError:
-                # Said by stores that have no removal of many at once; the others have been tried nevertheless.
+                # Raised by stores without bulk deletion, after one missing object; delete the others one by one.
                 for path in paths:
                     await self._remove_one(path)
 
@@ -168,11 +168,11 @@ class Bucket:
             return
 
     async def sizes(self, folder: str) -> dict[str, int]:
-        """Return the name below `folder` and the size in bytes of every object there."""
+        """Return the name relative to `folder` and the size in bytes of every object in it."""
         return {name: found.n_bytes for name, found in (await self.objects(folder)).items()}
 
     async def objects(self, folder: str) -> dict[str, Listed]:
-        """Return the name below `folder` of every object there, and what a listing says of it."""
+        """Return the name relative to `folder` and the listing entry of every object in it."""
         found = {}
         with self._errors():
             async for batch in obstore.list(self._store, folder):
@@ -188,20 +188,20 @@ class Bucket:
         return sorted(path.removeprefix(f"{folder}/") for path in listing["common_prefixes"])
 
     async def link(self, path: str) -> str:
-        """Return a URL where anybody can get an object for some minutes.
+        """Return a signed URL for reading an object, valid for some minutes.
 
         Raises:
-            Fatal: this object store, or its credentials, cannot do that.
+            Fatal: this object store, or its credentials, does not support signed URLs.
 
         """
         if not isinstance(self._store, (S3Store, GCSStore, AzureStore)):
-            raise Fatal(f"object store {self.url} has no URLs for others")
+            raise Fatal(f"object store {self.url} has no signed URLs")
         with self._errors():
             return await obstore.sign_async(self._store, "GET", path, _LINK_LIFE)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translate what the object store says. An answer that does not come may hide a write that took place."""
+        """Translate the library's errors. After a missing response, a write may have taken effect."""
         try:
             yield
         except FileNotFoundError as error:
@@ -223,40 +223,40 @@ class Bucket:
 
 @contextmanager
 def configuration() -> Iterator[None]:
-    """At start, what the object store refuses is for somebody to mend: raise it as `ConfigError`."""
+    """Raise missing credentials, permissions and buckets as `ConfigError`, for use at the start."""
     try:
         yield
     except NoCredentials as error:
         raise ConfigError(
-            f"{error}: no credentials were found; set what the provider's tools read from the environment "
+            f"{error}: no credentials were found; set the environment variables of the provider's tools "
             "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME "
             "and AZURE_STORAGE_ACCOUNT_KEY), or give this machine a role"
         ) from error
     except NotFound as error:
-        raise ConfigError(f"{error}: make the bucket, or mend its name") from error
+        raise ConfigError(f"{error}: create the bucket, or correct its name") from error
     except Refused as error:
         raise ConfigError(str(error)) from error
 
 
 class Register:
-    """One object that this process alone writes, and that tells when somebody else has."""
+    """An object that only this process writes; detects writes of other processes."""
 
     def __init__(self, bucket: Bucket, path: str, version: UpdateVersion | None) -> None:
-        """Go on from the version that was read, None where there was no object."""
+        """Start from the version that was read, None for no object."""
         self._bucket = bucket
         self._path = path
         self._version = version
-        self._tried: set[bytes] = set()
-        """What was written without an answer: one of these may be there."""
+        self._attempted: set[bytes] = set()
+        """Contents of writes without a response, one of which may have taken effect."""
 
     async def write(self, data: bytes) -> None:
         """Replace the object.
 
         Raises:
-            Fenced: somebody else has written it, and this write did not take place.
+            Fenced: another process has written it, and this write did not take effect.
 
         """
-        self._tried.add(data)
+        self._attempted.add(data)
         while True:
             try:
                 self._version = await self._bucket.put_over(self._path, data, self._version)
@@ -266,18 +266,18 @@ class Register:
                     found = await self._bucket.get(self._path)
                 except NotFound:
                     found = None
-                if found is None or found.data not in self._tried:
+                if found is None or found.data not in self._attempted:
                     raise Fenced(
                         f"{self._path} of {self._bucket.url} was written by another process: it has taken over"
                     ) from error
                 self._version = found.version
                 if found.data == data:
                     break
-        self._tried.clear()
+        self._attempted.clear()
 
 
 def _version(e_tag: str | None, version: str | None) -> UpdateVersion:
-    """Return what tells one version of an object from another; S3 and Azure go by the tag, Google by the version."""
+    """Return what identifies a version of an object: the tag on S3 and Azure, the version on Google."""
     known: UpdateVersion = {}
     if e_tag is not None:
         known["e_tag"] = e_tag
@@ -287,6 +287,6 @@ def _version(e_tag: str | None, version: str | None) -> UpdateVersion:
 
 
 def _brief(error: BaseException) -> str:
-    """Return what an error of the library says, without the internals that it appends."""
+    """Return an error's message without the internals that the library appends."""
     text = str(error).partition("\n\nDebug source:")[0]
     return " ".join(text.split())

@@ -1,8 +1,8 @@
-"""The bus: the few operations on streams, keys and leases that the services use, as a protocol.
+"""The message bus as a protocol: the operations on streams, keys and leases that the services use.
 
-`shared.redis_bus.RedisBus` is the real one, `shared.fakes.MemoryBus` the fake; `tests/contract/test_bus_contract.py`
-holds both to the same suite. A write whose reply was lost may or may not have taken place: every caller is idempotent
-on ids of its own, and nothing below retries silently.
+`shared.redis.bus.RedisBus` is the real one, `shared.fakes.MemoryBus` the fake; `tests/contract/test_bus_contract.py`
+runs one suite against both. A write whose reply was lost may or may not have taken effect, and no implementation
+retries silently, so every caller is idempotent on its own ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 from shared.messages import Message
 
 START = "0-0"
-"""Position before the first entry of any stream."""
+"""The position before the first entry of any stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +27,23 @@ class Entry:
 
 
 def after(entry_id: str) -> str:
-    """Return the smallest id behind `entry_id`."""
+    """Return the smallest id after `entry_id`."""
     ms, seq = position(entry_id)
     return f"{ms}-{seq + 1}"
 
 
 def position(entry_id: str) -> tuple[int, int]:
-    """Return an entry id as numbers (milliseconds, sequence), which compare in stream order."""
+    """Return an entry id as (milliseconds, sequence), which compares in stream order."""
     ms, _, seq = entry_id.partition("-")
     return int(ms), int(seq or 0)
 
 
-# Operations of a transaction. All of one call happen, or none.
+# Operations of a transaction: either all of one call take effect, or none does.
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Add a message to a stream; with `max_len`, drop about all but the newest so many."""
+    """Add a message to a stream; with `max_len`, trim the stream to about that many of its newest entries."""
 
     stream: str
     message: Message
@@ -61,10 +61,10 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Drop every entry of a stream before the id `first_kept`."""
+    """Delete every entry of a stream before the id `min_id`."""
 
     stream: str
-    first_kept: str
+    min_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class HashDelete:
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """Let a key vanish after so many seconds."""
+    """Delete a key after `ttl_s` seconds."""
 
     key: str
     ttl_s: float
@@ -100,7 +100,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Hold a lease for `ttl_s` more seconds, by the broker's clock."""
+    """Set a lease to `value` for `ttl_s` more seconds, by the broker's clock, whoever holds it."""
 
     lease: str
     value: str
@@ -112,7 +112,7 @@ Op = Append | Ack | Trim | HashSet | HashDelete | Expire | Delete | Renew
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Stands while the counter `key` is at `epoch`: whoever takes over raises the counter, see `Bus.take`."""
+    """Valid while the counter `key` is at `epoch`; `Bus.acquire_fenced` increments the counter."""
 
     key: str
     epoch: int
@@ -125,10 +125,10 @@ class Bus(Protocol):
     """
 
     async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
-        """Carry out all operations atomically, in order. An empty sequence does nothing.
+        """Apply all operations atomically, in order. An empty sequence does nothing.
 
         Raises:
-            Fenced: the fence does not stand, as seen in the transaction itself; no operation took place.
+            Fenced: the fence is no longer valid, as checked within the transaction; no operation took effect.
 
         """
 
@@ -136,26 +136,26 @@ class Bus(Protocol):
         """Add one message and return its entry id."""
 
     async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
-        """Return up to `count` entries a stream after each cursor, waiting up to `block_s` for the first.
+        """Return up to `count` entries per stream after each cursor, waiting up to `block_s` for the first.
 
-        An entry that does not decode is moved to the dead letters and left out.
+        An entry that does not decode is moved to the dead-letter stream and omitted.
         """
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
     ) -> list[Entry]:
-        """Return new entries of a consumer group, creating the group at the stream's start where it is missing."""
+        """Return new entries of a consumer group; a missing group is created at the start of the stream."""
 
     async def claim(
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, count: int = 64
     ) -> list[tuple[Entry, int]]:
-        """Take over entries that some consumer has held unacknowledged for `min_idle_s`; with their delivery counts."""
+        """Claim entries that are unacknowledged for at least `min_idle_s`; return each with its delivery count."""
 
-    async def bury(self, stream: str, group: str, entry: Entry, reason: str) -> None:
-        """Move an entry of a consumer group to the dead letters and acknowledge it, atomically."""
+    async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
+        """Move an entry of a consumer group to the dead-letter stream and acknowledge it, atomically."""
 
-    async def trim(self, stream: str, first_kept: str) -> None:
-        """Drop every entry before the id `first_kept`."""
+    async def trim(self, stream: str, min_id: str) -> None:
+        """Delete every entry before the id `min_id`."""
 
     async def length(self, stream: str) -> int:
         """Return the number of entries."""
@@ -164,10 +164,10 @@ class Bus(Protocol):
         """Return the id of the oldest entry, None when the stream is empty."""
 
     async def last_id(self, stream: str) -> str:
-        """Return the id of the newest entry ever added (`START` for none), even when it was trimmed since."""
+        """Return the id of the newest entry ever added, including trimmed ones; `START` if there was none."""
 
     async def increment(self, key: str) -> int:
-        """Add 1 to a counter and return it."""
+        """Add 1 to a counter and return the new value."""
 
     async def hash_get(self, key: str, field: str) -> str | None:
         """Return one field of a hash."""
@@ -176,26 +176,28 @@ class Bus(Protocol):
         """Return all fields of a hash."""
 
     async def renew(self, lease: str, value: str, ttl_s: float) -> None:
-        """Hold a lease for `ttl_s` more seconds."""
+        """Set a lease to `value` for `ttl_s` more seconds, whoever holds it."""
 
-    async def acquire(self, leases: Sequence[str], value: str, ttl_s: float) -> list[bool]:
-        """Take each lease that nobody holds, for `ttl_s` seconds; tell of each whether it now has this value."""
+    async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
+        """Take a lease for `ttl_s` seconds if it is free; return True if it has this value afterwards."""
 
-    async def holders(self, leases: Sequence[str]) -> list[str | None]:
-        """Return each lease's value, None for one that has run out."""
+    async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        """Return the value of each lease, None for one that is free or has expired."""
 
-    async def take(self, lease: str, value: str, ttl_s: float, *, epoch: str, instead_of: str | None) -> int | None:
-        """Take a lease and raise its epoch, atomically; from then on no fence of an earlier epoch stands.
+    async def acquire_fenced(
+        self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
+    ) -> int | None:
+        """Take a lease and increment its epoch, atomically; every fence of an earlier epoch becomes invalid.
 
         Args:
-            lease: what to take.
-            value: who takes it.
-            ttl_s: how long it lasts unless it is renewed, by the broker's clock.
-            epoch: a counter that never runs out.
-            instead_of: a value of the lease that may be replaced; None when nobody may hold it.
+            lease: the lease to take.
+            value: identifies the new holder.
+            ttl_s: the lease's lifetime unless it is renewed, by the broker's clock.
+            epoch: the key of a counter that does not expire.
+            replacing: a value of the lease that may be overwritten; None to take only a free lease.
 
         Returns:
-            The new epoch; None when somebody else holds the lease, and nothing changed.
+            The new epoch; None if the lease has another value, in which case nothing changed.
 
         """
 

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: msgpack, a map with the message's tag."""
+"""Encodes messages as msgpack maps with the message's tag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decode(data: bytes) -> Message:
     """Return the message in `data`.
 
     Raises:
-        Undecodable: the bytes are not msgpack, the tag is unknown, or a field is missing or of the wrong type.
+        Undecodable: the bytes are not msgpack, the tag is unknown, or a field is missing or has the wrong type.
 
     """
     try:

@@ -1,6 +1,6 @@
-"""Columns of numbers as little-endian bytes, as they travel in messages.
+"""Columns of numbers as little-endian bytes, as messages contain them.
 
-Measured for 16 rows of 8,192 tokens: as msgpack lists 20 ms to encode and decode, as bytes 0.1 ms.
+Encoding and decoding 16 x 8,192 tokens takes 20 ms as msgpack lists and 0.1 ms as bytes.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ def floats(column: bytes) -> list[float]:
 
 
 def length(column: bytes, dtype: np.dtype[np.generic] = I32) -> int:
-    """Return how many entries a column has."""
+    """Return the number of entries in a column."""
     return len(column) // dtype.itemsize

@@ -1,6 +1,11 @@
-"""One tree of errors, sorted by what the caller should do: retry, bury, or exit.
+"""The project's errors, grouped by what the caller should do.
 
-Adapters translate foreign errors into these; nothing else catches a library's own.
+- `Retryable`: try again later.
+- `Unprocessable`: dead-letter this one item with the reason, and continue with the next.
+- `Rejected`: report it to the requester; the request is understood and cannot be granted now.
+- `Fatal`: exit non-zero.
+
+Adapters translate a library's errors into these; nothing else catches a library's own.
 """
 
 from __future__ import annotations
@@ -11,35 +16,47 @@ class RLBoostError(Exception):
 
 
 class Retryable(RLBoostError):
-    """Try again later: the other side is away or busy, and nothing was lost."""
+    """Try again later: the other side is unavailable or busy, and nothing was lost."""
 
 
 class BusUnavailable(Retryable):
-    """Redis did not answer; whether the last write took place is unknown."""
+    """Redis did not answer; the last write may or may not have taken effect."""
 
 
 class StoreUnavailable(Retryable):
-    """The weight store did not answer, or broke off in the middle."""
+    """The weight store did not answer, or closed the connection during a transfer."""
 
 
 class Timeout(Retryable):
     """A named wait reached its limit."""
 
 
-class Bury(RLBoostError):
-    """One message or item is bad: put it aside with the reason and go on."""
+class Unprocessable(RLBoostError):
+    """One message or item is invalid: dead-letter it with the reason and continue with the next."""
 
 
-class Undecodable(Bury):
-    """Bytes that are not a message of ours."""
+class Undecodable(Unprocessable):
+    """The bytes are not a valid message or document of this project."""
 
 
-class NotFound(Bury):
-    """What is asked for does not exist, or is no longer kept."""
+class Rejected(RLBoostError):
+    """The request cannot be granted in the present state: report it to the requester, do not retry as is."""
+
+
+class NotFound(Rejected):
+    """The requested object does not exist, or is no longer retained."""
+
+
+class Conflict(Rejected):
+    """The present state forbids the operation, for example because a compare-and-set lost."""
+
+
+class Fenced(Conflict):
+    """Another holder has taken over and nothing was written: stop acting and discard cached state."""
 
 
 class Fatal(RLBoostError):
-    """Going on makes no sense: say why, say what to do, exit non-zero."""
+    """The process cannot continue: report the cause and what to do, then exit non-zero."""
 
 
 class ConfigError(Fatal):
@@ -47,12 +64,4 @@ class ConfigError(Fatal):
 
 
 class Corrupt(Fatal):
-    """Bytes that were verified once do not verify any more."""
-
-
-class Conflict(RLBoostError):
-    """The state forbids it (compare-and-set lost, or the wrong moment)."""
-
-
-class Fenced(Conflict):
-    """Another has taken over and nothing was written: stop acting, and forget what you thought you knew."""
+    """Bytes that were verified before no longer match their digest."""

@@ -1,4 +1,4 @@
-"""An in-memory bus for unit tests and simulation: same contract as Redis, with faults on demand."""
+"""An in-memory bus for unit tests and simulation: same contract as Redis, with fault injection."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class MemoryBus:
         self.down = False
         """While true, every call raises `BusUnavailable`."""
         self.lose_next_reply = False
-        """The next transaction or taking of a lease takes place, and its caller is told that Redis did not answer."""
-        self.pause_next_sender: Callable[[], None] | None = None
-        """Called once, between the moment that somebody sends a transaction and the one in which it takes place."""
+        """The next transaction or lease acquisition takes effect, and its caller gets `BusUnavailable`."""
+        self.before_next_transaction: Callable[[], None] | None = None
+        """Called once, after a transaction was sent and before it takes effect."""
 
     def _check(self) -> None:
         if self.down:
@@ -65,9 +65,9 @@ class MemoryBus:
 
     async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
         """See `Bus.transact`."""
-        if pause := self.pause_next_sender:
-            self.pause_next_sender = None
-            pause()
+        if hook := self.before_next_transaction:
+            self.before_next_transaction = None
+            hook()
         self._check()
         if ops and fence is not None and self._counters[fence.key] != fence.epoch:
             raise Fenced(f"{fence.key} is at {self._counters[fence.key]}, not at {fence.epoch}")
@@ -91,10 +91,10 @@ class MemoryBus:
             case Ack(stream, group, ids):
                 for entry_id in ids:
                     self._streams[stream].pending[group].pop(entry_id, None)
-            case Trim(stream, first_kept):
-                kept = self._streams[stream].entries
-                for entry_id in [i for i in kept if position(i) < position(first_kept)]:
-                    del kept[entry_id]
+            case Trim(stream, min_id):
+                entries = self._streams[stream].entries
+                for entry_id in [i for i in entries if position(i) < position(min_id)]:
+                    del entries[entry_id]
             case HashSet(key, fields):
                 self._hashes[key].update(fields)
             case HashDelete(key, names):
@@ -116,7 +116,7 @@ class MemoryBus:
         return f"{self._streams[stream].last}-0"
 
     async def append_raw(self, stream: str, body: bytes) -> None:
-        """Add bytes that need not be a message."""
+        """Add bytes that may not decode to a message."""
         self._streams[stream].add(body)
         await self._notify()
 
@@ -194,14 +194,14 @@ class MemoryBus:
                 claimed.append((entry, held.deliveries))
         return claimed
 
-    async def bury(self, stream: str, group: str, entry: Entry, reason: str) -> None:
-        """See `Bus.bury`."""
+    async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
+        """See `Bus.dead_letter`."""
         letter = self._letter(stream, entry.id, encode(entry.message), reason)
         await self.transact([Append(DEAD_LETTERS, letter), Ack(stream, group, (entry.id,))])
 
-    async def trim(self, stream: str, first_kept: str) -> None:
+    async def trim(self, stream: str, min_id: str) -> None:
         """See `Bus.trim`."""
-        await self.transact([Trim(stream, first_kept)])
+        await self.transact([Trim(stream, min_id)])
 
     async def length(self, stream: str) -> int:
         """See `Bus.length`."""
@@ -240,25 +240,27 @@ class MemoryBus:
         self._check()
         self._leases[lease] = (value, self._clock() + ttl_s)
 
-    async def acquire(self, leases: Sequence[str], value: str, ttl_s: float) -> list[bool]:
+    async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
         """See `Bus.acquire`."""
-        for lease, holder in zip(leases, await self.holders(leases), strict=True):
-            if holder is None:
-                self._leases[lease] = (value, self._clock() + ttl_s)
+        (held,) = await self.lease_values([lease])
+        if held is None:
+            self._leases[lease] = (value, self._clock() + ttl_s)
         self._reply()
-        return [holder == value for holder in await self.holders(leases)]
+        return held in (None, value)
 
-    async def holders(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.holders`."""
+    async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.lease_values`."""
         self._check()
         now = self._clock()
         held = [self._leases.get(lease, ("", -1.0)) for lease in leases]
         return [value if until > now else None for value, until in held]
 
-    async def take(self, lease: str, value: str, ttl_s: float, *, epoch: str, instead_of: str | None) -> int | None:
-        """See `Bus.take`."""
-        (held,) = await self.holders([lease])
-        if held not in (None, instead_of):
+    async def acquire_fenced(
+        self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
+    ) -> int | None:
+        """See `Bus.acquire_fenced`."""
+        (held,) = await self.lease_values([lease])
+        if held not in (None, replacing):
             return None
         self._leases[lease] = (value, self._clock() + ttl_s)
         self._counters[epoch] += 1

@@ -1,7 +1,7 @@
-"""Structured ids: a sample's id is five numbers packed into 64 bits, so that a token frame can carry it as a column.
+"""Structured ids: a sample's id is five numbers packed into 64 bits, so that a token frame holds it as a column.
 
-The id is derived, never drawn: the trainer that asks for step 7 twice (because it was killed in between) asks for the
-same samples twice, and the manager sees that it has them already.
+Ids are derived, not random: a restarted trainer that requests a step again requests the same samples, and the manager
+recognizes them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _JOB_BITS = 16
 MAX_GROUP_SIZE = 1 << _MEMBER_BITS
 MAX_GROUPS_PER_STEP = 1 << _GROUP_BITS
 MAX_STEPS = 1 << (_STEP_BITS - 1)
-"""Of a job. The numbers from here on stand for requests of clients, which belong to no step."""
+"""Steps of a job. Higher step numbers are used for requests of clients, which belong to no step."""
 MAX_REQUESTS = MAX_STEPS * MAX_GROUPS_PER_STEP
-"""Of clients, of one job, that can be told apart."""
+"""Distinct requests of clients per job."""
 MAX_JOBS = 1 << _JOB_BITS
 JOB_SHIFT = _EVAL_BITS + _STEP_BITS + _GROUP_BITS + _MEMBER_BITS
-"""By how much a packed id is shifted right to leave the job's number."""
+"""Shifting a packed id right by this leaves the job's number."""
 
 
 class SampleId(NamedTuple):
-    """Which sample: job number, training or evaluation, step, group within the step, member of the group."""
+    """A sample: job number, evaluation or training, step, group within the step, member of the group."""
 
     job: int
     is_eval: bool
@@ -59,7 +59,7 @@ class SampleId(NamedTuple):
         return cls(packed >> _EVAL_BITS, bool(packed & 1), step, group, member)
 
     def __str__(self) -> str:
-        """Return a form for people: `job/step/group/member`, `e` before an evaluation's step."""
+        """Return `job/step/group/member`, with `e` before an evaluation's step."""
         return f"{self.job}/{'e' if self.is_eval else ''}{self.step}/{self.group}/{self.member}"
 
 
@@ -74,16 +74,16 @@ def job_of(sample: int) -> int:
 
 
 def request_group(job: int, number: int) -> int:
-    """Return the group id of a client's request, which has a number below `MAX_REQUESTS`."""
+    """Return the group id of a client's request, numbered below `MAX_REQUESTS`."""
     step, group = divmod(number, MAX_GROUPS_PER_STEP)
     return SampleId(job, False, MAX_STEPS + step, group, 0).pack()
 
 
 def is_served(sample: int) -> bool:
-    """Tell whether a packed sample or group id is of a client's request, and not of the trainer's."""
+    """Return True if a packed sample or group id belongs to a client's request rather than to the trainer."""
     return bool(sample >> (_GROUP_BITS + _MEMBER_BITS) & MAX_STEPS)
 
 
 def new_token(n_bytes: int = 4) -> str:
-    """Return a fresh random hexadecimal suffix, for ids of worker incarnations, jobs and commands."""
+    """Return a random hexadecimal suffix for ids of worker incarnations, jobs and commands."""
     return secrets.token_hex(n_bytes)

@@ -1,4 +1,4 @@
-"""Importing large libraries."""
+"""Context managers for importing large libraries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collector() -> Iterator[None]:
-    """Leave cyclic garbage lying while torch and the like are imported, which takes a sixth less time then.
+def gc_paused() -> Iterator[None]:
+    """Pause the garbage collector, which makes importing libraries such as torch a sixth faster.
 
-    They make a million objects that all stay, and the collector would look through them again and again.
+    Such an import creates a million objects that all stay alive, and the collector would scan them repeatedly.
     """
     gc.disable()
     try:
@@ -22,11 +22,11 @@ def without_collector() -> Iterator[None]:
 
 
 @contextmanager
-def without(*names: str) -> Iterator[None]:
-    """Have what is imported find these modules missing, unless they are there already; afterwards they can be had."""
+def modules_hidden(*names: str) -> Iterator[None]:
+    """Make these modules appear as not installed within the block, unless they are imported already."""
     missing = [name for name in names if name not in sys.modules]
     for name in missing:
-        sys.modules[name] = None  # type: ignore[assignment]  # Python's own way to say so
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's way to block an import
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""How every service lives: named loops under one owner, stopped by a signal, with an exit code that tells the truth.
+"""Runs a service: named loops in one task group, stopped by a signal, with an exit code.
 
-A loop that ends before the stop is a failure, and a failure is a non-zero exit. Stop means: `stop` is set, each loop
-takes nothing new, finishes what it holds and returns; after the grace what is left is cancelled.
+A loop that ends before the stop is a failure, and a failure is a non-zero exit. When `stop` is set, each loop accepts
+no new work, finishes what it has and returns; loops that still run after the grace period are cancelled.
 """
 
 from __future__ import annotations
@@ -25,45 +25,46 @@ S = TypeVar("S", bound=ServiceSettings)
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
-"""A setting is wrong: starting again without a change would fail again."""
+"""A setting is invalid: a restart without a change would fail again."""
 
 
 class LoopEnded(Fatal):
-    """A loop returned although nobody asked it to stop."""
+    """A loop returned before the stop."""
 
 
 class _Stop(asyncio.Event):
-    """The stop event of a process; knows whether loops look at it yet."""
+    """The stop event of a process, with its cause."""
 
     supervised = False
+    """True once loops wait for the stop."""
     cause = ""
 
-    def take(self, number: signal.Signals) -> None:
-        """Stop for a signal; the first is why."""
+    def set_by(self, number: signal.Signals) -> None:
+        """Stop because of a signal; the first one is the cause."""
         self.cause = self.cause or number.name.lower()
         self.set()
 
 
-def stopped_by(stop: asyncio.Event) -> str:
-    """Return the signal that set a process's stop, such as `sigterm`; `stopped` if none did."""
+def stop_cause(stop: asyncio.Event) -> str:
+    """Return the signal that stopped the process, such as `sigterm`; `stopped` if it was none."""
     return (stop.cause if isinstance(stop, _Stop) else "") or "stopped"
 
 
 Loop = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-"""A loop takes the stop event and returns only after it is set."""
+"""A loop gets the stop event and returns only after it is set."""
 
 
 async def supervise(loops: Mapping[str, Loop], stop: asyncio.Event, *, grace_s: float = 10.0) -> None:
-    """Run the loops until `stop` is set, then let them finish within `grace_s`; a failure cancels the others at once.
+    """Run the loops until `stop` is set, then let them finish within `grace_s`; a failure cancels all others.
 
     Args:
-        loops: name -> loop; the names show in logs and tracebacks.
-        stop: set by a signal, or by a loop that has decided that the service's work is done.
-        grace_s: seconds from the stop until what still runs is cancelled.
+        loops: name -> loop; the names appear in logs and tracebacks.
+        stop: set by a signal, or by a loop when the service's work is done.
+        grace_s: seconds from the stop until remaining loops are cancelled.
 
     Raises:
         LoopEnded: a loop returned before the stop.
-        ExceptionGroup: what the failed loops raised.
+        ExceptionGroup: the errors of the failed loops.
 
     """
 
@@ -76,7 +77,7 @@ async def supervise(loops: Mapping[str, Loop], stop: asyncio.Event, *, grace_s: 
             log.exception("loop_failed", loop=name, error=str(error) or repr(error))
             raise
         if not stop.is_set():
-            raise LoopEnded(f"the loop {name!r} ended although nobody asked it to stop")
+            raise LoopEnded(f"the loop {name!r} ended before the stop")
 
     async def cancel_after_grace() -> None:
         await stop.wait()
@@ -113,13 +114,13 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
         stop = _Stop()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.take, number)
+            loop.add_signal_handler(number, stop.set_by, number)
         running = asyncio.ensure_future(main(config, stop))
         stopping = asyncio.create_task(stop.wait(), name="stop")
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not stop.supervised and not running.done():
-            # Still starting: there are no loops yet that would see the stop.
+            # Still starting: no loop waits for the stop yet.
             running.cancel()
         try:
             await running
@@ -132,14 +133,14 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(body())
     except* ConfigError as group:
-        code = _complain(name, group, EXIT_CONFIG)
+        code = _report(name, group, EXIT_CONFIG)
     except* RLBoostError as group:
-        code = code or _complain(name, group, EXIT_FAILED)
+        code = code or _report(name, group, EXIT_FAILED)
     return code
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's where it is installed: it moves bulk data at two thirds of the CPU time."""
+    """Return uvloop's factory if it is installed: bulk transfers take two thirds of the CPU time."""
     try:
         import uvloop  # noqa: PLC0415
     except ImportError:
@@ -147,7 +148,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _complain(name: str, group: BaseExceptionGroup[RLBoostError], code: int) -> int:
+def _report(name: str, group: BaseExceptionGroup[RLBoostError], code: int) -> int:
     for error in _leaves(group):
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     return code
@@ -161,7 +162,7 @@ def _leaves(group: BaseExceptionGroup[RLBoostError]) -> list[BaseException]:
 
 
 async def until_stop(stop: asyncio.Event, timeout_s: float) -> bool:
-    """Sleep, but wake at once at the stop; tell whether it came."""
+    """Sleep for `timeout_s` or until the stop; return True if the stop came first."""
     try:
         async with asyncio.timeout(timeout_s):
             await stop.wait()

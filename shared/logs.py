@@ -1,4 +1,4 @@
-"""Structured logs: one line an event, with ids as fields; JSON for machines, colours for people."""
+"""Structured logs: one line per event with ids as fields, as JSON or for the console."""
 
 from __future__ import annotations
 

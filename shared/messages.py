@@ -1,11 +1,11 @@
-"""Every message on the wire, in one module: frozen and tagged. `shared.codec` makes bytes of them.
+"""All messages on the wire, frozen and tagged. `shared.codec` encodes them.
 
 Rules, each held by `tests/unit/test_messages.py` and the golden bytes in `tests/golden`:
 
 - a message is a map `{"t": tag, field: value, ...}`; the tag names the class;
-- a field may be added with a default; none is renamed, retyped or removed;
-- a reader ignores fields it does not know, so an older service reads a newer one;
-- columns with one entry a token or a sample are bytes (`shared.columns`), never lists.
+- a field may be added with a default; no field is renamed, retyped or removed;
+- a reader ignores unknown fields, so an older service can read a newer message;
+- columns with one entry per token or sample are bytes (`shared.columns`), never lists.
 
 Times are Unix seconds, durations seconds, sizes bytes.
 """
@@ -21,15 +21,15 @@ WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
 FinishReason = Literal["stop", "length"]
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
 InFlight = Literal["recompute", "keep", "finish"]
-"""What becomes of samples that run when new weights come: they go on under these, with their KV cache made anew
-(`recompute`) or as it is (`keep`); or they end under the old ones first (`finish`)."""
+"""What happens to running samples at a weight update: they continue with the new weights, with their KV cache
+recomputed (`recompute`) or as it is (`keep`); or they finish with the old weights first (`finish`)."""
 
 Span = Annotated[tuple[str, int, int], Strict(False)]
-"""(worker, weight version, number of tokens): who made a stretch. msgpack brings tuples back as lists."""
+"""(worker, weight version, number of tokens) of consecutive tokens. msgpack decodes tuples as lists."""
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_RELEASED = 0, 1, 2, 3
-"""Codes of `TokenFrame.finish`: the row goes on; it ended with a stop token; it ended at `max_tokens`; the sample goes
-on elsewhere, because the manager asked for it back (`Release`)."""
+"""Codes of `TokenFrame.finish`: the sample continues; it ended with a stop token; it ended at `max_tokens`; the worker
+released it because the manager reclaimed it (`Release`)."""
 
 
 class Message(BaseModel):
@@ -62,7 +62,7 @@ def class_of(tag: str) -> type[Message]:
     """Return the class of a tag.
 
     Raises:
-        KeyError: there is none.
+        KeyError: the tag is unknown.
 
     """
     return _REGISTRY[tag]
@@ -73,14 +73,14 @@ def class_of(tag: str) -> type[Message]:
 
 @message
 class JobCommand(Message):
-    """REST or CLI -> manager and trainer: something to do with a job. Idempotent on `command_id`."""
+    """REST or CLI -> manager and trainer: a command on a job. Idempotent on `command_id`."""
 
     command_id: str
     action: Literal["create", "pause", "resume", "cancel"]
     job_id: str
     job_no: int
     spec_json: str = ""
-    """The resolved job file (`shared.jobspec.JobSpec`) as JSON; only with `create`."""
+    """The resolved job file (`shared.job.spec.JobSpec`) as JSON; only with `create`."""
 
 
 @message
@@ -101,19 +101,19 @@ class StepReport(Message):
 
     job_id: str
     step: int
-    """The step that was done, from 0; the job stands at `step + 1` now."""
+    """The completed step, from 0; the next step is `step + 1`."""
     metrics: dict[str, float]
     checkpointed_step: int = 0
-    """Samples of steps before this one will never be asked for again."""
+    """Samples of earlier steps will not be requested again."""
     wait_s: float = 0.0
     """How long the trainer waited for samples while the device was its own."""
     train_s: float = 0.0
-    """How long it trained."""
+    """How long the trainer trained."""
 
 
 @message
 class Event(Message):
-    """Anyone -> people: something happened. Best effort; nothing decides on it."""
+    """Any service -> users: an event of a job. Best effort; no decision depends on it."""
 
     kind: str
     at: float
@@ -125,7 +125,7 @@ class Event(Message):
 
 
 class Sampling(Message):
-    """How to draw tokens. `logprobs` that come back are of exactly this distribution."""
+    """Sampling parameters. The returned `logprobs` are of exactly this distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -145,18 +145,18 @@ class GroupRequested(Message):
     """int32 column of prompt token ids."""
     sampling: Sampling
     version: int
-    """The weight version that is to be trained on it, and the newest one that may generate it."""
+    """The weight version that trains on it, which is the newest one that may generate it."""
     seed: int
     max_staleness: int = 0
     """Versions down to `version - max_staleness` may generate it."""
     expires_at: float = 0.0
-    """When a client's request is given up, which any version may generate; 0: the trainer's."""
-    near: str = ""
-    """A worker that may have the prompt's beginning in its cache: it gets the samples first, if it can."""
+    """When a client's request expires; any version may generate it. 0: the trainer's request."""
+    preferred_worker: str = ""
+    """A worker that may have the prompt's prefix in its cache, and gets the samples if it has capacity."""
 
 
 # --- the token log ----------------------------------------------------------------------------------------------------
-# One stream, in one order, is the whole truth about samples in flight: the manager's ledger is a fold over it.
+# This one ordered stream defines the state of samples in flight: the manager's ledger is a replay of it.
 
 
 @message
@@ -168,7 +168,7 @@ class Admitted(Message):
 
 @message
 class Placed(Message):
-    """Manager -> log: these samples now belong to `worker`. Raises each sample's attempt, which fences its last owner.
+    """Manager -> log: `worker` owns these samples now. Increments their attempts, which fences earlier owners.
 
     Written in the same transaction as the worker's `Assign`.
     """
@@ -177,14 +177,14 @@ class Placed(Message):
     samples: bytes
     """uint64 column."""
     attempts: bytes
-    """uint32 column: the attempt that this placement begins, from 1."""
+    """uint32 column: the attempt that starts with this placement, from 1."""
     offsets: bytes
-    """uint32 column: how many tokens the ledger held, which the worker got with the assignment."""
+    """uint32 column: the number of tokens in the ledger, which the assignment contains."""
 
 
 @message
 class TokenFrame(Message):
-    """Worker -> log: tokens made since the worker's last flush, for all its samples at once.
+    """Worker -> log: the tokens since the worker's last flush, of all its samples.
 
     A row is one sample; `counts[i]` tokens of `tokens` and `logprobs` belong to it. A row counts only if its attempt is
     the sample's current one and its offset meets the ledger's length. All tokens of a row are of one weight version.
@@ -202,20 +202,20 @@ class TokenFrame(Message):
     counts: bytes
     """uint32 column."""
     versions: bytes
-    """uint32 column: the weight version that made the row's tokens."""
+    """uint32 column: the weight version that generated the row's tokens."""
     finish: bytes
     """uint8 column of FINISH_* codes."""
     tokens: bytes
     """int32 column."""
     logprobs: bytes
-    """float32 column: log-probability of each token under the distribution it was drawn from."""
+    """float32 column: log-probability of each token under the distribution it was sampled from."""
 
 
 @message
 class SampleFailed(Message):
     """Worker -> log: this sample itself cannot be generated (say, the prompt is too long). Fenced like a frame row.
 
-    Manager -> log: `worker` said that its engine died or hung while it ran this sample, which may have been the cause.
+    Manager -> log: the engine of `worker` died or hung while it ran this sample, which may have been the cause.
     """
 
     worker: str
@@ -226,7 +226,7 @@ class SampleFailed(Message):
 
 @message
 class Closed(Message):
-    """Manager -> log: these samples were delivered to the trainer, or dropped; nothing more of them counts.
+    """Manager -> log: these samples were delivered or dropped; later records of them do not count.
 
     Written in the same transaction as the delivery.
     """
@@ -237,14 +237,14 @@ class Closed(Message):
 
 @message
 class Restated(Message):
-    """Manager -> log: one live sample, whole, so that everything older of it may be trimmed (log compaction)."""
+    """Manager -> log: a snapshot of one live sample, so that its older records can be trimmed (log compaction)."""
 
     request: GroupRequested
     """The group's request with `n` as in the original."""
     sample: int
     attempt: int
     worker: str
-    """Its current owner; empty while it waits."""
+    """Its current owner; empty while it is queued."""
     tokens: bytes
     logprobs: bytes
     spans: list[Span]
@@ -258,14 +258,14 @@ class Restated(Message):
 
 
 class Assignment(Message):
-    """One sample to generate, from its prompt or from where somebody else stopped."""
+    """One sample to generate, from its prompt or from where an earlier worker stopped."""
 
     sample: int
     attempt: int
     prompt: bytes
     """int32 column."""
     tokens: bytes
-    """int32 column: completion tokens made so far; the worker's first new token has this offset."""
+    """int32 column: the completion tokens so far; their number is the offset of the worker's first new token."""
     sampling: Sampling
     seed: int
 
@@ -281,7 +281,7 @@ class Assign(Message):
 
 @message
 class Revoke(Message):
-    """Manager -> worker: stop these samples and forget them; later frames of them will not count."""
+    """Manager -> worker: stop and discard these samples; later frames of them do not count."""
 
     samples: bytes
     """uint64 column."""
@@ -291,9 +291,9 @@ class Revoke(Message):
 
 @message
 class Release(Message):
-    """Manager -> worker: stop these samples, flush what they have, and end each one's row with FINISH_RELEASED.
+    """Manager -> worker: stop these samples, flush their tokens, and end each with FINISH_RELEASED.
 
-    They go on elsewhere without a token made again. A sample that is not held under this attempt is passed over.
+    They continue on another worker without regenerated tokens. Samples that are not held in this attempt are ignored.
     """
 
     samples: bytes
@@ -313,7 +313,7 @@ class UseVersion(Message):
 
 @message
 class Suspend(Message):
-    """Manager -> reserved worker: the trainer needs the device. Stop, flush, keep nothing running, beat `suspended`."""
+    """Manager -> reserved worker: the trainer needs the device. Stop all samples, flush, report `suspended`."""
 
     step: int
 
@@ -327,14 +327,14 @@ class Resume(Message):
 
 @message
 class Drain(Message):
-    """Manager -> worker: take nothing new, flush, hand off what is left, leave, exit 0."""
+    """Manager -> worker: accept no new samples, flush, hand off the rest, exit with 0."""
 
     reason: str = ""
 
 
 @message
 class Dismissed(Message):
-    """Manager -> worker: you were declared lost and your samples are elsewhere. Drop everything and join anew."""
+    """Manager -> worker: it was declared lost and its samples were reassigned; drop them and join again."""
 
     reason: str
 
@@ -349,9 +349,9 @@ class WorkerJoined(Message):
     worker: str
     role: Role
     kind: str
-    """What sort of machine or engine; profiles are kept per kind."""
+    """The kind of machine and engine; throughput profiles are per kind."""
     slots: int
-    """How many samples the engine runs at once."""
+    """The most samples that the engine runs at once."""
     host: str
     pid: int
     price_per_hour: float
@@ -359,38 +359,38 @@ class WorkerJoined(Message):
     trainer: str = ""
     """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
     kv_tokens: int = 0
-    """How many tokens, prompts included, its KV cache holds at once; 0 where it does not know yet: see `WorkerBeat`."""
+    """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
 
 
 @message
-class WorkerBeat(Message):
-    """Worker -> manager: alive, and this is the load. Sent every beat interval and at each change of state."""
+class WorkerHeartbeat(Message):
+    """Worker -> manager: liveness and load. Sent every heartbeat interval and at each change of state."""
 
     worker: str
     state: WorkerState
     job_id: str
     version: int
-    """The version that the engine serves; -1 before the first."""
+    """The version that the engine has loaded; -1 before the first."""
     running: int
     pending: int
     tokens_per_s: float
     at: float
     resident_bytes: int = 0
-    """Memory of its process; 0 where that is not known."""
+    """Resident memory of the process; 0 if unknown."""
     device_used_bytes: int = 0
-    """Memory in use on the engine's device, by whomever; 0 where it has none of its own."""
+    """Memory in use on the engine's device, by all processes; 0 if the engine has no device."""
     device_total_bytes: int = 0
     kv_tokens: int = 0
     """How many tokens, prompts included, its engine's KV cache holds at once; 0 where it does not say."""
-    kv_row_tokens: int = 0
-    """Not 0 where that cache is a rectangle (`shared.kv_rows`): the length at which any sample ends at the latest."""
-    kv_page_tokens: int = 0
-    """Not 0 where it is paged, and full pages that samples have in common, from their first token on, are kept once."""
+    kv_block_tokens: int = 0
+    """Size of the KV-cache blocks that samples with a common prefix share; 0 where the engine shares none."""
+    max_request_tokens: int = 0
+    """Longest sample, prompt and `max_tokens` together, that the engine accepts; 0 where it accepts any."""
 
 
 @message
-class WorkerNotice(Message):
-    """Worker -> manager: the machine will be taken away in `lead_s`; the worker is handing off."""
+class PreemptionNotice(Message):
+    """Worker -> manager: the machine is preempted in `lead_s` seconds; the worker drains."""
 
     worker: str
     lead_s: float
@@ -400,13 +400,13 @@ class WorkerNotice(Message):
 
 @message
 class WorkerLeft(Message):
-    """Worker -> manager: flushed everything and gone. Its samples may be placed elsewhere at once."""
+    """Worker -> manager: the worker has flushed and exits; its samples can be reassigned at once."""
 
     worker: str
     reason: str
     at: float
-    died_with: bytes = b""
-    """uint64 column: samples that its engine ran when it died or hung; empty after any other end."""
+    running_at_failure: bytes = b""
+    """uint64 column: samples that the engine ran when it died or hung; empty otherwise."""
 
 
 # --- manager -> trainer -----------------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ class SampleFinished(Message):
 
 @message
 class SampleDropped(Message):
-    """Manager -> trainer: this sample will not come, and why. Exactly once on `sample`, instead of `SampleFinished`."""
+    """Manager -> trainer: this sample was dropped. Exactly once on `sample`, instead of `SampleFinished`."""
 
     sample: int
     reason: str
@@ -440,19 +440,19 @@ class SampleDropped(Message):
 
 @message
 class GroupOpened(Message):
-    """Trainer -> its successor: an environment began a group's conversations, or why it did not. The first counts."""
+    """Trainer -> its successor: how an environment opened a group's conversations. The first record counts."""
 
     group: int
     prompt_digest: bytes
-    """Of what the samples begin with: other prompts than these would not belong to what was generated."""
+    """Digest of the samples' prompts; a successor with other prompts cannot use the generated samples."""
     reason: str = ""
-    """Why the group is dropped; empty where it is not."""
+    """Why the group is dropped; empty otherwise."""
     detail: str = ""
 
 
 @message
 class TurnAnswered(Message):
-    """Trainer -> its successor: what an environment answered to one turn. The first one of a sample counts.
+    """Trainer -> its successor: an environment's reply to one turn. The first record of a sample counts.
 
     Written in one transaction with the request of the next turn, if there is one.
     """
@@ -460,18 +460,18 @@ class TurnAnswered(Message):
     sample: int
     """Of the turn."""
     tokens: bytes = b""
-    """int32 column: what follows the turn in the next one's prompt; empty with the last."""
+    """int32 column: what follows the turn in the next prompt; empty after the last turn."""
     reward: float = 0.0
     over: Literal["", "done", "cut"] = ""
-    """Whether the conversation has ended: by the environment, or by a limit."""
+    """Set if the conversation has ended: by the environment (`done`), or by a limit (`cut`)."""
     reason: str = ""
-    """Why the group is dropped; empty where it is not."""
+    """Why the group is dropped; empty otherwise."""
     detail: str = ""
 
 
 @message
 class SeedingEnded(Message):
-    """Manager -> trainer: the reserved engines are suspended; the device is yours for this step."""
+    """Manager -> trainer: the reserved engines are suspended; the trainer may use the device for this step."""
 
     step: int
     window_s: float
@@ -480,7 +480,7 @@ class SeedingEnded(Message):
 
 @message
 class SeedingReopened(Message):
-    """Manager -> trainer: nobody else is left to generate; the reserved engines go on, start no new micro-batch."""
+    """Manager -> trainer: no other worker is left; the reserved engines resume, so start no new micro-batch."""
 
     step: int
 
@@ -499,12 +499,12 @@ class WeightsCommitted(Message):
     at: float
 
 
-# --- what could not be used -------------------------------------------------------------------------------------------
+# --- dead letters -----------------------------------------------------------------------------------------------------
 
 
 @message
 class DeadLetter(Message):
-    """Anyone -> people: a message that did not decode, or failed too often, with the reason."""
+    """Any service -> users: a message that did not decode, or failed too often, with the reason."""
 
     stream: str
     entry_id: str

@@ -1,4 +1,4 @@
-"""The name of every stream, consumer group and key in Redis. Nothing else in the project spells one."""
+"""The names of all streams, consumer groups and keys in Redis; no other module spells one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PREFIX = "rlboost:"
 JOB_COMMANDS = PREFIX + "jobs.commands"
 JOB_REPORTS = PREFIX + "jobs.reports"
 TOKEN_LOG = PREFIX + "rollouts.tokens"
-WORKER_BEATS = PREFIX + "workers.beats"
+WORKER_HEARTBEATS = PREFIX + "workers.heartbeats"
 WEIGHTS_COMMITTED = PREFIX + "weights.committed"
 DEAD_LETTERS = PREFIX + "dead.letters"
 
@@ -19,18 +19,18 @@ TRAINER_GROUP = "trainer"
 JOBS = PREFIX + "jobs"
 """Hash: job id -> the job's record (JSON)."""
 JOB_TRAINERS = PREFIX + "jobs.trainers"
-"""Hash: job id -> name of the trainer that has taken the job and not ended it."""
+"""Hash: job id -> name of the trainer that runs the job."""
 JOB_COUNTER = PREFIX + "jobs.counter"
 MANAGER_CURSORS = PREFIX + "manager.cursors"
-"""Hash: stream -> how far the manager has got; written in the same transaction as what it did about the entries."""
+"""Hash: stream -> the manager's read position, written in one transaction with the effects of the entries."""
 MANAGER_LEASE = PREFIX + "manager.lease"
-"""Lease: the manager that leads, and where (JSON)."""
+"""Lease: the record of the leading manager (JSON)."""
 MANAGER_EPOCH = PREFIX + "manager.epoch"
-"""Counter: raised by each taking of the lease; a leader's every transaction is fenced by it."""
+"""Counter: incremented by each acquisition of the lease; fences every transaction of a leader."""
 WEIGHT_PEERS = PREFIX + "weights.peers"
-"""Hash: peer -> nothing; who may hold a lease `weight_peer`."""
+"""Hash: peer -> empty; the peers that may hold a lease `weight_peer`."""
 FLEET = PREFIX + "fleet"
-"""Hash: worker id -> its last known record (JSON), so that a restarted manager knows whom to expect."""
+"""Hash: worker id -> its last record (JSON), from which a restarted manager recovers the fleet."""
 
 
 def rollouts_requested(job_id: str) -> str:
@@ -39,27 +39,27 @@ def rollouts_requested(job_id: str) -> str:
 
 
 def rollouts_finished(job_id: str) -> str:
-    """Stream, manager -> trainer: finished samples of one job; kept until a checkpoint covers them."""
+    """Stream, manager -> trainer: finished samples of one job; retained until a checkpoint covers them."""
     return f"{PREFIX}job:{job_id}:rollouts.finished"
 
 
 def job_created(key: str) -> str:
-    """Lease: the job that a `POST /v1/jobs` with this Idempotency-Key made, for as long as the key counts."""
+    """Lease: the job that a `POST /v1/jobs` with this Idempotency-Key created, until the key expires."""
     return f"{PREFIX}jobs.created:{key}"
 
 
-def job_kept(job_id: str) -> str:
-    """Stream, manager -> one that can read the job: what was said of it while it was set aside."""
-    return f"{PREFIX}job:{job_id}:kept"
+def job_quarantine(job_id: str) -> str:
+    """Stream, manager -> a manager that can parse the job: messages about it while it was quarantined."""
+    return f"{PREFIX}job:{job_id}:quarantine"
 
 
 def job_events(job_id: str) -> str:
-    """Stream, all -> people: what happened in one job; capped."""
+    """Stream, all -> users: events of one job; capped."""
     return f"{PREFIX}job:{job_id}:events"
 
 
 def job_samples(job_id: str) -> str:
-    """Stream, trainer -> people: scored samples; capped."""
+    """Stream, trainer -> users: scored samples; capped."""
     return f"{PREFIX}job:{job_id}:samples"
 
 
@@ -69,17 +69,17 @@ def job_metrics(job_id: str) -> str:
 
 
 def job_lengths(job_id: str) -> str:
-    """Hash: prompt (digest) -> mean length of its groups' longest samples over epochs."""
+    """Hash: prompt (digest) -> mean over epochs of the length of its groups' longest samples."""
     return f"{PREFIX}job:{job_id}:lengths"
 
 
 def job_curriculum(job_id: str) -> str:
-    """Hash: step -> the prompts that a curriculum chose for it, and how they were scored (JSON)."""
+    """Hash: step -> the prompts that a curriculum selected, and their scores (JSON)."""
     return f"{PREFIX}job:{job_id}:curriculum"
 
 
 def job_resampled(job_id: str) -> str:
-    """Hash: group that was replaced by one of another prompt (packed id) -> that prompt's row."""
+    """Hash: packed id of a group that was resampled -> the row of the new prompt."""
     return f"{PREFIX}job:{job_id}:resampled"
 
 
@@ -89,17 +89,17 @@ def job_audit(job_id: str) -> str:
 
 
 def serving_session(session: str) -> str:
-    """Hash: a client's conversation as the tokens that it was made of (JSON); vanishes when it is not gone on with."""
+    """Hash: a client's conversation as tokens (JSON); expires when it is not continued."""
     return f"{PREFIX}serving:session:{session}"
 
 
 def trainer_lease(job_id: str) -> str:
-    """Lease: the trainer that runs the job, and what it waits for (JSON)."""
+    """Lease: the trainer that runs the job, with its status (JSON)."""
     return f"{PREFIX}job:{job_id}:trainer"
 
 
 def trainer_epoch(job_id: str) -> str:
-    """Counter: raised by each taking of the job's lease; renewals and the last report are fenced by it."""
+    """Counter: incremented by each acquisition of the job's lease; fences renewals and the last report."""
     return f"{PREFIX}job:{job_id}:trainer.epoch"
 
 
@@ -109,7 +109,7 @@ def weight_peer(peer: str) -> str:
 
 
 def weight_claim(digest: str) -> str:
-    """Lease: the peer that fetches this blob from the weight store, so that the others can have it from there."""
+    """Lease: the peer that fetches this blob from the weight store, from which the others fetch it."""
     return f"{PREFIX}weights:claim:{digest}"
 
 

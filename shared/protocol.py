@@ -1,14 +1,14 @@
-"""Which protocol this version speaks: workers and managers of different numbers refuse each other when a worker joins.
+"""The protocol version: a worker can join only a manager with the same number.
 
-Messages only grow, by fields with defaults (`shared.messages`), so versions of one number work together. The number is
-raised by a change after which an older worker or manager would misunderstand the other. A new type of message is such a
-change on a stream that the other side reads: an older reader buries what it cannot decode among the dead letters.
+Messages grow only by fields with defaults (`shared.messages`), so releases with the same number work together. Any
+other change raises the number. A new message type on a stream that the other side reads is such a change, since an
+older reader would dead-letter it.
 """
 
 from __future__ import annotations
 
-PROTOCOL = 1
+PROTOCOL = 2
 UNNUMBERED = 1
-"""What those speak that give no number: it came after them. It stays when the number is raised."""
+"""The number of clients that send none, because they are older than the header. It never changes."""
 PROTOCOL_HEADER = "X-RLBoost-Protocol"
-"""In which a worker that joins gives its number."""
+"""The request header with the number of a joining worker."""

@@ -1,6 +1,7 @@
-"""Settings of a service: frozen, read once, from flags (`--redis-url`) and environment, unknown names refused.
+"""Settings of a service, read once from flags (`--redis-url`) and the environment; unknown names are rejected.
 
-Each service has one prefix (`RLBOOST_MANAGER_`); the few that all need are also read without it (`RLBOOST_TOKEN`).
+Each service has a prefix (`RLBOOST_MANAGER_`). Settings that all services share also have a short name without it
+(`RLBOOST_TOKEN`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ from shared.errors import ConfigError
 from shared.validation import describe
 
 _COMMON = ("redis_url", "token", "log_level", "log_format")
+RENAMED: Mapping[str, str] = {
+    "RLBOOST_WORKER_BEAT_INTERVAL_S": "RLBOOST_WORKER_HEARTBEAT_INTERVAL_S",
+    "RLBOOST_WORKER_CANARY_TOLERANCE": "RLBOOST_WORKER_PARITY_TOLERANCE",
+}
+"""Former name of an environment variable -> its present name, which the error names."""
 
 
 class ServiceSettings(BaseSettings):
-    """What every service needs."""
+    """The settings that all services have."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     prefix: ClassVar[str] = "RLBOOST_"
@@ -46,13 +52,13 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read only variables of this project: an alias must not make a bare `TOKEN` count."""
+        """Read only variables with the project's prefix, so that an alias does not match a bare `TOKEN`."""
         del env_settings, dotenv_settings, file_secret_settings
-        return init_settings, _OwnEnvironment(settings_cls)
+        return init_settings, _ProjectEnvironment(settings_cls)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Give the common fields their short environment names."""
+        """Add the short environment names of the common fields."""
         super().__pydantic_init_subclass__(**kwargs)
         for name in _COMMON:
             upper = name.upper()
@@ -60,7 +66,7 @@ class ServiceSettings(BaseSettings):
         cls.model_rebuild(force=True)
 
 
-class _OwnEnvironment(EnvSettingsSource):
+class _ProjectEnvironment(EnvSettingsSource):
     def _load_env_vars(self) -> Mapping[str, str | None]:
         return {name: value for name, value in super()._load_env_vars().items() if name.startswith("rlboost_")}
 
@@ -69,22 +75,23 @@ S = TypeVar("S", bound=ServiceSettings)
 
 
 def read(cls: type[S], args: list[str] | None = None) -> S:
-    """Return the service's settings from command-line flags, then the environment.
+    """Return a service's settings from command-line flags, then from the environment.
 
     Args:
         cls: the service's settings class, whose `prefix` is the environment's.
-        args: the flags; the process's own when None.
+        args: the flags; those of the process when None.
 
     Raises:
-        ConfigError: a value is wrong, or a variable with the service's prefix names no setting.
+        ConfigError: a value is invalid, or a variable with the service's prefix names no setting.
 
     """
     known = {f"{cls.prefix}{name}".upper() for name in cls.model_fields}
     for variable in os.environ:
         if cls.prefix != "RLBOOST_" and variable.startswith(cls.prefix) and variable not in known:
-            near = difflib.get_close_matches(variable, known, 1)
+            similar = RENAMED.get(variable) or next(iter(difflib.get_close_matches(variable, known, 1)), None)
             raise ConfigError(
-                f"environment variable {variable} names no setting" + (f"; did you mean {near[0]}?" if near else "")
+                f"environment variable {variable} names no setting; "
+                + (f"did you mean {similar}?" if similar else "remove it")
             )
     try:
         source: CliSettingsSource[S] = CliSettingsSource(

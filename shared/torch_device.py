@@ -1,4 +1,4 @@
-"""Whether torch can use a device here. Imports torch: import it late."""
+"""Checks that torch can use a device. Imports torch, so import this module late."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ log = structlog.get_logger(__name__)
 
 
 def require_device(device: str, setting: str) -> None:
-    """Refuse a device on which no tensor can be made; say so where a GPU would be left idle.
+    """Check that a tensor can be created on a device; log a warning if a GPU would stay idle.
 
     Args:
-        device: as torch names it.
-        setting: where it was said.
+        device: torch's name of the device.
+        setting: the setting that names it.
 
     Raises:
-        ConfigError: with the devices that are here.
+        ConfigError: the device is unusable; the text lists the available ones.
 
     """
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        available = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         (why, *_) = str(error).splitlines() or [type(error).__name__]
-        raise ConfigError(f"{setting}: device {device!r} cannot be used, here are {', '.join(here)}: {why}") from error
+        raise ConfigError(
+            f"{setting}: device {device!r} cannot be used (available: {', '.join(available)}): {why}"
+        ) from error
     if torch.device(device).type == "cpu" and torch.cuda.is_available():
-        log.warning("gpu_unused", advice=f"there is a GPU here: to use it, set {setting}=cuda")
+        log.warning("gpu_unused", advice=f"a GPU is available: to use it, set {setting}=cuda")

@@ -1,4 +1,4 @@
-"""Sections of files that users write, and what pydantic found wrong in them, in words for people."""
+"""Base classes for sections of user-written files, and pydantic's errors as readable lines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pydantic_core import ErrorDetails
 Place = tuple[int | str, ...]
 
 _ARM = re.compile(r"(?:literal|tuple|list|dict|constrained|function)[\[-].*|str|int|float|bool")
-"""What stands in a place for one of several things that a field may be."""
-_NAMED = re.compile(r"([a-z_]+(?:\.[a-z_]+)+): ")
-"""How a rule about several fields begins that blames one of them."""
+"""Location parts with which pydantic names one alternative of a union."""
+_FIELD_PREFIX = re.compile(r"([a-z_]+(?:\.[a-z_]+)+): ")
+"""The beginning of an error about several fields that names the one to change."""
 _EXPECTED = {
     "string_type": "text",
     "string_too_short": "text with {min_length} or more characters",
@@ -42,10 +42,10 @@ _EXPECTED = {
     "literal_error": "{expected}",
     "enum": "{expected}",
 }
-"""Type of pydantic's error -> what should have been there."""
-_SAID = {
+"""Type of pydantic's error -> the expected value."""
+_MESSAGES = {
     "missing": "missing: give it",
-    "extra_forbidden": "unknown key: remove it or mend its spelling",
+    "extra_forbidden": "unknown key: remove it or fix its spelling",
     "invalid_key": "a key should be text: put it in quotes",
 }
 
@@ -58,80 +58,79 @@ def _function_path(value: str) -> str:
 
 
 FunctionPath = Annotated[str, AfterValidator(_function_path)]
-"""Where a function of the user's is: `package.module:function`."""
+"""The path of a user's function: `package.module:function`."""
 
 
 class Section(BaseModel):
-    """A part of such a file: unknown keys are refused, and nothing changes it."""
+    """A section of a user-written file: frozen, unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def describe(error: ValidationError, of: type[BaseModel] | None = None) -> list[str]:
-    """Return one line a wrong field: `data.train: missing: give it`.
+def describe(error: ValidationError, model: type[BaseModel] | None = None) -> list[str]:
+    """Return one line per invalid field, such as `data.train: missing: give it`.
 
     Args:
-        error: what pydantic found.
-        of: what it looked at, whose keys are suggested in the place of unknown ones that resemble them.
+        error: pydantic's error.
+        model: the validated class; an unknown key that resembles one of its keys gets a suggestion.
 
     """
     found: dict[Place, list[ErrorDetails]] = {}
-    items = [_with_suggestion(_of_the_key(item), of) for item in error.errors()]
+    items = [_with_suggestion(_normalize_key_error(item), model) for item in error.errors()]
     above = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     for item in items:
         if item["type"] == "too_short" and item["loc"] in above:
-            continue  # only because entries are wrong
+            continue  # a consequence of invalid entries
         found.setdefault(_field(item), []).append(item)
-    told = [one for field, items in found.items() for one in _told(field, items)]
-    return [_line(".".join(map(str, place)), text) for place, text in told]
+    problems = [one for field, items in found.items() for one in _problems(field, items)]
+    return [_line(".".join(map(str, place)), text) for place, text in problems]
 
 
 def one_of(*words: str) -> str:
-    """Say that a field takes these words alone."""
+    """Return the text of an error about a field that takes one of these words."""
     *others, last = map(repr, words)
     return f"should be {', '.join(others)} or {last}; nothing else is supported"
 
 
 def off_is_no_boolean(value: object) -> object:
-    """Return what was meant where a field takes the word off: YAML reads a bare one as false."""
-    # A bare on means nothing here.
+    """Return the word off for false, as YAML reads a bare off; a bare on becomes text, which the field rejects."""
     return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
 
 
 def _line(place: str, text: str) -> str:
-    """Put the place before the text, unless it begins with one that is more exact."""
-    named = _NAMED.match(text)
-    return text if named and named[1].startswith(place) else f"{place or 'job'}: {text}"
+    """Put the field before the text, unless the text begins with a more specific one."""
+    prefix = _FIELD_PREFIX.match(text)
+    return text if prefix and prefix[1].startswith(place) else f"{place or 'job'}: {text}"
 
 
-def _of_the_key(item: ErrorDetails) -> ErrorDetails:
-    """Return what is wrong with a key of a mapping as pydantic has it of a section's."""
+def _normalize_key_error(item: ErrorDetails) -> ErrorDetails:
+    """Return an error about a mapping's key in the form of one about a section's key."""
     *place, last = item["loc"] or ("",)
     if item["type"] == "string_type" and last == "[key]":
         return {**item, "type": "invalid_key", "loc": tuple(place)}
     return item
 
 
-def _with_suggestion(item: ErrorDetails, of: type[BaseModel] | None) -> ErrorDetails:
-    """Return an unknown key with the known one that was meant, where there is one."""
-    if of is None or item["type"] != "extra_forbidden":
+def _with_suggestion(item: ErrorDetails, model: type[BaseModel] | None) -> ErrorDetails:
+    """Add the most similar known key to an error about an unknown key, if there is one."""
+    if model is None or item["type"] != "extra_forbidden":
         return item
-    near = difflib.get_close_matches(str(item["loc"][-1]), _keys(of, item["loc"][:-1]), 1)
-    return {**item, "type": "misspelt", "msg": f"unknown key: did you mean {near[0]}?"} if near else item
+    similar = difflib.get_close_matches(str(item["loc"][-1]), _keys(model, item["loc"][:-1]), 1)
+    return {**item, "type": "misspelt", "msg": f"unknown key: did you mean {similar[0]}?"} if similar else item
 
 
-def _keys(of: type[BaseModel], place: Place) -> list[str]:
-    """Return the keys of the section in a place."""
-    sections = [of]
+def _keys(model: type[BaseModel], place: Place) -> list[str]:
+    """Return the keys of the section at a location."""
+    sections = [model]
     for name in place:
-        # A place also has the indexes of lists, which lead to no other section.
+        # A location also contains list indexes, which stay in the same section.
         fields = [one.model_fields[name] for one in sections if isinstance(name, str) and name in one.model_fields]
         sections = [one for field in fields for one in _sections(field.annotation)] or sections
     return [key for one in sections for key in one.model_fields]
 
 
 def _sections(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the sections that a field may be, or be a list of."""
+    """Yield the section classes within a field's type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
@@ -139,7 +138,7 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def _field(item: ErrorDetails) -> Place:
-    """Return the field: without what pydantic calls the things that it may be, and of its list not what is missing."""
+    """Return the field's location, without pydantic's names of union members and without a missing list entry."""
     place = item["loc"]
     if item["type"] == "missing" and isinstance(place[-1], int):
         place = place[:-1]
@@ -147,23 +146,23 @@ def _field(item: ErrorDetails) -> Place:
     return place[:arm]
 
 
-def _told(field: Place, items: Sequence[ErrorDetails]) -> Iterator[tuple[Place, str]]:
-    """Yield what is wrong with a field, and where in it."""
+def _problems(field: Place, items: Sequence[ErrorDetails]) -> Iterator[tuple[Place, str]]:
+    """Yield a field's errors, each with its location."""
     depth, last = len(field), items[-1]["loc"]
     if items[-1]["type"] == "missing" and len(last) > depth:
         yield field, f"should be a list with {int(last[-1]) + 1} entries"
     elif len(last) == depth:
         yield from ((field, _text(item)) for item in items)
     elif inner := [item for item in items if len(item["loc"]) > depth + 1]:
-        # Of the things that it may be, it is the one that has a wrong part.
+        # The union member with an invalid part is the one that was meant.
         yield from (((*field, *item["loc"][depth + 1 :]), _text(item)) for item in inner)
     else:
         yield field, "should be " + ", or ".join(_expected(item) or _text(item) for item in items)
 
 
 def _text(item: ErrorDetails) -> str:
-    if said := _SAID.get(item["type"]):
-        return said
+    if message := _MESSAGES.get(item["type"]):
+        return message
     if expected := _expected(item):
         only = "; nothing else is supported" if item["type"] == "literal_error" else ""
         return f"should be {expected}{only}"
@@ -171,7 +170,7 @@ def _text(item: ErrorDetails) -> str:
 
 
 def _expected(item: ErrorDetails) -> str:
-    """Return what should have been there, nothing if pydantic's own words say more."""
+    """Return the expected value; empty if pydantic's own message says more."""
     context = item.get("ctx", {})
     if item["type"] == "model_type":
         return _section(context["class_name"])
@@ -181,9 +180,9 @@ def _expected(item: ErrorDetails) -> str:
 
 def _section(name: str, base: type[BaseModel] = Section) -> str:
     """Describe a section by the name of its class."""
-    waiting = [base]
-    for one in waiting:
+    classes = [base]
+    for one in classes:
         if one.__name__ == name:
             return f"a section with the keys {', '.join(one.model_fields)}"
-        waiting += one.__subclasses__()
+        classes += one.__subclasses__()
     return "a section"

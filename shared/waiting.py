@@ -1,4 +1,4 @@
-"""Every wait has a name, a reason, a since and a limit, and can be asked for while it lasts."""
+"""Named waits: each has a subject, a reason, a start and a limit, and is listed while it lasts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from shared.errors import Timeout
 
 
-class Waiting(BaseModel):
-    """One wait: for what, because of what, since when (Unix seconds), for how long at most."""
+class WaitStatus(BaseModel):
+    """One wait: its subject, reason, start (Unix seconds) and limit."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -25,28 +25,28 @@ class Waiting(BaseModel):
     limit_s: float
 
     def public(self) -> dict[str, Any]:
-        """Return the form of the REST API."""
+        """Return the wait as the REST API shows it."""
         return {"for": self.for_, "because": self.because, "since": self.since, "limit_s": self.limit_s}
 
 
 class Waits:
-    """The waits under way in one process."""
+    """The current waits of one process."""
 
     def __init__(self) -> None:
         """Start with none."""
-        self._active: dict[int, Waiting] = {}
+        self._active: dict[int, WaitStatus] = {}
         self._numbers = itertools.count()
 
     @asynccontextmanager
     async def on(self, for_: str, *, because: str, limit_s: float) -> AsyncIterator[None]:
-        """Name the wait in the body and end it at its limit.
+        """List a wait while the body runs, for at most `limit_s` seconds.
 
         Raises:
-            Timeout: the body was not done after `limit_s` seconds.
+            Timeout: the body took longer.
 
         """
         number = next(self._numbers)
-        self._active[number] = Waiting(for_=for_, because=because, since=time.time(), limit_s=limit_s)
+        self._active[number] = WaitStatus(for_=for_, because=because, since=time.time(), limit_s=limit_s)
         try:
             async with asyncio.timeout(limit_s) as timer:
                 yield
@@ -57,6 +57,6 @@ class Waits:
         finally:
             del self._active[number]
 
-    def current(self) -> list[Waiting]:
-        """Return the waits under way, oldest first."""
+    def current(self) -> list[WaitStatus]:
+        """Return the current waits, oldest first."""
         return sorted(self._active.values(), key=lambda wait: wait.since)

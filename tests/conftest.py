@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from structlog.dev import plain_traceback
 
+from services.trainer.adapters.ranks import processes
+from tests.support.fork_server import popen_rank
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Server
 
@@ -61,6 +65,14 @@ def redis_url(redis_server: RedisServer) -> str:
     return redis_server.url
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_ranks() -> Iterator[None]:
+    """Fork the ranks that tests start in this process: their imports take seconds each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen_rank}))
+        yield
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One S3-compatible server for the whole run, with one bucket."""
@@ -83,7 +95,31 @@ def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let tests of real processes take as long as a busy machine makes them."""
+    """Run files that take long first, and give tests of real processes the time that a busy machine needs.
+
+    With several test processes (`make test`) each takes the next file when it is done with one: short files last keep
+    all of them busy until the end.
+    """
+    items.sort(key=_running_order)
     for item in items:
-        if {"integration", "e2e"} & set(item.path.parts) and item.get_closest_marker("timeout") is None:
+        if _tier(item) in ("e2e", "integration") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
+
+
+_TIERS = ("e2e", "integration", "contract", "unit")
+_LONG_FILES = (
+    # Seconds on two cores, the longest first.
+    "test_rollout_worker.py",
+)
+
+
+def _tier(item: pytest.Item) -> str:
+    return next((tier for tier in _TIERS if tier in item.path.parts), "")
+
+
+def _running_order(item: pytest.Item) -> tuple[int, int]:
+    tier, name = _tier(item), item.path.name
+    return (
+        _TIERS.index(tier) if tier else len(_TIERS),
+        _LONG_FILES.index(name) if name in _LONG_FILES else len(_LONG_FILES),
+    )

@@ -113,7 +113,7 @@ class _Step:
         return np.add.reduceat(values, self.first_of_group)
 
     def possible(self, total_s: float) -> bool:
-        """Tell whether nothing speaks against so short a step."""
+        """Return True if nothing speaks against so short a step."""
         trained_s = total_s - self.case.publish_s
         slack_s = trained_s - float(self.train_s.sum())
         if slack_s < 0:
@@ -125,7 +125,7 @@ class _Step:
         )
 
     def _on_time(self, at_s: float, needed_s: float, slack_s: float) -> bool:
-        """Tell whether groups with so much training may be complete at a moment."""
+        """Return True if groups with so much training may be complete at a moment."""
         case, spec = self.case, self.case.engine
         done_s = at_s - case.reward_s
         time_s = (done_s - self.ready_s) * self.best_speed

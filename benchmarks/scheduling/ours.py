@@ -1,7 +1,7 @@
-"""Our policy: the manager's own domain code, driven as `services/rollout_manager/app.py` drives it.
+"""Our policy: the manager's domain code, driven as `services/rollout_manager/app.py` drives it.
 
-Messages go in, actions come out, and the records that the manager appends to the token log come back as entries. Only
-what does not decide anything is left out: storing, trimming and events.
+Messages go in, effects come out, and the records that the manager appends to the token log come back as entries.
+Storage, trimming and events are left out: they do not influence decisions.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from benchmarks.scheduling.cases import Case
 from benchmarks.scheduling.simulation import Turn
 from benchmarks.scheduling.trainer import JOB_ID
 from benchmarks.scheduling.workload import JOB_NO
-from services.rollout_manager.domain.actions import Bury, Deliver, Record, Send
+from services.rollout_manager.domain.apply_messages import apply_message
 from services.rollout_manager.domain.decide import decide
-from services.rollout_manager.domain.intake import take
+from services.rollout_manager.domain.effects import DeadLetterEntry, Deliver, Record, Send
 from services.rollout_manager.domain.world import Now, World
-from shared.jobspec import parse
+from shared.job.spec import parse
 from shared.messages import (
     Admitted,
     Closed,
@@ -27,19 +27,19 @@ from shared.messages import (
     JobReport,
     Message,
     Placed,
+    PreemptionNotice,
     Restated,
     SampleFailed,
     TokenFrame,
-    WorkerBeat,
+    WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
-    WorkerNotice,
 )
 
 UNIX_S = 1_750_000_000.0
 """Wall clock at virtual time 0; any will do."""
 _LOG = (TokenFrame, SampleFailed, Admitted, Placed, Closed, Restated)
-_BEATS = (WorkerJoined, WorkerBeat, WorkerNotice, WorkerLeft)
+_BEATS = (WorkerJoined, WorkerHeartbeat, PreemptionNotice, WorkerLeft)
 
 
 class Ours:
@@ -52,7 +52,7 @@ class Ours:
         """Processor time of the decisions alone."""
         self._entries = 0
         self._records: list[Message] = []
-        """What was appended to the log and not read back yet."""
+        """Records appended to the log and not read back yet."""
         spec = {
             "model": "simulated",
             "data": {"train": "simulated.jsonl", "prompts_per_step": case.prompts},
@@ -73,22 +73,22 @@ class Ours:
         records, self._records = self._records, []
         for message in sorted([*first, *records, *messages], key=_apply_order):
             self._entries += 1
-            take(self.world, message, f"{int(now * 1000)}-{self._entries}", moment)
+            apply_message(self.world, message, f"{int(now * 1000)}-{self._entries}", moment)
         dead = [worker for worker in self.world.fleet.suspects(now) if not leases(worker)]
         began = time.perf_counter()
         decide(self.world, moment, dead)
         self.decide_s += time.perf_counter() - began
         turn = Turn()
-        for action in self.world.take_actions():
-            match action:
+        for effect in self.world.outbox.take():
+            match effect:
                 case Record(message):
                     self._records.append(message)
                 case Send(worker, message):
                     turn.commands.append((worker, message))
                 case Deliver(_, message):
                     turn.deliveries.append(message)
-                case Bury(_, _, message, reason):
-                    raise AssertionError(f"{message.tag} was buried: {reason}")
+                case DeadLetterEntry(_, _, message, reason):
+                    raise AssertionError(f"{message.tag} was dead-lettered: {reason}")
         return turn
 
 

@@ -23,6 +23,7 @@ from shared.messages import (
     Assignment,
     GroupRequested,
     Message,
+    PreemptionNotice,
     Release,
     Resume,
     SampleFinished,
@@ -33,10 +34,9 @@ from shared.messages import (
     TokenFrame,
     UseVersion,
     WeightsCommitted,
-    WorkerBeat,
+    WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
-    WorkerNotice,
 )
 
 
@@ -61,12 +61,12 @@ class Instance:
 
     id: str
     reserved: bool
-    heard_at: float
+    last_seen_at: float
     state: str = "joining"
     version: int = -1
     noticed: bool = False
-    told_version: int = -1
-    told_active: bool | None = None
+    assigned_version: int = -1
+    assigned_active: bool | None = None
     held: dict[int, Tracked] = field(default_factory=dict)
     """In order of assignment."""
     queue: int = 0
@@ -154,7 +154,7 @@ class Rules:
 
     @property
     def ends_early(self) -> bool:
-        """Tell whether the window ends as soon as everything is generated."""
+        """Return True if the window ends as soon as everything is generated."""
         return True
 
     # --- a turn -------------------------------------------------------------------------------------------------------
@@ -162,14 +162,14 @@ class Rules:
     def turn(self, messages: Collection[Message], now: float, leases: Callable[[str], bool]) -> Turn:
         """Read, decide, write."""
         self.now, self._out = now, Turn()
-        beats = [m for m in messages if isinstance(m, WorkerBeat | WorkerLeft | WorkerNotice)]
+        beats = [m for m in messages if isinstance(m, WorkerHeartbeat | WorkerLeft | PreemptionNotice)]
         for message in messages:
-            if not isinstance(message, WorkerBeat | WorkerLeft | WorkerNotice):
+            if not isinstance(message, WorkerHeartbeat | WorkerLeft | PreemptionNotice):
                 self._take(message)
         for message in beats:
             self._hear(message)
         for worker in list(self.workers.values()):
-            if now - worker.heard_at > self.case.lease_s and not leases(worker.id):
+            if now - worker.last_seen_at > self.case.lease_s and not leases(worker.id):
                 self._remove(worker)
         self.fleet.see(len(self._preemptible()), now)
         self._advance_window()
@@ -243,15 +243,15 @@ class Rules:
 
     def _hear(self, message: Message) -> None:
         match message:
-            case WorkerBeat() if message.worker in self.workers:
+            case WorkerHeartbeat() if message.worker in self.workers:
                 worker = self.workers[message.worker]
                 before = worker.state
-                worker.heard_at, worker.version = self.now, message.version
+                worker.last_seen_at, worker.version = self.now, message.version
                 worker.state = "draining" if worker.noticed else message.state
                 worker.queue, worker.fresh, worker.asked_back = message.pending, 0, 0
                 if worker.state == "suspended" != before:
                     self._orphan_all(worker)
-            case WorkerNotice() if message.worker in self.workers:
+            case PreemptionNotice() if message.worker in self.workers:
                 worker = self.workers[message.worker]
                 worker.noticed, worker.state = True, "draining"
             case WorkerLeft() if message.worker in self.workers:
@@ -275,18 +275,18 @@ class Rules:
         return [
             worker
             for worker in self.workers.values()
-            if worker.state == "ready" and worker.version == self.version and worker.told_active is not False
+            if worker.state == "ready" and worker.version == self.version and worker.assigned_active is not False
         ]
 
     def _instruct(self, worker: Instance) -> None:
         if worker.state == "draining" or self.window is None:
             return
-        if worker.told_version != self.version:
-            worker.told_version = self.version
+        if worker.assigned_version != self.version:
+            worker.assigned_version = self.version
             self._send(worker, UseVersion(job_id=JOB_ID, version=self.version))
         active = self.window.phase == "open"
-        if worker.reserved and worker.told_active is not active:
-            worker.told_active = active
+        if worker.reserved and worker.assigned_active is not active:
+            worker.assigned_active = active
             step = self.window.step
             self._send(worker, Resume(step=step) if active else Suspend(step=step))
 

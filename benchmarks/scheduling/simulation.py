@@ -43,7 +43,7 @@ class Manager(Protocol):
         Args:
             messages: in the order in which they came.
             now: virtual time, seconds.
-            leases: tells whether a worker's lease is held.
+            leases: returns True if a worker's lease is held.
 
         """
 

@@ -77,7 +77,7 @@ class SimTrainer:
 
     @property
     def now_training(self) -> bool:
-        """Tell whether it computes at this moment."""
+        """Return True if it computes at this moment."""
         return self._busy
 
     @property

@@ -22,6 +22,7 @@ from shared.messages import (
     Assignment,
     Drain,
     Message,
+    PreemptionNotice,
     Release,
     Resume,
     Revoke,
@@ -29,10 +30,9 @@ from shared.messages import (
     Suspend,
     TokenFrame,
     UseVersion,
-    WorkerBeat,
+    WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
-    WorkerNotice,
     WorkerState,
 )
 
@@ -92,7 +92,7 @@ class SimWorker:
 
     @property
     def generates(self) -> bool:
-        """Tell whether its engine is there for samples."""
+        """Return True if its engine is there for samples."""
         return self.alive and self.state == "ready" and not self._suspended
 
     def totals(self) -> Totals:
@@ -131,7 +131,7 @@ class SimWorker:
     def give_notice(self) -> None:
         """Take nothing new, hand everything off, leave."""
         self._sim.tell_manager(
-            WorkerNotice(worker=self.id, lead_s=NOTICE_S, reason="spot preemption", at=self._sim.now)
+            PreemptionNotice(worker=self.id, lead_s=NOTICE_S, reason="spot preemption", at=self._sim.now)
         )
         self._leave("spot preemption")
 
@@ -325,7 +325,7 @@ class SimWorker:
     def _beat(self) -> None:
         engine = self.engine
         self._sim.tell_manager(
-            WorkerBeat(
+            WorkerHeartbeat(
                 worker=self.id,
                 state=self.state,
                 job_id=self._job_id,

@@ -1,4 +1,4 @@
-"""A link of limited speed: a TCP proxy whose way to the clients, or both, goes through a token bucket each."""
+"""A link of limited speed: a TCP proxy that sends to its clients through a token bucket."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _BLOCK_BYTES = 64 << 10
 
 
 class TokenBucket:
-    """Lets so many bytes a second through, whoever they belong to."""
+    """Limits bytes per second, over all connections together."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:
-        """Begin with a full bucket."""
+        """Start with a full bucket."""
         self._bytes_per_s = bytes_per_s
         self._burst_s = burst_bytes / bytes_per_s
         self._lock = threading.Lock()
         self._empty_at = time.monotonic() - self._burst_s
 
     def take(self, n_bytes: int) -> None:
-        """Return when so many bytes may pass."""
+        """Block until `n_bytes` may pass."""
         with self._lock:
             now = time.monotonic()
             self._empty_at = max(self._empty_at, now - self._burst_s) + n_bytes / self._bytes_per_s
@@ -32,22 +32,21 @@ class TokenBucket:
 
 
 class ShapedLink:
-    """Passes connections on to `127.0.0.1:target_port`; what comes back is shaped and counted. Use with `with`."""
+    """Forwards connections to `127.0.0.1:target_port`; replies are shaped and counted. Use as a context manager."""
 
-    def __init__(self, target_port: int, *, bits_per_s: float, both_ways: bool = False) -> None:
-        """Listen on a free port; `both_ways` shapes what clients send too, at the same speed."""
+    def __init__(self, target_port: int, *, bits_per_s: float) -> None:
+        """Listen on a free port."""
         self._target_port = target_port
         self._down = TokenBucket(bits_per_s / 8, 4 * _BLOCK_BYTES)
-        self._up = TokenBucket(bits_per_s / 8, 4 * _BLOCK_BYTES) if both_ways else None
         self._server = socket.create_server(("127.0.0.1", 0))
         self._sockets: set[socket.socket] = set()
         self._counting = threading.Lock()
         self.bytes_down = 0
-        """Bytes that have gone to clients, headers included."""
+        """Bytes sent to clients, headers included."""
 
     @property
     def url(self) -> str:
-        """Return where it listens."""
+        """Return the URL to dial."""
         return f"http://127.0.0.1:{self._server.getsockname()[1]}"
 
     def __enter__(self) -> Self:
@@ -80,8 +79,6 @@ class ShapedLink:
                     self._down.take(n_bytes)
                     with self._counting:
                         self.bytes_down += n_bytes
-                elif self._up is not None:
-                    self._up.take(n_bytes)
                 target.sendall(buffer[:n_bytes])
             target.shutdown(socket.SHUT_WR)
         except OSError:

@@ -15,7 +15,7 @@ from shared import names
 from shared.codec import encode
 from shared.columns import I32, pack
 from shared.ids import SampleId
-from shared.jobspec import parse, to_json
+from shared.job.spec import parse, to_json
 from shared.messages import (
     GroupRequested,
     JobCommand,

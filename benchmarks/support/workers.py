@@ -31,7 +31,7 @@ from shared.messages import (
     Release,
     Revoke,
     UseVersion,
-    WorkerBeat,
+    WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
 )
@@ -88,8 +88,8 @@ class LoadWorker:
             at=time.time(),
         )
 
-    def beat(self) -> WorkerBeat:
-        return WorkerBeat(
+    def beat(self) -> WorkerHeartbeat:
+        return WorkerHeartbeat(
             worker=self.id,
             state="ready" if self.version >= 0 else "pulling",
             job_id=self.job_id,
@@ -101,7 +101,7 @@ class LoadWorker:
         )
 
     def obey(self, command: Message) -> bool:
-        """Carry out a command; tell whether the state changed, which a beat must say."""
+        """Carry out a command; return True if the state changed, which a beat must say."""
         match command:
             case UseVersion(job_id=job_id, version=version):
                 self.job_id, self.version = job_id, version
@@ -222,7 +222,7 @@ class Fleet:
         self._serial += 1
         self.workers[worker.id] = worker
         self._cursors[names.worker_commands(worker.id)] = "0-0"
-        self._append(names.WORKER_BEATS, worker.joined())
+        self._append(names.WORKER_HEARTBEATS, worker.joined())
         self._beat([worker])
 
     def leave(self, worker: LoadWorker, *, silently: bool) -> None:
@@ -230,7 +230,7 @@ class Fleet:
         del self.workers[worker.id], self._cursors[names.worker_commands(worker.id)]
         self._client.delete(names.worker_lease(worker.id))
         if not silently:
-            self._append(names.WORKER_BEATS, WorkerLeft(worker=worker.id, reason="load", at=time.time()))
+            self._append(names.WORKER_HEARTBEATS, WorkerLeft(worker=worker.id, reason="load", at=time.time()))
 
     def step(self, n: int) -> list[tuple[bytes, int]]:
         """Beat and obey when it is time; return a frame of each worker."""
@@ -266,7 +266,7 @@ class Fleet:
         pipe = self._client.pipeline(transaction=False)
         for worker in workers:
             pipe.set(names.worker_lease(worker.id), "1", px=LEASE_MS)
-            pipe.xadd(names.WORKER_BEATS, {"m": encode(worker.beat())}, maxlen=100_000)
+            pipe.xadd(names.WORKER_HEARTBEATS, {"m": encode(worker.beat())}, maxlen=100_000)
             commands = names.worker_commands(worker.id)
             pipe.xtrim(commands, minid=after(self._cursors[commands]), approximate=False)
         pipe.execute()

@@ -1,4 +1,4 @@
-"""What the trainer costs beside a bare loop of transformers and AdamW, and a job of ours beside TRL's GRPOTrainer.
+"""The trainer's overhead over a plain loop of transformers and AdamW, and a job compared with TRL's GRPOTrainer.
 
     OMP_NUM_THREADS=1 python -m benchmarks.trainer [--rounds 9] [--end-to-end 2] [--steps 6]
     python -m benchmarks.trainer --device cuda --dtype bfloat16 --end-to-end 0
@@ -28,7 +28,7 @@ from benchmarks.trainer.updates import Bare, Ours, cut
 from services.trainer.domain.batching import n_padded
 
 SIDES = {"cpu": 1024, "cuda": 8192}
-"""Of the squares that are multiplied, by device."""
+"""Sides of the multiplied matrices, by device."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ LIMIT_S = 1800
 
 
 def rounds(n_rounds: int, steps: int) -> dict[str, Any]:
-    """Run every contender in turn, so many times; return medians of a step after the first of its run."""
+    """Run every contender in turn, `n_rounds` times; return medians per step, without each run's first step."""
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(n_rounds):
         for name, contender in _CONTENDERS.items():

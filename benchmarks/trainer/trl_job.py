@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.countdown.reward import score
-from shared.jobspec import JobSpec, load, parse
+from shared.job.spec import JobSpec, load, parse
 
 JOB = "examples/countdown/job.yaml"
 

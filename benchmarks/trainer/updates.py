@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.batching import Accumulate, UpdatePlanner
 from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.ports import Row
+from services.trainer.domain.training_row import TrainingRow
 from shared.columns import floats, ints
-from shared.training import OptimizerSpec
+from shared.job.training import OptimizerSpec
 
 LOW, HIGH, RATE = 0.2, 0.28, 1e-5
 
 
-def cut(groups: Sequence[Sequence[Row]], micro_batch_tokens: int) -> list[list[Row]]:
+def cut(groups: Sequence[Sequence[TrainingRow]], micro_batch_tokens: int) -> list[list[TrainingRow]]:
     """Return the micro-batches of one update."""
-    planner: UpdatePlanner[Row] = UpdatePlanner(len(groups), 1, micro_batch_tokens)
+    planner: UpdatePlanner[TrainingRow] = UpdatePlanner(len(groups), 1, micro_batch_tokens)
     works = [work for group in groups for work in planner.add(group)]
     return [batch for work in works if isinstance(work, Accumulate) for batch in work.batches]
 
@@ -29,7 +29,9 @@ def cut(groups: Sequence[Sequence[Row]], micro_batch_tokens: int) -> list[list[R
 class Ours:
     """What a step of a job does from the moment on at which its samples are there and scored."""
 
-    def __init__(self, model: Path, groups: list[list[Row]], micro_batch_tokens: int, device: str, dtype: str) -> None:
+    def __init__(
+        self, model: Path, groups: list[list[TrainingRow]], micro_batch_tokens: int, device: str, dtype: str
+    ) -> None:
         self._groups, self._budget = groups, micro_batch_tokens
         self._loss = clipped_loss(LOW, HIGH)
         self._policy = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device=device)
@@ -37,7 +39,7 @@ class Ours:
 
     def update(self) -> float:
         """Take one optimizer step; return the gradient's norm."""
-        planner: UpdatePlanner[Row] = UpdatePlanner(len(self._groups), 1, self._budget)
+        planner: UpdatePlanner[TrainingRow] = UpdatePlanner(len(self._groups), 1, self._budget)
         norm = 0.0
         for group in self._groups:
             for work in planner.add(group):
@@ -55,7 +57,7 @@ class Bare:
     It gives no attention mask, which would take sdpa's faster path from it.
     """
 
-    def __init__(self, model: Path, batches: list[list[Row]], device: str, dtype: str) -> None:
+    def __init__(self, model: Path, batches: list[list[TrainingRow]], device: str, dtype: str) -> None:
         self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         self._batches = [
             [(ints(row.prompt), ints(row.completion), floats(row.logprobs), row.advantage) for row in rows]

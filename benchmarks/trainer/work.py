@@ -1,4 +1,4 @@
-"""What an update is measured on: rows whose lengths are spread as the Countdown demo's are after training."""
+"""The measured work: rows with the length distribution of the Countdown demo after training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from services.trainer.ports import Row
+from services.trainer.domain.training_row import TrainingRow
 from shared.columns import F32, I32, pack
 
 GROUP_SIZE = 8
 QUANTILES = ((0.0, 12), (0.1, 22), (0.5, 62), (0.75, 122), (0.9, 202), (0.95, 256), (1.0, 256))
-"""(fraction of the completions, that are no longer than so many tokens)."""
+"""(fraction of completions, maximal tokens of that fraction)."""
 
 
 class Case(NamedTuple):
@@ -27,7 +27,7 @@ class Case(NamedTuple):
     micro_batch_tokens: int
     prompt_tokens: int = 10
     stretch: int = 1
-    """Completions are so many times as long as the demo's."""
+    """Factor on the demo's completion lengths."""
 
 
 def cases(device: str) -> list[Case]:
@@ -69,15 +69,15 @@ def write_model(case: Case, folder: Path) -> Path:
     return folder
 
 
-def groups(case: Case, seed: int = 0) -> list[list[Row]]:
+def groups(case: Case, seed: int = 0) -> list[list[TrainingRow]]:
     """Return the groups of one update, in the order in which they are complete: that of their longest row."""
     draw = random.Random(seed)
 
-    def row(prompt: bytes) -> Row:
+    def row(prompt: bytes) -> TrainingRow:
         n = _length(draw.random()) * case.stretch
         tokens = [draw.randrange(3, case.config.vocab_size) for _ in range(n)]
         logprobs = [-4.5 + draw.random() for _ in tokens]
-        return Row(prompt, pack(tokens, I32), pack(logprobs, F32), draw.gauss(0, 1))
+        return TrainingRow(prompt, pack(tokens, I32), pack(logprobs, F32), draw.gauss(0, 1))
 
     made = []
     for _ in range(case.groups):

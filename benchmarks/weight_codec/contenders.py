@@ -1,7 +1,7 @@
-"""What is measured: our kinds, and the formats of others written down from what they have published.
+"""The measured codecs: ours, and re-implementations of published formats.
 
-None has what surrounds the format in its system: files, manifests, checksums, names and shapes of tensors. Ours has its
-header and checksum. Those of others are in numpy, with libzstd where they use it; nobody's code is copied.
+Only the format is measured, without files, manifests, checksums and tensor names; ours includes its header and
+checksum. The others are written in numpy, with libzstd where they use it; no code is copied.
 
 - `u32 + value` (AstraFlow), `i32 + value` (verl): the flat index and the new value of each change.
 - `xor + zstd` (slime, SkyRL): the bits that differ, of all values, under zstd. Level 1 is what a proposal to SkyRL
@@ -36,7 +36,7 @@ COLUMNS = 2048
 
 @dataclass
 class Codec:
-    """One way to say what changed; `apply` works in place."""
+    """One codec for changes; `apply` works in place."""
 
     name: str
     encode: Callable[[Weights, Weights], Any]
@@ -44,9 +44,7 @@ class Codec:
     size: Callable[[Any], int]
     kernels: str | None = None
     rounds: int | None = None
-    """Fewer for what is slow."""
-    repeatable: bool = True
-    """Whether it can be applied to its own result."""
+    """Rounds to run; fewer for slow codecs, None for all."""
     encode_s: dict[int, float] = field(default_factory=dict)
     """Best, by chunk."""
     apply_s: dict[int, float] = field(default_factory=dict)
@@ -61,7 +59,7 @@ def contenders() -> list[Codec]:
     best = kernels.active().name
     made = [_ours("ours", None, name) for name in reversed(kernels.available()) if name != "numpy"]
     made += [_ours("ours", None, "numpy", 2)]
-    made += [_ours(f"ours, {kind.name.lower()}", kind, best) for kind in (Kind.CLASS, Kind.BITMAP, Kind.OVERWRITE)]
+    made += [_ours("ours, bitmap", Kind.BITMAP, best)]
     made += [_listed("u32 + value (AstraFlow)", np.uint32), _listed("i32 + value (verl)", np.int32)]
     return [*made, _xored(), _gaps(), _rows_and_columns()]
 
@@ -73,7 +71,7 @@ def _ours(name: str, kind: Kind | None, kernel: str, rounds: int | None = None) 
     def apply(target: Weights, delta: bytes) -> None:
         codec.apply_into(target.data.cast("B"), delta)
 
-    return Codec(f"{name} ({kernel})", encode, apply, len, kernel, rounds, kind != Kind.CLASS)
+    return Codec(f"{name} ({kernel})", encode, apply, len, kernel, rounds)
 
 
 def _listed(name: str, index: type[np.integer[Any]]) -> Codec:
@@ -119,8 +117,8 @@ def _rows_and_columns() -> Codec:
         columns_apart = np.where(begins, columns, np.diff(columns, prepend=0))
         row_kind = _smallest(rows_apart, np.uint8, np.int32)
         column_kind = _smallest(columns_apart, np.uint16, np.int32)
-        pieces = rows_apart.astype(row_kind), columns_apart.astype(column_kind), new[places]
-        return row_kind, column_kind, len(places), _packed(b"".join(piece.tobytes() for piece in pieces))
+        columns_of_delta = rows_apart.astype(row_kind), columns_apart.astype(column_kind), new[places]
+        return row_kind, column_kind, len(places), _packed(b"".join(column.tobytes() for column in columns_of_delta))
 
     def apply(target: Weights, delta: tuple[type, type, int, bytes]) -> None:
         row_kind, column_kind, count, packed = delta

@@ -2,7 +2,7 @@
 
 Each row has a `prompt` and a `completion`, as jobs of `kind: sft` take them; the same arguments give the same bytes.
 A trace rarely has a hit, and without sure verdicts reinforcement learning takes off slowly, so a share of the rows
-begin behind an attempt that is one: their completion is the verdict and the answer.
+start after an attempt that is one: their completion is the verdict and the answer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from examples.countdown.task import ALL_OPERATORS, HIT, noisy_trace, training_pr
 N_ROWS = 64_000
 """1,000 steps of 64 rows without seeing one twice."""
 HITS = 0.1
-"""The share of the rows that begin behind a hit."""
+"""Share of the rows that start after a hit."""
 
 
 def traces(hits: float, seed: int) -> Iterator[dict[str, str]]:
     """Yield rows without end, of problems that are not held out.
 
     Args:
-        hits: the share of rows that begin behind an attempt that reaches the target.
+        hits: share of rows that start after an attempt that reaches the target.
         seed: of the problems and their traces.
 
     """
@@ -49,7 +49,7 @@ def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description="Write traces for a warm-up of Countdown.")
     parser.add_argument("--rows", type=int, default=N_ROWS)
-    parser.add_argument("--hits", type=float, default=HITS, help="share of the rows that begin behind a hit")
+    parser.add_argument("--hits", type=float, default=HITS, help="share of the rows that start after a hit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
     asked = parser.parse_args()

@@ -4,7 +4,7 @@
     completion  <think>8*4=32*3=96 ✗ 4+8=12*3=36 ✗ 3+8=11*4=44 ✓</think>3+8=11*4=44<eos>
 
 Each digit is used once, results stay within 0..99, targets are 10..99. Between the think tags stand *attempts*, each
-with a verdict behind it; after them comes the answer, one attempt more. Standard library only.
+followed by a verdict; after them comes the answer, one more attempt. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Countdown with a second try: a wrong answer is told, and the problem is asked once more. Standard library only."""
+"""Countdown with a second try: after a wrong answer the problem is asked once more. Standard library only."""
 
 from __future__ import annotations
 

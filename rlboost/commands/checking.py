@@ -1,4 +1,4 @@
-"""Checking a job before it is sent, and telling what was found."""
+"""Check a job before it is submitted, and print the findings."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ import typer
 from rlboost.commands.common import EXIT_CONFIG
 
 if TYPE_CHECKING:
-    from rlboost.jobcheck import Found
+    from rlboost.jobs.check import Found
 
 NoCheckOption = Annotated[
-    bool, typer.Option("--no-check", help="Look at its fields alone, not for the files and functions that it names.")
+    bool, typer.Option("--no-check", help="Check the job file's fields only, not the files and functions it names.")
 ]
 
 
 def require_sound(job_file: str, job: dict[str, Any], state: Path) -> None:
-    """Tell what is wrong with a job, and refuse it, before it is sent.
+    """Print a job's problems and refuse to submit it if there are any.
 
-    What is missing here is a warning if the trainer looks elsewhere.
+    A file or module missing here is only a warning if the trainer runs in another folder or on another machine.
 
     Raises:
-        typer.Exit: something is wrong with it.
+        typer.Exit: the job has a problem.
 
     """
-    from rlboost.jobcheck import Found, check_job  # noqa: PLC0415 - keeps --help quick
-    from rlboost.tried import NotHere  # noqa: PLC0415 - likewise
+    from rlboost.jobs.check import Found, check_job  # noqa: PLC0415 - keeps --help quick
+    from rlboost.jobs.user_code_check import MissingHere  # noqa: PLC0415 - likewise
 
     found = check_job(job)
     if not _is_trained_here(state):
-        missing = [problem for problem in found.problems if isinstance(problem, NotHere)]
+        missing = [problem for problem in found.problems if isinstance(problem, MissingHere)]
         found = Found([problem for problem in found.problems if problem not in missing], [])
         for problem in missing:
             typer.echo(f"rlboost: {job_file}: warning: {problem}", err=True)
-    tell(job_file, found)
+    print_findings(job_file, found)
 
 
-def tell(job_file: str, found: Found) -> None:
-    """Print what was found in a job file.
+def print_findings(job_file: str, found: Found) -> None:
+    """Print the findings for a job file.
 
     Raises:
-        typer.Exit: something is wrong with it.
+        typer.Exit: the job has a problem.
 
     """
     for problem in found.problems:
         typer.echo(f"rlboost: {job_file}: {problem}", err=True)
     for warning in found.warnings:
-        typer.echo(f"rlboost: {job_file}: warning: {warning}, if it is to be trained on this machine", err=True)
+        typer.echo(f"rlboost: {job_file}: warning: {warning} (matters only if this machine trains the job)", err=True)
     if found.problems:
         raise typer.Exit(EXIT_CONFIG)
 
 
 def _is_trained_here(state: Path) -> bool:
-    """Tell whether the trainer looks for files and modules from this folder."""
+    """Return True if the trainer resolves files and modules from this folder."""
     from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
 
     folder, url = StateDir(state), os.environ.get("RLBOOST_URL")

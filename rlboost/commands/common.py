@@ -1,4 +1,4 @@
-"""What all commands share: options, how errors are told, where the system is, how answers are printed."""
+"""Shared by all commands: options, error reporting, locating the system, printing."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ DEFAULT_STATE = Path(".rlboost")
 
 
 class _Commands(TyperGroup):
-    """Tells expected errors in one line, `rlboost: ...`, and gives them their exit code."""
+    """Prints expected errors as one line, `rlboost: ...`, and exits with their exit code."""
 
-    def invoke(self, ctx: Any) -> Any:  # typer's releases disagree about the class of a context
+    def invoke(self, ctx: Any) -> Any:  # the class of a context differs between typer releases
         try:
             return super().invoke(ctx)
         except RLBoostError as error:
@@ -39,7 +39,7 @@ class _Commands(TyperGroup):
 
 
 def new_app(text: str, *, top: bool = False) -> typer.Typer:
-    """Return an empty group of commands; only the top one tells errors."""
+    """Return an empty group of commands; only the top group reports errors."""
     return typer.Typer(
         help=text,
         cls=_Commands if top else None,
@@ -50,10 +50,10 @@ def new_app(text: str, *, top: bool = False) -> typer.Typer:
 
 
 def connect(state: Path, *, patience_s: float = 10.0) -> Client:
-    """Return a client of the system that RLBOOST_URL and RLBOOST_TOKEN name, or else of the one in the state folder.
+    """Return a client of the system named by RLBOOST_URL and RLBOOST_TOKEN, or of the one in the state folder.
 
     Raises:
-        ConfigError: neither says where a system is.
+        ConfigError: neither names a running system.
 
     """
     from rlboost.client import Client  # noqa: PLC0415 - keeps --help quick
@@ -63,11 +63,10 @@ def connect(state: Path, *, patience_s: float = 10.0) -> Client:
 
 
 def endpoint(state: Path) -> tuple[str, str]:
-    """Return URL and token, each from the environment or else from the state folder.
+    """Return URL and token, each from the environment or the state folder.
 
     Raises:
-        ConfigError: neither says where a system is, or RLBOOST_URL is no URL or that of a system whose token is not
-            known.
+        ConfigError: neither names a running system, RLBOOST_URL is not a URL, or its token is unknown.
 
     """
     from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
@@ -87,19 +86,19 @@ def endpoint(state: Path) -> tuple[str, str]:
 
 
 def checked_url(given_by: str, url: str) -> str:
-    """Return a URL without a slash at its end.
+    """Return a URL without a trailing slash.
 
     Raises:
-        ConfigError: it is none, naming the option or variable that gave it.
+        ConfigError: it is not a URL; names the option or variable.
 
     """
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # e.g. a port that is not a number
         is_url = False
     if not is_url:
-        raise ConfigError(f"{given_by} {url!r} is no URL: give one such as http://10.0.0.5:8700")
+        raise ConfigError(f"{given_by} {url!r} is not a URL: use the form http://10.0.0.5:8700")
     return url.rstrip("/")
 
 
@@ -109,7 +108,7 @@ def print_json(data: object) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, without a header if all columns' names are empty; on no terminal it is as wide as need be."""
+    """Print a table, without a header if all column names are empty; 200 columns wide if not on a terminal."""
     from rich.console import Console  # noqa: PLC0415 - keeps --help quick
     from rich.table import Table  # noqa: PLC0415 - likewise
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands.checking import tell
+from rlboost.commands.checking import print_findings
 from rlboost.commands.common import JsonOption, new_app, print_json
 
 app = new_app("Job files.")
@@ -15,7 +15,7 @@ app = new_app("Job files.")
 
 @app.callback()
 def _group() -> None:
-    """Keep `check` a command of its own although it is the only one."""
+    """Keep `check` a subcommand although it is the only one."""
 
 
 @app.command()
@@ -24,16 +24,15 @@ def check(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what is wrong with a job file: its fields, the model and data, and the functions that it names.
+    """Check a job file: its fields, the model and data, and the functions it names.
 
-    Those are the reward, the environment, the loss and the curriculum. Libraries that it needs to be trained and that
-    are missing here are warned of.
+    The functions are the reward, environment, loss and curriculum. Missing libraries that training needs are warnings.
     """
-    from rlboost import jobcheck  # noqa: PLC0415 - keeps --help quick
+    from rlboost.jobs import check as jobcheck  # noqa: PLC0415 - only this command needs it
 
     found = jobcheck.check(job_file, overrides or [])
     if as_json:
         print_json({"ok": not found.problems, "problems": found.problems, "warnings": found.warnings})
-    tell(str(job_file), found)
+    print_findings(str(job_file), found)
     if not as_json:
         typer.echo(f"{job_file}: no problem found")

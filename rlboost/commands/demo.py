@@ -1,4 +1,4 @@
-"""`rlboost demo`: the Countdown job on workers that come and go."""
+"""`rlboost demo`: the Countdown job on workers that join and are preempted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def demo(
     chaos: Annotated[bool, typer.Option("--chaos/--no-chaos", help="Take workers away and bring others.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of the job and of the schedule.")] = 0,
 ) -> None:
-    """Train a small model on this machine while its spot workers are killed, and report what became of every sample.
+    """Train a small model on this machine while spot workers are killed, and account for every sample.
 
     Fails if the job fails, if accuracy does not rise, or if the audit does not balance.
     """
@@ -52,6 +52,6 @@ def demo(
 
     page = write(record, out or state / "report")
     typer.echo(f"\nreport: {page.absolute()}\nrecord: {record_file(state).absolute()}")
-    if not all(check.kept for check in checks(record)):
-        typer.echo(f"rlboost: not every promise was kept; the logs are in {state / 'logs'}", err=True)
+    if not all(check.held for check in checks(record)):
+        typer.echo(f"rlboost: a guarantee was violated; the logs are in {state / 'logs'}", err=True)
         raise typer.Exit(EXIT_FAILED)

@@ -1,4 +1,4 @@
-"""`rlboost eval`: how well a model does on a job's held-out data."""
+"""`rlboost eval`: evaluate a model on a job's held-out data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _FILES = {".yaml", ".yml", ".toml", ".json"}
 _PATIENCE_S = 120.0
-"""An evaluation should outlast a restart of the manager."""
+"""An evaluation survives a restart of the manager."""
 
 
 def register(app: typer.Typer) -> None:
@@ -41,20 +41,20 @@ def evaluate(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Generate for a job's held-out prompts on the fleet, score, and print the result. Nothing is trained.
+    """Generate completions for a job's held-out prompts, score them, and print the result. Nothing is trained.
 
-    Of a job file its model is evaluated, of a completed job its final model.
+    For a job file this evaluates its model, for a completed job its final model.
     """
-    from rlboost import jobfile  # noqa: PLC0415 - keeps --help quick
-    from rlboost.evaljob import require_read  # noqa: PLC0415 - likewise
-    from shared import jobspec  # noqa: PLC0415 - likewise
+    from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
+    from rlboost.jobs.evaluation import require_read  # noqa: PLC0415 - likewise
+    from shared.job import spec as job_spec  # noqa: PLC0415 - only this command needs it
 
     overrides = overrides or []
     for override in overrides:
         require_read(override)
     asked = None
     if Path(target).suffix in _FILES:
-        asked = _evaluation_of(target, jobspec.load(target, overrides), model, samples)
+        asked = _evaluation_of(target, job_spec.load(target, overrides), model, samples)
         if not no_check:
             require_sound(target, asked, state)
     with connect(state, patience_s=_PATIENCE_S) as client:
@@ -75,8 +75,8 @@ def evaluate(
 
 
 def _spec_of(client: Client, job_id: str, overrides: list[str]) -> dict[str, Any]:
-    """Return a job's job file without its model, which is not what it ended with, unless an override has one."""
-    from shared.jobspec import set_by_override  # noqa: PLC0415 - keeps --help quick
+    """Return a job's job file without its model, which is not the final one, unless an override names one."""
+    from shared.job.spec import set_by_override  # noqa: PLC0415 - keeps --help quick
 
     raw = client.jobs.spec(job_id)
     raw["model"] = None
@@ -86,7 +86,7 @@ def _spec_of(client: Client, job_id: str, overrides: list[str]) -> dict[str, Any
 
 
 def _evaluation_of(target: str, raw: dict[str, Any], model: str | None, samples: int | None) -> dict[str, Any]:
-    from rlboost.evaljob import evaluation_of  # noqa: PLC0415 - keeps --help quick
+    from rlboost.jobs.evaluation import evaluation_of  # noqa: PLC0415 - keeps --help quick
 
     try:
         return evaluation_of(raw, model, samples)
@@ -104,19 +104,19 @@ def _final_model(client: Client, job_id: str) -> str:
     """Return where the trainer saved the model of a completed job.
 
     Raises:
-        ConfigError: the job has not completed, or that is no longer known.
+        ConfigError: the job has not completed, or its events have been trimmed.
 
     """
     if (state := client.jobs.show(job_id)["state"]) != "completed":
         raise ConfigError(f"{job_id} is {state}, not completed: name the model to evaluate with --model")
     saved = [event.data["fields"]["path"] for event in client.jobs.events(job_id) if event.kind == "model_saved"]
     if not saved:
-        raise ConfigError(f"where {job_id} saved its model is not known (any more): name it with --model")
+        raise ConfigError(f"where {job_id} saved its model is unknown: name it with --model")
     return str(saved[-1])
 
 
 def _watched(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """See `_watch`; who asked for an evaluation and goes away wants it no more."""
+    """See `_watch`; an interrupted command cancels its evaluation."""
     typer.echo(f"created {job_id}", err=True)
     try:
         return _watch(client, job_id)
@@ -127,7 +127,7 @@ def _watched(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _watch(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a job's record once it has ended, and its row of metrics, empty where there is none."""
+    """Return a job's record once it has ended, and its row of metrics, which may be empty."""
     from rlboost.follow import follow, wait_line, warning_line  # noqa: PLC0415 - keeps --help quick
 
     job: dict[str, Any] = {}

@@ -25,26 +25,26 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
         Path | None, typer.Option("--model", help="Folder with the tokenizer of the job's model, where it is not here.")
     ] = None,
     weight_store: Annotated[
-        str, typer.Option("--weight-store", help="URL of the weight store, if not the one that workers are told.")
+        str, typer.Option("--weight-store", help="URL of the weight store, if not the one advertised to workers.")
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a job's model as a Hugging Face folder: what a finished run left, or a version that is kept."""
+    """Write a job's model as a Hugging Face folder: the result of a finished run, or a stored version."""
     from rlboost import export as work  # noqa: PLC0415 - keeps --help quick
     from rlboost.export_folder import new_folder  # noqa: PLC0415 - likewise
 
-    wanted = work.Wanted(job, version, adapter)
-    # A system elsewhere has its runs there.
-    left = None if os.environ.get("RLBOOST_URL") else work.finished(state / "runs", wanted)
+    request = work.ExportRequest(job, version, adapter)
+    # The runs of a remote system are not on this machine.
+    left = None if os.environ.get("RLBOOST_URL") else work.finished(state / "runs", request)
     with new_folder(out, force=force, adapter=adapter) as to:
         if left is not None:
             done = work.copy(left, to)
         else:
             _, token = endpoint(state)
             with connect(state) as client:
-                done = work.from_store(client, wanted, weight_store, token, model, to)
+                done = work.from_store(client, request, weight_store, token, model, to)
     if as_json:
         print_json({"job": job, "version": done.version, "path": str(out.absolute())})
     else:

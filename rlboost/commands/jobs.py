@@ -21,7 +21,7 @@ from rlboost.commands.common import (
 )
 
 _FOLLOW_PATIENCE_S = 120.0
-"""Whoever follows a job for hours wants to outlast a restart of the manager."""
+"""Following a job survives a restart of the manager."""
 
 
 def register(app: typer.Typer) -> None:
@@ -39,14 +39,14 @@ def run(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Create a job, unless 'rlboost config check' finds a problem. Ctrl-C ends the following, not the job.
+    """Create a job unless 'rlboost config check' finds a problem. Ctrl-C stops following, not the job.
 
-    A file or module that is missing here is only warned of where the system runs elsewhere, or in another folder.
+    A file or module missing here is only a warning if the system runs on another machine or in another folder.
     """
-    from rlboost import jobfile  # noqa: PLC0415 - keeps --help quick
-    from shared import jobspec  # noqa: PLC0415 - likewise
+    from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
+    from shared.job import spec as job_spec  # noqa: PLC0415 - only this command needs it
 
-    raw = jobspec.load(str(job_file), overrides)
+    raw = job_spec.load(str(job_file), overrides)
     if not (dry_run or no_check):
         require_sound(str(job_file), raw, state)
     job = jobfile.resolved(str(job_file), raw)
@@ -90,7 +90,7 @@ def _follow(job_id: str, state: Path, *, as_json: bool) -> None:
 
 
 def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """Show how a job stands and what it waits for."""
+    """Show a job's state and what it waits for."""
     from rlboost.follow import wait_line  # noqa: PLC0415 - keeps --help quick
 
     with connect(state) as client:
@@ -112,7 +112,7 @@ def logs(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what happened in a job."""
+    """Print a job's log."""
     with connect(state) as client:
         for line in client.jobs.logs(job, follow=follow):
             if as_json:
@@ -122,24 +122,24 @@ def logs(
 
 
 def pause(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """Stop a job until it is resumed."""
+    """Pause a job until it is resumed."""
     with connect(state) as client:
-        _tell(client.jobs.pause(job), "pauses", as_json=as_json)
+        _print_result(client.jobs.pause(job), "pauses", as_json=as_json)
 
 
 def resume(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """Let a paused job go on."""
+    """Resume a paused job."""
     with connect(state) as client:
-        _tell(client.jobs.resume(job), "goes on", as_json=as_json)
+        _print_result(client.jobs.resume(job), "resumes", as_json=as_json)
 
 
 def cancel(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """Stop a job for good."""
+    """Cancel a job."""
     with connect(state) as client:
-        _tell(client.jobs.cancel(job), "is being cancelled", as_json=as_json)
+        _print_result(client.jobs.cancel(job), "is being cancelled", as_json=as_json)
 
 
-def _tell(answer: dict[str, Any], what: str, *, as_json: bool) -> None:
+def _print_result(answer: dict[str, Any], what: str, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:

@@ -1,4 +1,4 @@
-"""`rlboost ps`: local processes, jobs and workers at one look."""
+"""`rlboost ps`: local processes, jobs and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlboost.local.state import StateDir
 
 _PATIENCE_S = 10.0
-"""Enough for a manager that is started again."""
+"""Covers a restart of the manager."""
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def ps(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """List local processes, jobs and workers.
 
-    It fails while the manager is away, but lists the processes, for then one wants to see them most.
+    If the manager is unavailable, it lists the processes and exits non-zero.
     """
     from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
 

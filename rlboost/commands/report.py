@@ -1,4 +1,4 @@
-"""`rlboost report`: the report of a recorded run, made again."""
+"""`rlboost report`: generate the report of a recorded run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def report(
     record: Annotated[Path, typer.Argument(metavar="RECORD.json", help="The record that 'rlboost demo' wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the page and the pictures.")] = Path("report"),
 ) -> None:
-    """Make a run's report: one HTML page without external parts, and its figures as PNG files."""
+    """Generate a run's report: one self-contained HTML page, and its figures as PNG files."""
     from rlboost.commands.up import require_packages  # noqa: PLC0415 - keeps --help quick
     from rlboost.report.page import write  # noqa: PLC0415 - needs matplotlib
     from rlboost.report.record import load  # noqa: PLC0415 - keeps --help quick

@@ -1,4 +1,4 @@
-"""`rlboost up` and `rlboost down`: a whole system on this machine."""
+"""`rlboost up` and `rlboost down`: run a whole system on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVICE_PACKAGES = ("blake3", "fastapi", "safetensors", "torch", "transformers",
 
 
 class Engine(StrEnum):
-    """What generates."""
+    """Inference engine of the workers."""
 
     TORCH = "torch"
     VLLM = "vllm"
@@ -53,13 +53,13 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 ) -> None:
     """Start everything on this machine: Redis, weight store, manager, trainer and workers.
 
-    With --trainers 2, two jobs run at once: the reserved workers are dealt out to the trainers in turn, the preemptible
-    ones serve whichever job needs them.
+    With --trainers 2, two jobs run at once: reserved workers are divided among the trainers, preemptible workers
+    are shared.
 
-    A process that dies is started again; with --standby another manager takes over meanwhile. A spot worker that the
-    chaos schedule takes, or that 'rlboost worker drain' sends away, stays away. Settings of the services in the
-    environment (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) reach them; RLBOOST_TOKEN is the system's token, a random
-    one if it is not set.
+    A process that dies is restarted; with --standby another manager takes over meanwhile. A spot worker that the chaos
+    schedule or 'rlboost worker drain' removes is not restarted. Service settings in the environment
+    (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) are passed on; RLBOOST_TOKEN is the system's token, random by
+    default.
     """
     from rlboost.local.processes import LocalOptions  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
@@ -76,7 +76,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 
 
 def down(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """Stop the system on this machine. Jobs, weights and logs stay in the state folder; 'rlboost up' goes on."""
+    """Stop the system on this machine. Jobs, weights and logs stay in the state folder; 'rlboost up' continues."""
     from rlboost.local.detached import stop  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
 
@@ -88,10 +88,10 @@ def down(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> Non
 
 
 def require_packages(*packages: str) -> None:
-    """Refuse to begin what would fail later for want of a package.
+    """Check for required packages before starting anything.
 
     Raises:
-        ConfigError: naming those that are missing.
+        ConfigError: names the missing packages.
 
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -100,10 +100,10 @@ def require_packages(*packages: str) -> None:
 
 
 def require_engine(engine: Engine) -> None:
-    """Refuse an engine that is not installed here.
+    """Check that an engine is installed.
 
     Raises:
-        ConfigError: saying how to install it.
+        ConfigError: it is not; says how to install it.
 
     """
     if engine is Engine.VLLM and importlib.util.find_spec("vllm") is None:
@@ -132,11 +132,11 @@ def _up_in_foreground(options: LocalOptions, schedule: list[ChaosEvent], *, as_j
         if as_json:
             print_json(config.public())
         else:
-            _tell_ready(config)
+            _print_ready(config)
             typer.echo("stop it with Ctrl-C")
 
     cluster = LocalCluster(options)
-    cluster.on_event(_tell_event)
+    cluster.on_event(_print_event)
     if not serve(cluster, schedule, announce):
         typer.echo("rlboost: stopped before the system was ready", err=True)
         raise typer.Exit(EXIT_FAILED)
@@ -160,16 +160,16 @@ def _up_in_background(options: LocalOptions, chaos: Path | None, *, as_json: boo
     if as_json:
         print_json(config.public())
     else:
-        _tell_ready(config)
+        _print_ready(config)
         typer.echo("stop it with: rlboost down")
 
 
-def _tell_ready(config: Config) -> None:
+def _print_ready(config: Config) -> None:
     typer.echo(
         f"ready: {config.url}\nstate and logs: {config.state_dir}\nrun a job with: rlboost run JOB.yaml --follow"
     )
 
 
-def _tell_event(event: ClusterEvent) -> None:
+def _print_event(event: ClusterEvent) -> None:
     at = time.strftime("%H:%M:%S", time.localtime(event.at))
     typer.echo(f"{at} {event.name} {event.kind}" + (f": {event.detail}" if event.detail else ""), err=True)

@@ -29,7 +29,7 @@ _GONE = frozenset({"lost", "left"})
 
 
 class Role(StrEnum):
-    """What a worker is to the system."""
+    """Role of a worker."""
 
     PREEMPTIBLE = "preemptible"
     RESERVED = "reserved"
@@ -40,7 +40,7 @@ app = new_app("The workers that generate.")
 
 @app.command("list")
 def list_workers(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """List the workers that are here, and those that left lately."""
+    """List the present workers and those that left recently."""
     with connect(state) as client:
         workers = client.workers.list()
     if as_json:
@@ -55,7 +55,7 @@ def drain(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a worker away: it hands off what it holds and leaves. A local one is not started again."""
+    """Drain a worker: it hands off its samples and exits. A local worker is not restarted."""
     from rlboost.client import ClientError  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
 
@@ -65,7 +65,7 @@ def drain(
         worker_id = _named(worker, client.workers.list())
         process = _name(worker_id) if config and config.url == client.url else None
         if process:
-            folder.set_drained(process, True)  # before it can have left
+            folder.set_drained(process, True)  # before it can exit
         try:
             answer = client.workers.drain(worker_id)
         except ClientError:
@@ -88,10 +88,10 @@ def join(
     device: Annotated[str | None, typer.Option(help="The engine's device, such as cpu or cuda:0.")] = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
-    """Make this machine a worker of a system, in the foreground; Ctrl-C hands off what it holds and leaves.
+    """Run a worker on this machine in the foreground; Ctrl-C hands off its samples and exits.
 
-    Without --url and --token it joins the system that RLBOOST_URL and RLBOOST_TOKEN name, or else the local one. All
-    connections go out from here, so a machine behind NAT can join. Other settings: RLBOOST_WORKER_* in the environment.
+    Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. All
+    connections are outbound, so a machine behind NAT can join. Other settings: RLBOOST_WORKER_* in the environment.
     """
     where, secret = _endpoint(url, token, state)
     settings = {"URL": where, "ROLE": role.value, "ENGINE": engine.value, "NAME": name, "DEVICE": device}
@@ -106,27 +106,27 @@ def _endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str
         return found_url, token or found_token
     token = token or os.environ.get("RLBOOST_TOKEN")
     if not token:
-        raise ConfigError(f"the token of {url} is not known: give --token, or set RLBOOST_TOKEN")
+        raise ConfigError(f"the token of {url} is unknown: pass --token, or set RLBOOST_TOKEN")
     return checked_url("--url", url), token
 
 
 def _named(given: str, workers: Sequence[Mapping[str, Any]]) -> str:
-    """Return the id of a worker that is given by its id or its name.
+    """Return the id of a worker given by id or name.
 
     Raises:
-        Conflict: several workers that are here have the name.
+        Conflict: several present workers have the name.
 
     """
     if any(worker["id"] == given for worker in workers):
         return given
     found = [worker["id"] for worker in workers if worker["state"] not in _GONE and _name(worker["id"]) == given]
     if len(found) > 1:
-        raise Conflict(f"several workers are called {given}: give the id of one: {', '.join(found)}")
+        raise Conflict(f"several workers are named {given}: give the id of one: {', '.join(found)}")
     return found[0] if found else given
 
 
 def _name(worker_id: str) -> str:
-    """Return a worker's name, which its id is with a random suffix; of a local one it is the process's."""
+    """Return a worker's name: its id without the random suffix; for a local worker the process name."""
     return worker_id.rpartition("-")[0]
 
 

@@ -1,4 +1,4 @@
-"""Acts the schedule out: pure bookkeeping of how far the job is, what is due, and whom it strikes."""
+"""Apply the preemption schedule: pure bookkeeping of the job's progress, what is due, and which worker is preempted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from rlboost.report.record import PlannedChange, SeenWorker, process_of
 
 _FIRST_STEP_S = 4.0
-"""A guess, until the first step has told how long they take."""
+"""Estimate until the first step has completed."""
 
 
 class Progress:
-    """How far a job is, in steps and fractions of one. The clock is the caller's."""
+    """Progress of a job in steps, with fractions. The caller passes the clock."""
 
     def __init__(self) -> None:
-        """Begin with no step begun."""
+        """Start before the first step."""
         self._step = 0
         self._since: float | None = None
         self._step_s = _FIRST_STEP_S
@@ -24,7 +24,7 @@ class Progress:
     def at(self, step: int, now: float) -> float:
         """Return the progress, given how many steps are done.
 
-        The fraction is by how long the last step took, and stays below one however long this one takes.
+        The fraction is relative to the duration of the last step, and stays below one.
         """
         if self._since is None:
             self._since = now
@@ -36,26 +36,26 @@ class Progress:
 
 @dataclass(frozen=True)
 class Act:
-    """One change to make now; `process` is empty for a join."""
+    """A change to apply now; `process` is empty for a join."""
 
     planned: PlannedChange
     process: str
 
 
 class Director:
-    """Tells what to do next. Preemptions strike workers that generate, one of them at random."""
+    """Decides what to do next. A preemption hits a random worker that is generating."""
 
     def __init__(self, schedule: Sequence[PlannedChange], seed: int) -> None:
-        """Start before the first change; the seed decides who is struck."""
+        """Start before the first change; the seed selects the preempted workers."""
         self._preemptions = [change for change in schedule if change.action != "join"]
         self._joins = [change for change in schedule if change.action == "join"]
         self._struck: set[str] = set()
         self._draw = random.Random(seed)  # noqa: S311 - not a secret
 
     def due(self, progress: float, workers: Iterable[SeenWorker]) -> list[Act]:
-        """Return what is due now; each change is returned once.
+        """Return the changes that are due; each is returned once.
 
-        A preemption that finds nobody at work waits for somebody; joins wait for nothing.
+        A preemption waits until a worker is generating; joins do not wait.
         """
         victims = sorted(
             {

@@ -1,4 +1,4 @@
-"""The demo's job: the Countdown example, as its own job file describes it."""
+"""The demo's job: the Countdown example with its own job file."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import examples
-from shared import jobspec
 from shared.errors import ConfigError
+from shared.job import spec as job_spec
 
 GOAL = 0.70
-"""Held-out accuracy that the job reaches in its own number of steps; runs ended at 0.75 to 0.88."""
+"""Held-out accuracy that the full job reaches; runs ended at 0.75 to 0.88."""
 
 _EVALUATIONS = 2
-"""A short run is evaluated so often on its way."""
+"""Number of evaluations during a short run."""
 
 
 def countdown(steps: int | None, seed: int) -> tuple[dict[str, Any], float | None]:
-    """Return the job, and the accuracy to ask of it: None where it is too short for that.
+    """Return the job and its target accuracy, None if it is too short for one.
 
     Args:
-        steps: of training; as the job file says when None.
+        steps: training steps; None for the job file's number.
         seed: of the order of the prompts and of the samples.
 
     Raises:
-        ConfigError: the example's files are not there.
+        ConfigError: the example's files are missing.
 
     """
     root = Path(str(examples.__file__)).parents[1]
     file = root / "examples/countdown/job.yaml"
     if not file.exists():
         raise ConfigError(f"{file} is missing: the demo runs from a checkout, installed with 'pip install -e'")
-    raw = jobspec.load(str(file))
+    raw = job_spec.load(str(file))
     full: int = raw["steps"]
     raw["model"] = str(root / raw["model"])
     for part in ("train", "eval"):
         raw["data"][part] = str(root / raw["data"][part])
     raw["steps"] = steps or full
-    # A short run is the beginning of the full one, its learning rate included.
+    # A short run is a prefix of the full run, including its learning-rate schedule.
     raw["optimizer"]["decay"] *= min(1.0, raw["steps"] / full)
     raw["eval"]["every"] = max(1, min(raw["eval"]["every"], raw["steps"] // _EVALUATIONS))
     raw["trainer"]["seed"] = seed
-    job: dict[str, Any] = json.loads(jobspec.to_json(jobspec.parse(raw)))
+    job: dict[str, Any] = json.loads(job_spec.to_json(job_spec.parse(raw)))
     return job, GOAL if raw["steps"] >= full else None

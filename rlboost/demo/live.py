@@ -1,4 +1,4 @@
-"""The live view of a run: a screen that is redrawn, or plain lines where the output is no terminal."""
+"""The live view of a run: a redrawn screen, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class View(Protocol):
     """Shows a record as it grows; a context manager."""
 
     def __enter__(self) -> Self:
-        """Take the terminal."""
+        """Acquire the terminal."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Give it back."""
+        """Release the terminal."""
 
     def show(self, phase: str, now: float) -> None:
-        """Show what is new. `phase` says what the demo itself is doing."""
+        """Show changes. `phase` is the demo's own phase."""
 
 
 def view_of(record: Record, console: Console) -> View:
-    """Return the view that fits the console."""
+    """Return the view for the console."""
     return Screen(record, console) if console.is_terminal else Lines(record, console)
 
 
 class Screen:
-    """Redraws the whole picture."""
+    """Redraws the whole screen."""
 
     def __init__(self, record: Record, console: Console) -> None:
         """Draw on the console."""
@@ -60,22 +60,22 @@ class Screen:
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
     def __enter__(self) -> Self:
-        """Take the terminal."""
+        """Acquire the terminal."""
         self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Give it back; the last picture stays."""
+        """Release the terminal; the last screen stays."""
         self._live.stop()
 
     def show(self, phase: str, now: float) -> None:
-        """Draw anew."""
+        """Redraw."""
         self._news.extend(self._room.fresh())
         self._live.update(draw(self._record, list(self._news), phase, now), refresh=True)
 
 
 class Lines:
-    """Prints a line for each step and each piece of news."""
+    """Prints a line for each step and each notable event."""
 
     def __init__(self, record: Record, console: Console) -> None:
         """Print on the console."""
@@ -85,14 +85,14 @@ class Lines:
         self._steps = 0
 
     def __enter__(self) -> Self:
-        """Nothing to take."""
+        """Do nothing."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def show(self, phase: str, now: float) -> None:
-        """Print what is new."""
+        """Print new lines."""
         record = self._record
         if phase != self._phase:
             self._phase = phase
@@ -113,7 +113,7 @@ class Lines:
 
 
 def draw(record: Record, news: Sequence[News], phase: str, now: float) -> RenderableType:
-    """Return the whole picture at one moment."""
+    """Render the whole screen."""
     seen = record.observations[-1] if record.observations else None
     parts: list[RenderableType] = [_head(record, seen, phase, now)]
     if seen is not None:
@@ -123,7 +123,7 @@ def draw(record: Record, news: Sequence[News], phase: str, now: float) -> Render
 
 
 def clock(seconds: float) -> str:
-    """Return minutes and seconds."""
+    """Format seconds as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
@@ -161,7 +161,7 @@ def _learning(record: Record) -> RenderableType:
 
 
 def _chart(values: Sequence[float], low: float, high: float) -> Text:
-    """Return the last values as bars."""
+    """Render the last values as bars."""
     scale = (len(_BARS) - 1) / ((high - low) or 1)
     bars = (_BARS[min(len(_BARS) - 1, max(0, round((value - low) * scale)))] for value in values[-_CHART_WIDTH:])
     return Text("".join(bars), style="blue")
@@ -202,9 +202,9 @@ def _waiting(seen: Observation) -> RenderableType:
 def _news(record: Record, news: Sequence[News]) -> Iterator[RenderableType]:
     settings = record.settings
     if settings.chaos:
-        kills, notices, joins = (record.made(action) for action in ("kill", "notice", "join"))
-        wanted = record.wanted("kill") + record.wanted("notice")
-        counted = f"{kills + notices} of {wanted} preemptions ({kills} without notice), {joins} joins"
+        kills, notices, joins = (record.applied(action) for action in ("kill", "notice", "join"))
+        scheduled = record.scheduled("kill") + record.scheduled("notice")
+        counted = f"{kills + notices} of {scheduled} preemptions ({kills} without notice), {joins} joins"
         yield Text(counted, style="bold")
     for item in news:
         yield Text(f"{clock(item.at - record.began_at)} {item.text}", style=_TONES[item.tone], no_wrap=True)

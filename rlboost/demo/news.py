@@ -1,4 +1,4 @@
-"""What is worth a line to whoever watches, out of everything that happens."""
+"""Select the notable events of a run and format them as lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class News:
 
 
 class Newsroom:
-    """Reads a record as it grows; each line is told once."""
+    """Reads a growing record; returns each line once."""
 
     def __init__(self, record: Record) -> None:
         """Start with the record's beginning."""
@@ -29,7 +29,7 @@ class Newsroom:
         self._process_events = self._job_events = 0
 
     def fresh(self) -> list[News]:
-        """Return the news since the last call, by time."""
+        """Return the new lines since the last call, ordered by time."""
         record = self._record
         lines = list(_of_processes(record.process_events[self._process_events :]))
         lines += _of_job(record.job_events[self._job_events :])
@@ -56,11 +56,9 @@ def _of_job(events: list[JobEvent]) -> Iterator[News]:
         match event.kind:
             case "worker_lost":
                 yield News(event.at, "bad", f"  {process_of(fields['worker'])} is missed: {fields['reason']}")
-            case "samples_taken" if fields["cause"] != "suspended":
+            case "samples_unassigned" if fields["cause"] != "suspended":
                 whose = f"{fields['samples']} unfinished samples of {process_of(fields['worker'])}"
-                yield News(
-                    event.at, "plain", f"  {whose} go on elsewhere, with the {fields['tokens']:,} tokens they have"
-                )
+                yield News(event.at, "plain", f"  {whose} migrate with their {fields['tokens']:,} tokens")
             case "seeding_reopened":
                 yield News(event.at, "warn", "  no spot worker is left: the reserved engine generates again")
             case "checkpoint_saved":

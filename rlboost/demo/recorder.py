@@ -1,4 +1,4 @@
-"""Gathers the record of a run while it runs."""
+"""Collect the record of a run while it runs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _KINDS = {
 
 
 def this_machine() -> Machine:
-    """Return what is worth knowing of this machine."""
+    """Describe this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     system = f"{platform.system()} {platform.machine()}"
     return Machine(cores=cores, load=os.getloadavg()[0], platform=system, python=platform.python_version())
 
 
 def observation(at: float, job: Mapping[str, Any], workers: Iterable[Mapping[str, Any]]) -> Observation:
-    """Return what the API's answers say about one moment; workers that are gone are left out."""
+    """Convert the API's responses to an observation, without lost and left workers."""
     waiting = job["waiting"] or {"for": "", "because": ""}
     return Observation(
         at=at,
@@ -69,49 +69,49 @@ def _seen(worker: Mapping[str, Any]) -> SeenWorker:
 
 
 class Recorder:
-    """Fills a record; every method is called in the event loop's thread."""
+    """Fills a record; call every method in the event loop's thread."""
 
     def __init__(self, record: Record) -> None:
-        """Fill this record."""
+        """Wrap the record to fill."""
         self.record = record
 
     def process_event(self, event: ClusterEvent) -> None:
-        """Take what happened to a process."""
-        told = ProcessEvent(at=event.at, kind=event.kind, name=event.name, detail=event.detail)
-        self.record.process_events.append(told)
+        """Add a process event."""
+        recorded = ProcessEvent(at=event.at, kind=event.kind, name=event.name, detail=event.detail)
+        self.record.process_events.append(recorded)
 
     def job_event(self, event: ServerEvent) -> None:
-        """Take what a service told about the job."""
-        told = JobEvent(
+        """Add a job event."""
+        recorded = JobEvent(
             at=event.data["at"],
             kind=event.kind,
             source=event.data["source"],
             fields=event.data["fields"],
         )
-        self.record.job_events.append(told)
+        self.record.job_events.append(recorded)
 
     def observe(self, job: dict[str, Any], seen: Observation) -> None:
-        """Take what the API shows now."""
+        """Add an observation of the API."""
         self.record.job = job
         self.record.observations.append(seen)
 
     def changed(self, at: float, step: int, action: Action, worker: str) -> None:
-        """Take a change of the fleet that was just made."""
+        """Add a change that was just applied to the fleet."""
         self.record.changes.append(Change(at=at, step=step, action=action, worker=worker))
 
     def steps(self, rows: list[dict[str, Any]]) -> None:
-        """Take all rows of metrics so far."""
+        """Replace the metrics rows."""
         self.record.steps = rows
 
     def journey(self, worker: str, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the best of the samples that a preempted worker had begun and another one finished."""
+        """Retain the most instructive sample that a preempted worker started and another worker finished."""
         moved = [sample for sample in samples if _went_on_from(worker, sample["spans"])]
         best = max(moved, key=_worth_showing, default=None)
         if best is not None:
             self.record.journeys.append(Journey(**{name: best[name] for name in Journey.model_fields}))
 
     def cpu(self, processes: Iterable[ProcessRecord], seconds: Mapping[str, float], own_s: float) -> None:
-        """Take the processor seconds by process, and this process's own."""
+        """Set the CPU seconds by process, and this process's own."""
         by_kind = dict.fromkeys(_KINDS.values(), 0.0)
         for process in processes:
             by_kind[_KINDS[process.role]] += seconds[process.name]

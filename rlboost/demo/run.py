@@ -1,9 +1,9 @@
-"""The demo itself: a system on this machine, the Countdown job, and a spot market that takes workers and brings others.
+"""Run the demo: a local system, the Countdown job, and a simulated spot market that preempts and adds workers.
 
-Consumes: what the REST API shows, the job's events, what happens to the processes.
-Produces: a record; changes of the fleet as the schedule has them; the live view.
-Waits for: the processes' readiness, then twice a second for the next look, then for everything to stop.
-Ends when: the job has ended, or has made no step for too long, or at a signal.
+Consumes: REST API responses, the job's events, process events.
+Produces: a record, the scheduled changes of the fleet, the live view.
+Waits for: readiness of the processes, then the next poll (every 0.5 s), then the shutdown.
+Ends when: the job has ended, makes no progress for too long, or a signal arrives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shared.errors import Fatal
 
 LOOK_EVERY_S = 0.5
 STALL_LIMIT_S = 300.0
-"""So long a step may take before the run is given up."""
+"""Longest step before the run is aborted."""
 _LAST_EVENT_LIMIT_S = 5.0
 _JOURNEYS = 3
 _RESERVED = 1
@@ -43,7 +43,7 @@ _RESERVED = 1
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What to run. `steps` None: as many as the job file says."""
+    """Options of a run. `steps` None: the job file's number."""
 
     state: Path
     steps: int | None = None
@@ -54,12 +54,12 @@ class DemoOptions:
 
 
 def run(options: DemoOptions, console: Console) -> Record | None:
-    """Run the demo; return its record, which is also written to the state folder, or None when a signal ended it.
+    """Run the demo; return its record, which is also written to the state folder, or None after a signal.
 
-    The first signal stops everything in order, a second one at once.
+    The first signal stops everything in order, a second one immediately.
 
     Raises:
-        ConfigError: the state folder or the example is not as it must be.
+        ConfigError: the state folder or the example is unusable.
         StartFailed: a process did not become ready.
         Fatal: the job makes no progress.
         ClientError: the manager does not answer.
@@ -82,10 +82,10 @@ def run(options: DemoOptions, console: Console) -> Record | None:
 
 
 class Demo:
-    """One run."""
+    """A run of the demo."""
 
     def __init__(self, options: DemoOptions, console: Console) -> None:
-        """Prepare; nothing is started yet."""
+        """Prepare; starts nothing."""
         self._job, goal = countdown(options.steps, options.seed)
         steps: int = self._job["steps"]
         planned = plan(steps, options.workers, options.seed) if options.chaos else []
@@ -109,12 +109,12 @@ class Demo:
         self._view = view_of(self.record, console)
         self._phase = "starting"
         self._job_id = ""
-        self._told_all = asyncio.Event()
+        self._has_all_events = asyncio.Event()
         self._unseen: list[Change] = []
-        """Preemptions whose samples were not looked at yet."""
+        """Preemptions whose samples have not been fetched yet."""
 
     async def run(self) -> None:
-        """Run from an empty state folder to the end."""
+        """Run from an empty state folder to completion."""
         local = LocalOptions(
             state_dir=self._options.state,
             reserved=_RESERVED,
@@ -149,7 +149,7 @@ class Demo:
             self.record.audit = await asyncio.to_thread(client.jobs.audit, self._job_id)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_EVENT_LIMIT_S):
-                    await self._told_all.wait()
+                    await self._has_all_events.wait()
 
     async def _watch(self, client: Client, cluster: LocalCluster) -> None:
         step, moved_at = -1, time.monotonic()
@@ -187,27 +187,27 @@ class Demo:
                 self._unseen.append(self.record.changes[-1])
 
     async def _look_at_samples(self, client: Client, step: int) -> None:
-        """Look at what became of the samples of preempted workers, once their step is done; a few times are enough."""
+        """Fetch samples of preempted workers after their step is done, a few times per run."""
         for change in [change for change in self._unseen if change.step < step]:
             self._unseen.remove(change)
             if len(self.record.journeys) < _JOURNEYS:
                 samples = await asyncio.to_thread(client.jobs.samples, self._job_id, change.step)
                 self._recorder.journey(change.worker, samples)
 
-    # --- what is heard and shown --------------------------------------------------------------------------------------
+    # --- events and display --------------------------------------------------------------------------------------
 
     def _listen(self, cluster: LocalCluster) -> None:
-        """Read the job's events in a thread of its own, which ends with the job, or else with this process."""
+        """Read the job's events in a daemon thread that ends with the job."""
         loop = asyncio.get_running_loop()
         job_id = self._job_id
 
         def read() -> None:
-            # A closed loop (RuntimeError) or a manager that is gone: the run was stopped.
+            # The loop is closed (RuntimeError) or the manager is gone: the run was stopped.
             with contextlib.suppress(ClientError, RuntimeError), Client(cluster.url, cluster.token) as client:
                 for event in client.jobs.events(job_id):
                     loop.call_soon_threadsafe(self._recorder.job_event, event)
                     if _is_last(event):
-                        loop.call_soon_threadsafe(self._told_all.set)
+                        loop.call_soon_threadsafe(self._has_all_events.set)
                         return
 
         threading.Thread(target=read, name="job events", daemon=True).start()
@@ -225,7 +225,7 @@ class Demo:
 
 
 def record_file(state: Path) -> Path:
-    """Return where a run's record is."""
+    """Return the path of a run's record."""
     return state / "record.json"
 
 

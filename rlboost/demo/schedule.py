@@ -1,6 +1,6 @@
-"""The demo's spot market: which changes of the fleet are due at which step of the job.
+"""The demo's simulated spot market: changes of the fleet by step of the job.
 
-By steps and not by the clock, so that all of them take place however fast the machine is.
+Steps instead of seconds, so that every change happens on fast and slow machines.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from rlboost.report.record import PlannedChange
 STEPS_A_PREEMPTION = 10
 FEWEST = 2
 FIRST_AT, LAST_AT = 0.06, 0.84
-"""Fractions of the job. After the last one there is time to notice it, which without notice takes a lease."""
+"""Fractions of the job. After the last one there is time to detect it, which without notice takes a lease."""
 
 
 def plan(steps: int, workers: int, seed: int) -> list[PlannedChange]:
-    """Return the schedule in order: preemptions, every second one without notice, and a join for each.
+    """Return the ordered schedule: preemptions, every second one without notice, and a join for each.
 
-    A long enough run has a storm, in which all workers go at nearly the same moment.
+    A long enough run has a storm that preempts all workers at nearly the same time.
 
     Args:
-        steps: of the job.
-        workers: preemptible workers at the start; with none there is nothing to take.
-        seed: gives the same schedule each time.
+        steps: steps of the job.
+        workers: initial preemptible workers; with none the schedule is empty.
+        seed: makes the schedule reproducible.
 
     """
     draw = random.Random(seed)  # noqa: S311 - a schedule, not a secret
@@ -35,7 +35,7 @@ def plan(steps: int, workers: int, seed: int) -> list[PlannedChange]:
     for number, size in enumerate(sizes):
         at = FIRST_AT * steps + (number + draw.uniform(0, 0.6)) * spacing
         if spacing >= 1:
-            at = math.floor(at) + draw.uniform(0.2, 0.5)  # in the middle of generating
+            at = math.floor(at) + draw.uniform(0.2, 0.5)  # during generation
         for _ in range(size):
             planned.append(PlannedChange(at_step=at, action="notice" if taken % 2 else "kill"))
             back_at = at + min(draw.uniform(1, 2), spacing / 4)
@@ -45,7 +45,7 @@ def plan(steps: int, workers: int, seed: int) -> list[PlannedChange]:
 
 
 def _sizes(preemptions: int, workers: int) -> list[int]:
-    """Return how many workers go at each strike."""
+    """Return the number of workers preempted at each time."""
     singles = preemptions - workers
     if workers < 2 or singles < 3:
         return [1] * preemptions

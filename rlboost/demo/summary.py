@@ -1,4 +1,4 @@
-"""A run in a few lines of text."""
+"""Summarize a run in a few lines of text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlboost.report.record import Record
 
 
 def summary(record: Record) -> RenderableType:
-    """Return what came out, whether each promise was kept, and what it cost."""
-    return Group(Text(), _table("", _facts(record)), Text(), _promises(record), Text(), _processors(record))
+    """Return the result, the checked guarantees, and the CPU cost."""
+    return Group(Text(), _table("", _facts(record)), Text(), _guarantees(record), Text(), _processors(record))
 
 
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
@@ -34,12 +34,12 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     if audit:
         yield (
             "migrations",
-            f"{audit['migrations']:,} samples went on elsewhere and took {audit['tokens_saved']:,} tokens along",
+            f"{audit['migrations']:,} samples migrated with {audit['tokens_saved']:,} tokens",
         )
-        yield "tokens made again", _made_again(audit["tokens_made_again"], audit["tokens_generated"])
+        yield "tokens regenerated", _regenerated(audit["tokens_regenerated"], audit["tokens_generated"])
 
 
-def _made_again(by_cause: dict[str, int], generated: int) -> str:
+def _regenerated(by_cause: dict[str, int], generated: int) -> str:
     total = sum(by_cause.values())
     if not total:
         return "none"
@@ -47,11 +47,11 @@ def _made_again(by_cause: dict[str, int], generated: int) -> str:
     return f"{total:,} of {generated:,} ({total / max(1, generated):.2%}): {causes}"
 
 
-def _promises(record: Record) -> RenderableType:
+def _guarantees(record: Record) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for check in checks(record):
-        mark = Text("✓", style="bold green") if check.kept else Text("✗", style="bold red")
-        table.add_row(mark, Text(check.promise), Text(check.detail, style="dim"))
+        mark = Text("✓", style="bold green") if check.held else Text("✗", style="bold red")
+        table.add_row(mark, Text(check.guarantee), Text(check.detail, style="dim"))
     return table
 
 

@@ -1,4 +1,4 @@
-"""The demo's own state folder: every run starts in an empty one, as no run may go on with another one's job."""
+"""The demo's state folder, empty at the start of each run so that no earlier job continues."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MARK = "this-is-a-demo"
 
 
 def clear(state: StateDir) -> None:
-    """Remove what an earlier demo left, and only that.
+    """Remove the state of an earlier demo, and nothing else.
 
     Raises:
-        ConfigError: a system runs in the folder, or it holds something else than a demo's state.
+        ConfigError: a system runs in the folder, or it holds something other than a demo's state.
 
     """
     state.require_free()
@@ -22,7 +22,7 @@ def clear(state: StateDir) -> None:
     try:
         if state.path.exists() and any(state.path.iterdir()):
             if not mark.exists():
-                raise ConfigError(f"{state.path} is not empty and no demo's: name another folder with --state")
+                raise ConfigError(f"{state.path} is not empty and not a demo's state: name another folder with --state")
             shutil.rmtree(state.path)
         state.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         mark.touch()

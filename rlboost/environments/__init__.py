@@ -1,6 +1,6 @@
-"""Environments that the model acts in by turns: what one is, and ready-made ones."""
+"""Multi-turn environments: the interface, and ready-made environments."""
 
 from rlboost.environments.tools import ToolEnvironment
-from shared.environment import Environment, Said, Step
+from shared.job.environment import Environment, Message, Step
 
-__all__ = ["Environment", "Said", "Step", "ToolEnvironment"]
+__all__ = ["Environment", "Message", "Step", "ToolEnvironment"]

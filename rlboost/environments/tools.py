@@ -1,6 +1,6 @@
-"""An environment of plain functions, which the model calls as Hermes and Qwen do.
+"""An environment whose tools are plain functions, called in the Hermes and Qwen format.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The chat template has to know tools.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The chat template must support tools.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-from shared.environment import Said, Step
+from shared.job.environment import Message, Step
 
 _MALFORMED = "error: a call is JSON with name and arguments"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolEnvironment:
-    """Answers calls with what the functions return, and is done at the first turn without a call.
+    """Answers tool calls with the functions' results; ends at the first turn without a call.
 
-    A subclass gives the reward::
+    A subclass defines the reward::
 
         class Sums(ToolEnvironment):
             def __init__(self) -> None:
@@ -32,40 +32,40 @@ class ToolEnvironment:
             def score(self, text: str) -> float:
                 return float(self.row["answer"] in text)
 
-    A call that cannot be made is answered with what is wrong, for the model to read.
+    An invalid call is answered with an error message that the model reads.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        """Offer functions whose parameters have types and can be given by name.
+        """Register functions whose parameters are typed and can be passed by name.
 
         Args:
-            functions: they may be async; a docstring's first paragraph says what one does, and
-                `Annotated[int, Field(description=...)]` what a parameter is.
+            functions: may be async; the first paragraph of the docstring describes the tool, and
+                `Annotated[int, Field(description=...)]` a parameter.
 
         Raises:
-            TypeError: one has no name, or another's, or a parameter that cannot be given by name.
+            TypeError: a function has no name, a duplicate name, or a positional-only parameter.
 
         """
         self._tools: dict[str, _Tool] = {}
         for function in functions:
             tool = _Tool(function)
             if tool.name in self._tools:
-                raise TypeError(f"{tool.name}: two tools have this name: give each function one of its own")
+                raise TypeError(f"{tool.name}: two tools have this name: rename one of the functions")
             self._tools[tool.name] = tool
         self.tools = [tool.schema for tool in self._tools.values()]
         self.row: dict[str, Any] = {}
-        """The row of the data, once the conversation has begun."""
+        """The data row, set by `reset`."""
         self.n_calls = 0
-        """How many calls were made, successfully or not."""
+        """Number of calls so far, successful or not."""
 
-    def reset(self, row: dict[str, Any], seed: int) -> Said | None:
-        """See `Environment.reset`; the conversation begins with the row's prompt."""
+    def reset(self, row: dict[str, Any], seed: int) -> Message | None:
+        """Start the conversation with the row's prompt."""
         del seed
         self.row = row
         return None
 
     async def step(self, text: str) -> Step:
-        """See `Environment.step`."""
+        """Answer the tool calls of a turn; see `Environment.step`."""
         calls = _CALL.findall(text)
         if not calls:
             return Step(reward=self.score(text), done=True)
@@ -73,7 +73,7 @@ class ToolEnvironment:
         return Step([await self._answer(call) for call in calls])
 
     def score(self, text: str) -> float:
-        """Return the reward of a conversation that ends with this turn; 0 unless a subclass says otherwise."""
+        """Return the reward of a conversation that ends with this turn; 0 unless overridden."""
         del text
         return 0.0
 
@@ -122,5 +122,5 @@ def _message(name: str, content: str) -> dict[str, Any]:
 
 
 def _sayable(text: str) -> str:
-    # JSON that the model writes can spell half a character, which is in no encoding and could not be sent on.
+    # JSON can spell a lone surrogate, which no encoding accepts.
     return text.encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""How long to wait before a dead process is started again, and when to stop doing so."""
+"""Restart policy: how long to wait before restarting a dead process, and when to give up."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Backoff:
-    """Exponential, forgotten after a long enough life.
+    """Exponential back-off that resets after a process has lived long enough.
 
     Args:
-        first_s: the wait after the first death; it doubles with each further one.
-        limit_s: the longest wait.
-        steady_s: a process that lived so long had started well, and its death counts as a first one.
-        most: so many deaths in a row are a crash loop: another start would end as they did.
+        first_s: wait after the first death; doubles with each further death.
+        limit_s: longest wait.
+        steady_s: a process that lived this long started well, and its death counts as the first.
+        most: number of consecutive deaths that is a crash loop.
 
     """
 
@@ -25,11 +25,11 @@ class Backoff:
 
     @property
     def is_loop(self) -> bool:
-        """Tell whether the deaths counted so far are a crash loop."""
+        """Return True if the deaths counted so far are a crash loop."""
         return self.deaths >= self.most
 
     def after(self, alive_s: float) -> float:
-        """Return the seconds to wait after a life of `alive_s` seconds, and count the death."""
+        """Count a death after `alive_s` seconds of life; return the seconds to wait."""
         if alive_s >= self.steady_s:
             self.deaths = 0
         wait_s = min(self.limit_s, self.first_s * 2.0 ** min(self.deaths, 30))

@@ -1,11 +1,11 @@
-"""Spot workers that come and go on a schedule: pure schedules, and a player that acts one out.
+"""Preempt and add spot workers on a schedule: pure schedules, and a player that applies one.
 
-A schedule file has a line an event, `time_ms,action,node`, in the order of time:
+A schedule file has one line per event, `time_ms,action,node`, ordered by time:
 
-- `add`: a machine comes, and a new worker process with it. The file's name for it is only known to the file.
-- `remove`, `notice`: it is taken with notice (SIGTERM). `kill`: without (SIGKILL).
+- `add`: a machine joins with a new worker process. The node name is local to the file.
+- `remove`, `notice`: the machine is preempted with notice (SIGTERM). `kill`: without (SIGKILL).
 
-The workers that the system starts with are there from the beginning as `worker-1`, `worker-2`, ...
+The initial workers are named `worker-1`, `worker-2`, ...
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def parse(text: str, present: Collection[str]) -> list[ChaosEvent]:
 
     Args:
         text: lines of `time_ms,action,node`.
-        present: the workers that are there at the start.
+        present: the initial workers.
 
     Raises:
-        ConfigError: naming the first wrong line.
+        ConfigError: names the first invalid line.
 
     """
     schedule: list[ChaosEvent] = []
@@ -65,11 +65,11 @@ def _parse_line(line: str) -> ChaosEvent:
         raise ValueError("expected time_ms,add|remove|notice|kill,node")
     time_ms, action, node = parts
     if not time_ms.isdecimal():
-        raise ValueError(f"{time_ms!r} is no time: give whole milliseconds from the start")
+        raise ValueError(f"{time_ms!r} is not a time: give whole milliseconds from the start")
     if action not in _ACTIONS:
-        raise ValueError(f"{action!r} is no action: use add, remove, notice or kill")
+        raise ValueError(f"{action!r} is not an action: use add, remove, notice or kill")
     if not _NODE.fullmatch(node):
-        raise ValueError(f"{node!r} is no node: use letters, digits, '.', '_' and '-'")
+        raise ValueError(f"{node!r} is not a node name: use letters, digits, '.', '_' and '-'")
     return ChaosEvent(int(time_ms) / 1000, _ACTIONS[action], node)
 
 
@@ -82,28 +82,28 @@ def _advance(there: set[str], last_at_s: float, event: ChaosEvent) -> None:
         there.add(event.node)
     else:
         if event.node not in there:
-            raise ValueError(f"{event.node} is not there; there are: {', '.join(sorted(there)) or 'none'}")
+            raise ValueError(f"{event.node} is not present; present nodes: {', '.join(sorted(there)) or 'none'}")
         there.remove(event.node)
 
 
 def generate(
     seed: int, *, nodes: Sequence[str], preemptions: int, duration_s: float, away_s: float = 3.0
 ) -> list[ChaosEvent]:
-    """Return a schedule of so many preemptions, every second one without notice, each followed by a join.
+    """Return a schedule of preemptions, every second one without notice, each followed by a join.
 
     Args:
-        seed: gives the same schedule each time.
-        nodes: the workers there at the start; a node that was taken comes back.
-        preemptions: how many, spread over the duration with jitter.
+        seed: makes the schedule reproducible.
+        nodes: the initial workers; a preempted node comes back.
+        preemptions: number of preemptions, spread over the duration with jitter.
         duration_s: all preemptions fall within it; the last joins may come up to `away_s` later.
-        away_s: how long a node stays away at most; at least half of it.
+        away_s: longest absence of a node; the shortest is half of it.
 
     Raises:
-        ConfigError: there is no node to take.
+        ConfigError: there is no node to preempt.
 
     """
     if not nodes:
-        raise ConfigError("a chaos schedule needs at least one worker to take away: start with --workers 1 or more")
+        raise ConfigError("a chaos schedule needs at least one preemptible worker: start with --workers 1 or more")
     draw = random.Random(seed)  # noqa: S311 - a schedule, not a secret
     spacing_s = duration_s / preemptions if preemptions else 0.0
     first = draw.randrange(2)
@@ -121,20 +121,20 @@ def generate(
 
 
 class Fleet(Protocol):
-    """What a player acts on."""
+    """The workers that a schedule is applied to."""
 
     def kill(self, name: str) -> None:
-        """Take a worker without notice."""
+        """Preempt a worker without notice."""
 
     def notice(self, name: str) -> None:
-        """Take a worker with notice."""
+        """Preempt a worker with notice."""
 
     def join_worker(self) -> str:
         """Start a new worker; return its name."""
 
 
 async def play(schedule: Sequence[ChaosEvent], fleet: Fleet) -> None:
-    """Act the schedule out on the fleet, beginning now; return after its last event."""
+    """Apply the schedule to the fleet, starting now; return after its last event."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     worker_of: dict[str, str] = {}

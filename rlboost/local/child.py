@@ -1,4 +1,4 @@
-"""One running process: started in its own session, bound to our life, its processor time and its end recorded."""
+"""One child process: runs in its own session, dies with its parent, and records its CPU time and exit."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Exit:
 
 
 class Child:
-    """A process from its start to its end. Construct it inside a running event loop.
+    """A process from start to exit. Construct it inside a running event loop.
 
-    It leads a session of its own: a Ctrl-C in the terminal reaches only us, and what it leaves behind can be found.
+    It leads its own session: a Ctrl-C in the terminal reaches only the parent, and leftover descendants can be found.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
-        """Start the process, its output appended to the log."""
+        """Start the process; its output is appended to the log."""
         self.spec = spec
         self.started_at = time.time()
         self._loop = asyncio.get_running_loop()
@@ -62,37 +62,37 @@ class Child:
         threading.Thread(target=self._reap, args=(time.monotonic(),), name=f"reap {spec.name}", daemon=True).start()
 
     def _reap(self, began: float) -> None:
-        # wait4, because asyncio's own watcher throws the resource usage away.
+        # wait4, because asyncio's child watcher discards the resource usage.
         _, status, usage = os.wait4(self.pid, 0)
         self._process.returncode = os.waitstatus_to_exitcode(status)
         cpu_s = usage.ru_utime + usage.ru_stime + session_cpu_s(self.pid)
-        with contextlib.suppress(ProcessLookupError):  # its own children must not outlive it
+        with contextlib.suppress(ProcessLookupError):  # its descendants must not outlive it
             os.killpg(self.pid, signal.SIGKILL)
         end = Exit(self._process.returncode, time.monotonic() - began, cpu_s)
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no listener
             self._loop.call_soon_threadsafe(self._exited.set_result, end)
 
     async def wait(self) -> Exit:
-        """Wait for the end; the owner bounds it."""
+        """Wait for the exit; the caller bounds the wait."""
         return await asyncio.shield(self._exited)
 
     @property
     def alive(self) -> bool:
-        """Tell whether its end is not known yet."""
+        """Return True until its exit has been recorded."""
         return not self._exited.done()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if it still runs."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def cpu_s(self) -> float:
-        """Return the processor seconds of it and its descendants; 0 where `/proc` does not tell before the end."""
+        """Return the CPU seconds of it and its descendants; 0 before the exit on systems without `/proc`."""
         return self._exited.result().cpu_s if self._exited.done() else session_cpu_s(self.pid)
 
     def output(self, n_lines: int) -> list[str]:
-        """Return the last lines that it wrote."""
+        """Return the last lines of its output."""
         with self.spec.log.open("rb") as log:
             log.seek(max(self._log_offset, log.seek(0, os.SEEK_END) - 64 * 1024))
             lines = log.read().decode(errors="replace").splitlines()
@@ -105,7 +105,7 @@ def session_cpu_s(leader: int) -> float:
     for stat in _PROC.glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
+        except OSError:  # it has exited
             continue
         # proc(5), counted after the name: session is field 6, utime, stime, cutime and cstime are 14 to 17.
         if int(fields[3]) == leader:

@@ -1,10 +1,10 @@
-"""A whole system on this machine: Redis, weight store, manager, trainer and workers, for as long as a `with` block.
+"""Run a whole system on this machine during a `with` block: Redis, weight store, manager, trainers and workers.
 
 async with LocalCluster(LocalOptions(workers=3)) as cluster:
     cluster.on_event(print)
     client = Client(cluster.url, cluster.token)
-    cluster.kill("worker-2")         # a machine vanishes
-    name = cluster.join_worker()     # another one comes
+    cluster.kill("worker-2")         # preempt a worker without notice
+    name = cluster.join_worker()     # add a worker
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rlboost.local.supervisor import ClusterEvent, Supervisor
 from shared.errors import ConfigError
 
 _GRACE_S = 12.0
-"""A worker may take 10 s from the stop until it has handed off (invariant 7)."""
+"""A worker may take 10 s to hand off after a stop (invariant 7)."""
 
 
 class LocalCluster:
-    """Entered, everything is ready; left, everything has stopped, in order.
+    """On entry everything is ready; on exit everything has stopped, in order.
 
-    A process that dies is started again on its own port. A preemptible worker that was taken (`kill`, `notice`) or
-    drained stays away, as its machine would; `join_worker` brings a new one.
+    A process that dies is restarted on its own port. A preemptible worker that was preempted (`kill`, `notice`) or
+    drained is not restarted, as its machine is gone; `join_worker` adds a new one.
 
     Args:
-        options: what it consists of.
-        spec_of: what each process is; tests put small programs in the services' place.
+        options: what to start.
+        spec_of: returns each process's command; tests substitute small programs.
 
     Raises:
         ConfigError: on entering: a system already runs in the folder, a port is in use, Redis is not installed.
@@ -50,7 +50,7 @@ class LocalCluster:
     """
 
     def __init__(self, options: LocalOptions, *, spec_of: SpecOf = spec_of) -> None:
-        """Start nothing yet."""
+        """Prepare; nothing starts before entry."""
         self.options = options
         self.state = StateDir(options.state_dir)
         self._spec_of = spec_of
@@ -85,13 +85,13 @@ class LocalCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> bool:
-        """Stop everything, what was started last first."""
+        """Stop everything in reverse order of starting."""
         try:
             await self._stack.__aexit__(kind, error, at)
         except BaseExceptionGroup as group:
             if group.exceptions != (error,):
                 raise
-        return False  # the body's own error reaches the caller as it is, not in a group
+        return False  # the body's own error reaches the caller unwrapped, not in a group
 
     def _survey(self) -> Site:
         redis_port = self._ports.of("redis", self.options.redis_port)
@@ -123,7 +123,7 @@ class LocalCluster:
             names = [spec.name for spec in self._supervisor.specs() if spec.role in stage]
             await self._supervisor.stop(names, why="the system stopped", grace_s=_GRACE_S)
 
-    # --- what people see ----------------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -137,32 +137,32 @@ class LocalCluster:
 
     @property
     def config(self) -> Config:
-        """Where the system is, as the command line finds it."""
+        """The connection data that the command line reads."""
         return Config(self.url, self.token, self._site.redis_url, str(self.state.path), os.getpid())
 
     def processes(self) -> list[ProcessRecord]:
-        """Return what runs, and what ran."""
+        """Return all running and past processes."""
         return self._supervisor.records()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the processor seconds used so far by process name, over all its lives, descendants included."""
+        """Return the CPU seconds so far by process name, over all restarts, descendants included."""
         return self._supervisor.cpu_seconds()
 
     def on_event(self, listener: Callable[[ClusterEvent], None]) -> None:
-        """Call the listener, in the event loop, for whatever happens to a process from now on."""
+        """Call the listener, in the event loop, for every process event from now on."""
         self._listeners.append(listener)
 
     def _on_event(self, event: ClusterEvent) -> None:
-        if event.kind == "left":  # the machine is gone, with its address and its disk
+        if event.kind == "left":  # the machine is gone, with its port and its disk
             self._ports.release(event.name)
             shutil.rmtree(cache_dir(self.state.path) / event.name, ignore_errors=True)
         for listener in self._listeners:
             listener(event)
 
-    # --- what people do -----------------------------------------------------------------------------------------------
+    # --- operations -----------------------------------------------------------------------------------------------
 
     def join_worker(self) -> str:
-        """Start one more preemptible worker; return its name at once, before it is ready."""
+        """Start one more preemptible worker; return its name immediately, before it is ready."""
         self._spot_workers += 1
         name = f"worker-{self._spot_workers}"
         self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
@@ -174,26 +174,26 @@ class LocalCluster:
         await self._supervisor.until_ready(name)
 
     def kill(self, name: str) -> None:
-        """SIGKILL, without notice. A preemptible worker stays away; any other process is started again."""
+        """Send SIGKILL. A preemptible worker is not restarted; any other process is."""
         self._supervisor.kill(name)
 
     def notice(self, name: str) -> None:
-        """Tell a preemptible worker that its machine goes (SIGTERM); 30 s later it is gone in any case."""
+        """Send a preemption notice (SIGTERM) to a preemptible worker; SIGKILL follows after 30 s."""
         self._supervisor.notice(name)
 
 
 def _check_folder(cwd: Path) -> None:
-    """Refuse a folder whose own packages would hide ours: it comes first on every process's path.
+    """Refuse a folder whose packages would shadow ours: it comes first on every process's path.
 
     Raises:
-        ConfigError: it has another package `services` or `shared`.
+        ConfigError: it has a different package `services` or `shared`.
 
     """
     for package in (services, shared):
         ours, theirs = Path(str(package.__file__)), cwd / package.__name__ / "__init__.py"
         if theirs.exists() and not theirs.samefile(ours):
             raise ConfigError(
-                f"the package {theirs.parent} would hide rlboost's own {package.__name__!r}: "
+                f"the package {theirs.parent} would shadow rlboost's own {package.__name__!r}: "
                 "rename it, or start from another folder"
             )
 

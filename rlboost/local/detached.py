@@ -1,4 +1,4 @@
-"""A local system in the background: start `rlboost up` as a process of its own and wait until it is ready; stop it."""
+"""Start `rlboost up` in the background and wait until it is ready; stop it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KILL_LIMIT_S = 5.0
 
 
 def start(state: StateDir, arguments: Sequence[str]) -> Config:
-    """Start `rlboost up` with these arguments; return where the system is, once it is ready.
+    """Start `rlboost up` with these arguments; return the connection data when it is ready.
 
     Raises:
-        ConfigError: it refused its settings.
+        ConfigError: it rejected its settings.
         Fatal: it did not become ready.
 
     """
@@ -45,7 +45,7 @@ def start(state: StateDir, arguments: Sequence[str]) -> Config:
         )
     assert process.stdout is not None
     try:
-        # Every step of the start has its own limit, so this line or the end of the file comes.
+        # Every step of the start has a limit, so either this line or the end of the file arrives.
         line = process.stdout.readline()
     except KeyboardInterrupt:
         process.terminate()
@@ -66,10 +66,10 @@ def _complaint(log: Path, before: int) -> str:
 
 
 def stop(state: StateDir) -> bool:
-    """Stop the system in this folder, and wait until its supervisor has ended; False when none ran.
+    """Stop the system in this folder and wait for its supervisor to exit; return False if none ran.
 
     Raises:
-        Fatal: it is still there although it was killed.
+        Fatal: it still runs after SIGKILL.
 
     """
     if not state.running():
@@ -78,14 +78,14 @@ def stop(state: StateDir) -> bool:
     try:
         process = os.pidfd_open(supervisor)
     except ProcessLookupError:
-        return True  # it has ended meanwhile
+        return True  # it has exited
     try:
         for number, limit_s in ((signal.SIGTERM, _STOP_LIMIT_S), (signal.SIGKILL, _KILL_LIMIT_S)):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, number)
-            # The state folder is free a little earlier than the process has ended.
+            # The lock on the state folder is released slightly before the process exits.
             if select.select([process], [], [], limit_s)[0]:
                 return True
     finally:
         os.close(process)
-    raise Fatal(f"the supervisor {supervisor} of {state.path} does not end: end it by hand")
+    raise Fatal(f"the supervisor {supervisor} of {state.path} does not exit: kill it by hand")

@@ -1,7 +1,7 @@
 """Run a command that dies with the process that started it: `die_with_parent.py PARENT_PID COMMAND [ARGUMENT ...]`.
 
 A script and not a `preexec_fn`, because Python code between fork and exec is unsafe once the parent has threads.
-Elsewhere than on Linux the command runs without this bond.
+On systems other than Linux the command runs unbound.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 EXIT_CONFIG = 2
-"""As in `shared.lifecycle`, which is not imported here: this runs before the command, without site-packages."""
+"""As in `shared.lifecycle`, which is not importable here: this script runs without site-packages."""
 
 
 def main() -> int:
-    """Replace this process by the command; return an exit code only if that failed."""
+    """Replace this process with the command; return an exit code only on failure."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             print("prctl(PR_SET_PDEATHSIG) failed", file=sys.stderr)
             return 1
-        if os.getppid() != parent:  # it died before the bond was made
+        if os.getppid() != parent:  # the parent died first
             return 1
     try:
         os.execvp(command[0], command)  # noqa: S606 - running the given command is this script's purpose

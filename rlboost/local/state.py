@@ -1,12 +1,12 @@
-"""The state folder: where a running system is found by the command line, and what is left of one that has died.
+"""The state folder: how the command line finds a running system, and what remains of a dead one.
 
     config.json      {url, token, redis_url, state_dir, pid}
-    processes.json   what runs, replaced atomically at each change
-    lock             held by the supervisor for as long as it lives; its process id
-    logs/            one file a process
-    drained/         one empty file a worker that was drained and stays away
+    processes.json   all processes, replaced atomically at each change
+    lock             held by the supervisor while it lives; contains its process id
+    logs/            one file per process
+    drained/         one empty file per drained worker, which is not restarted
 
-Files that hold secrets are readable by their owner only.
+Files with secrets are readable by their owner only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,31 +21,32 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shared.atomic_file import replace_file
 from shared.errors import ConfigError
 
 _LOCK_PATIENCE_S = 1.0
-"""Another command that only looks whether a system runs holds the lock for microseconds."""
+"""A command that checks whether a system runs holds the lock for microseconds."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Where a system is and how to get in."""
+    """Connection data of a system."""
 
     url: str
     token: str
     redis_url: str
     state_dir: str
     pid: int
-    """Of the supervisor."""
+    """Process id of the supervisor."""
 
     def public(self) -> dict[str, str]:
-        """Return what `rlboost up --json` prints."""
+        """Return the fields that `rlboost up --json` prints."""
         return {"url": self.url, "token": self.token, "redis_url": self.redis_url, "state_dir": self.state_dir}
 
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """What is known of one process; `started_at` is RFC 3339."""
+    """Record of one process; `started_at` is RFC 3339."""
 
     name: str
     role: str
@@ -55,14 +55,14 @@ class ProcessRecord:
     restarts: int
     alive: bool
     note: str = ""
-    """Why it is not alive."""
+    """Why it is not running."""
 
 
 class StateDir:
-    """One state folder."""
+    """A state folder."""
 
     def __init__(self, path: Path) -> None:
-        """Name the folder; nothing is created yet."""
+        """Wrap the folder; creates nothing."""
         self.path = path.absolute()
 
     def log_of(self, name: str) -> Path:
@@ -71,10 +71,10 @@ class StateDir:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Own the folder, as the one supervisor.
+        """Own the folder as its only supervisor.
 
         Raises:
-            ConfigError: another supervisor runs on it, or the folder cannot be made.
+            ConfigError: another supervisor owns it, or the folder cannot be created.
 
         """
         try:
@@ -100,10 +100,10 @@ class StateDir:
             time.sleep(0.02)
 
     def require_free(self) -> None:
-        """Find out at once what `owned` would find out.
+        """Check early that the folder can be owned.
 
         Raises:
-            ConfigError: another supervisor runs on the folder.
+            ConfigError: another supervisor owns it.
 
         """
         if self.running():
@@ -118,12 +118,12 @@ class StateDir:
         )
 
     def _forget(self) -> None:
-        """Remove what a supervisor before us has said; the data of its processes stays."""
-        for said in (self.path / "config.json", self.path / "processes.json", *(self.path / "drained").iterdir()):
-            said.unlink(missing_ok=True)
+        """Remove the records of an earlier supervisor; the data of its processes stays."""
+        for record in (self.path / "config.json", self.path / "processes.json", *(self.path / "drained").iterdir()):
+            record.unlink(missing_ok=True)
 
     def running(self) -> bool:
-        """Tell whether a supervisor lives; a lock ends with its process, however that dies."""
+        """Return True if a supervisor lives; the kernel releases its lock when it dies."""
         try:
             descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -134,16 +134,16 @@ class StateDir:
             os.close(descriptor)
 
     def supervisor(self) -> int:
-        """Return the process id of the supervisor that owns the folder, or did; 0 if there was none."""
+        """Return the process id of the current or last supervisor, 0 if there was none."""
         try:
             return int((self.path / "lock").read_text(encoding="ascii") or 0)
         except FileNotFoundError:
             return 0
 
     def started_in(self) -> Path | None:
-        """Return the folder in which the supervisor was started: its processes look for files and modules from there.
+        """Return the working folder of the supervisor, from which its processes resolve files and modules.
 
-        None where that cannot be told.
+        None if unknown.
         """
         try:
             return Path(f"/proc/{self.supervisor()}/cwd").readlink()
@@ -151,27 +151,27 @@ class StateDir:
             return None
 
     def write_config(self, config: Config) -> None:
-        """Publish where the system is."""
+        """Write the connection data."""
         self.write("config.json", json.dumps(asdict(config), indent=2) + "\n")
 
     def config(self) -> Config | None:
-        """Return where the system is, or was; None when the folder has none."""
+        """Return the connection data of the current or last system, None if there is none."""
         raw = self._read("config.json")
         return None if raw is None else Config(**raw)
 
     def write_processes(self, records: Sequence[ProcessRecord]) -> None:
-        """Publish what runs."""
+        """Write the process records."""
         self.write("processes.json", json.dumps([asdict(record) for record in records], indent=2) + "\n")
 
     def processes(self) -> list[ProcessRecord]:
-        """Return what runs. Without a living supervisor nothing does: its processes die with it."""
+        """Return the running processes: none without a living supervisor, as they die with it."""
         records = [ProcessRecord(**raw) for raw in self._read("processes.json") or []]
         if self.running():
             return records
         return [replace(record, alive=False, note=record.note or "the supervisor is gone") for record in records]
 
     def set_drained(self, name: str, drained: bool) -> None:
-        """Say whether a worker was asked to leave for good, before it leaves."""
+        """Mark a worker as drained, before it exits, or clear the mark."""
         marker = self.path / "drained" / name
         if drained:
             marker.touch(mode=0o600)
@@ -179,16 +179,12 @@ class StateDir:
             marker.unlink(missing_ok=True)
 
     def drained(self, name: str) -> bool:
-        """Tell whether a worker was asked to leave for good."""
+        """Return True if a worker was drained."""
         return (self.path / "drained" / name).exists()
 
     def write(self, name: str, text: str) -> None:
-        """Replace a file atomically; only its owner may read it."""
-        target = self.path / name
-        draft = target.with_name(f".{name}.{secrets.token_hex(4)}")
-        draft.touch(mode=0o600)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(target)
+        """Replace a file atomically, readable by its owner only."""
+        replace_file(self.path / name, text, mode=0o600)
 
     def _read(self, name: str) -> Any:
         try:

@@ -1,11 +1,10 @@
-"""Keeps processes running: start, watch, start again after a back-off, stop in order.
+"""Keep processes running: start, watch, restart after a back-off, stop in order.
 
-A slot is one named place for a process. Its keeper task starts the process, waits for its end, and starts it again
-until the slot is asked to leave. What ends a slot for good:
+A slot is a named process. Its keeper task starts the process, waits for its exit, and restarts it. A slot ends when:
 
-- it was asked to leave: the system stops, the worker was preempted (`kill`, `notice`) or drained;
-- it exited with EXIT_CONFIG: started again without a change it would fail again;
-- it is in a crash loop: it died soon after each of many starts.
+- it was stopped: the system stops, or the worker was preempted (`kill`, `notice`) or drained;
+- it exited with EXIT_CONFIG: a restart would fail in the same way;
+- it is in a crash loop: it died soon after each of several starts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shared.lifecycle import EXIT_CONFIG
 from shared.waiting import Waits
 
 NOTICE_LEAD_S = 30.0
-"""From a notice until the machine is gone, which is what clouds give."""
+"""From a preemption notice until SIGKILL, as clouds give."""
 
 _KILL_LIMIT_S = 10.0
 _ASK_AGAIN_S = 0.1
@@ -41,7 +40,7 @@ EventKind = Literal["started", "ready", "died", "refused", "gave_up", "left", "k
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """Something that happened to a process; `at` is Unix seconds."""
+    """A process event; `at` is Unix seconds."""
 
     kind: EventKind
     name: str
@@ -50,7 +49,7 @@ class ClusterEvent:
 
 
 class StartFailed(Fatal):
-    """A process did not become ready; the text ends with the last lines of its output."""
+    """A process did not become ready; the message ends with the last lines of its output."""
 
 
 @dataclass
@@ -59,12 +58,12 @@ class _Slot:
     child: Child
     restarts: int = 0
     cpu_s: float = 0.0
-    """Of the lives before this child's."""
+    """CPU seconds of earlier runs."""
     note: str = ""
     leaving: str = ""
-    """Why it shall not be started again; empty while it shall."""
+    """Why it is not restarted; empty while it is."""
     killed: bool = False
-    """Whether its next end is our own doing."""
+    """True if its next exit is intended."""
     asked_to_leave: asyncio.Event = field(default_factory=asyncio.Event)
     keeper: asyncio.Task[None] | None = None
 
@@ -84,12 +83,12 @@ class _Slot:
 
 
 class Supervisor:
-    """All slots of one system.
+    """Supervises all slots of one system.
 
     Args:
-        state: where records go at each change.
-        tasks: owns the keepers; a keeper that fails (the disk is full, say) ends the group.
-        on_event: called in the event loop for whatever happens.
+        state: receives the records at each change.
+        tasks: owns the keepers; a keeper that fails, for example on a full disk, ends the group.
+        on_event: called in the event loop for every process event.
 
     """
 
@@ -101,23 +100,23 @@ class Supervisor:
         self._waits = Waits()
 
     async def close(self) -> None:
-        """Let go of what asks for readiness; the slots must have been stopped."""
+        """Close the readiness probe; the slots must have been stopped."""
         await self._readiness.close()
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
     def launch(self, spec: ProcessSpec) -> None:
-        """Start a process and keep it running.
+        """Start a process and supervise it.
 
         Raises:
-            Conflict: there is or was a process of this name.
+            Conflict: the name is in use or was used.
 
         """
         if spec.name in self._slots:
             raise Conflict(f"there is already a process {spec.name}")
         slot = self._slots[spec.name] = _Slot(spec, Child(spec))
         slot.keeper = self._tasks.create_task(self._keep(slot), name=f"keep {spec.name}")
-        self._tell("started", slot, f"pid {slot.child.pid}")
+        self._emit("started", slot, f"pid {slot.child.pid}")
 
     async def _keep(self, slot: _Slot) -> None:
         backoff = Backoff()
@@ -131,28 +130,28 @@ class Supervisor:
                 if backoff.is_loop:
                     last = next(iter(slot.child.output(1)), "it wrote nothing")
                     slot.note = f"crash loop: {backoff.deaths} short lives in a row; the last {end}: {last}"
-                    self._tell("gave_up", slot, slot.note)
+                    self._emit("gave_up", slot, slot.note)
                     return
-                self._tell("died", slot, f"{end}; starts again in {wait_s:g} s")
+                self._emit("died", slot, f"{end}; starts again in {wait_s:g} s")
                 if await _set_within(slot.asked_to_leave, wait_s):
                     slot.note = slot.leaving
-                    self._tell("left", slot, slot.note)
+                    self._emit("left", slot, slot.note)
                     return
                 slot.cpu_s += end.cpu_s
                 slot.child = Child(slot.spec)
                 slot.restarts += 1
-                self._tell("started", slot, f"pid {slot.child.pid}")
+                self._emit("started", slot, f"pid {slot.child.pid}")
         finally:
-            slot.child.send(signal.SIGKILL)  # only when this task was cancelled: otherwise it is dead
+            slot.child.send(signal.SIGKILL)  # only if this task was cancelled: otherwise the child is dead
 
     def _gone_for_good(self, slot: _Slot, end: Exit) -> bool:
         if slot.leaving or self._state.drained(slot.spec.name):
             slot.note = slot.leaving or "drained"
-            self._tell("left", slot, f"{slot.note}: {end}")
+            self._emit("left", slot, f"{slot.note}: {end}")
             return True
         if end.code == EXIT_CONFIG:
             slot.note = next(iter(slot.child.output(1)), str(end))
-            self._tell("refused", slot, slot.note)
+            self._emit("refused", slot, slot.note)
             return True
         return False
 
@@ -160,7 +159,7 @@ class Supervisor:
         """Wait until a process is ready.
 
         Raises:
-            StartFailed: it was not within its limit, or it keeps dying, or it refused its settings.
+            StartFailed: it exceeded its limit, is in a crash loop, or rejected its settings.
 
         """
         slot = self._slot(name)
@@ -169,17 +168,17 @@ class Supervisor:
             async with self._waits.on(name, because="it is starting", limit_s=slot.spec.ready_limit_s):
                 while (complaint := await self._readiness.complaint(slot.spec.ready)) is not None:
                     if slot.over or (slot.restarts >= _LIVES_BEFORE_READY - 1 and not slot.child.alive):
-                        raise StartFailed(_obituary(slot, f"{name} did not start: {slot.note}"))
+                        raise StartFailed(_exit_report(slot, f"{name} did not start: {slot.note}"))
                     await asyncio.sleep(_ASK_AGAIN_S)
         except Timeout as error:
             limit_s = slot.spec.ready_limit_s
-            raise StartFailed(_obituary(slot, f"{name} was not ready in {limit_s:.0f} s: {complaint}")) from error
-        self._tell("ready", slot, f"after {time.time() - slot.child.started_at:.1f} s")
+            raise StartFailed(_exit_report(slot, f"{name} was not ready in {limit_s:.0f} s: {complaint}")) from error
+        self._emit("ready", slot, f"after {time.time() - slot.child.started_at:.1f} s")
 
-    # --- ending -------------------------------------------------------------------------------------------------------
+    # --- stopping -----------------------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """SIGKILL without notice. A preemptible worker stays away, as its machine is gone; others are restarted."""
+        """Send SIGKILL. A preemptible worker is not restarted, as its machine is gone; other processes are."""
         slot = self._slot(name)
         if slot.over:
             return
@@ -187,10 +186,10 @@ class Supervisor:
             slot.leave("preempted without notice")
         slot.killed = True
         slot.child.send(signal.SIGKILL)
-        self._tell("killed", slot)
+        self._emit("killed", slot)
 
     def notice(self, name: str) -> None:
-        """SIGTERM to a preemptible worker, and SIGKILL if it is still there `NOTICE_LEAD_S` later.
+        """Send SIGTERM to a preemptible worker, and SIGKILL if it still runs `NOTICE_LEAD_S` later.
 
         Raises:
             Conflict: the process is not a preemptible worker.
@@ -198,15 +197,15 @@ class Supervisor:
         """
         slot = self._slot(name)
         if slot.spec.role != "preemptible":
-            raise Conflict(f"{name} is no preemptible worker: nobody sends it a notice")
+            raise Conflict(f"{name} is not a preemptible worker: notices go to those only")
         if slot.over:
             return
-        self._tell("noticed", slot)
+        self._emit("noticed", slot)
         stopping = self.stop([name], why="preempted with notice", grace_s=NOTICE_LEAD_S)
         self._tasks.create_task(stopping, name=f"notice {name}")
 
     async def stop(self, names: Iterable[str], *, why: str, grace_s: float) -> None:
-        """SIGTERM these processes, and SIGKILL what is left after the grace. Returns when they are dead."""
+        """Send SIGTERM to these processes, and SIGKILL after the grace period. Returns when they are dead."""
         slots = [self._slot(name) for name in names]
         keepers = [slot.keeper for slot in slots if slot.keeper is not None and not slot.keeper.done()]
         for slot in slots:
@@ -217,22 +216,22 @@ class Supervisor:
         for slot in slots:
             if not slot.over:
                 slot.child.send(signal.SIGKILL)
-                self._tell("killed", slot, f"it did not end within {grace_s:.0f} s")
+                self._emit("killed", slot, f"it did not end within {grace_s:.0f} s")
         if keepers:
             await asyncio.wait(keepers, timeout=_KILL_LIMIT_S)
 
-    # --- asking -------------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
 
     def specs(self) -> list[ProcessSpec]:
-        """Return what was launched."""
+        """Return the launched processes."""
         return [slot.spec for slot in self._slots.values()]
 
     def records(self) -> list[ProcessRecord]:
-        """Return what runs, and what ran."""
+        """Return the records of running and past processes."""
         return [slot.record() for slot in self._slots.values()]
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the processor seconds by name over all lives, descendants included."""
+        """Return the CPU seconds by name over all restarts, descendants included."""
         return {name: slot.cpu_s + slot.child.cpu_s() for name, slot in self._slots.items()}
 
     def _slot(self, name: str) -> _Slot:
@@ -240,7 +239,7 @@ class Supervisor:
             raise Conflict(f"there is no process {name!r}; there are: {', '.join(self._slots)}")
         return self._slots[name]
 
-    def _tell(self, kind: EventKind, slot: _Slot, detail: str = "") -> None:
+    def _emit(self, kind: EventKind, slot: _Slot, detail: str = "") -> None:
         self._state.write_processes(self.records())
         self._on_event(ClusterEvent(kind, slot.spec.name, time.time(), detail))
 
@@ -254,6 +253,6 @@ async def _set_within(event: asyncio.Event, limit_s: float) -> bool:
     return True
 
 
-def _obituary(slot: _Slot, what: str) -> str:
+def _exit_report(slot: _Slot, what: str) -> str:
     lines: Sequence[str] = slot.child.output(_SHOWN_LINES)
     return "\n".join([f"{what}; the end of {slot.spec.log}:", *(f"  {line}" for line in lines)])

@@ -1,4 +1,4 @@
-"""Whether a run did what it promised, from its record alone."""
+"""Check a run's guarantees from its record."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ STEPS_TO_LEARN = 8
 
 @dataclass(frozen=True)
 class Check:
-    """One promise; `detail` says what was counted."""
+    """One guarantee; `detail` gives the counts."""
 
-    promise: str
-    kept: bool
+    guarantee: str
+    held: bool
     detail: str
 
 
 def checks(record: Record) -> list[Check]:
-    """Return every promise that this run makes, in the order in which people ask."""
+    """Return the checks that apply to this run, most important first."""
     found = [_completed(record)]
     if record.settings.steps >= STEPS_TO_LEARN:
         found.append(_learned(record))
@@ -53,8 +53,8 @@ def _samples(record: Record) -> Check:
     detail = f"{requested:,} requested = {delivered:,} delivered + {dropped:,} dropped"
     if in_flight:
         detail += f" + {in_flight:,} in flight"
-    kept = requested > 0 and requested == delivered + dropped and in_flight == 0
-    return Check("Every sample was delivered, or dropped for a stated reason", kept, detail)
+    held = requested > 0 and requested == delivered + dropped and in_flight == 0
+    return Check("Every sample was delivered, or dropped for a stated reason", held, detail)
 
 
 def _duplicates(record: Record) -> Check:
@@ -64,26 +64,26 @@ def _duplicates(record: Record) -> Check:
 
 def _tokens(record: Record) -> Check:
     audit = record.audit
-    again = sum(audit.get("tokens_made_again", {}).values())
+    again = sum(audit.get("tokens_regenerated", {}).values())
     generated = audit.get("tokens_generated", 0)
     delivered = audit.get("tokens_delivered", 0) + audit.get("serving", {}).get("tokens_delivered", 0)
-    detail = f"{generated:,} generated = {delivered:,} delivered + {again:,} made again"
+    detail = f"{generated:,} generated = {delivered:,} delivered + {again:,} regenerated"
     return Check("Every token is accounted for", generated == delivered + again and generated > 0, detail)
 
 
 def _preemptions(record: Record) -> Check:
     counted = record.audit.get("preemptions", {})
     without, given = counted.get("without_notice", 0), counted.get("with_notice", 0)
-    kills, notices = record.made("kill"), record.made("notice")
-    wanted_kills, wanted_notices = record.wanted("kill"), record.wanted("notice")
-    kept = kills == wanted_kills and notices == wanted_notices and without >= kills and given >= notices
+    kills, notices = record.applied("kill"), record.applied("notice")
+    scheduled_kills, scheduled_notices = record.scheduled("kill"), record.scheduled("notice")
+    held = kills == scheduled_kills and notices == scheduled_notices and without >= kills and given >= notices
     detail = (
-        f"{kills} of {wanted_kills} by SIGKILL without notice, {notices} of {wanted_notices} with notice; "
+        f"{kills} of {scheduled_kills} by SIGKILL without notice, {notices} of {scheduled_notices} with notice; "
         f"the manager counted {without} and {given}"
     )
-    return Check("Every scheduled preemption took place, and was noticed", kept, detail)
+    return Check("Every scheduled preemption took place, and was noticed", held, detail)
 
 
 def _joins(record: Record) -> Check:
-    made, wanted = record.made("join"), record.wanted("join")
-    return Check("Every scheduled join took place", made == wanted, f"{made} of {wanted}")
+    applied, scheduled = record.applied("join"), record.scheduled("join")
+    return Check("Every scheduled join took place", applied == scheduled, f"{applied} of {scheduled}")

@@ -1,4 +1,4 @@
-"""The figures of a report, each drawn from the record alone."""
+"""The figures of a report, drawn from the record."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PARTS = (
     ("time/publish_s", "publishing weights", ORANGE),
 )
 CAUSES = {
-    "late": "made again: came after the sample had moved on",
-    "sample_over": "made again: came after the sample was complete",
-    "gap": "made again: came behind tokens that were lost",
+    "late": "regenerated: arrived after the sample had migrated",
+    "sample_over": "discarded: arrived after the sample was complete",
+    "gap": "regenerated: arrived after lost tokens",
     "dropped": "thrown away with a dropped sample",
 }
 
 
 def learning(record: Record) -> Figure:
-    """Draw accuracy and length over the steps."""
+    """Draw accuracy and length over steps."""
     drawn = figure(3.3)
     left, right = drawn.subplots(1, 2)
     if not record.steps:
@@ -80,7 +80,7 @@ def _lengths(axes: Axes, record: Record) -> None:
 
 
 def steps(record: Record) -> Figure:
-    """Draw where each step's time went, with the preemptions that fell into it."""
+    """Draw the time breakdown of each step, with its preemptions."""
     drawn = figure(3.2)
     axes = drawn.subplots()
     rows = record.training_rows
@@ -123,9 +123,9 @@ def _mark_preemptions(axes: Axes, record: Record, tops: dict[float, float], lift
 
 
 def tokens(record: Record) -> Figure:
-    """Draw what samples took along when they moved, and what was made again, by cause."""
+    """Draw migrated and regenerated tokens by cause."""
     generated = max(1, record.audit.get("tokens_generated", 0))
-    bars = [*_kept(record), *_made_again(record)]
+    bars = [*_migrated(record), *_regenerated(record)]
     most = max(n for _, n, _ in bars) or 1
     drawn = figure(0.7 + 0.34 * len(bars))
     axes = drawn.subplots()
@@ -142,22 +142,22 @@ def tokens(record: Record) -> Figure:
     return drawn
 
 
-def _kept(record: Record) -> list[tuple[str, int, str]]:
+def _migrated(record: Record) -> list[tuple[str, int, str]]:
     at_preemptions = at_handovers = 0
     for event in record.job_events:
-        if event.kind == "samples_taken" and event.fields["cause"] == "suspended":
+        if event.kind == "samples_unassigned" and event.fields["cause"] == "suspended":
             at_handovers += event.fields["tokens"]
-        elif event.kind == "samples_taken":
+        elif event.kind == "samples_unassigned":
             at_preemptions += event.fields["tokens"]
     return [
-        ("taken along: the worker was preempted", at_preemptions, GREEN),
-        ("taken along: the reserved engine handed over", at_handovers, PINK),
+        ("migrated: the worker was preempted", at_preemptions, GREEN),
+        ("migrated: the reserved engine handed over", at_handovers, PINK),
     ]
 
 
-def _made_again(record: Record) -> list[tuple[str, int, str]]:
-    again = {cause: n for cause, n in record.audit.get("tokens_made_again", {}).items() if n}
-    return [(CAUSES.get(cause, cause), n, RED) for cause, n in sorted(again.items())] or [("made again", 0, RED)]
+def _regenerated(record: Record) -> list[tuple[str, int, str]]:
+    again = {cause: n for cause, n in record.audit.get("tokens_regenerated", {}).items() if n}
+    return [(CAUSES.get(cause, cause), n, RED) for cause, n in sorted(again.items())] or [("regenerated", 0, RED)]
 
 
 def _column(rows: Sequence[dict[str, float]], name: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""The figure of the fleet: what each worker did when, who was taken, where samples went on, how fast it all was."""
+"""The fleet figure: worker states, preemptions, migrations and throughput over time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SOFT = 0.85
 
 
 def fleet(record: Record) -> Figure:
-    """Draw a row a worker, and below it the fleet's speed."""
+    """Draw one row per worker, and the fleet's throughput below."""
     found = rows(record)
     drawn = figure(2.7 + 0.3 * max(2, len(found)))
     began_at = record.job_began_at
@@ -92,7 +92,7 @@ def _draw_migrations(axes: Axes, found: Sequence[Row], moves: Sequence[Migration
             continue
         at, source, target = move.at - began_at, place[move.source], place[move.target]
         if move.cause == "suspended":
-            # At every step: a tick at the edge is enough.
+            # Migrations happen at every step: a tick at the edge is enough.
             axes.plot([at, at], [target + 0.22, target + _HEIGHT / 2], color=INK, lw=0.6, alpha=0.6)
         else:
             axes.plot([at, at], [source, target], color=INK, lw=0.9, zorder=3)
@@ -114,7 +114,7 @@ def _draw_speed(axes: Axes, record: Record, began_at: float) -> None:
 
 
 def _draw_steps(axes: Axes, record: Record, began_at: float) -> None:
-    """Write the numbers of the steps along the top."""
+    """Label the steps along the top."""
     begins: dict[int, float] = {}
     for seen in record.observations:
         begins.setdefault(seen.step, seen.at - began_at)

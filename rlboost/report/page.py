@@ -1,6 +1,6 @@
-"""The report: one HTML page without any external part, and its figures as PNG files.
+"""The report: one self-contained HTML page, and its figures as PNG files.
 
-A pure function of the record: made again, it is the same byte for byte with the same libraries.
+A pure function of the record: the same libraries produce the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlboost.report.template import PAGE
 
 
 class Section(NamedTuple):
-    """A figure with what is said about it."""
+    """A figure with its caption."""
 
     name: str
     title: str
@@ -34,31 +34,31 @@ SECTIONS = (
         name="learning",
         title="What it learned",
         draw=figures.learning,
-        caption="Held-out problems are distinct from all training problems and are answered at temperature 1. Most of "
-        "the gain is to go on searching rather than to answer at once or to give up, so samples become longer.",
+        caption="Held-out problems are distinct from all training problems and are answered at temperature 1. The "
+        "policy mainly learns to keep searching instead of answering early or giving up, so completions become longer.",
     ),
     Section(
         name="fleet",
         title="What happened to the fleet",
         draw=fleet,
-        caption="A row a worker. Crosses are machines that vanished, triangles are notices. Each dark line leads from "
-        "a preempted worker to one that went on with its unfinished samples; the small ticks are samples that the "
-        "reserved engine hands over at each step, when the trainer takes the device.",
+        caption="One row per worker. Crosses are kills without notice, triangles are notices. Each dark line leads "
+        "from a preempted worker to the one that resumed its samples; small ticks are samples that the reserved engine "
+        "hands over at each step, when the trainer takes the device.",
     ),
     Section(
         name="steps",
         title="Where each step's time went",
         draw=figures.steps,
-        caption="The trainer's view: until the reserved engine leaves it the device, without samples to train on, "
-        "training, and publishing the new weights.",
+        caption="The trainer's view: seeding by the reserved engine, waiting for samples, training, and publishing "
+        "the new weights.",
     ),
     Section(
         name="tokens",
-        title="What moving samples cost",
+        title="Cost of migration",
         draw=figures.tokens,
-        caption="Tokens that a sample takes along to another worker need not be generated again. Tokens are made again "
-        "when they reach the log after their sample has moved on. Those that a killed worker had not sent yet, a few "
-        "hundredths of a second's worth, never reach it and are not counted.",
+        caption="A migrated sample keeps its tokens. Tokens are regenerated if they arrive after their sample has "
+        "migrated. Tokens that a killed worker had not sent yet, at most one flush interval, never reach the log and "
+        "are not counted.",
     ),
 )
 
@@ -79,18 +79,18 @@ def write(record: Record, out: Path) -> Path:
 
 def render(record: Record, drawings: dict[str, str]) -> str:
     """Return the page, given each figure as an SVG element by its name."""
-    kept = all(check.kept for check in checks(record))
+    held = all(check.held for check in checks(record))
     return PAGE.substitute(
         name=escape(str(record.job.get("name", "no job"))),
-        verdict="Every promise was kept" if kept else "Not every promise was kept",
-        verdict_class="good" if kept else "bad",
+        verdict="Every guarantee held" if held else "Some guarantees were violated",
+        verdict_class="good" if held else "bad",
         intro=tables.intro(record),
         cards=tables.cards(record),
-        promises=tables.promises(record),
+        guarantees=tables.guarantees(record),
         sections="\n".join(_sections(drawings)),
         journeys=tables.journeys(record),
         counters=tables.counters(record),
-        processors=tables.processors(record),
+        cpu_time=tables.cpu_time(record),
         settings=tables.settings(record),
     )
 

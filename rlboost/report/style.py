@@ -1,4 +1,4 @@
-"""How figures look: one palette that colour-blind people can tell apart (Okabe and Ito), and quiet axes."""
+"""Style of figures: a color-blind-safe palette (Okabe and Ito) and minimal axes."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ _RC: Any = {
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Draw and save within this."""
+    """Apply the style while drawing and saving."""
     with mpl.rc_context(_RC):
         yield
 
 
 def figure(height_in: float) -> Figure:
-    """Return an empty figure as wide as the page."""
+    """Return an empty figure of the page's width."""
     return Figure(figsize=(WIDTH_IN, height_in))
 
 
 def say_empty(axes: Axes, text: str) -> None:
-    """Say in an empty figure why it is empty."""
+    """Write in an empty figure why it is empty."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
 
 
 def svg(drawn: Figure, name: str) -> str:
-    """Return the figure as an SVG element; the same figure gives the same text."""
+    """Return the figure as a deterministic SVG element."""
     out = StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None})

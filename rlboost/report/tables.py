@@ -1,4 +1,4 @@
-"""The parts of the page that are text: each returns HTML, with everything foreign escaped."""
+"""The text parts of the page: each function returns HTML with all inputs escaped."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _TEXT_CHARS = 600
 
 
 def intro(record: Record) -> str:
-    """Return one sentence on what was run."""
+    """Return one sentence that describes the run."""
     settings = record.settings
-    preempted = record.made("kill") + record.made("notice")
+    preempted = record.applied("kill") + record.applied("notice")
     began = datetime.fromtimestamp(record.began_at, UTC).strftime("%d %B %Y, %H:%M UTC")
     text = (
         f"{settings.steps} steps of GRPO on {settings.reserved} reserved and {settings.workers} preemptible workers, "
-        f"of which {preempted} were taken away, {record.made('kill')} of them by SIGKILL without notice, while "
-        f"{record.made('join')} new ones joined. {began}, {record.machine.cores} cores."
+        f"with {preempted} preemptions ({record.applied('kill')} by SIGKILL without notice) and "
+        f"{record.applied('join')} joins. {began}, {record.machine.cores} cores."
     )
     return escape(text)
 
 
 def cards(record: Record) -> str:
-    """Return the few numbers that people look at first."""
+    """Return the headline numbers."""
     audit = record.audit
     found: list[tuple[str, str, str]] = []
     if accuracy := record.accuracy:
@@ -48,21 +48,21 @@ def cards(record: Record) -> str:
     )
 
 
-def promises(record: Record) -> str:
-    """Return what the run promised, and whether it was kept."""
+def guarantees(record: Record) -> str:
+    """Return the guarantees and whether each held."""
     rows = []
     for check in checks(record):
-        kind, word = ("good", "✓ kept") if check.kept else ("bad", "✗ broken")
+        kind, word = ("good", "✓ held") if check.held else ("bad", "✗ violated")
         rows.append(
-            f'<tr><td class="{kind}">{word}</td><td>{escape(check.promise)}</td><td>{escape(check.detail)}</td></tr>'
+            f'<tr><td class="{kind}">{word}</td><td>{escape(check.guarantee)}</td><td>{escape(check.detail)}</td></tr>'
         )
     return f"<table>{''.join(rows)}</table>"
 
 
 def journeys(record: Record) -> str:
-    """Return samples that were begun by a worker that was taken and finished by others."""
+    """Return samples that a preempted worker started and other workers finished."""
     if not record.journeys:
-        return "<p>No sample that was kept for viewing had more than one worker.</p>"
+        return "<p>No retained sample had more than one worker.</p>"
     return "".join(_journey(journey) for journey in record.journeys)
 
 
@@ -79,10 +79,10 @@ def _journey(journey: Journey) -> str:
 
 
 def counters(record: Record) -> str:
-    """Return the audit as the manager keeps it."""
+    """Return the manager's audit."""
     audit = record.audit
     if not audit:
-        return "<p>There is no audit: the job did not come to its end.</p>"
+        return "<p>There is no audit: the job did not complete.</p>"
     rows: list[tuple[str, object]] = [
         ("samples requested", audit["requested"]),
         ("samples delivered", audit["delivered"]),
@@ -90,7 +90,7 @@ def counters(record: Record) -> str:
         ("samples in flight at the end", audit["in_flight"]),
         ("tokens generated", audit["tokens_generated"]),
         ("tokens delivered", audit["tokens_delivered"]),
-        *((f"tokens made again: {cause}", n) for cause, n in audit["tokens_made_again"].items()),
+        *((f"tokens regenerated: {cause}", n) for cause, n in audit["tokens_regenerated"].items()),
         ("tokens taken along by samples that moved", audit["tokens_saved"]),
         ("frames sent twice, cut", audit["duplicates"]),
         ("moves of a sample", audit["migrations"]),
@@ -100,10 +100,10 @@ def counters(record: Record) -> str:
     return _table((name, f"{n:,}") for name, n in rows)
 
 
-def processors(record: Record) -> str:
-    """Return processor seconds by kind of process."""
+def cpu_time(record: Record) -> str:
+    """Return CPU seconds by kind of process."""
     if not record.cpu_s:
-        return "<p>Processor time is known only of a run that came to its end.</p>"
+        return "<p>CPU time is recorded only for completed runs.</p>"
     total = sum(record.cpu_s.values())
     rows = [(kind, f"{seconds:.1f} s", f"{seconds / total:.0%}") for kind, seconds in record.cpu_s.items()]
     rows.append(("all", f"{total:.1f} s", ""))
@@ -112,7 +112,7 @@ def processors(record: Record) -> str:
 
 
 def settings(record: Record) -> str:
-    """Return what is needed to repeat the run."""
+    """Return the settings needed to repeat the run."""
     settings, machine = record.settings, record.machine
     return _table(
         [

@@ -57,13 +57,13 @@ pre { margin: 0; padding: 10px 14px; border-radius: 8px; background: #f5f7f9; fo
 <p>$intro</p>
 </header>
 <div class="cards">$cards</div>
-<section id="audit"><h2>What was promised</h2>$promises</section>
+<section id="audit"><h2>Guarantees</h2>$guarantees</section>
 $sections
-<section id="journeys"><h2>Samples that outlived their worker</h2>$journeys</section>
+<section id="journeys"><h2>Samples that survived a preemption</h2>$journeys</section>
 <div class="columns">
 <section id="counters"><h2>The audit</h2>$counters</section>
 <div>
-<section id="processors"><h2>Processor time</h2>$processors</section>
+<section id="cpu_time"><h2>CPU time</h2>$cpu_time</section>
 <section id="settings"><h2>This run</h2>$settings</section>
 </div>
 </div>

@@ -1,4 +1,4 @@
-"""The fleet's history, folded from a record: what each worker was doing when, and where samples went on elsewhere."""
+"""The fleet's history, computed from a record: worker states over time, and migrations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rlboost.report.record import JobEvent, Record, process_of
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "silent"]
-"""As the manager names them. `silent`: it is dead, and the manager does not know it yet."""
+"""The manager's states. `silent`: dead, but not detected by the manager yet."""
 
 _GONE = ("worker_lost", "worker_left")
 
@@ -34,14 +34,14 @@ class Row:
     role: str
     spans: list[Span] = field(default_factory=list)
     joined_at: float | None = None
-    """When the schedule brought it; None for those that were there from the beginning."""
+    """Time of its scheduled join; None for initial workers."""
     killed_at: float | None = None
     noticed_at: float | None = None
 
 
 @dataclass(frozen=True)
 class Migration:
-    """Samples that went on at another worker."""
+    """Samples that resumed on another worker."""
 
     at: float
     source: str
@@ -49,13 +49,13 @@ class Migration:
     target: str
     samples: int
     tokens: int
-    """Made before, and taken along."""
+    """Tokens generated before the migration."""
     cause: str
-    """Why they had to: `lost`, `left` or `suspended`."""
+    """Cause: `lost`, `left` or `suspended`."""
 
 
 def rows(record: Record) -> list[Row]:
-    """Return a row for every worker, the reserved ones first, then in the order in which they came."""
+    """Return one row per worker: reserved ones first, then by time of joining."""
     found: dict[str, Row] = {}
     changes = sorted(_state_changes(record), key=lambda change: change[0])
     end = record.job_ended_at or max((change[0] for change in changes), default=record.began_at)
@@ -78,26 +78,26 @@ def rows(record: Record) -> list[Row]:
         row.spans = [span for span in row.spans if span.ended_at > span.began_at]
         if row.joined_at is not None and (not row.spans or row.spans[0].began_at > row.joined_at):
             known_at = row.spans[0].began_at if row.spans else end
-            row.spans.insert(0, Span(row.joined_at, known_at, "joining"))  # its process starts
+            row.spans.insert(0, Span(row.joined_at, known_at, "joining"))  # process start
     return sorted(found.values(), key=lambda row: (row.role != "reserved", row.joined_at or 0.0, row.name))
 
 
 def migrations(record: Record) -> list[Migration]:
-    """Return where samples went, in order.
+    """Return all migrations, ordered by time.
 
-    Samples that one worker lost at once and that another one took over bit by bit are one migration, at its begin. The
-    events say from whom samples were taken, and to whom samples moved, but not which: they are matched in order, within
-    the same step, as no sample outlives its step.
+    Samples unassigned from one worker at once and resumed by one other worker in several batches are one migration,
+    dated at its start. Events name the source and the destination but not the samples: they are matched in order within
+    a step, as no sample outlives its step.
     """
     step_begins = _step_begins(record)
-    taken: deque[_Taken] = deque()
-    found: dict[tuple[_Taken, str], Migration] = {}
+    taken: deque[_Unassigned] = deque()
+    found: dict[tuple[_Unassigned, str], Migration] = {}
     for event in record.job_events:
         step = bisect_right(step_begins, event.at)
-        if event.kind == "samples_taken":
+        if event.kind == "samples_unassigned":
             fields = event.fields
-            taken.append(_Taken(step, process_of(fields["worker"]), fields["cause"], fields["samples"]))
-        elif event.kind == "samples_moved":
+            taken.append(_Unassigned(step, process_of(fields["worker"]), fields["cause"], fields["samples"]))
+        elif event.kind == "samples_migrated":
             while taken and taken[0].step < step:
                 taken.popleft()
             for source, move in _match(event, taken):
@@ -107,18 +107,18 @@ def migrations(record: Record) -> list[Migration]:
 
 
 @dataclass(eq=False)
-class _Taken:
-    """Samples that one worker lost at once."""
+class _Unassigned:
+    """Samples unassigned from one worker at once."""
 
     step: int
     source: str
     cause: str
     left: int
-    """Those that have not moved yet."""
+    """Samples not resumed yet."""
 
 
 def _step_begins(record: Record) -> list[float]:
-    """Return when each step but the first was first seen."""
+    """Return the time when each step after the first was first seen."""
     pairs = pairwise(record.observations)
     return [after.at for before, after in pairs if after.step > before.step]
 
@@ -127,7 +127,7 @@ def _joined(first: Migration, more: Migration) -> Migration:
     return replace(first, samples=first.samples + more.samples, tokens=first.tokens + more.tokens)
 
 
-def _match(event: JobEvent, taken: deque[_Taken]) -> Iterator[tuple[_Taken, Migration]]:
+def _match(event: JobEvent, taken: deque[_Unassigned]) -> Iterator[tuple[_Unassigned, Migration]]:
     target, left = process_of(event.fields["worker"]), event.fields["samples"]
     tokens_each = event.fields["tokens"] / max(1, left)
     while left and taken:
@@ -143,9 +143,9 @@ def _match(event: JobEvent, taken: deque[_Taken]) -> Iterator[tuple[_Taken, Migr
 def _state_changes(record: Record) -> Iterator[tuple[float, str, str, Any]]:
     """Yield (at, process, role, state or "gone"), unsorted.
 
-    Events are only told while there is a job, so what was there before is taken from the first time it was seen.
+    Events exist only while a job runs, so earlier states are taken from the first observation.
     """
-    told: set[str] = set()
+    known: set[str] = set()
     roles: dict[str, str] = {}
     first: dict[str, State] = {}
     for event in record.job_events:
@@ -153,7 +153,7 @@ def _state_changes(record: Record) -> Iterator[tuple[float, str, str, Any]]:
         name = process_of(worker)
         match event.kind:
             case "worker_joined":
-                told.add(worker)
+                known.add(worker)
                 roles[name] = event.fields["role"]
                 yield event.at, name, roles[name], "joining"
             case "worker_state":
@@ -165,7 +165,7 @@ def _state_changes(record: Record) -> Iterator[tuple[float, str, str, Any]]:
             case kind if kind in _GONE:
                 yield event.at, name, roles.get(name, "preemptible"), "gone"
     for worker in record.observations[0].workers if record.observations else []:
-        if worker.id not in told and worker.state not in ("lost", "left"):
+        if worker.id not in known and worker.state not in ("lost", "left"):
             began_at = max(worker.joined_at, record.began_at)
             yield began_at, process_of(worker.id), worker.role, first.get(worker.id, worker.state)
 
@@ -177,7 +177,7 @@ def _close(row: Row, at: float) -> None:
 
 
 def _silence(row: Row, killed_at: float) -> None:
-    """Cut at a death what the manager still believed, up to when it knew."""
+    """Replace the manager's state between a death and its detection by `silent`."""
     if not row.spans or row.spans[-1].ended_at <= killed_at:
         return
     known_at = row.spans[-1].ended_at

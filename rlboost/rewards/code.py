@@ -1,4 +1,4 @@
-"""Rewards for programs, run in a sandbox: `reward: {function: "rlboost.rewards.code:score"}`."""
+"""Reward for programs, run in a sandbox: `reward: {function: "rlboost.rewards.code:score"}`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def program_of(text: str) -> str | None:
-    """Return the last fenced block of Python in a text, None where there is none."""
+    """Return the last fenced block of Python in a text, None if there is none."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else None
 
@@ -28,19 +28,19 @@ def score(
     isolated: bool = True,
     **_columns: Any,
 ) -> list[float]:
-    """Return 1.0 for each completion whose program passes, 0.0 for every other and those without one.
+    """Return 1.0 for each completion whose program passes, 0.0 for any other.
 
     Args:
-        completions: texts, or lists of messages, of which the last counts; the last fenced block is the program.
-        tests: a column of Python that follows the program and raises where it is wrong (asserts).
-        cases: a column of lists of `{"input", "output"}`: what the program prints for each input, but for white space
-            at the ends; all must be right. A row has tests or cases.
-        limits: for each run, see `rlboost.rewards.sandbox.Limits`.
+        completions: texts, or lists of messages, whose last message is used; the last fenced block is the program.
+        tests: column of Python code that is appended to the program and raises if it is wrong (asserts).
+        cases: column of lists of `{"input", "output"}`: expected output for each input, ignoring surrounding white
+            space; all must match. A row has tests or cases.
+        limits: per run, see `rlboost.rewards.sandbox.Limits`.
         isolated: see `rlboost.rewards.sandbox.run`.
 
     Raises:
-        SandboxUnavailable: this machine does not let a program be shut in.
-        ValueError: the data has neither tests nor cases.
+        SandboxUnavailable: this machine cannot isolate a program.
+        ValueError: a row has neither tests nor cases.
 
     """
     allowed = replace(Limits(), **(limits or {}))
@@ -61,7 +61,7 @@ def score(
 
 
 def _passes(program: str, test: str, limits: Limits, *, isolated: bool) -> bool:
-    # A program that ends the process early has not come to the end, which prints a word it does not expect.
+    # A program that exits early never reaches the final print of a word it cannot know.
     word = secrets.token_hex(16)
     ran = run(f"{program}\n\n{test}\n\nprint({word!r})\n", "", limits, isolated=isolated)
     return _well(ran) and ran.output.rstrip().endswith(word)

@@ -1,4 +1,4 @@
-"""Rewards for mathematics, checked by math-verify: `reward: {function: "rlboost.rewards.math:score"}`."""
+"""Reward for mathematics, checked by math-verify: `reward: {function: "rlboost.rewards.math:score"}`."""
 
 from __future__ import annotations
 
@@ -7,70 +7,73 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from shared.reward_call import ground_truth
+from shared.user_code.reward_call import ground_truth
 
 try:
-    from rlboost.rewards.math_answers import Answer, equal, read, warm
+    from math_verify import parse, verify
 except ImportError as error:
     raise ImportError("mathematics is checked by math-verify: pip install 'rlboost[math]'") from error
 
 LIMIT_S = 1
-"""For reading one answer, and for comparing it; math-verify counts whole seconds."""
-_WARM_LIMIT_S = 60
-_MARKS = ("$", "\\boxed", "\\(", "\\[")
-"""One of them in a text says where its mathematics is."""
+"""For parsing one answer, and for comparing it; math-verify counts whole seconds."""
+_WARM_UP_LIMIT_S = 60
+_WARM_UP_ANSWERS = ("7", "1.5", r"\frac{1}{2}", r"2\sqrt{3}", "x^2 + 5x - 7", "(1, 2)", "y = 3x + 2", r"\{1, 2\}")
+_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+"""Any of them in a text marks where its mathematics is."""
 
 
 def score(
     completions: Sequence[str | Sequence[Mapping[str, Any]]], *, limit_s: int = LIMIT_S, **columns: Any
 ) -> list[float | None]:
-    r"""Return 1.0 for each completion whose answer equals what is right, 0.0 for another or none.
+    r"""Return 1.0 for each completion whose answer equals the ground truth, 0.0 for any other.
 
-    What is right is in the columns where `shared.reward_call.ground_truth` looks for it: LaTeX or plain, with or
-    without `$` or `\boxed`. None where nothing can be read there. An answer that takes longer than the limit is wrong.
+    The ground truth comes from the columns that `shared.user_code.reward_call.ground_truth` reads: LaTeX or plain text,
+    with or without `$` or `\boxed`. The reward is None if it cannot be parsed. An answer that exceeds the limit is
+    wrong.
 
     Args:
-        completions: texts, or lists of messages, of which the last counts.
-        limit_s: for reading one answer, and for comparing it.
-        columns: the data's, lists over the batch.
+        completions: texts, or lists of messages; only the last message is checked.
+        limit_s: for parsing one answer, and for comparing it.
+        columns: columns of the data set, lists over the batch.
 
     """
-    # math-verify's clock is a signal, which only the main thread gets; elsewhere the caller has to have a clock.
+    # math-verify's time limit is a signal, which only the main thread receives; other threads run without a limit.
     limit = limit_s if threading.current_thread() is threading.main_thread() else None
-    warm(None if limit is None else _WARM_LIMIT_S)
+    _warm_up(None if limit is None else _WARM_UP_LIMIT_S)
     rewards: list[float | None] = []
-    # Also what takes long, of which nothing is remembered beyond this group.
-    known: dict[tuple[Answer, Answer], float] = {}
     for i, completion in enumerate(completions):
-        gold = _right(str(ground_truth({name: values[i] for name, values in columns.items()})), limit)
-        if gold is None:
+        try:
+            gold = _ground_truth(str(ground_truth({name: values[i] for name, values in columns.items()})), limit)
+        except _UnparsableError:
             rewards.append(None)
             continue
-        answer = read(completion if isinstance(completion, str) else str(completion[-1]["content"]), limit)
-        if answer is None:
-            rewards.append(0.0)
-            continue
-        if (gold, answer) not in known:
-            known[gold, answer] = float(equal(gold, answer, limit))
-        rewards.append(known[gold, answer])
+        answer = parse(
+            completion if isinstance(completion, str) else str(completion[-1]["content"]), parsing_timeout=limit
+        )
+        rewards.append(float(verify(list(gold), answer, timeout_seconds=limit)))
     return rewards
 
 
-def _right(text: str, limit_s: int | None) -> Answer | None:
-    try:
-        return _read_right(text, limit_s)
-    except _Unreadable:
-        return None
-
-
 @lru_cache(maxsize=4096)
-def _read_right(text: str, limit_s: int | None) -> Answer:
-    # A group's completions all have the same one.
-    marked = text if any(mark in text for mark in _MARKS) else f"\\boxed{{{text}}}"
-    if (answer := read(marked, limit_s)) is None:
-        raise _Unreadable  # is not remembered: it may have been the time limit
-    return answer
+def _ground_truth(text: str, limit_s: int | None) -> tuple[Any, ...]:
+    """Parse a ground truth, once for all completions of its group."""
+    marked = text if any(delimiter in text for delimiter in _DELIMITERS) else f"\\boxed{{{text}}}"
+    if not (gold := tuple(parse(marked, parsing_timeout=limit_s))):
+        raise _UnparsableError  # not cached: the time limit may be the cause
+    return gold
 
 
-class _Unreadable(Exception):
-    """Nothing can be read in what is to be right."""
+class _UnparsableError(Exception):
+    """The ground truth cannot be parsed."""
+
+
+@lru_cache(maxsize=2)
+def _warm_up(limit_s: int | None) -> None:
+    """Parse and compare common forms of answers once, with a long limit.
+
+    The parser takes a hundred times as long for the first expression of a form, which can exceed the usual limit on a
+    busy machine.
+    """
+    answers = [parse(rf"\boxed{{{latex}}}", parsing_timeout=limit_s) for latex in _WARM_UP_ANSWERS]
+    for answer in answers:
+        verify(answers[-1], answer, timeout_seconds=limit_s)

@@ -1,8 +1,8 @@
-"""Runs Python that nobody has read: without a network, with limits, and killed hard.
+"""Run untrusted Python without a network, with resource limits, and with a hard kill.
 
-The program is in namespaces of its own: no network, no other processes, the whole file system read-only but for an
-empty folder in memory, which is its working directory. It sees the files that its user can read. Linux 5.12 or newer
-that lets users make namespaces; elsewhere it is refused, unless `isolated=False` is asked for.
+The program runs in its own namespaces: no network, no other processes, a read-only file system except for an empty
+in-memory working directory. It can read the files that its user can read. Needs Linux 5.12 or newer with unprivileged
+user namespaces; on other systems it is refused unless `isolated=False`.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ _PROBE_LIMIT_S = 20.0
 
 
 class SandboxUnavailable(RuntimeError):
-    """The kernel does not let this user shut a program in."""
+    """The kernel does not let this user isolate a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use."""
+    """Resource limits of a program."""
 
     wall_s: float = 5.0
     cpu_s: int = 5
-    """Of processor time, each process."""
+    """CPU time per process, seconds."""
     memory_bytes: int = 512 << 20
-    """Of address space, each process."""
+    """Address space per process."""
     file_bytes: int = 16 << 20
-    """Of one file, of its output, and of all its files together."""
+    """Limit of each file, of its output, and of all its files together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of a program."""
+    """Result of a program."""
 
     code: int
-    """Its exit code, or 128 and the signal that ended it."""
+    """Its exit code, or 128 plus the signal that ended it."""
     output: str
     errors: str
     timed_out: bool = False
 
 
 def run(program: str, stdin: str = "", limits: Limits = Limits(), *, isolated: bool = True) -> Ran:
-    """Run a Python program and wait for its end.
+    """Run a Python program and wait for its exit.
 
     Args:
-        program: its source.
-        stdin: what it can read.
-        limits: what it may use.
-        isolated: False leaves it the network and the file system, with the limits alone; a process that it starts in
-            a session of its own may then outlive it. For machines that forbid namespaces and are closed themselves.
+        program: source code.
+        stdin: text of its standard input.
+        limits: resource limits.
+        isolated: False allows network and file system access and applies only the limits; a process that it starts in
+            its own session may then outlive it. For machines that forbid namespaces and are isolated themselves.
 
     Raises:
-        SandboxUnavailable: it cannot be shut in.
+        SandboxUnavailable: it cannot be isolated.
 
     """
     if isolated:
@@ -74,24 +74,24 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), *, isolated: b
 
 @lru_cache(maxsize=1)
 def probe() -> None:
-    """Try whether a program can be shut in.
+    """Check that this machine can isolate a program.
 
     Raises:
         SandboxUnavailable: it cannot.
 
     """
-    # Only a program of our own is believed when it says so.
+    # Only our own program's claim is trusted.
     ran = _run("", "", Limits(wall_s=_PROBE_LIMIT_S), isolated=True)
     if ran.code != 0:
         raise SandboxUnavailable(
-            f"this machine does not let a program be shut in ({ran.errors.strip() or f'exit code {ran.code}'}): allow "
-            "unprivileged user namespaces here (in a container: its seccomp profile, too), or give the argument "
+            f"this machine cannot isolate a program ({ran.errors.strip() or f'exit code {ran.code}'}): allow "
+            "unprivileged user namespaces (in a container also in its seccomp profile), or pass the argument "
             "isolated: false where the machine itself is closed"
         )
 
 
 def _run(program: str, stdin: str, limits: Limits, *, isolated: bool) -> Ran:
-    # In files, so that a limit holds for them.
+    # In files, so that the file size limit applies.
     with tempfile.TemporaryDirectory() as work, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         asked = {
             "program": program,

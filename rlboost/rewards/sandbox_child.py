@@ -1,4 +1,4 @@
-"""Shuts itself in and then runs a program: started by `rlboost.rewards.sandbox` as a script, standard library only.
+"""Isolate this process, then run a program: a script of `rlboost.rewards.sandbox`, standard library only.
 
 Standard input has JSON, `{"program", "input", "work", "isolated", "cpu_s", "memory_bytes", "file_bytes"}`.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 UNAVAILABLE = 125
-"""The exit code where the kernel refuses; why is on standard error."""
+"""Exit code if the kernel refuses isolation; the reason is on standard error."""
 _NEW_NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x00020000 | 0x08000000
 """Users, network, processes, mounts, System V objects."""
 _MS_REC_PRIVATE = 0x4000 | 1 << 18
@@ -33,7 +33,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> int:
-    """Run the program; return its exit code, or 128 and the signal that ended it."""
+    """Run the program; return its exit code, or 128 plus the signal that ended it."""
     asked = json.load(sys.stdin.buffer)
     if asked["isolated"]:
         try:
@@ -46,7 +46,7 @@ def main() -> int:
     Path("input").write_text(asked["input"], encoding="utf-8")
     if not asked["isolated"]:
         _run(asked)
-    # The first process of the new namespace: when it ends, the kernel kills whatever else is in there.
+    # The first process of the new PID namespace: when it exits, the kernel kills the others.
     if (first := os.fork()) == 0:
         _call(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")
         if (program := os.fork()) == 0:
@@ -56,10 +56,10 @@ def main() -> int:
 
 
 def _shut_in(work: str, file_bytes: int) -> None:
-    """Leave the network, the other processes, and all that can be written outside `work`."""
+    """Detach from the network, other processes, and everything writable outside `work`."""
     uid, gid = os.getuid(), os.getgid()
     _call(libc.unshare(_NEW_NAMESPACES), "unshare")
-    # Nobody in there: what is executed has no privileges, not even over these mounts.
+    # Unmapped user: executed programs have no privileges, not even over these mounts.
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
     Path("/proc/self/uid_map").write_text(f"{_NOBODY} {uid} 1", encoding="ascii")
     Path("/proc/self/gid_map").write_text(f"{_NOBODY} {gid} 1", encoding="ascii")
@@ -69,12 +69,12 @@ def _shut_in(work: str, file_bytes: int) -> None:
     _call(code, "mount_setattr / read-only")
     size = f"size={file_bytes},mode=700".encode()
     _call(libc.mount(b"tmpfs", work.encode(), b"tmpfs", _MS_NOSUID_NODEV, size), f"mount {work}")
-    # The environment of other processes of this user can be read there.
+    # /proc exposes the environment of this user's other processes.
     _call(libc.mount(b"tmpfs", b"/proc", b"tmpfs", _MS_NOSUID_NODEV, b"size=4096,mode=555"), "mount /proc")
 
 
 def _run(asked: dict[str, Any]) -> None:
-    """Become the program."""
+    """Replace this process with the program."""
     cpu_s = asked["cpu_s"]
     limits = {
         resource.RLIMIT_CPU: cpu_s,
@@ -83,7 +83,7 @@ def _run(asked: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: _MOST_FILES,
         resource.RLIMIT_CORE: 0,
     }
-    if asked["isolated"]:  # elsewhere all processes of the user count
+    if asked["isolated"]:  # outside a namespace the limit counts all processes of the user
         limits[resource.RLIMIT_NPROC] = _MOST_PROCESSES
     for what, most in limits.items():
         resource.setrlimit(what, (most, most))

@@ -5,34 +5,37 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from functools import partial
 
-from prometheus_client import REGISTRY
-
+from services.rollout_manager.adapters.model_files import load_model_files
+from services.rollout_manager.adapters.prometheus import WorldCollector
 from services.rollout_manager.api import build
 from services.rollout_manager.app import Manager
-from services.rollout_manager.leadership import manager_at
-from services.rollout_manager.metrics import WorldCollector
+from services.rollout_manager.leadership import manager_record
+from services.rollout_manager.openai.routes import add_openai_routes
 from services.rollout_manager.settings import Settings
-from shared import http
+from shared.http import server
 from shared.lifecycle import run_service, supervise
-from shared.redis_bus import connect
+from shared.redis.bus import connect
 
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the manager until the stop."""
-    sock = http.bind(config.host, config.port)
+    sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")
     host, port = sock.getsockname()[:2]
+    record = manager_record(host, port, socket.gethostname(), config.public_url)
     manager = Manager(
         bus,
         lease_s=config.lease_s,
         redis_limit_s=config.redis_limit_s,
-        me=manager_at(host, port, socket.gethostname(), config.public_url).signed(config.token.get_secret_value()),
+        record=record.signed(config.token.get_secret_value()),
         leader_lease_s=config.leader_lease_s,
     )
-    REGISTRY.register(WorldCollector(manager))
+    WorldCollector(manager).register()
+    app = build(manager, bus, config, extensions=[partial(add_openai_routes, load_model_files=load_model_files)])
     try:
-        await supervise({"manage": manager.run, "http": http.server_loop(build(manager, bus, config), sock)}, stop)
+        await supervise({"manage": manager.run, "http": server.server_loop(app, sock)}, stop)
     finally:
         await bus.close()
 

@@ -1,11 +1,11 @@
-"""The REST API: thin routes over the manager's world and the bus."""
+"""The REST API: routes over the manager's world and the bus."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -14,77 +14,81 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.jobs import AsideJob, Job, to_json
-from services.rollout_manager.domain.offload import wanted
-from services.rollout_manager.serving_api import add_serving
+from services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
+from services.rollout_manager.domain.window_tuner import target_workers
 from services.rollout_manager.settings import Settings
-from services.rollout_manager.waits import waiting_of
-from services.rollout_manager.weights import add_weights
+from services.rollout_manager.wait_status import job_wait_status
+from services.rollout_manager.weights import weights_overview
 from shared import names
 from shared.bus import START, Append, Bus, Entry, HashSet, Op, position
-from shared.errors import ConfigError, Fenced
-from shared.http import Problem, bearer, create_app
+from shared.errors import BusUnavailable, ConfigError, Fenced, StoreUnavailable
+from shared.http.server import Problem, bearer, create_app
 from shared.ids import MAX_JOBS, new_token
-from shared.jobspec import JobSpec, WrongJob, parse
-from shared.jobspec import to_json as spec_to_json
+from shared.job.spec import InvalidJob, JobSpec, parse
+from shared.job.spec import to_json as spec_to_json
 from shared.messages import Drain, Event, JobCommand
 from shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
-COMMANDS_KEPT = 10_000
+COMMANDS_MAX_LEN = 10_000
 STREAM_BLOCK_S = 1.0
-IDEMPOTENCY_KEPT_S = 24 * 3600.0
+IDEMPOTENCY_TTL_S = 24 * 3600.0
 IDEMPOTENCY_KEY_CHARACTERS = 255
 
 _TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at", "since")
 
 
-def build(manager: Manager, bus: Bus, settings: Settings) -> FastAPI:
-    """Return the manager's HTTP app."""
+Extension = Callable[[APIRouter, Manager, Bus, Settings], None]
+"""Adds routes to the API."""
+
+
+def build(manager: Manager, bus: Bus, settings: Settings, extensions: Iterable[Extension] = ()) -> FastAPI:
+    """Return the manager's HTTP app, with the routes of `extensions` under `/v1`."""
     token = settings.token.get_secret_value()
     app = create_app("RLBoost", token=token, ready=lambda: _missing(manager))
     router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token)), Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
     _add_fleet(router, manager, settings)
-    add_weights(router, manager, bus, settings)
-    add_serving(router, manager, bus, settings)
+    _add_weights(router, manager, bus, settings)
+    for add_routes in extensions:
+        add_routes(router, manager, bus, settings)
     app.include_router(router)
     return app
 
 
-# --- who answers ------------------------------------------------------------------------------------------------------
+# --- leadership -------------------------------------------------------------------------------------------------------
 
 
 def _missing(manager: Manager) -> str | None:
     if manager.leads:
         return None
     leader = manager.other_leader
-    return f"standby; {leader.url} leads" if leader else "the world is not recovered: waiting for Redis"
+    return f"standby; {leader.url} leads" if leader else "the world is not recovered yet: waiting for Redis"
 
 
 def _leader_only(manager: Manager, token: str) -> Callable[[Request], Coroutine[Any, Any, None]]:
-    """Return a dependency that sends a request to the manager that leads."""
+    """Return a dependency that redirects requests to the leader."""
 
     async def check(request: Request) -> None:
         if manager.leads:
             return
         leader = manager.other_leader
         if leader is None:
-            raise _no_leader("no manager leads just now")
+            raise _no_leader("no manager leads at present")
         if not leader.is_signed(token):
             raise _no_leader(
-                f"who leads by what Redis says, {leader.url}, does not prove that it has the token, so nobody is sent "
-                "there: give all managers the same RLBOOST_TOKEN and the same version"
+                f"the leader in Redis, {leader.url}, is not signed with this manager's token, so clients are not "
+                "redirected: give all managers the same RLBOOST_TOKEN and the same version"
             )
-        asked = request.scope["raw_path"].decode() + "?" + request.scope["query_string"].decode()
-        where = {"Location": leader.url + asked.removesuffix("?")}
-        raise Problem(307, "Not the leader", f"{leader.url} leads: ask there", headers=where)
+        target = request.scope["raw_path"].decode() + "?" + request.scope["query_string"].decode()
+        headers = {"Location": leader.url + target.removesuffix("?")}
+        raise Problem(307, "Not the leader", f"{leader.url} leads: send the request there", headers=headers)
 
     return check
 
 
-def _no_leader(why: str) -> Problem:
-    return Problem(503, "No leader", f"{why}: try again", headers={"Retry-After": "1"})
+def _no_leader(reason: str) -> Problem:
+    return Problem(503, "No leader", f"{reason}: try again", headers={"Retry-After": "1"})
 
 
 async def _write(manager: Manager, ops: Sequence[Op]) -> None:
@@ -98,7 +102,7 @@ async def _write(manager: Manager, ops: Sequence[Op]) -> None:
 
 
 def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
-    creating = asyncio.Lock()  # two requests with one idempotency key may come at once
+    creating = asyncio.Lock()  # two requests with one idempotency key may be concurrent
 
     @router.post("/jobs", status_code=201, tags=["jobs"])
     async def create_job(
@@ -109,17 +113,17 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
         job_id = f"{spec.name}-{new_token(3)}"
         if idempotency_key:
             created = names.job_created(idempotency_key)
-            await bus.acquire([created], job_id, IDEMPOTENCY_KEPT_S)
-            job_id = (await bus.holders([created]))[0] or job_id
+            await bus.acquire(created, job_id, IDEMPOTENCY_TTL_S)
+            job_id = (await bus.lease_values([created]))[0] or job_id
         async with creating:
-            if aside := manager.world.aside.get(job_id):  # made by an earlier request with the same key
-                return JSONResponse({"id": aside.id, "state": aside.state}, 201)
+            if quarantined := manager.world.quarantined.get(job_id):  # created by an earlier request with the same key
+                return JSONResponse({"id": quarantined.id, "state": quarantined.state}, 201)
             job = manager.world.jobs.get(job_id) or await _create(manager, bus, job_id, spec)
         return JSONResponse({"id": job.id, "state": job.state}, 201)
 
     @router.get("/jobs", tags=["jobs"])
     async def list_jobs() -> list[dict[str, Any]]:
-        jobs: list[Job | AsideJob] = [*manager.world.jobs.values(), *manager.world.aside.values()]
+        jobs: list[Job | QuarantinedJob] = [*manager.world.jobs.values(), *manager.world.quarantined.values()]
         jobs.sort(key=lambda job: job.no)
         return [await _public(manager, bus, job) for job in jobs]
 
@@ -138,9 +142,9 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
         async def act(job_id: str) -> dict[str, Any]:
             job = _job(manager, job_id)
             if not job.allows(action):
-                raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it can not {action} any more")
+                raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
             command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
-            await _write(manager, [Append(names.JOB_COMMANDS, command, COMMANDS_KEPT)])
+            await _write(manager, [Append(names.JOB_COMMANDS, command, COMMANDS_MAX_LEN)])
             return {"id": job.id, "state": job.state}
 
     add_action("pause")
@@ -151,7 +155,7 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
 def _validated(raw: dict[str, Any]) -> JobSpec:
     try:
         return parse(raw)
-    except WrongJob as error:
+    except InvalidJob as error:
         fields = [{"field": field, "error": text} for field, text in error.fields]
         raise Problem(422, "Invalid job", str(error), errors=fields) from error
 
@@ -159,36 +163,36 @@ def _validated(raw: dict[str, Any]) -> JobSpec:
 async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job:
     no = await bus.increment(names.JOB_COUNTER)
     if no >= MAX_JOBS:
-        raise ConfigError(f"this system has had {no} jobs, which is all it can number: start one with a fresh Redis")
+        raise ConfigError(f"this system has had {no} jobs, the most it can number: start a new one with an empty Redis")
     job = Job(job_id, no, spec, created_at=time.time())
     command = JobCommand(
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
     record = HashSet(names.JOBS, {job_id: to_json(job)})
-    await _write(manager, [record, Append(names.JOB_COMMANDS, command, COMMANDS_KEPT)])
-    manager.world.add_job(job)
+    await _write(manager, [record, Append(names.JOB_COMMANDS, command, COMMANDS_MAX_LEN)])
+    manager.world.jobs[job.id] = job
     return job
 
 
 def _job(manager: Manager, job_id: str) -> Job:
     job = _known(manager, job_id)
-    if isinstance(job, AsideJob):
-        raise Problem(409, "Job set aside", f"job {job_id} is {job.reason}")
+    if isinstance(job, QuarantinedJob):
+        raise Problem(409, "Job quarantined", f"job {job_id} is {job.reason}")
     return job
 
 
-def _known(manager: Manager, job_id: str) -> Job | AsideJob:
-    job = manager.world.jobs.get(job_id) or manager.world.aside.get(job_id)
+def _known(manager: Manager, job_id: str) -> Job | QuarantinedJob:
+    job = manager.world.jobs.get(job_id) or manager.world.quarantined.get(job_id)
     if job is None:
         raise Problem(404, "No such job", f"there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs")
     return job
 
 
-async def _public(manager: Manager, bus: Bus, job: Job | AsideJob) -> dict[str, Any]:
-    if isinstance(job, AsideJob):
+async def _public(manager: Manager, bus: Bus, job: Job | QuarantinedJob) -> dict[str, Any]:
+    if isinstance(job, QuarantinedJob):
         return _times({**job.public(), "waiting": None})
-    (lease,) = await bus.holders([names.trainer_lease(job.id)])
-    waiting = waiting_of(manager.world, job, lease, time.time())
+    (trainer_status,) = await bus.lease_values([names.trainer_lease(job.id)])
+    waiting = job_wait_status(manager.world, job, trainer_status, time.time())
     return _times({**job.public(), "waiting": _times(waiting) if waiting else None})
 
 
@@ -200,14 +204,15 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-# --- what happened ----------------------------------------------------------------------------------------------------
+# --- history ----------------------------------------------------------------------------------------------------------
 
 
 def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.get("/jobs/{job_id}/audit", tags=["history"])
     async def audit(job_id: str) -> dict[str, Any]:
         job = _job(manager, job_id)
-        live = [(need.serves, n) for need, n in manager.world.live.items() if need.job_id == job.id]
+        in_flight = manager.world.in_flight
+        live = [(need.is_serving, in_flight.by_requirement[need]) for need in in_flight.of_job(job.id)]
         stored = await bus.hash_get(names.job_audit(job.id), "counters")
         counters: dict[str, Any] = (
             json.loads(stored) if stored else manager.world.audits.get(job.id, Audit()).model_dump()
@@ -232,7 +237,7 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     ) -> StreamingResponse:
         _known(manager, job_id)
         cursor = _checked_id(last_event_id or START)
-        # The job is looked up each time: after a recovery the world is another one.
+        # Look the job up each time: a recovery replaces the world.
         events = _tail(bus, request, job_id, cursor, lambda: _known(manager, job_id).ended)
         return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
 
@@ -259,16 +264,16 @@ def _checked_id(event_id: str) -> str:
 
 
 async def _tail(
-    bus: Bus, request: Request, job_id: str, cursor: str, over: Callable[[], bool]
+    bus: Bus, request: Request, job_id: str, cursor: str, is_over: Callable[[], bool]
 ) -> AsyncIterator[Entry | None]:
-    """Yield a job's events behind the cursor, None for a quiet moment, until all are read and it is over."""
+    """Yield a job's events after the cursor, and None when there is no new one, until `is_over` and all are read."""
     while not await request.is_disconnected():
-        last = over()
-        entries = await bus.read({names.job_events(job_id): cursor}, block_s=0 if last else STREAM_BLOCK_S)
+        over = is_over()
+        entries = await bus.read({names.job_events(job_id): cursor}, block_s=0 if over else STREAM_BLOCK_S)
         for entry in entries:
             cursor = entry.id
             yield entry
-        if not entries and last:
+        if not entries and over:
             return
         if not entries:
             yield None
@@ -277,7 +282,7 @@ async def _tail(
 async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
     async for entry in tail:
         if entry is None:
-            yield ": still here\n\n"
+            yield ": keep-alive\n\n"
         elif isinstance(entry.message, Event):
             yield f"id: {entry.id}\nevent: {entry.message.kind}\ndata: {entry.message.model_dump_json()}\n\n"
 
@@ -295,14 +300,14 @@ async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.get("/join", tags=["fleet"])
-    async def join(theirs: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
-        """Tell a worker that has this URL and the token where everything else is."""
-        if theirs != PROTOCOL:
+    async def join(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
+        """Return the addresses of the other services to a worker that joins."""
+        if protocol != PROTOCOL:
             raise Problem(
                 409,
-                "Another protocol",
-                f"the worker speaks protocol {theirs} and this manager {PROTOCOL}: install the same version of rlboost "
-                f"on both",
+                "Protocol mismatch",
+                f"the worker speaks protocol {protocol} and this manager {PROTOCOL}: install the same version of "
+                "rlboost on both",
             )
         return {
             "protocol": PROTOCOL,
@@ -318,9 +323,9 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"])
     async def drain(worker_id: str) -> dict[str, str]:
         if worker_id not in manager.world.fleet.workers:
-            detail = f"no worker {worker_id!r} is here: list them with 'rlboost worker list' or GET /v1/workers"
+            detail = f"there is no worker {worker_id!r}: list them with 'rlboost worker list' or GET /v1/workers"
             raise Problem(404, "No such worker", detail)
-        await _write(manager, [Append(names.worker_commands(worker_id), Drain(reason="asked over REST"))])
+        await _write(manager, [Append(names.worker_commands(worker_id), Drain(reason="requested over REST"))])
         return {"id": worker_id, "state": "draining"}
 
     @router.get("/fleet", tags=["fleet"])
@@ -332,6 +337,22 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
             "reserved": len(workers) - len(preemptible),
             "by_state": {state: sum(w.state == state for w in workers) for state in sorted({w.state for w in workers})},
             "tokens_per_s": sum(worker.tokens_per_s for worker in workers),
-            "wanted": wanted(job.offload for job in manager.world.active_jobs()),
+            "target_workers": target_workers(job.window_tuner for job in manager.world.jobs.active()),
             "worth_of_one_more": None,
         }
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _add_weights(router: APIRouter, manager: Manager, bus: Bus, settings: Settings) -> None:
+    @router.get("/weights", tags=["weights"])
+    async def weights() -> dict[str, Any]:
+        """Return the versions of every job's weights, oldest first, and the workers that serve them to others."""
+        url, token = settings.weight_store_url, settings.token.get_secret_value()
+        try:
+            return await weights_overview(bus, url, token, manager.world.fleet.workers.values())
+        except StoreUnavailable as error:
+            raise Problem(503, "No weight store", f"{error}: start it, then try again") from error
+        except BusUnavailable as error:
+            raise Problem(503, "No Redis", f"{error}: try again") from error

@@ -1,12 +1,11 @@
-"""The manager's one loop.
+"""The manager's loop.
 
-Consumes: jobs' commands and reports, requested groups, the token log, beats, committed weights.
-Produces: records of the token log, workers' commands, finished samples, events; each turn in one transaction with the
-    positions up to which the streams were read.
-Waits for: the next entry, or the next tick; as a standby, for the end of the leader's lease.
-Ends when: the stop is set. When Redis does not answer it is unknown what took place, so the lead is taken anew and the
-    world rebuilt from the log when Redis is back; that is also how a new manager begins. When another manager has
-    taken the lead, nothing that this one writes takes place: it forgets its world and becomes a standby.
+Consumes: job commands and reports, requested groups, the token log, heartbeats, committed weights.
+Produces: token-log records, worker commands, finished samples, events; each turn writes them in one transaction,
+    together with the positions up to which the streams were read.
+Waits for: the next entry or tick, in `Bus.read`; a standby, for the end of the leader's lease, in `try_lead`.
+Ends when: the stop is set. After a write without a reply, and at the start, the manager acquires leadership and
+    rebuilds the world from the log. A superseded manager cannot write: it discards its world and becomes a standby.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from typing import ClassVar
 
 import structlog
 
-from services.rollout_manager.carry_out import bookkeeping, operations
-from services.rollout_manager.domain import actions
+from services.rollout_manager.bus_operations import bookkeeping, operations
+from services.rollout_manager.completion_waiters import CompletionWaiters
+from services.rollout_manager.domain import effects
+from services.rollout_manager.domain.apply_messages import apply_frames, apply_message
 from services.rollout_manager.domain.compaction import compact, forget_ended
 from services.rollout_manager.domain.decide import decide
-from services.rollout_manager.domain.intake import take, take_frames
 from services.rollout_manager.domain.world import Now, World
-from services.rollout_manager.leadership import LEASE_S, Leader, Leadership, manager_at
+from services.rollout_manager.entry_batches import apply_in_batches
+from services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
 from services.rollout_manager.recovery import SHARED_STREAMS, recover
-from services.rollout_manager.runs import apply
-from services.rollout_manager.serving import Desk
 from shared import names
 from shared.bus import START, Bus, Entry, Op, Trim, after
 from shared.errors import BusUnavailable, Fatal, Fenced
@@ -36,9 +35,9 @@ from shared.lifecycle import until_stop
 log = structlog.get_logger(__name__)
 
 BLOCK_S = 0.05
-"""Longest wait for an entry: the time between two ticks when nothing happens."""
+"""Longest wait for an entry: the time between two ticks of an idle manager."""
 TURN_S = 0.01
-"""Shortest turn: what arrives within it is handled together."""
+"""Shortest turn: entries that arrive within it are handled together."""
 TRIM_EVERY_S = 1.0
 BATCH = 1024
 
@@ -46,7 +45,7 @@ BATCH = 1024
 class Manager:
     """Reads, decides, writes; `world` is what the REST API shows."""
 
-    TRIMMED_WHEN_READ: ClassVar[frozenset[str]] = frozenset({names.JOB_REPORTS, names.WORKER_BEATS})
+    TRIMMED_WHEN_READ: ClassVar[frozenset[str]] = frozenset({names.JOB_REPORTS, names.WORKER_HEARTBEATS})
 
     def __init__(
         self,
@@ -55,96 +54,96 @@ class Manager:
         lease_s: float,
         redis_limit_s: float,
         clock: Callable[[], Now] | None = None,
-        me: Leader | None = None,
+        record: ManagerRecord | None = None,
         leader_lease_s: float = LEASE_S,
     ) -> None:
-        """Prepare; the world is empty until it is recovered.
+        """Create a standby; the world is empty until it is recovered.
 
         Args:
             bus: the broker.
-            lease_s: a worker not heard for so long, and without a lease, is lost.
-            redis_limit_s: how long to try again when Redis does not answer.
-            clock: the current moment; the system's clocks when None.
-            me: as the lease names this manager; managers that may lead at once need different addresses.
-            leader_lease_s: how long a leading manager may be silent until another takes over.
+            lease_s: a worker without a lease is lost after this time without a heartbeat.
+            redis_limit_s: how long to retry while Redis is unavailable.
+            clock: returns the current time; the system's clocks when None.
+            record: describes this manager in the leader's lease; managers on one Redis need different addresses.
+            leader_lease_s: how long a leader may be silent until another manager takes over.
 
         """
         self._bus = bus
         self._now = clock or _now
         self._lease_s = lease_s
         self._redis_limit_s = redis_limit_s
-        self._leadership = Leadership(bus, me or manager_at("", 0, ""), leader_lease_s)
+        self._leadership = Leadership(bus, record or manager_record("", 0, ""), leader_lease_s)
         self.world = World(lease_s)
-        self.desk = Desk()
+        self.completion_waiters = CompletionWaiters()
         self.recovered = False
         self._cursors: dict[str, str] = {}
         self._audit_texts: dict[str, str] = {}
-        self._over: list[str] = []
-        """Streams that need no cursor any more."""
+        self._closed_streams: list[str] = []
+        """Streams whose stored cursors are to be deleted."""
         self._trimmed_at = 0.0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Manage until the stop, or stand by."""
-        away_since: float | None = None
+        """Lead or stand by until the stop."""
+        unavailable_since: float | None = None
         while not stop.is_set():
             try:
                 if not self.recovered and not await self.try_lead():
-                    away_since = None
-                    await until_stop(stop, self._leadership.look_every_s)
+                    unavailable_since = None
+                    await until_stop(stop, self._leadership.check_every_s)
                     continue
-                away_since = None
+                unavailable_since = None
                 began = time.monotonic()
                 await self.turn(BLOCK_S)
                 await until_stop(stop, max(0.0, TURN_S - (time.monotonic() - began)))
             except Fenced as error:
-                self._forget(str(error))
+                self._step_down(str(error))
             except BusUnavailable as error:
                 self.recovered = False
-                away_since = away_since or time.monotonic()
-                away_s = time.monotonic() - away_since
-                if away_s > self._redis_limit_s:
+                unavailable_since = unavailable_since or time.monotonic()
+                outage_s = time.monotonic() - unavailable_since
+                if outage_s > self._redis_limit_s:
                     raise Fatal(
-                        f"{error}; gave up after {away_s:.0f} s: start Redis, then start the manager"
+                        f"{error}; gave up after {outage_s:.0f} s: start Redis, then start the manager"
                     ) from error
-                log.warning("redis_away", error=str(error), away_s=round(away_s, 1))
+                log.warning("redis_unavailable", error=str(error), outage_s=round(outage_s, 1))
                 await until_stop(stop, 0.5)
         self.recovered = False
-        self.desk.close("this manager stops")
+        self.completion_waiters.close("the manager is shutting down")
         await self._leadership.resign()
 
     @property
     def leads(self) -> bool:
-        """Tell whether this manager leads and knows the world."""
+        """Return True if this manager leads and has recovered the world."""
         return self.recovered and self._leadership.leads
 
     @property
-    def other_leader(self) -> Leader | None:
-        """Return who leads in this one's place, None when nobody does that it knows of."""
-        return self._leadership.other
+    def other_leader(self) -> ManagerRecord | None:
+        """Return the record of the manager that leads instead of this one, None if there is none."""
+        return self._leadership.other_leader
 
     async def try_lead(self) -> bool:
-        """Take the lead and rebuild the world, unless another manager leads; tell whether this one does now.
+        """Become the leader and rebuild the world, unless another manager leads; return True on success.
 
         Raises:
-            Fenced: another took the lead meanwhile.
+            Fenced: another manager became the leader in the meantime.
             BusUnavailable: it is unknown who leads: try again.
 
         """
         self.recovered = False
-        if not await self._leadership.take():
+        if not await self._leadership.try_acquire():
             if self._cursors:
-                self._forget("another has taken the lead while it was in doubt")
+                self._step_down("another manager became the leader during an outage")
             return False
         recovered = await recover(self._bus, self._lease_s, self._now())
         self.world, self._cursors = recovered.world, recovered.cursors
         self._audit_texts.clear()
-        # The cursors of this fold are stored at once: what it counted must not be counted again.
+        # Store the cursors of this recovery now, so that what it counted is not counted again.
         await self._commit(dict(self._cursors))
         self.recovered = True
         return True
 
     async def recover(self) -> None:
-        """Take the lead and rebuild the world.
+        """Become the leader and rebuild the world.
 
         Raises:
             Fenced: another manager leads.
@@ -152,40 +151,40 @@ class Manager:
 
         """
         if not await self.try_lead():
-            raise Fenced("another manager leads: wait for the end of its lease")
+            raise Fenced("another manager leads: wait until its lease expires")
 
-    def _forget(self, why: str) -> None:
+    def _step_down(self, reason: str) -> None:
         self.recovered = False
         self.world = World(self._lease_s)
         self._cursors.clear()
         self._audit_texts.clear()
-        self.desk.close(why)
-        log.warning("superseded", reason=why)
+        self.completion_waiters.close(reason)
+        log.warning("leadership_lost", reason=reason)
 
     async def write(self, ops: Sequence[Op]) -> None:
-        """Carry out what a client asks for, as the leader.
+        """Apply a client's operations as the leader.
 
         Raises:
-            Fenced: this manager does not lead (any more); nothing took place.
-            BusUnavailable: it is unknown whether it took place.
+            Fenced: this manager does not lead, or no longer does; nothing was written.
+            BusUnavailable: it is unknown whether the operations took effect.
 
         """
         fence = self._leadership.fence
         try:
             await self._bus.transact(ops, fence)
         except (BusUnavailable, Fenced):
-            self._leadership.doubt(fence)  # the loop finds out at its next commit
+            self._leadership.invalidate(fence)  # the loop notices at its next commit
             raise
 
     async def turn(self, block_s: float = 0.0) -> None:
-        """Read what is there, waiting up to `block_s` for the first entry; decide; write."""
+        """Read new entries, waiting up to `block_s` for the first one; decide; write."""
         entries = await self._bus.read(self._cursors, count=BATCH, block_s=block_s)
         now = self._now()
         self._take(entries, now)
         suspects = self.world.fleet.suspects(now.mono)
-        holders = await self._bus.holders([names.worker_lease(worker) for worker in suspects])
-        dead = [worker for worker, holder in zip(suspects, holders, strict=True) if holder is None]
-        decide(self.world, now, dead, self.desk.clients)
+        leases = await self._bus.lease_values([names.worker_lease(worker) for worker in suspects])
+        dead = [worker for worker, lease in zip(suspects, leases, strict=True) if lease is None]
+        decide(self.world, now, dead, self.completion_waiters.clients)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in entries}
         trims: list[Op] = []
         if now.mono - self._trimmed_at > TRIM_EVERY_S:
@@ -193,19 +192,19 @@ class Manager:
             trims = self._trims()
             self._forget_ended(now)
         await self._commit(advanced, trims)
-        self.desk.ring(self.world)
+        self.completion_waiters.notify(self.world)
         self._follow_jobs()
 
     def _take(self, entries: list[Entry], now: Now) -> None:
         world = self.world
         self._cursors.update((entry.stream, entry.id) for entry in entries)
-        for entry, error in apply(
+        for entry, error in apply_in_batches(
             sorted(entries, key=_apply_order),
-            lambda frames: take_frames(world, frames),
-            lambda entry: take(world, entry.message, entry.id, now),
+            lambda frames: apply_frames(world, frames),
+            lambda entry: apply_message(world, entry.message, entry.id, now),
         ):
-            log.warning("buried", stream=entry.stream, entry=entry.id, reason=str(error))
-            world.actions.append(actions.Bury(entry.stream, entry.id, entry.message, str(error)))
+            log.warning("dead_lettered", stream=entry.stream, entry=entry.id, reason=str(error))
+            world.outbox.add(effects.DeadLetterEntry(entry.stream, entry.id, entry.message, str(error)))
 
     async def _commit(self, advanced: dict[str, str], trims: list[Op] | None = None) -> None:
         changed = {}
@@ -214,12 +213,12 @@ class Manager:
             if self._audit_texts.get(job_id) != text:
                 self._audit_texts[job_id] = text
                 changed[job_id] = audit
-        over, self._over = self._over, []
-        decided = self.world.take_actions()
-        ops = [*operations(decided), *bookkeeping(advanced, changed, over), *(trims or ())]
+        closed_streams, self._closed_streams = self._closed_streams, []
+        decided = self.world.outbox.take()
+        ops = [*operations(decided), *bookkeeping(advanced, changed, closed_streams), *(trims or ())]
         ops += self._leadership.renewal(self._now().mono)
         await self._bus.transact(ops, self._leadership.fence)
-        self.desk.refuse(decided)
+        self.completion_waiters.fail(decided)
 
     def _forget_ended(self, now: Now) -> None:
         forget_ended(self.world, now.wall)
@@ -227,13 +226,13 @@ class Manager:
             del self._audit_texts[job_id]
 
     def _follow_jobs(self) -> None:
-        """Read the requests of active jobs, and no others."""
-        wanted = {names.rollouts_requested(job.id) for job in self.world.active_jobs()}
-        for stream in wanted - self._cursors.keys():
+        """Read the request streams of active jobs only."""
+        active = {names.rollouts_requested(job.id) for job in self.world.jobs.active()}
+        for stream in active - self._cursors.keys():
             self._cursors[stream] = START
-        for stream in self._cursors.keys() - wanted - set(SHARED_STREAMS):
+        for stream in self._cursors.keys() - active - set(SHARED_STREAMS):
             del self._cursors[stream]
-            self._over.append(stream)
+            self._closed_streams.append(stream)
 
     def _trims(self) -> list[Op]:
         oldest = compact(self.world, self._cursors[names.TOKEN_LOG])
@@ -245,8 +244,8 @@ class Manager:
 
 
 def _apply_order(entry: Entry) -> int:
-    # Requests come before the log, beats last: a beat that says "suspended" follows the frames flushed before it.
-    if entry.stream == names.WORKER_BEATS:
+    # Requests before the log, heartbeats last: a heartbeat in state "suspended" follows the frames flushed before it.
+    if entry.stream == names.WORKER_HEARTBEATS:
         return 3
     return {names.TOKEN_LOG: 2}.get(entry.stream, 0 if entry.stream in SHARED_STREAMS else 1)
 

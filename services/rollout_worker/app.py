@@ -1,244 +1,284 @@
-"""The loops of one rollout worker.
+"""The life of one rollout worker: join, work, shut down.
 
-prepare-engine: imports what the engine needs, once the worker has joined, and ends.
-commands: consumes the incarnation's commands in order and waits for the next; a pull of weights goes on beside it.
-flush: moves what the engine has made to the token log; waits one flush interval.
-beats: produces `WorkerJoined`, beats and the lease; waits one beat interval or for a change of state, and never for the
-    engine or for weights.
-hand-off: waits for the stop, and hands off: see `leaving`.
-
-All end at the stop; beats last, with the hand-off. A dead engine shows at the next flush and ends the process
-(invariant 8).
+Join: `_join` sends the first heartbeat, and retries while Redis is unavailable.
+Work: three loops run until the stop: heartbeats, flushes and commands (`commands`). The engine's imports and weight
+    updates (`weight_updates`) have tasks of their own, so a heartbeat never waits for them. HTTP, preemption watch and
+    hang watchdog are extra loops of `run`.
+Shut down: a signal, a preemption notice or the manager's drain sets the stop. `shutdown` then hands off what the worker
+    holds (invariant 7); heartbeats continue until `WorkerLeft`, the last message.
+Failure: a task that fails cancels all others; `_report_failure` tells the manager why, and the process exits non-zero
+    (invariant 8). A dead engine fails the next flush.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import structlog
 
-from services.rollout_worker.domain.actions import (
-    Abort,
-    Action,
-    Complain,
-    Continue,
-    Halt,
-    HandBack,
-    Leave,
-    Pull,
-    Rejoin,
-    Return,
-    StopPulling,
-    Submit,
-)
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.leaving import Leaving
-from services.rollout_worker.link import REDIS_LIMIT_S, RETRY_S, Link
-from services.rollout_worker.ports import Request, WeightSource
-from services.rollout_worker.pulling import Outcome, Pulling
-from services.rollout_worker.startup import Startup
-from shared import names
-from shared.bus import Bus, Entry
-from shared.columns import ints
+from services.rollout_worker.commands import CommandLoop
+from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from services.rollout_worker.generator import Generator, ParityCheckFailed
+from services.rollout_worker.manager_connection import REDIS_LIMIT_S, RETRY_INTERVAL_S, ManagerConnection
+from services.rollout_worker.ports import EngineFailed, WeightSource
+from services.rollout_worker.startup_timer import StartupTimer
+from services.rollout_worker.weight_updates import WeightUpdates
+from shared.bus import Bus
 from shared.errors import BusUnavailable, Fatal
-from shared.lifecycle import Loop, supervise, until_stop
-from shared.messages import Assignment
+from shared.lifecycle import Loop, stop_cause, supervise, until_stop
 from shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 
-_BLOCK_S = 1.0
+_HAND_OFF_PART = 0.8
+"""Part of the grace that the hand-off may take: the process must exit within the grace."""
+_PAUSE_LIMIT_S = 1.0
+"""How long the shutdown waits for the engine to pause: longer than a step, shorter than a load of large weights."""
+_CLOSE_LIMIT_S = 1.0
+"""How long the shutdown waits for the engine to close, after the hand-off."""
+_FAILURE_REPORT_LIMIT_S = 2.0
+"""How long a failed worker tries to tell the manager why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How often a worker does what, and how long at most, in seconds; see `Settings`."""
+class WorkerOptions:
+    """Behavior of a worker; see `Settings`."""
 
     flush_interval_s: float
-    beat_interval_s: float
+    heartbeat_interval_s: float
     grace_s: float
+    """From the stop until the process must be gone."""
     finish_limit_s: float = 600.0
-    """How long new weights wait for the samples that are to end under the old ones; then these go on under the new
-    ones, as without `in_flight: finish`. Only a newer version begins the wait anew, `max_staleness` times at most."""
+    """With `in_flight: finish`: how long new weights wait for samples to finish under the current ones. Afterwards the
+    samples continue under the new weights. A newer version restarts the wait, at most `max_staleness` times."""
+    drain_on_rebalance: bool = False
+    """Drain when the cloud recommends to rebalance."""
 
 
 class Worker:
-    """One worker process: an engine, and the link under which the manager knows it.
+    """One worker process: an engine and its connection to the manager.
 
-    With `heeds_advice` it leaves, as if the manager had drained it, when its machine is likely to be taken away.
+    Args:
+        stop: the process's stop event; the worker also sets it when it decides to drain.
+        bus: Redis.
+        connection: writes heartbeats, tokens and events.
+        generator: owns the engine.
+        weights: provides weights.
+        options: intervals, limits and behavior.
+        waits: lists what is waited for.
+        startup: times the phases up to the first token.
+
     """
 
     def __init__(
         self,
+        stop: asyncio.Event,
         bus: Bus,
-        link: Link,
+        connection: ManagerConnection,
         generator: Generator,
         weights: WeightSource,
-        pace: Pace,
+        options: WorkerOptions,
         waits: Waits,
-        *,
-        heeds_advice: bool = False,
-        startup: Startup | None = None,
+        startup: StartupTimer | None = None,
     ) -> None:
-        self._bus = bus
-        self._link = link
+        self._stop = stop
+        self._connection = connection
         self._generator = generator
-        self._pace = pace
-        self._startup = startup or Startup()
-        self._pulling = Pulling(link, generator, weights, waits, self._startup, pace.finish_limit_s)
-        self.leaving = Leaving(link, generator, waits, pace.grace_s, heeds_advice=heeds_advice)
-        self._announced = asyncio.Event()
-        self._deciding = asyncio.Lock()
+        self._options = options
+        self._waits = waits
+        self._startup = startup or StartupTimer()
+        self._heartbeat_now = asyncio.Event()
+        """Set when the next heartbeat should not wait for its interval."""
+        self._handed_off = asyncio.Event()
+        """Set when `WorkerLeft` has been sent."""
+        self._updates = WeightUpdates(connection, generator, weights, waits, self._startup, options.finish_limit_s)
+        self._commands = CommandLoop(
+            bus,
+            connection,
+            generator,
+            self._updates,
+            self._startup,
+            on_drain=self.drain,
+            on_state_changed=self._heartbeat_now.set,
+        )
+        self._redis_answered_at = time.monotonic()
+        self._drain_reason = ""
+        self._notice = Notice("")
 
-    async def run(self, stop: asyncio.Event, more: Mapping[str, Loop]) -> None:
-        """Work until the stop, with `more` loops beside; then hand off."""
-        self.leaving.stop = stop
-        loops: dict[str, Loop] = {
-            "commands": self._obey,
-            "flush": self._flush,
-            "beats": self._beat,
-            "hand-off": self.leaving.hand_off,
-            **more,
-        }
+    async def run(self, extra_loops: Mapping[str, Loop]) -> None:
+        """Join, work until the stop and shut down, with `extra_loops` next to it.
+
+        Raises:
+            ExceptionGroup: a loop failed. The manager knows why, if Redis answered within 2 s.
+
+        """
         try:
-            await supervise(loops, stop, grace_s=self._pace.grace_s)
+            await supervise({"worker": self._live, **extra_loops}, self._stop, grace_s=self._options.grace_s)
         except ExceptionGroup as group:
-            await self.leaving.say_why(group)
+            await self._report_failure(group)
             raise
 
-    # --- commands -----------------------------------------------------------------------------------------------------
+    async def _live(self, stop: asyncio.Event) -> None:
+        await self._join()
+        async with asyncio.TaskGroup() as group:
+            heartbeats = group.create_task(self._send_heartbeats(), name="heartbeats")
+            group.create_task(self._flush_until_stop(), name="flush")
+            commands = (
+                group.create_task(self._generator.prepare(), name="prepare-engine"),
+                group.create_task(self._commands.run(group), name="commands"),
+            )
+            await stop.wait()
+            await self.shutdown(commands)
+            heartbeats.cancel()
 
-    async def _obey(self, stop: asyncio.Event) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._prepare_engine(), name="prepare-engine"),
-                    group.create_task(self._read_commands(group), name="read-commands"),
-                ]
-                await stop.wait()
-                for task in tasks:
-                    task.cancel()
-                self._pulling.cancel()
-        finally:
-            self.leaving.commands_over.set()
+    # --- join and work ------------------------------------------------------------------------------------------------
 
-    async def _prepare_engine(self) -> None:
-        await self._announced.wait()
-        await self._generator.prepare()
+    async def _join(self) -> None:
+        """Send heartbeats until the first has arrived, which announces the worker; return early at the stop."""
+        while not await self._send_heartbeat():
+            if await until_stop(self._stop, self._options.heartbeat_interval_s):
+                return
+        self._startup.end("join")
 
-    async def _read_commands(self, group: asyncio.TaskGroup) -> None:
-        await self._announced.wait()
+    async def _send_heartbeats(self) -> None:
+        """Send a heartbeat in each interval, and at once after a change of state."""
         while True:
-            me = self._link.me
-            try:
-                entries = await self._bus.read({names.worker_commands(me.worker): me.cursor}, block_s=_BLOCK_S)
-            except BusUnavailable as error:
-                log.warning("redis_away", error=str(error), during="reading commands")
-                await asyncio.sleep(RETRY_S)
-                continue
-            for entry in entries:
-                async with self._deciding:
-                    if me is not self._link.me:
-                        break
-                    me.cursor = entry.id
-                    log.debug("command", command=entry.message.tag)
-                    await self._carry_out(me.session.handle(entry.message), group, entry)
+            await until_stop(self._heartbeat_now, self._options.heartbeat_interval_s)
+            self._heartbeat_now.clear()
+            await self._send_heartbeat()
 
-    async def _carry_out(self, actions: Sequence[Action], group: asyncio.TaskGroup, entry: Entry | None = None) -> None:
-        for action in actions:
-            match action:
-                case Pull():
-                    self._startup.end("version")
-                    await self._begin_pull(action, group)
-                case StopPulling():
-                    await self._pulling.stop()
-                case Leave(reason):
-                    self.leaving.leave(reason)
-                case Rejoin(reason):
-                    await self._rejoin(reason)
-                case Complain(reason):
-                    if entry is not None:
-                        await self._link.insist("report a protocol error", lambda: self._link.bury(entry, reason))
-                case _:
-                    await self._tell_engine(action)
-        if self._link.has_news:
-            self.leaving.changed.set()
+    async def _send_heartbeat(self) -> bool:
+        """Send one heartbeat; return False if Redis is unavailable.
 
-    async def _begin_pull(self, pull: Pull, group: asyncio.TaskGroup) -> None:
-        async def apply(outcome: Outcome) -> None:
-            async with self._deciding:
-                await self._carry_out(await outcome(), group)
+        Raises:
+            Fatal: Redis has been unavailable for too long.
 
-        await self._pulling.begin(pull, group, apply)
+        """
+        try:
+            await self._connection.send_heartbeat()
+        except BusUnavailable as error:
+            if time.monotonic() - self._redis_answered_at > REDIS_LIMIT_S:
+                raise Fatal(f"{error}; gave up after {REDIS_LIMIT_S:.0f} s: start Redis, then the worker") from error
+            return False
+        self._redis_answered_at = time.monotonic()
+        return True
 
-    async def _tell_engine(self, action: Action) -> None:
-        match action:
-            case Submit(samples):
-                self._startup.end("assignment")
-                self._generator.submit([_request(sample) for sample in samples])
-            case Abort(keys):
-                self._generator.abort(keys)
-            case HandBack(keys):
-                self._generator.hand_back(keys)
-            case Return(samples):
-                self._link.give_back(samples)
-            case Halt(keys):
-                await self._generator.hold("suspended")
-                await self._link.insist("flush before the suspension", self._link.flush)
-                self._generator.abort(keys)
-                self._link.me.session.halted()
-            case Continue():
-                await self._generator.release("suspended")
-
-    async def _rejoin(self, reason: str) -> None:
-        await self._pulling.stop()
-        self._generator.abort(list(self._link.me.session.held.items()))
-        await self._link.rejoin(reason)
-        await self._generator.release("suspended")
-
-    # --- regularly ----------------------------------------------------------------------------------------------------
-
-    async def _flush(self, stop: asyncio.Event) -> None:
-        while not await until_stop(stop, self._pace.flush_interval_s):
+    async def _flush_until_stop(self) -> None:
+        """Send new tokens to the log in each interval; pause the engine while too many are unsent."""
+        while not await until_stop(self._stop, self._options.flush_interval_s):
             try:
                 made = self._generator.stats().tokens_made_total
-                await self._link.flush()
-                self._startup.flushed(made)
-                self._pulling.flushed.set()
-                await self._generator.release("unsent")
+                await self._connection.flush()
+                self._startup.on_flush(made)
+                self._updates.on_flush()
+                await self._generator.resume("unsent")
             except BusUnavailable as error:
-                unsent = self._link.me.outbox
-                log.warning("redis_away", error=str(error), during="flush", unsent_bytes=unsent.unsent_bytes)
-                if unsent.full:
-                    await self._generator.hold("unsent")
-                await until_stop(stop, RETRY_S)
+                outbox = self._connection.incarnation.outbox
+                log.warning("redis_unavailable", error=str(error), during="flush", unsent_bytes=outbox.unsent_bytes)
+                if outbox.is_full:
+                    await self._generator.pause("unsent")
+                await until_stop(self._stop, RETRY_INTERVAL_S)
 
-    async def _beat(self, _: asyncio.Event) -> None:
-        answered, changed = time.monotonic(), self.leaving.changed
-        while not self.leaving.is_over:
-            changed.clear()
-            try:
-                await self._link.beat()
-                answered = time.monotonic()
-                self._announced.set()
-                self._startup.end("join")
-            except BusUnavailable as error:
-                if time.monotonic() - answered > REDIS_LIMIT_S:
-                    raise Fatal(
-                        f"{error}; gave up after {REDIS_LIMIT_S:.0f} s: start Redis, then the worker"
-                    ) from error
-            await until_stop(changed, self._pace.beat_interval_s)
+    # --- reasons to stop ----------------------------------------------------------------------------------------------
 
+    def on_preemption_notice(self, notice: Notice) -> None:
+        """Shut down now, because this machine will be preempted. The first reason to stop counts.
 
-def _request(assignment: Assignment) -> Request:
-    return Request(
-        sample=assignment.sample,
-        attempt=assignment.attempt,
-        prompt=ints(assignment.prompt),
-        tokens=ints(assignment.tokens),
-        sampling=assignment.sampling,
-        seed=assignment.seed,
-    )
+        The lead time is not used: it is unreliable, and a sample resumes on another worker for one prefill.
+        """
+        if not self._stop.is_set():
+            log.warning("notice", reason=notice.reason, lead_s=notice.lead_s)
+            self._notice = notice
+            self._stop.set()
+
+    async def on_rebalance_recommendation(self, recommendation: RebalanceRecommendation) -> None:
+        """Emit an event, and drain if that is configured."""
+        try:
+            await self._connection.report_rebalance_recommendation(recommendation.reason)
+        except BusUnavailable as error:
+            log.warning("redis_unavailable", error=str(error), during="report a rebalance recommendation")
+        if self._options.drain_on_rebalance:
+            self.drain(recommendation.reason)
+
+    def drain(self, reason: str) -> None:
+        """Shut down without a preemption notice."""
+        if not self._stop.is_set():
+            self._drain_reason = reason
+            self._stop.set()
+
+    async def wait_handed_off(self) -> None:
+        """Wait until `shutdown` has handed off everything."""
+        await self._handed_off.wait()
+
+    # --- shut down ----------------------------------------------------------------------------------------------------
+
+    async def shutdown(self, command_tasks: Collection[asyncio.Task[None]]) -> None:
+        """Accept nothing new, pause the engine, flush, leave, close the engine (invariant 7).
+
+        Args:
+            command_tasks: cancelled first: no command takes effect afterwards.
+
+        Raises:
+            Timeout: Redis was unavailable for too much of the grace.
+
+        """
+        connection, began = self._connection, time.monotonic()
+        reason = self._drain_reason or self._notice.reason or stop_cause(self._stop)
+        for task in command_tasks:
+            task.cancel()
+        limit_s = _HAND_OFF_PART * self._options.grace_s
+        async with self._waits.on("the hand-off", because=reason, limit_s=limit_s):
+            if not self._drain_reason:
+                lead_s = self._options.grace_s if self._notice.lead_s is None else self._notice.lead_s
+                await connection.retry_until_ok(
+                    "send the preemption notice", lambda: connection.send_preemption_notice(reason, lead_s)
+                )
+            await asyncio.wait(command_tasks)
+            await self._updates.abandon()
+            connection.session.drain()
+            self._heartbeat_now.set()
+            await self._pause_engine()
+            await connection.retry_until_ok("flush the last tokens", connection.flush)
+            samples = len(connection.session.held)
+            await connection.retry_until_ok("leave", lambda: connection.leave(reason))
+        log.info(
+            "handed_off",
+            samples=samples,
+            tokens_made=self._generator.stats().tokens_made_total,
+            took_s=round(time.monotonic() - began, 3),
+        )
+        self._handed_off.set()
+        await self._close_engine()
+
+    async def _pause_engine(self) -> None:
+        """Return when the engine makes no more tokens of the held samples."""
+        try:
+            async with asyncio.timeout(_PAUSE_LIMIT_S):
+                await self._generator.pause("shutdown")
+        except TimeoutError:
+            # It is loading: it makes no token now, and none of aborted requests afterwards.
+            self._generator.abort(list(self._connection.session.held.items()))
+
+    async def _close_engine(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_LIMIT_S):
+                await self._generator.close()
+        except TimeoutError:
+            log.warning("engine_close_timed_out", after_s=_CLOSE_LIMIT_S)
+
+    async def _report_failure(self, group: ExceptionGroup) -> None:
+        """Tell the manager why the worker failed, so that its samples need not wait for the lease to expire."""
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        engine_failed = isinstance(error, EngineFailed) and not self._generator.is_paused
+        try:
+            async with asyncio.timeout(_FAILURE_REPORT_LIMIT_S):
+                if isinstance(error, ParityCheckFailed):
+                    await self._connection.report_parity_failure(error.version, error.verdict)
+                await self._connection.leave(f"failed: {error}", engine_failed=engine_failed)
+        except (BusUnavailable, TimeoutError) as unreported:
+            log.warning("exit_report_failed", error=str(unreported))

@@ -1,4 +1,4 @@
-"""A fake of `ports.Engine`, held to the same contract tests as the real ones. No inference library."""
+"""Fakes of `ports`, held to the same contract tests as the real ones. No inference library is imported."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.rollout_worker.adapters.rows import Rows
-from services.rollout_worker.domain.kv_room import Room
+from services.rollout_worker.domain.kv_capacity import KvCapacity
+from services.rollout_worker.domain.request_table import RequestTable
+from services.rollout_worker.domain.requests import Emission, Key, Request
 from services.rollout_worker.domain.uniforms import uniforms
-from services.rollout_worker.ports import Emission, EngineFailed, EngineStats, Key, Request, Sequences
-from shared.canary import Canary
+from services.rollout_worker.ports import EngineFailed, EngineStats, Sequences
 from shared.errors import Fatal, NotFound
+from shared.model.parity import ParityReference
 
 if TYPE_CHECKING:
     import torch
 
 
 class FakeEngine:
-    """An engine whose token at offset o is a hash of (seed, o), whatever the prompt and the weights.
+    """An engine whose token at offset o is a hash of (seed, o), independent of prompt and weights.
 
     Args:
-        slots: how many requests run at once.
+        slots: maximum number of running requests.
         vocabulary: tokens are 0..vocabulary-1, equally likely.
         max_len: of prompt and completion.
-        interval_s: each running request gets a token in every interval of the clock; None = only when `tick` is called.
+        interval_s: time per token of each running request; None = a token only when `tick` is called.
         clock: seconds.
-        room: of the KV cache that it might have; None = for every slot.
+        capacity: limits of its pretended KV cache; None = unlimited.
 
     """
 
@@ -41,20 +42,20 @@ class FakeEngine:
         max_len: int = 4096,
         interval_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        room: Room | None = None,
+        capacity: KvCapacity | None = None,
     ) -> None:
         self.slots = slots
-        self.kv_tokens = room.tokens if room else 0
-        self.kv_row_tokens = room.max_len if room else 0
-        self.kv_page_tokens = 0
+        self.kv_tokens = capacity.tokens if capacity else 0
+        self.kv_block_tokens = 0
+        self.max_request_tokens = capacity.max_request_tokens if capacity else 0
         self.scored = 0
-        """How often it was asked to score."""
+        """Number of calls of `score`."""
         self.awake = False
-        """Whether it has taken the memory of its device, if it had one."""
-        self.says = 0.0
-        """How far from the truth its scores are."""
+        """True if it would hold device memory."""
+        self.score_error = 0.0
+        """Added to each log-probability that `score` returns."""
         self.vocabulary = vocabulary
-        self._rows = Rows(slots, max_len, vocabulary, room)
+        self._table = RequestTable(slots, max_len, vocabulary, capacity)
         self._tensors: dict[str, torch.Tensor] = {}
         self._suspended = False
         self._interval_s = interval_s
@@ -65,13 +66,13 @@ class FakeEngine:
         self._failure: Exception | None = None
 
     def tick(self) -> bool:
-        """Make one token for each running request; False when there was nothing to do."""
-        if self._suspended or self._closed or self._rows.version < 0 or not (self._rows.n or self._rows.pending):
+        """Make one token for each running request; return False if there is none."""
+        if self._suspended or self._closed or self._table.version < 0 or not (self._table.n or self._table.pending):
             return False
-        self._rows.admit(budget_tokens=1 << 30)
-        drawn = uniforms(self._rows.seeds, self._rows.offsets)
-        logprobs = np.full(self._rows.n, -np.log(self.vocabulary), np.float32)
-        self._rows.commit((drawn * self.vocabulary).astype(np.int64), logprobs)
+        self._table.admit(budget_tokens=1 << 30)
+        drawn = uniforms(self._table.seeds, self._table.offsets)
+        logprobs = np.full(self._table.n, -np.log(self.vocabulary), np.float32)
+        self._table.commit((drawn * self.vocabulary).astype(np.int64), logprobs)
         return True
 
     def fail(self, cause: Exception) -> None:
@@ -82,43 +83,43 @@ class FakeEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """See `ports.Engine`."""
         self._catch_up()
-        self._rows.submit(requests)
+        self._table.submit(requests)
 
     def abort(self, keys: Iterable[Key]) -> None:
         """See `ports.Engine`."""
         self._catch_up()
-        self._rows.abort(keys)
-        self._rows.retire_aborted()
+        self._table.abort(keys)
+        self._table.remove_aborted()
 
     def release(self, keys: Iterable[Key]) -> None:
         """See `ports.Engine`."""
         self._catch_up()
-        self._rows.release(keys)
-        self._rows.retire_aborted()
+        self._table.release(keys)
+        self._table.remove_aborted()
 
     def drain(self) -> list[Emission]:
         """See `ports.Engine`."""
-        self._catch_up(closed_is_fine=True)
-        return self._rows.drain()
+        self._catch_up(allow_closed=True)
+        return self._table.drain()
 
     def stats(self) -> EngineStats:
         """See `ports.Engine`."""
-        self._catch_up(closed_is_fine=True)
-        return EngineStats(self._rows.n, len(self._rows.pending), self._rows.made_total, self._rows.version)
+        self._catch_up(allow_closed=True)
+        return EngineStats(self._table.n, len(self._table.pending), self._table.made_total, self._table.version)
 
     def running(self) -> set[Key]:
         """See `ports.Engine`."""
-        return {request.key for request in self._rows.requests}
+        return {request.key for request in self._table.requests}
 
     async def load_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
     ) -> None:
-        """See `ports.Engine`; any tensors will do, and there is no cache to keep."""
+        """See `ports.Engine`; accepts any tensors, and has no cache to keep."""
         del keep_kv
         self._catch_up()
         self.awake = True
         self._tensors.update(tensors)
-        self._rows.begin_version(version)
+        self._table.begin_version(version)
 
     def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `ports.Engine`."""
@@ -130,7 +131,7 @@ class FakeEngine:
         self._catch_up()
         self.awake = True
         self.scored += 1
-        return [[self.says - float(np.log(self.vocabulary))] * len(completion) for _, completion in sequences]
+        return [[self.score_error - float(np.log(self.vocabulary))] * len(completion) for _, completion in sequences]
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
         """See `ports.Engine`."""
@@ -158,11 +159,11 @@ class FakeEngine:
     def _death(self) -> EngineFailed:
         return EngineFailed(f"the inference engine died: {self._failure!r}")
 
-    def _catch_up(self, *, closed_is_fine: bool = False) -> None:
-        """Raise if the engine is no more; make the tokens that are due by the clock."""
+    def _catch_up(self, *, allow_closed: bool = False) -> None:
+        """Raise if the engine is dead or closed; make the tokens that are due by the clock."""
         if self._failure is not None:
             raise self._death() from self._failure
-        if self._closed and not closed_is_fine:
+        if self._closed and not allow_closed:
             raise Fatal("the inference engine is closed")
         if self._interval_s is None:
             return
@@ -190,17 +191,17 @@ class FakeEngineFactory:
 
 
 class FakeStagedWeights:
-    """`ports.StagedWeights` without tensors; the first `wrong_loads` loads turn out not to be what was published."""
+    """`ports.StagedWeights` without tensors; the first `wrong_loads` loads fail verification."""
 
     def __init__(
         self, config_json: str = "{}", *, wrong_loads: int = 0, contents: Mapping[str, Hashable] | None = None
     ) -> None:
         self.config_json = config_json
-        self.canary: Canary | None = None
+        self.parity_reference: ParityReference | None = None
         self.wrong_loads = wrong_loads
         self.contents = contents or {}
         self.read: list[set[str]] = []
-        """The names whose tensors were asked for, load by load."""
+        """The tensor names requested by each load."""
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `StagedWeights`."""
@@ -214,19 +215,19 @@ class FakeStagedWeights:
 
 
 class FakeWeights:
-    """`ports.WeightSource` that has what a test has put into `versions`."""
+    """`ports.WeightSource` of the versions that a test has put into `versions`."""
 
     def __init__(self) -> None:
         self.versions: dict[tuple[str, int], FakeStagedWeights] = {}
         self.pulled: list[tuple[str, int]] = []
-        self.may_come = asyncio.Event()
-        """While not set, pulls take for ever."""
-        self.may_come.set()
+        self.may_pull = asyncio.Event()
+        """While not set, pulls block."""
+        self.may_pull.set()
 
     async def pull(self, job_id: str, version: int) -> FakeStagedWeights:
         """See `WeightSource`."""
         self.pulled.append((job_id, version))
-        await self.may_come.wait()
+        await self.may_pull.wait()
         try:
             return self.versions[job_id, version]
         except KeyError as error:

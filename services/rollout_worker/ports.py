@@ -1,6 +1,5 @@
-"""What only the rollout worker needs from the world.
+"""Interfaces of the rollout worker: inference engine, weights, drafts and preemption notices.
 
-An inference engine that continues samples token by token, weights for it, and word that its machine will be taken away.
 Importing this module imports no inference library.
 """
 
@@ -10,102 +9,59 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from services.rollout_worker.domain.notices import Advice, Notice
-from shared.canary import Canary
+from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from services.rollout_worker.domain.requests import Emission, Key, Request
 from shared.errors import Fatal
-from shared.messages import FINISH_NONE, Sampling
+from shared.model.parity import ParityReference
 
 if TYPE_CHECKING:
     import torch
 
-Key = tuple[int, int]
-"""Which request: (sample, attempt)."""
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
-"""(prompt, completion) of each, token ids; neither is empty."""
+"""(prompt, completion) token ids of each; neither is empty."""
 
 
 class EngineFailed(Fatal):
-    """The engine died or hangs. What it ran may have been the cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One sample to generate, from its prompt or from where somebody else stopped."""
-
-    sample: int
-    attempt: int
-    prompt: list[int]
-    tokens: list[int]
-    """Completion tokens made so far; the first new token has offset `len(tokens)`."""
-    sampling: Sampling
-    """`max_tokens` counts the whole completion, `tokens` included."""
-    seed: int
-    """The sample's own seed. The token at offset o depends on (weights, prompt, earlier tokens, seed, o) and on nothing
-    else, so whoever continues the sample draws the tokens that its first owner would have drawn."""
-
-    @property
-    def key(self) -> Key:
-        """Return (sample, attempt), under which the engine knows the request."""
-        return self.sample, self.attempt
-
-
-@dataclass(slots=True)
-class Emission:
-    """Tokens of one sample, all made by one weight version."""
-
-    sample: int
-    attempt: int
-    offset: int
-    """Index of `tokens[0]` within the completion."""
-    tokens: list[int]
-    logprobs: list[float]
-    """Log-probability of each token under exactly the distribution it was drawn from: after temperature and top-p.
-    At temperature 0 that distribution would be a certainty, so the model's own (temperature 1) is reported instead."""
-    version: int
-    """Of no meaning where there are no tokens."""
-    finish: int = FINISH_NONE
-    """FINISH_* of `shared.messages`. A stop token is the last of `tokens`."""
-    error: str = ""
-    """Not empty: this request cannot be generated, and why; nothing more comes of it."""
+    """The engine died or hangs; a running sample may be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine's load now."""
+    """The engine's current load."""
 
     running: int
-    """Requests that take part in each decode step."""
+    """Requests in each decode step."""
     pending: int
-    """Requests that wait for a slot, or for room in the KV cache."""
+    """Requests waiting for a slot or for KV-cache capacity."""
     tokens_made_total: int
-    """Completion tokens made since the engine was built, those of aborted requests included."""
+    """Completion tokens generated since the engine was built, including those of aborted requests."""
     version: int
-    """The weight version in use; -1 before the first and after a load that failed."""
+    """The loaded weight version; -1 before the first load and after a failed one."""
 
 
 class Engine(Protocol):
     """An inference engine with continuous batching.
 
-    The plain methods return at once and are called from the event loop's thread; the coroutines take effect between two
-    decode steps. Their limits are the caller's: cancelling one that has not begun withdraws it. If the engine dies,
-    every later call but `close` raises `EngineFailed` with the cause.
+    The plain methods return at once and are called from the event loop's thread. The coroutines take effect between
+    two decode steps and have no time limit of their own; cancelling one that has not begun withdraws it. After the
+    engine has died, every call but `close` raises `EngineFailed` with the cause.
     """
 
     slots: int
-    """How many requests run at once; more wait in the order of their submission."""
+    """Maximum number of running requests; further ones are queued in order of submission."""
     kv_tokens: int
-    """How many tokens its KV cache holds at once; 0 where it does not say. A request that finds no room there waits."""
-    kv_row_tokens: int
-    """Not 0 where that cache is a rectangle: see `WorkerBeat`."""
-    kv_page_tokens: int
-    """Not 0 where it is paged and keeps common beginnings once: see `WorkerBeat`."""
+    """Capacity of the KV cache in tokens; 0 = unknown. Requests that do not fit are queued."""
+    kv_block_tokens: int
+    """Size of the KV-cache blocks that requests with a common prefix share; 0 = none are shared."""
+    max_request_tokens: int
+    """Longest accepted request, prompt and `max_tokens` together; 0 = no limit."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. They wait while no weights are loaded and while the engine is suspended.
+        """Queue requests. None starts while no weights are loaded or while the engine is suspended.
 
-        A request that is finished already (its tokens end in a stop token, or reach `max_tokens`) gives one empty
-        emission with `finish`; one that cannot run gives one with `error`. A sample that reaches the model's maximum
-        length ends with FINISH_LENGTH.
+        A request that is already finished (its tokens end in a stop token, or reach `max_tokens`) gives one empty
+        emission with `finish`; a request that cannot run gives one with `error`. A sample that reaches the model's
+        maximum length ends with FINISH_LENGTH.
 
         Raises:
             Conflict: a request with the same key is queued or running; none of `requests` was taken.
@@ -113,77 +69,77 @@ class Engine(Protocol):
         """
 
     def abort(self, keys: Iterable[Key]) -> None:
-        """Forget requests; unknown keys are ignored.
+        """Abort requests; unknown keys are ignored.
 
-        No token of them is made after the return. What was made before stays drainable, without `finish`.
+        No token of them is generated after the return. Earlier tokens stay drainable, without `finish`.
         """
 
     def release(self, keys: Iterable[Key]) -> None:
-        """Like `abort`, for requests that go on elsewhere: the last emission of each one has FINISH_RELEASED.
+        """Abort requests that migrate to another worker: the last emission of each one has FINISH_RELEASED.
 
-        It comes even where there is no token to go with it. A request that has ended by itself keeps its own end.
+        That emission is made even if it has no token. A request that has already finished keeps its `finish`.
         """
 
     def drain(self) -> list[Emission]:
         """Return everything since the last drain, at most one emission per (sample, attempt, version).
 
-        The versions of one request come in the order in which they made its tokens.
+        The emissions of one request are in the order of its tokens.
         """
 
     def stats(self) -> EngineStats:
         """Return the load."""
 
     def running(self) -> set[Key]:
-        """Return the requests that take part in each decode step: of an engine that died, in the last one."""
+        """Return the requests in each decode step; of a dead engine, those in its last step."""
 
     async def load_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
     ) -> None:
-        """Load weights under their Hugging Face names and make them version `version`.
+        """Load weights under their Hugging Face names as version `version`.
 
-        Running requests go on under the new weights with their KV cache recomputed, so every later token has the
-        logprob that a full forward pass of the new weights gives. With `keep_kv` the cache stays as it is, if the
-        engine was not suspended without it since: later tokens attend to keys and values of the old weights, and their
-        logprobs are of exactly that. The first load gives every tensor; a later one may give only those that changed.
-        A suspended engine stays suspended: to verify before anything is served, suspend, load, compare
-        `loaded_tensors`, resume. `tensors` is consumed on the engine's own thread.
+        Running requests continue under the new weights with their KV cache recomputed, so every later token has the
+        logprob of a full forward pass of the new weights. With `keep_kv` the cache stays, unless the engine was
+        suspended without it since: later tokens attend to keys and values of the old weights, and their logprobs are
+        those of that computation. The first load gives every tensor; a later one may give only those that changed. A
+        suspended engine stays suspended: to verify before anything is served, suspend, load, compare
+        `loaded_tensors`, resume. `tensors` is consumed on the engine's thread.
 
         Raises:
             ConfigError: a tensor is unknown, missing, of the wrong shape, or would be rounded by the engine's dtype.
-                The engine then holds no version and generates nothing until a load that gives every tensor.
+                The engine then has no version and generates nothing until a load that gives every tensor.
 
         """
 
     def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is actually loaded, under Hugging Face names, in the engine's dtype, without copying.
+        """Yield the tensors in the engine's memory, under Hugging Face names, in the engine's dtype, without copying.
 
-        Tensors tied to each other come under each of their names.
+        Tied tensors are yielded under each of their names.
         """
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        """Return each completion token's log-probability, given all before it, under the weights that are loaded.
+        """Return the log-probability of each completion token given all before it, under the loaded weights.
 
-        The engine is suspended, and no request of it keeps a KV cache. It answers by the forward pass that it would
-        generate with, as far as it can, and without a trace in its counters.
+        The engine must be suspended, and no request may keep its KV cache. It uses the same forward pass as for
+        generation, as far as possible, and does not count in `stats`.
 
         Args:
-            sequences: not longer than the model's maximum length.
+            sequences: at most as long as the model's maximum length.
             temperature: of the distribution, above 0.
 
         """
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
-        """Stop decoding and keep the requests. The memory of the KV cache is given back; `resume` recomputes it.
+        """Stop decoding and keep the requests. The memory of the KV cache is freed; `resume` recomputes it.
 
-        With `keep_kv` the cache stays. A call without it gives back, too, what an engine that stands already has kept,
-        or has taken since for weights or for scoring.
+        With `keep_kv` the cache stays. A call without it on a suspended engine frees the cache that it kept, and the
+        memory that it has since allocated for weights or for scoring.
         """
 
     async def resume(self) -> None:
-        """Go on."""
+        """Decode again."""
 
     async def close(self) -> None:
-        """Stop for good; idempotent. Tokens made so far stay drainable."""
+        """Stop for good; idempotent. Tokens generated so far stay drainable."""
 
     async def wait_failed(self) -> None:
         """Return once the engine is closed.
@@ -195,13 +151,13 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Makes engines. Both methods block, and are called outside the event loop's thread."""
+    """Builds engines. Both methods block, and are called outside the event loop's thread."""
 
     def prepare(self) -> None:
-        """Do beforehand what takes long and needs no model, such as imports.
+        """Do the slow work that needs no model, such as imports.
 
         Raises:
-            ConfigError: there is no such device.
+            ConfigError: the device does not exist.
 
         """
 
@@ -209,7 +165,7 @@ class EngineFactory(Protocol):
         """Return an engine without weights for the model of a Hugging Face `config.json`.
 
         Raises:
-            ConfigError: it cannot run such a model, or not on this device.
+            ConfigError: the engine does not support this model, or not on this device.
 
         """
 
@@ -223,78 +179,66 @@ class StagedWeights(Protocol):
 
     @property
     def contents(self) -> Mapping[str, Hashable]:
-        """By name, what stands for each tensor's bytes: where it is equal in two versions of a model, so are they."""
+        """Per tensor name, a value that identifies its bytes: equal values in two versions mean equal bytes."""
 
     @property
-    def canary(self) -> Canary | None:
-        """What the trainer says of a fixed probe under these weights; None where it says nothing."""
+    def parity_reference(self) -> ParityReference | None:
+        """The trainer's log-probabilities of canary prompts under these weights; None if it published none."""
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, or those of these names, on the CPU, in its published dtype. Reads files."""
+        """Yield all tensors, or those with these names, on the CPU in their published dtype. Reads files."""
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Return the names of the tensors that are not among `loaded` bit for bit. Takes long: not in the event loop.
+        """Return the names of the tensors that `loaded` does not match bit for bit. Blocks for long.
 
-        A tensor loaded in a wider dtype counts as equal when narrowing it gives the published bytes.
+        A tensor loaded in a wider dtype matches if narrowing it gives the published bytes.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is in use now; 0 where it is not known."""
+    """Memory in use; 0 = unknown."""
 
     resident_bytes: int = 0
     """Of this process."""
     device_used_bytes: int = 0
-    """On the engine's device, by whomever."""
+    """On the engine's device, by all processes."""
     device_total_bytes: int = 0
 
 
 class WeightSource(Protocol):
-    """Where weights come from."""
+    """Provides weights."""
 
     async def pull(self, job_id: str, version: int) -> StagedWeights:
-        """Bring a version to this machine.
+        """Pull a version to this machine.
 
         Raises:
-            NotFound: it does not exist, or is no longer kept.
-            Timeout: the source was away for too long.
-
-        """
-
-
-class DraftSource(Protocol):
-    """Where weights can be had before they are committed."""
-
-    async def follow(self, job_id: str) -> None:
-        """Wait for some seconds for chunks of the job's next version, and bring them to this machine.
-
-        Raises:
-            RLBoostError: it could not; nothing but time is lost.
+            NotFound: it does not exist, or has been deleted.
+            Timeout: the source was unavailable for too long.
 
         """
 
 
 class NoticeSource(Protocol):
-    """Something that says beforehand that this machine will be taken away. No call takes longer than some seconds."""
+    """Announces preemptions of this machine. Each call is bounded to some seconds."""
 
     name: str
 
-    async def found(self) -> bool:
-        """Tell whether there is such a thing here."""
+    async def is_available(self) -> bool:
+        """Return True if the source exists on this machine."""
 
-    async def ask(self) -> Notice | Advice | None:
-        """Return what it says now.
+    async def poll(self) -> Notice | RebalanceRecommendation | None:
+        """Return the current notice or recommendation, if any.
 
         Raises:
-            Retryable: it does not answer, or makes no sense.
+            Retryable: no answer, or one that cannot be parsed.
 
         """
 
     async def acknowledge(self, notice: Notice) -> None:
-        """Say that everything has been handed off: nothing more is needed of this machine.
+        """Confirm that everything has been handed off, so that the cloud may reclaim the machine.
 
         Raises:
-            Retryable: it does not answer.
+            Retryable: no answer.
 
         """

@@ -1,4 +1,9 @@
-"""Ends the worker when its engine hangs: it cannot be interrupted, so only another process helps."""
+"""Ends the worker's process when its engine hangs: the engine's thread cannot be interrupted.
+
+Consumes: the generator's progress.
+Waits for: a twentieth of the stall limit between two checks.
+Ends when: the worker stops, or with `EngineFailed` when the engine hangs.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,13 @@ from shared.lifecycle import until_stop
 
 log = structlog.get_logger(__name__)
 
-_LOOKS = 20
-"""How often it looks within the limit."""
-_LATE = 2.0
-"""A look that comes later than this many intervals counts as this many: the process itself stood still."""
+_CHECKS_PER_LIMIT = 20
+_MAX_INTERVALS = 2.0
+"""A check that is late counts as at most this many intervals: the process itself was stopped meanwhile."""
 
 
 class Watchdog:
-    """One more loop of the worker.
+    """Checks the engine's progress regularly.
 
     Args:
         generator: owns the engine.
@@ -34,35 +38,35 @@ class Watchdog:
     def __init__(self, generator: Generator, limit_s: float) -> None:
         self._generator = generator
         self._limit_s = limit_s
-        self._interval_s = limit_s / _LOOKS
+        self._interval_s = limit_s / _CHECKS_PER_LIMIT
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look until the stop.
+        """Check until the stop.
 
         Raises:
             EngineFailed: the engine hangs.
 
         """
-        looked = time.monotonic()
+        checked_at = time.monotonic()
         while not await until_stop(stop, self._interval_s):
             now = time.monotonic()
-            elapsed_s, looked = min(now - looked, _LATE * self._interval_s), now
+            elapsed_s, checked_at = min(now - checked_at, _MAX_INTERVALS * self._interval_s), now
             progress = self._generator.progress(elapsed_s)
             if progress.hangs(self._limit_s):
                 stats = self._generator.stats()
-                log.error("engine_hangs", running=stats.running, pending=stats.pending, stacks=_stacks())
+                log.error("engine_hung", running=stats.running, pending=stats.pending, stacks=_stacks())
                 raise EngineFailed(
                     f"the inference engine hangs: it has {stats.running + stats.pending} samples, and no token has "
-                    f"come for {progress.silent_s:.3g} s. The process ends, so that another can take its place; where "
-                    "steps take so long by nature, raise RLBOOST_WORKER_STALL_LIMIT_S"
+                    f"come for {progress.silent_s:.3g} s. The process exits so that another can replace it. If steps "
+                    "of this model take that long, raise RLBOOST_WORKER_STALL_LIMIT_S"
                 )
 
 
 def _stacks() -> dict[str, list[str]]:
-    """Return where every other thread stands, by its name."""
+    """Return the stack of every other thread, by the thread's name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         names.get(ident, str(ident)): [line.strip() for line in traceback.format_stack(frame, limit=4)]
-        for ident, frame in sys._current_frames().items()  # noqa: SLF001 - there is no other way to ask
+        for ident, frame in sys._current_frames().items()  # noqa: SLF001 - no public function returns these
         if ident != threading.get_ident()
     }

@@ -11,13 +11,13 @@ import structlog
 from services.trainer import api
 from services.trainer.app import Trainer
 from services.trainer.device import DeviceThread
-from services.trainer.ports import Workshop
+from services.trainer.ports.resources import JobResources
 from services.trainer.settings import Settings
-from shared import http
-from shared.importing import without_collector
-from shared.jobspec import JobSpec
+from shared.http import server as http
+from shared.importing import gc_paused
+from shared.job.spec import JobSpec
 from shared.lifecycle import run_service, supervise
-from shared.redis_bus import connect
+from shared.redis.bus import connect
 from shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -29,10 +29,10 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     bus = await connect(config.redis_url, "trainer")
     waits, device = Waits(), DeviceThread()
 
-    def build(spec: JobSpec, job_id: str) -> Workshop:
-        from services.trainer import workshop  # noqa: PLC0415 - torch takes seconds to import
+    def build(spec: JobSpec, job_id: str) -> JobResources:
+        from services.trainer import build  # noqa: PLC0415 - imports torch
 
-        return workshop.build(config, waits, spec, job_id)
+        return build.build_resources(config, waits, spec, job_id)
 
     trainer = Trainer(
         bus,
@@ -44,7 +44,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         samples_limit_s=config.samples_limit_s,
     )
     # The first job finds it imported.
-    device.post(_import_workshop)
+    device.post(_import_build)
     log.info("listening", host=config.host, port=sock.getsockname()[1])
     loops = {
         "commands": trainer.commands,
@@ -59,9 +59,9 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         await bus.close()
 
 
-def _import_workshop() -> None:
-    with without_collector():
-        importlib.import_module("services.trainer.workshop")
+def _import_build() -> None:
+    with gc_paused():
+        importlib.import_module("services.trainer.build")
 
 
 if __name__ == "__main__":

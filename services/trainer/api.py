@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from services.trainer.app import Trainer
-from shared.http import create_app
+from shared.http.server import create_app
 from shared.waiting import Waits
 
 

@@ -1,4 +1,4 @@
-"""Where everything that computes runs, and when it may."""
+"""The thread of all computation, and the trainer's turns on a device shared with reserved engines."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ T = TypeVar("T")
 
 
 class DeviceThread:
-    """One thread: the event loop stays free, and a cancelled job never waits for a kernel."""
+    """One thread for all computation: the event loop stays free, and a cancelled job never waits for a kernel."""
 
     def __init__(self) -> None:
         """Start no thread yet."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 
     async def __call__(self, call: Callable[[], T]) -> T:
-        """Return what the call returns. Calls run one after the other, in the order in which they were made.
+        """Return the result of the call. Calls run one at a time, in the order in which they were made.
 
-        When the caller is cancelled, a call that has begun still ends by itself.
+        If the caller is cancelled, a started call still runs to its end.
         """
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)
 
     def post(self, call: Callable[[], object]) -> Future[object]:
-        """Make a call without waiting for it."""
+        """Queue a call without waiting for it."""
         return self._executor.submit(call)
 
     def close(self) -> None:
-        """Take no more calls; drop those that have not begun."""
+        """Accept no more calls; drop calls that have not started."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -41,66 +41,66 @@ class DeviceTurn:
     """The trainer's turn on a device that it shares with the reserved engines, during one step."""
 
     def __init__(
-        self, thread: DeviceThread, waits: Waits, step: int, limit_s: float, rest: Callable[[], object]
+        self, thread: DeviceThread, waits: Waits, step: int, limit_s: float, offload: Callable[[], object]
     ) -> None:
-        """Wait for the turn; the engines may keep the device for `limit_s`.
+        """Start without the device; `run` waits for it for at most `limit_s`.
 
-        `rest` is called on the device when the turn ends before the step does.
+        `offload` is called on the device's thread when the turn ends before the step does.
         """
         self._thread = thread
-        self._rest = rest
-        self._resting: Future[object] | None = None
+        self._offload = offload
+        self._offloading: Future[object] | None = None
         self._waits = waits
         self._step = step
         self._limit_s = limit_s
-        self._ours = asyncio.Event()
+        self._owned = asyncio.Event()
         self._began = self._since = time.monotonic()
         self.waited_s: float | None = None
-        """From the step's begin to the first turn."""
+        """From the start of the step to the first turn."""
         self.held_s = 0.0
-        """How long the device was ours, in turns that have ended."""
+        """Total duration of the turns that have ended."""
         self.busy_s = 0.0
-        """How long it computed."""
+        """How long the device computed."""
         self._computes_since: float | None = None
 
     @property
     def idle_s(self) -> float:
-        """Return how long the device was ours until now without computing."""
+        """Return how long the trainer has had the device until now without computing."""
         now = time.monotonic()
-        held_s = self.held_s + (now - self._since if self._ours.is_set() else 0.0)
+        held_s = self.held_s + (now - self._since if self._owned.is_set() else 0.0)
         busy_s = self.busy_s + (0.0 if self._computes_since is None else now - self._computes_since)
         return max(0.0, held_s - busy_s)
 
-    def give(self, *, ours: bool) -> None:
-        """Say whose turn it is."""
+    def set_owned(self, *, owned: bool) -> None:
+        """Set whether the trainer has the device."""
         now = time.monotonic()
-        if ours and not self._ours.is_set():
+        if owned and not self._owned.is_set():
             self._since = now
             if self.waited_s is None:
                 self.waited_s = now - self._began
-            self._ours.set()
-        elif not ours and self._ours.is_set():
+            self._owned.set()
+        elif not owned and self._owned.is_set():
             self.end()
-            self._resting = self._thread.post(self._rest)
+            self._offloading = self._thread.post(self._offload)
 
     def end(self) -> None:
-        """End the last turn of the step: what is published next is still where it was computed."""
-        if self._ours.is_set():
+        """End the last turn of the step without offloading: the weights are published from the device."""
+        if self._owned.is_set():
             self.held_s += time.monotonic() - self._since
-            self._ours.clear()
+            self._owned.clear()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run a call on the device once it is our turn; one that has begun is not interrupted by the turn's end.
+        """Run a call on the device during a turn; the end of the turn does not interrupt a started call.
 
         Raises:
-            Fatal: the reserved engines kept the device for too long.
+            Fatal: the reserved engines did not release the device within the limit.
 
         """
-        # The turn may be lost again during either wait.
-        while not self._ours.is_set() or self._resting is not None:
-            if self._resting is not None:
-                resting, self._resting = self._resting, None
-                await asyncio.wrap_future(resting)
+        # The turn may end again during either wait.
+        while not self._owned.is_set() or self._offloading is not None:
+            if self._offloading is not None:
+                offloading, self._offloading = self._offloading, None
+                await asyncio.wrap_future(offloading)
             else:
                 await self._turn()
         began = self._computes_since = time.monotonic()
@@ -113,6 +113,6 @@ class DeviceTurn:
         because = f"the reserved engines generate for step {self._step} on it"
         try:
             async with self._waits.on("the device", because=because, limit_s=self._limit_s):
-                await self._ours.wait()
+                await self._owned.wait()
         except Timeout as error:
-            raise Fatal(f"{error}: is the rollout manager running, and is there a worker that hangs?") from error
+            raise Fatal(f"{error}: check that the rollout manager runs, and that no worker hangs") from error

@@ -1,96 +1,100 @@
-"""A job's versions in the weight store: what each consists of, and what to do where one is there already.
+"""Publishes a job's weight versions, and reconciles them with versions that are committed already.
 
-A version is the whole model; or, where an adapter is trained, the adapter alone, and version 0 is the frozen model that
-all of them belong to. A version that an earlier process committed is the truth: where this one trained other bits
-(another machine, say), or finds another base model, the committed ones are loaded.
+A version is the whole model; if an adapter is trained, the adapter alone, and version 0 is its frozen base model. A
+version that an earlier process committed wins: if this process trained other bits (on another machine, for example) or
+has another base model, it loads the committed weights.
 
-With each version goes what a forward pass of it says of a fixed probe. It is computed before the version is committed,
-by the weights that are committed, so whoever serves the version can be held to it.
+Each version comes with a parity reference: the log-probabilities of a fixed probe, computed with the weights that are
+committed. Workers must reproduce it before they serve the version.
 """
 
 from __future__ import annotations
 
 from services.trainer.device import DeviceThread
-from services.trainer.domain.canary import Probe, answered
-from services.trainer.link import JobLink
-from services.trainer.ports import Exported, Loaded, PolicyEngine, Row, WeightPublisher
+from services.trainer.domain.parity import Probe, build_reference
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.job_streams import JobStreams
+from services.trainer.ports.engine import Exported, Loaded, PolicyEngine
+from services.trainer.ports.storage import WeightPublisher
 from shared.columns import I32, pack
 from shared.errors import Fatal
 
 BASE = 0
-"""The version of the model below the adapters."""
+"""The version of the base model of adapters."""
 
 
-class Publishing:
-    """The versions of one job."""
+class VersionPublisher:
+    """The weight versions of one job."""
 
     def __init__(
         self,
         engine: PolicyEngine,
         weights: WeightPublisher,
         device: DeviceThread,
-        link: JobLink,
+        streams: JobStreams,
         probe: Probe | None = None,
     ) -> None:
-        """Prepare; `look` asks what is there."""
+        """Prepare; call `refresh_head` first."""
         self._engine = engine
         self._weights = weights
         self._device = device
-        self._link = link
+        self._streams = streams
         self._probe = probe
         self.head = -1
         """The newest committed version."""
 
-    async def look(self) -> None:
-        """Ask which version is the newest."""
+    async def refresh_head(self) -> None:
+        """Ask the weight store for the newest version."""
         self.head = await self._weights.head()
 
-    async def begin(self, version: int) -> None:
-        """Have a version committed that the first step may begin with, and below it the base that it needs.
+    async def ensure_published(self, version: int) -> None:
+        """Publish the version that the first step starts from, and its base model, if they are not committed.
 
         Raises:
-            Fatal: the base of the committed versions is gone.
+            Fatal: the base model of committed adapters is no longer in the store.
 
         """
         if self._engine.adapter_json:
-            # Below an adapter that was trained already it is served to nobody, and the engine answers with the adapter.
-            await self._settle(BASE, "base", scored=version == BASE)
+            # A base model below a trained adapter is not served, and the engine would answer with the adapter.
+            await self._publish_or_load(BASE, "base", with_parity=version == BASE)
         if self.head < version:
             await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """Commit what the engine holds, or load what is committed as this version.
+        """Commit the engine's weights as a version, or load the version if it is committed.
 
         Raises:
-            Conflict: somebody else has committed since.
+            Conflict: another process has committed a version since `refresh_head`.
 
         """
-        await self._settle(version, "adapter" if self._engine.adapter_json else "base")
+        await self._publish_or_load(version, "adapter" if self._engine.adapter_json else "base")
 
-    async def _settle(self, version: int, what: Loaded, *, scored: bool = True) -> None:
+    async def _publish_or_load(self, version: int, what: Loaded, *, with_parity: bool = True) -> None:
         new = version > self.head
-        canary_json = await self._answer() if new and scored else ""
-        # From the commit on others may generate with it, on this very device.
-        await self._device(self._engine.rest)
+        parity_json = await self._parity_json() if new and with_parity else ""
+        # From the commit on, reserved engines may generate with it on this device.
+        await self._device(self._engine.offload)
         if new:
-            await self._commit(version, what, canary_json)
+            await self._commit(version, what, parity_json)
             return
         same = await self._weights.equals(version, self._engine.export_shards(what))
         if same is None and what == "base" and self._engine.adapter_json:
-            raise Fatal(f"version {version}, the model that the adapters belong to, is gone: start a new job")
+            raise Fatal(
+                f"version {version}, the base model of the adapters, is no longer in the store: start a new job"
+            )
         if same is False:
             shards = await self._weights.fetch(version)
             await self._device(lambda: self._engine.load_shards(shards, what))
-            await self._link.tell("weights_restored", version=version)
+            await self._streams.emit_event("weights_restored", version=version)
 
-    async def _answer(self) -> str:
-        """Return the canary of the weights that the engine holds; empty where there is no probe."""
+    async def _parity_json(self) -> str:
+        """Return the parity reference of the engine's weights as JSON, an empty text without a probe."""
         if (probe := self._probe) is None:
             return ""
-        rows = [Row(pack(prompt, I32), pack(completion, I32), b"", 0.0) for prompt, completion in probe.rows]
-        return answered(probe, await self._device(lambda: self._engine.logprobs([rows]))).encode()
+        rows = [TrainingRow(pack(prompt, I32), pack(completion, I32), b"", 0.0) for prompt, completion in probe.rows]
+        return build_reference(probe, await self._device(lambda: self._engine.logprobs([rows]))).encode()
 
-    async def _commit(self, version: int, what: Exported, canary_json: str) -> None:
+    async def _commit(self, version: int, what: Exported, parity_json: str) -> None:
         shards = self._engine.export_shards(what)
         if what == "adapter":
             await self._weights.publish(
@@ -99,8 +103,8 @@ class Publishing:
                 expect=self.head,
                 base_version=BASE,
                 adapter_json=self._engine.adapter_json,
-                canary_json=canary_json,
+                parity_json=parity_json,
             )
         else:
-            await self._weights.publish(version, shards, expect=self.head, canary_json=canary_json)
+            await self._weights.publish(version, shards, expect=self.head, parity_json=parity_json)
         self.head = version

@@ -9,15 +9,15 @@ import time
 import structlog
 from prometheus_client import REGISTRY
 
-from services.weight_store.adapters.origin import opened
+from services.weight_store.adapters.origin import open_origin
 from services.weight_store.api import create
 from services.weight_store.app import WeightStore
 from services.weight_store.deltas import Deltas
 from services.weight_store.metrics import Metrics
 from services.weight_store.settings import Settings
-from shared.http import bind, server_loop
+from shared.http.server import bind, server_loop
 from shared.lifecycle import run_service, supervise
-from shared.redis_bus import connect
+from shared.redis.bus import connect
 from shared.waiting import Waits
 
 NAME = "weight_store"
@@ -29,7 +29,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     bus = await connect(settings.redis_url, NAME)
     waits, metrics = Waits(), Metrics(REGISTRY)
     try:
-        async with opened(
+        async with open_origin(
             settings.origin,
             settings.dir,
             waits,
@@ -44,7 +44,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             )
             await store.load()
             token = settings.token.get_secret_value()
-            app = create(store, token=token, ready=origin.lack, waits=waits, metrics=metrics)
+            app = create(store, token=token, ready=origin.not_ready_reason, waits=waits, metrics=metrics)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {
                 **origin.loops,
@@ -52,7 +52,6 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 "announce": store.announce,
                 "collect": store.collect,
                 "compose": deltas.compose,
-                "drafts": store.drafts.expire,
             }
             await supervise(loops, stop)
     finally:

@@ -1,42 +1,37 @@
-"""The weight store over HTTP. Sizes are bytes; digests are BLAKE3 in hexadecimal, and the `ETag` of what they name."""
+"""The weight store's HTTP API. Sizes are in bytes; digests are BLAKE3 in hexadecimal and serve as `ETag`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from services.weight_store.app import WeightStore
+from services.weight_store.chunk_response import chunk_response
 from services.weight_store.domain.versions import Model, Version
-from services.weight_store.drafts import MAX_WAIT_S
 from services.weight_store.metrics import Metrics
 from services.weight_store.ports import StoreFull
-from services.weight_store.serving import answer
-from shared.http import PROBLEM, Problem, bearer, create_app
+from shared.http.server import PROBLEM, Problem, bearer, create_app
 from shared.waiting import Waits
-from shared.weights.drafts import DraftPart
 from shared.weights.manifest import CHUNK_BYTES, Digest, JobId
 from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
 Number = Annotated[int, PathParameter(ge=0)]
-WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S)]
 
 
 def create(
     store: WeightStore, *, token: str, ready: Callable[[], str | None], waits: Waits, metrics: Metrics
 ) -> FastAPI:
-    """Return the service's app; `ready` tells what the origin lacks, None when nothing."""
+    """Return the service's app; `ready` returns why the origin is not ready, or None."""
     app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
     guarded = [Depends(bearer(token))]
     app.include_router(_chunk_routes(store, metrics), dependencies=guarded)
     app.include_router(_version_routes(store), dependencies=guarded)
     app.include_router(_publishing_routes(store), dependencies=guarded)
-    app.include_router(_draft_routes(store), dependencies=guarded)
 
     @app.exception_handler(StoreFull)
     async def _(_: Request, error: StoreFull) -> JSONResponse:
@@ -58,7 +53,7 @@ def _chunk_routes(store: WeightStore, metrics: Metrics) -> APIRouter:
     @router.head("/{digest}")
     @router.get("/{digest}", response_class=Response)
     async def get(digest: Digest, request: Request) -> Response:
-        return await answer(await store.source(digest), digest, request, metrics)
+        return await chunk_response(await store.source(digest), digest, request, metrics)
 
     @router.post("/missing")
     async def missing(body: ChunkList) -> MissingChunks:
@@ -122,21 +117,6 @@ def _publishing_routes(store: WeightStore) -> APIRouter:
     return router
 
 
-def _draft_routes(store: WeightStore) -> APIRouter:
-    router = APIRouter(prefix="/v1/models", tags=["drafts"])
-
-    @router.put("/{job_id}/versions/{version}/draft", status_code=204)
-    async def put_draft(job_id: JobId, version: Number, body: DraftPart) -> None:
-        store.put_draft(job_id, version, body)
-
-    @router.get("/{job_id}/draft")
-    async def draft(job_id: JobId, after: int = -1, wait_s: WaitS = 0.0) -> Response:
-        news = await store.drafts.news(job_id, after, wait_s)
-        return Response(await asyncio.to_thread(news.encode), media_type="application/json")
-
-    return router
-
-
 async def _body(request: Request) -> list[bytes]:
     blocks, n_bytes = [], 0
     try:
@@ -144,9 +124,9 @@ async def _body(request: Request) -> list[bytes]:
             blocks.append(block)
             n_bytes += len(block)
             if n_bytes > CHUNK_BYTES:
-                raise Problem(413, "Too large", f"a chunk has at most {CHUNK_BYTES} bytes")
+                raise Problem(413, "Too large", f"a chunk has at most {CHUNK_BYTES} bytes: split it")
     except ClientDisconnect as error:
-        raise Problem(400, "Incomplete", "the connection broke before the chunk was whole: send it again") from error
+        raise Problem(400, "Incomplete", "the connection closed before the end of the chunk: send it again") from error
     return blocks
 
 

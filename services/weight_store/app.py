@@ -1,12 +1,13 @@
-"""The weight store at work: parts come in, a commit makes them a version, the bus hears of it, old chunks go.
+"""The weight store: stages parts, commits versions, announces them, and collects garbage.
 
-Four loops, all without end until the stop:
+Three loops, each until the stop:
 
-- `announce` consumes commits in order and produces `WeightsCommitted`; it waits for Redis. A commit stands whether or
-  not it was announced; every head is announced again at start, which covers a crash in between.
-- `compose` joins deltas to longer ones: see `deltas`.
-- `drafts` forgets what was said of uploads that were abandoned: see `drafts`.
-- `collect` consumes nothing and removes, once a minute, what no version and no upload in progress needs.
+- `announce` consumes commits in order and produces `WeightsCommitted`. It waits for the next commit and for Redis, and
+  ends at the stop. A commit is valid before it is announced; every head is announced again at start, in case a crash
+  came between.
+- `compose` composes longer deltas: see `deltas`.
+- `collect` consumes nothing and, once a minute, removes the chunks that no version and no upload in progress needs. It
+  waits for the chunk and document stores, and ends at the stop.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pydantic import ValidationError
 from services.weight_store.deltas import Deltas
 from services.weight_store.domain.garbage import garbage
 from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
-from services.weight_store.drafts import DraftBoard
 from services.weight_store.metrics import Metrics
 from services.weight_store.ports import Chunks, Documents, Source, StagedPart
 from shared.bus import Bus
@@ -30,14 +30,13 @@ from shared.lifecycle import until_stop
 from shared.messages import WeightsCommitted
 from shared.names import WEIGHTS_COMMITTED
 from shared.waiting import Waits
-from shared.weights.drafts import DraftPart
 from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from shared.weights.wire import CommitRequest
 
 log = structlog.get_logger(__name__)
 
 UPLOAD_GRACE_S = 3600.0
-"""How long an upload may take from a chunk to the commit."""
+"""Maximum time of an upload from its first chunk to the commit."""
 _COLLECT_INTERVAL_S = 60.0
 _ANNOUNCE_LIMIT_S = 3600.0
 _ANNOUNCE_RETRY_S = 0.5
@@ -59,7 +58,7 @@ class WeightStore:
         keep_versions: int,
         clock: Callable[[], float],
     ) -> None:
-        """Nothing is read before `load`; `clock` gives Unix seconds."""
+        """Read nothing before `load`; `clock` returns Unix seconds."""
         self._chunks = chunks
         self._documents = documents
         self._deltas = deltas
@@ -68,14 +67,13 @@ class WeightStore:
         self._metrics = metrics
         self._keep = keep_versions
         self._clock = clock
-        self.drafts = DraftBoard(clock)
         self._models: dict[str, Model] = {}
-        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By job: held while its documents change."""
         self._announcements: asyncio.Queue[WeightsCommitted | None] = asyncio.Queue()
 
     async def load(self) -> None:
-        """Read every model, announce every head, and have composed what a killed process had not."""
+        """Read every model, announce every head, and queue every version for the composition of deltas."""
         for job_id in await self._documents.jobs():
             model = await self._documents.model(job_id)
             self._models[job_id] = model
@@ -101,14 +99,14 @@ class WeightStore:
         return model
 
     async def manifest(self, job_id: str, version: int) -> tuple[bytes, str]:
-        """Return a visible version's manifest and its digest, raising `NotFound`."""
+        """Return the manifest of a visible version and its digest; raises `NotFound`."""
         found = self.model(job_id).find(version)
         if found is None:
-            raise NotFound(f"version {version} of job {job_id} is not kept")
+            raise NotFound(f"version {version} of job {job_id} is not retained")
         return await self._documents.manifest(job_id, version), found.digest
 
     async def edges(self, job_id: str, version: int) -> bytes:
-        """Return the edges to a committed version, an old one's too, as `VersionEdges`; raises `NotFound`."""
+        """Return the edges to a committed version, even a retired one, as `VersionEdges`; raises `NotFound`."""
         if version > self.model(job_id).head:
             raise NotFound(f"version {version} of job {job_id} is not committed")
         return (await self._deltas.document(job_id, version)).encode()
@@ -121,54 +119,48 @@ class WeightStore:
         return (await self._deltas.route(job_id, version, have, model.base)).encode()
 
     async def put_chunk(self, digest: str, blocks: Sequence[bytes]) -> None:
-        """Take a chunk, in blocks.
+        """Store a chunk given as blocks.
 
         Raises:
             BadChunk: the bytes do not have the digest.
-            StoreFull: there is no room.
+            StoreFull: the disk is full.
 
         """
         await self._chunks.put(digest, blocks, self._now())
 
     async def missing(self, chunks: Sequence[ChunkRef]) -> list[str]:
-        """Return the digests that are not there; the others stay for the grace at least."""
+        """Return the digests that the store lacks; the others are retained for at least `UPLOAD_GRACE_S`."""
         return await self._chunks.missing(chunks, self._now())
 
     async def source(self, digest: str) -> Source:
-        """Return where a chunk's bytes are, raising `NotFound`."""
+        """Return the location of a chunk's bytes; raises `NotFound`."""
         return await self._chunks.source(digest)
 
-    def put_draft(self, job_id: str, version: int, part: DraftPart) -> None:
-        """Take a hint of what is there of a version before its commit; later it means nothing."""
-        if version > self._models.get(job_id, Model(job_id)).head:
-            self.drafts.put(job_id, version, part)
-
     async def put_part(self, job_id: str, version: int, rank: int, data: bytes) -> None:
-        """Take what one rank published; it waits for the commit.
+        """Stage one rank's part for the commit.
 
         Raises:
-            Undecodable: it is no part of that rank.
-            StoreFull: there is no room.
+            Undecodable: it is not a part of that rank.
+            StoreFull: the disk is full.
 
         """
         part = await asyncio.to_thread(Part.decode, data)
         if part.rank != rank:
-            raise Undecodable(f"this is the part of rank {part.rank}, not {rank}")
-        async with self._changing[job_id]:
+            raise Undecodable(f"this is the part of rank {part.rank}, not of rank {rank}")
+        async with self._locks[job_id]:
             await self._documents.put_part(job_id, StagedPart(version, rank, self._now()), data)
-        self.drafts.complete(job_id, version, part)
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> Version:
-        """Make a version the head. Asked again for a version that is there with the same content, it returns that.
+        """Make a version the head. Idempotent: a repeated commit with the same content returns the version.
 
         Raises:
-            Conflict: the head is another than expected, the version exists with another content, a part or a chunk is
-                not there, or the shards do not make up whole tensors.
-            StoreFull: there is no room for the manifest.
-            Undecodable: a list of edges is not one.
+            Conflict: the head is not the expected one, the version exists with other content, a part or a chunk is
+                missing, or the shards do not cover whole tensors.
+            StoreFull: the disk is full.
+            Undecodable: a list of edges is invalid.
 
         """
-        async with self._changing[job_id]:
+        async with self._locks[job_id]:
             model = self._models.get(job_id, Model(job_id))
             if found := model.find(version):
                 await self._check_same(job_id, found, request)
@@ -177,16 +169,15 @@ class WeightStore:
             manifest = await self._assemble(job_id, version, request)
             now = self._now()
             refs = list(manifest.chunks())
-            if lacking := await self._chunks.missing(refs, now):
+            if missing := await self._chunks.missing(refs, now):
                 raise Conflict(
-                    f"version {version} of job {job_id} lacks {len(lacking)} of {len(refs)} chunks: publish it again"
+                    f"version {version} of job {job_id} lacks {len(missing)} of {len(refs)} chunks: publish it again"
                 )
             data = await asyncio.to_thread(manifest.encode)
             delta_bytes = await self._deltas.record(job_id, version, manifest)
             await self._documents.put_manifest(job_id, version, data)
             new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
             await self._save(commit(model, new, keep=self._keep))
-        self.drafts.end(job_id, version)
         self._metrics.commits.inc()
         self._announcements.put_nowait(_announcement(job_id, new))
         self._deltas.committed(job_id, version, self._models[job_id].base)
@@ -194,17 +185,17 @@ class WeightStore:
         return new
 
     async def pin(self, job_id: str, version: int) -> None:
-        """Keep a version until it is unpinned, raising `NotFound` when it is not there."""
-        async with self._changing[job_id]:
+        """Retain a version until it is unpinned; raises `NotFound`."""
+        async with self._locks[job_id]:
             await self._save(pin(self.model(job_id), version))
 
     async def unpin(self, job_id: str, version: int) -> None:
-        """Let a version go when it is old; nothing happens when it is not pinned."""
-        async with self._changing[job_id]:
+        """Release a pin, if there is one; the version is retired once it is not among the newest."""
+        async with self._locks[job_id]:
             await self._save(unpin(self.model(job_id), version, keep=self._keep))
 
     async def announce(self, stop: asyncio.Event) -> None:
-        """Tell the bus of every commit, in order."""
+        """Announce every commit on the bus, in order."""
 
         async def end() -> None:
             await stop.wait()
@@ -224,32 +215,34 @@ class WeightStore:
                 try:
                     await self._bus.append(WEIGHTS_COMMITTED, message, _ANNOUNCEMENTS_KEPT)
                 except BusUnavailable as error:
-                    log.warning("announcement_delayed", job=message.job_id, version=message.version, error=str(error))
+                    log.warning(
+                        "version_announcement_delayed", job=message.job_id, version=message.version, error=str(error)
+                    )
                     if await until_stop(stop, _ANNOUNCE_RETRY_S):
                         return
                 else:
                     return
 
     async def collect(self, stop: asyncio.Event) -> None:
-        """Remove garbage, once a minute."""
+        """Collect garbage once a minute."""
         while not await until_stop(stop, _COLLECT_INTERVAL_S):
             try:
                 await self.collect_once()
             except StoreUnavailable as error:
-                log.warning("collection_put_off", error=str(error))
+                log.warning("collection_deferred", error=str(error))
 
     async def collect_once(self) -> None:
-        """Remove retired versions, abandoned parts, and the chunks that nothing needs any more."""
+        """Remove retired versions, abandoned parts, and unreferenced chunks."""
         now = self._now()
-        # Read before the references are: a chunk that gets its first reference after that has been used after that.
+        # Read before the references: a chunk that is referenced for the first time later has also been used later.
         last_used = await self._chunks.last_used()
         referenced: set[str] = set()
         retired: dict[str, float] = {}
         seen: list[tuple[Model, list[int]]] = []
         for job_id in await self._documents.jobs():
-            async with self._changing[job_id]:
+            async with self._locks[job_id]:
                 model = self._models.get(job_id, Model(job_id))
-                referenced |= await self._waiting_chunks(model, now)
+                referenced |= await self._staged_chunks(model, now)
                 for version in model.versions:
                     referenced |= await self._chunks_of(job_id, version)
                 for version in model.retired:
@@ -263,9 +256,9 @@ class WeightStore:
         self._metrics.chunks_removed.inc(len(victims))
         for model, outdated in seen:
             await self._deltas.forget(model.job_id, outdated)
-            await self._forget(model)
+            await self._remove_retired(model)
 
-    async def _waiting_chunks(self, model: Model, now: float) -> set[str]:
+    async def _staged_chunks(self, model: Model, now: float) -> set[str]:
         chunks: set[str] = set()
         for part in await self._documents.parts(model.job_id):
             if part.version <= model.head or part.staged_at < now - UPLOAD_GRACE_S:
@@ -280,17 +273,17 @@ class WeightStore:
         try:
             data = await self._documents.manifest(job_id, version.version)
         except NotFound:
-            # Retired, and removed just before the process was killed.
+            # Retired, and its manifest removed just before the process was killed.
             return set()
         return {chunk.digest for chunk in (await asyncio.to_thread(Manifest.decode, data)).chunks()}
 
-    async def _forget(self, seen: Model) -> None:
+    async def _remove_retired(self, seen: Model) -> None:
         if not seen.retired:
             return
         for version in seen.retired:
             await self._documents.remove_manifest(seen.job_id, version.version)
             log.info("version_removed", job=seen.job_id, version=version.version)
-        async with self._changing[seen.job_id]:
+        async with self._locks[seen.job_id]:
             await self._save(forget_retired(self._models[seen.job_id], seen.retired))
 
     async def _assemble(self, job_id: str, version: int, request: CommitRequest) -> Manifest:
@@ -304,7 +297,7 @@ class WeightStore:
                 ) from error
             if digest_of(data) != digest:
                 raise Conflict(
-                    f"version {version} of job {job_id}: what rank {rank} published is not what the commit names"
+                    f"version {version} of job {job_id}: the part of rank {rank} does not have the digest in the commit"
                 )
             parts.append(await asyncio.to_thread(Part.decode, data))
         try:
@@ -315,27 +308,27 @@ class WeightStore:
                 parts=tuple(parts),
                 base_version=request.base_version,
                 adapter_json=request.adapter_json,
-                canary_json=request.canary_json,
+                parity_json=request.parity_json,
             )
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-            raise Conflict(f"version {version} of job {job_id} is not whole: {reason}") from error
+            raise Conflict(f"version {version} of job {job_id} is incomplete: {reason}") from error
 
     async def _check_same(self, job_id: str, found: Version, request: CommitRequest) -> None:
         data = await self._documents.manifest(job_id, found.version)
         manifest = await asyncio.to_thread(Manifest.decode, data)
         parts = tuple(part.digest for part in manifest.parts)
-        # Not the canary: of the same weights two trainers may say something else in the last digits.
+        # Not the parity reference: two trainers may differ in its last digits for the same weights.
         committed = (parts, manifest.config_json, manifest.base_version, manifest.adapter_json)
         if committed != (request.parts, request.config_json, request.base_version, request.adapter_json):
-            raise Conflict(f"version {found.version} of job {job_id} is committed already, with another content")
+            raise Conflict(f"version {found.version} of job {job_id} is committed already with other content")
 
     async def _save(self, model: Model) -> None:
         await self._documents.save_model(model)
         self._models[model.job_id] = model
 
     def _now(self) -> float:
-        # What the chunk store keeps: a time that comes back from it compares exactly.
+        # The resolution of the chunk store: a time read back from it compares equal.
         return round(self._clock(), 6)
 
 

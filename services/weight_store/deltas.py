@@ -1,9 +1,9 @@
-"""The edges between versions: taken from the publisher at a commit, joined to longer hops, dropped when they are old.
+"""The delta graph of every job: record the publisher's edges at a commit, compose longer hops, drop old ones.
 
-One loop, `compose`: consumes committed versions in order, and produces for each the hops of 2, 4 and 8 versions, and
-to every eighth one from the job's first version, a hop at a time; it waits for nothing but the disk or the object
-store, and ends at the stop, between two chunks. It works on one chunk at a time, in a thread. What it had not finished
-when the process was killed it does again at the next start; a hop is visible whole or not at all.
+One loop, `compose`, consumes committed versions in order and produces, one hop at a time, the hops over 2, 4 and 8
+versions and, to every eighth version, the hop from the job's first version. It waits for the next commit and for the
+disk or object store, and ends at the stop, between two chunks. It composes one chunk at a time, in a thread. After a
+crash the next process composes the missing hops; a hop is visible completely or not at all.
 """
 
 from __future__ import annotations
@@ -15,14 +15,23 @@ from typing import NamedTuple
 
 import structlog
 
-from services.weight_store.domain.edges import LONGEST_HOPS, Joint, Span, anchor, outdated, published, span, worth
+from services.weight_store.domain.delta_graph import (
+    LONGEST_HOPS,
+    EdgePair,
+    HopPlan,
+    is_worthwhile,
+    nearest_from_base,
+    outdated,
+    published,
+    span,
+)
 from services.weight_store.domain.versions import Model
 from services.weight_store.metrics import Metrics
 from services.weight_store.ports import Chunks, Documents, StoreFull
-from shared.errors import Bury, NotFound, StoreUnavailable, Undecodable
+from shared.errors import NotFound, StoreUnavailable, Undecodable, Unprocessable
 from shared.lifecycle import until_stop
 from shared.weights import codec
-from shared.weights.edges import MAX_DOCUMENTS, Edge, EdgeList, Route, VersionEdges
+from shared.weights.delta_graph import MAX_DOCUMENTS, Edge, EdgeList, Route, VersionEdges
 from shared.weights.manifest import Manifest, digest_of
 from shared.weights.plan import next_stop
 
@@ -32,14 +41,14 @@ _RETRY_S = 1.0
 
 
 class Survey(NamedTuple):
-    """What of one job's deltas is needed and what is not."""
+    """Which deltas of one job are referenced and which may be removed."""
 
     referenced: set[str]
-    """Deltas that stay."""
+    """Deltas to retain."""
     dropped: dict[str, float]
-    """Deltas that may go unless they were used after the time."""
+    """Delta -> time; it may be removed unless it was used after that time."""
     outdated: list[int]
-    """Versions whose documents go once the deltas have gone."""
+    """Versions whose documents are removed after their deltas."""
 
 
 class _Commit(NamedTuple):
@@ -49,29 +58,29 @@ class _Commit(NamedTuple):
 
 
 class Deltas:
-    """All edges of one store."""
+    """The delta graphs of one store."""
 
     def __init__(
         self, chunks: Chunks, documents: Documents, metrics: Metrics, *, keep: int, clock: Callable[[], float]
     ) -> None:
-        """Use the store's ports; `keep` is of how many newest versions the edges stay."""
+        """Use the store's ports; edges of the `keep` newest versions of each job are retained."""
         self._chunks = chunks
         self._documents = documents
         self._metrics = metrics
         self._keep = keep
         self._clock = clock
-        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By job: held while a document is replaced or found outdated."""
-        self._committed: asyncio.Queue[_Commit | None] = asyncio.Queue()
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By job: held while a document is replaced or surveyed."""
+        self._composable: asyncio.Queue[_Commit | None] = asyncio.Queue()
 
     async def record(self, job_id: str, version: int, manifest: Manifest) -> int | None:
-        """Write down the publisher's edges, which count once the version is committed; return the deltas' bytes.
+        """Write the publisher's edges, which become visible with the commit; return the total bytes of the deltas.
 
-        None stands for a version that has no edges.
+        Returns None for a version without edges.
 
         Raises:
-            Undecodable: an edge list is not one.
-            StoreFull: there is no room.
+            Undecodable: an edge list is invalid.
+            StoreFull: the disk is full.
 
         """
         lists = [
@@ -81,7 +90,7 @@ class Deltas:
             if (data := await self._read(ref.digest)) is not None
         ]
         hop = published(version, lists, {chunk.digest: chunk.n_bytes for chunk in manifest.chunks()})
-        async with self._changing[job_id]:
+        async with self._locks[job_id]:
             if hop is None:
                 await self._documents.remove_edges(job_id, version)
                 return None
@@ -90,18 +99,18 @@ class Deltas:
             return sum(edge.n_bytes for edge in hop.edges)
 
     def committed(self, job_id: str, version: int, base: int | None) -> None:
-        """Have the longer hops to a version composed, some time; `base` is the job's first version if it stays."""
-        self._committed.put_nowait(_Commit(job_id, version, base))
+        """Queue the composition of longer hops to a version; `base` is the job's first version if it is pinned."""
+        self._composable.put_nowait(_Commit(job_id, version, base))
 
     async def route(self, job_id: str, version: int, have: int, base: int | None) -> Route:
-        """Return the edges that lead from version `have` to `version`, and those from the base if that is nearer."""
+        """Return the edges from version `have` to `version`, and from the base if `have` is not newer than it."""
         documents = await self._walk(job_id, version, have)
-        if base is not None and have <= base and (stop := anchor(version, base)) is not None:
+        if base is not None and have <= base and (stop := nearest_from_base(version, base)) is not None:
             documents |= await self._walk(job_id, version, stop) | await self._walk(job_id, stop, stop - 1)
         return Route(documents=tuple(documents[at] for at in sorted(documents, reverse=True)))
 
     async def _walk(self, job_id: str, version: int, have: int) -> dict[int, VersionEdges]:
-        """Return version -> document along the longest hops back to `have`, as far as there are any."""
+        """Return version -> document along the longest hops back to `have`, as far as they exist."""
         documents: dict[int, VersionEdges] = {}
         stop: int | None = version
         while stop is not None and len(documents) < MAX_DOCUMENTS // 4:
@@ -113,18 +122,18 @@ class Deltas:
         return documents
 
     async def document(self, job_id: str, version: int) -> VersionEdges:
-        """Return the edges to a version, raising `NotFound`; a document that has rotted counts as none."""
+        """Return the edges to a version; raises `NotFound`, also for a corrupt document."""
         data = await self._documents.edges(job_id, version)
         try:
             return await asyncio.to_thread(VersionEdges.decode, data)
         except Undecodable as error:
-            log.warning("edges_rotten", job=job_id, version=version, error=str(error))
+            log.warning("edges_corrupt", job=job_id, version=version, error=str(error))
             raise NotFound(f"the edges to version {version} of job {job_id} cannot be read") from error
 
     async def survey(self, model: Model) -> Survey:
-        """Tell which deltas of a job are needed."""
+        """Return which deltas of a job are referenced and which may be removed."""
         result = Survey(set(), {}, [])
-        async with self._changing[model.job_id]:
+        async with self._locks[model.job_id]:
             versions = await self._documents.edge_versions(model.job_id)
             result.outdated.extend(outdated(versions, model.head, keep=self._keep))
             for version in versions:
@@ -147,31 +156,31 @@ class Deltas:
             await self._documents.remove_edges(job_id, version)
 
     async def compose(self, stop: asyncio.Event) -> None:
-        """Compose longer hops to every version that is committed."""
+        """Compose longer hops to every committed version, until the stop."""
 
         async def end() -> None:
             await stop.wait()
-            self._committed.put_nowait(None)
+            self._composable.put_nowait(None)
 
         ending = asyncio.create_task(end(), name="compose-end")
         try:
-            while (commit := await self._committed.get()) is not None:
-                while not stop.is_set() and not await self._composed_to(commit, stop):
+            while (commit := await self._composable.get()) is not None:
+                while not stop.is_set() and not await self._compose_commit(commit, stop):
                     await until_stop(stop, _RETRY_S)
         finally:
             ending.cancel()
 
-    async def _composed_to(self, commit: _Commit, stop: asyncio.Event) -> bool:
-        """Compose what can be; tell whether that was all, or the object store is away."""
+    async def _compose_commit(self, commit: _Commit, stop: asyncio.Event) -> bool:
+        """Compose the hops to a version; return False if the object store was unavailable."""
         job_id, version, _ = commit
         try:
             await self._extend(commit, stop)
         except NotFound:
-            pass  # One of the versions has gone meanwhile, or has no edges.
+            pass  # a version was removed meanwhile, or has no edges
         except StoreUnavailable as error:
-            log.warning("deltas_put_off", job=job_id, version=version, error=str(error))
+            log.warning("deltas_deferred", job=job_id, version=version, error=str(error))
             return False
-        except (Bury, StoreFull) as error:
+        except (Unprocessable, StoreFull) as error:
             log.warning("deltas_not_composed", job=job_id, version=version, error=str(error))
         return True
 
@@ -190,7 +199,7 @@ class Deltas:
                 return
             document = await self._add(job_id, document.model_copy(update={"hops": (*document.hops, hop)}), hop)
         last = document.hops[-1]
-        if base is None or anchor(version, base) != version or document.hop_from(base) is not None:
+        if base is None or nearest_from_base(version, base) != version or document.hop_from(base) is not None:
             return
         first = (await self.document(job_id, last.base)).hop_from(base)
         hop = await self._hop(span(first, last, sizes.keys()), sizes, stop) if first is not None else None
@@ -198,41 +207,41 @@ class Deltas:
             await self._add(job_id, document.model_copy(update={"from_base": hop}), hop)
 
     async def _add(self, job_id: str, document: VersionEdges, hop: EdgeList) -> VersionEdges:
-        """Write a document that has a new hop."""
-        async with self._changing[job_id]:
-            # Somebody may have found the version outdated while its chunks were composed.
+        """Write a document with a new hop."""
+        async with self._locks[job_id]:
+            # Raises NotFound if the version became outdated while its chunks were composed.
             await self._documents.edges(job_id, document.version)
             await self._write(job_id, document.version, document.hops, document.from_base)
         log.info("deltas_composed", job=job_id, version=document.version, base=hop.base, n_edges=len(hop.edges))
         return document
 
-    async def _hop(self, joined: Span, sizes: dict[str, int], stop: asyncio.Event) -> EdgeList | None:
+    async def _hop(self, joined: HopPlan, sizes: dict[str, int], stop: asyncio.Event) -> EdgeList | None:
         edges = list(joined.copies)
-        for joint in joined.joints:
+        for pair in joined.pairs:
             if stop.is_set():
                 return None
-            edge = await self._edge(joint, sizes.get(joint.second.new, 0))
+            edge = await self._edge(pair, sizes.get(pair.second.new, 0))
             if edge is not None:
                 edges.append(edge)
         return await self._present(EdgeList(base=joined.base, edges=tuple(edges)))
 
-    async def _edge(self, joint: Joint, chunk_bytes: int) -> Edge | None:
-        first, second = await self._read(joint.first.delta), await self._read(joint.second.delta)
+    async def _edge(self, pair: EdgePair, chunk_bytes: int) -> Edge | None:
+        first, second = await self._read(pair.first.delta), await self._read(pair.second.delta)
         if first is None or second is None:
             return None
-        base = await self._read(joint.first.base)
-        data = await asyncio.to_thread(_composed, first, second, base, joint.second.new)
-        if data is None or not worth(len(data), joint, chunk_bytes):
+        base = await self._read(pair.first.base)
+        data = await asyncio.to_thread(_compose_checked, first, second, base, pair.second.new)
+        if data is None or not is_worthwhile(len(data), pair, chunk_bytes):
             return None
-        edge = Edge(joint.second.new, joint.first.base, await asyncio.to_thread(digest_of, data), len(data))
+        edge = Edge(pair.second.new, pair.first.base, await asyncio.to_thread(digest_of, data), len(data))
         await self._chunks.put(edge.delta, [data], self._now())
         self._metrics.deltas_composed.inc()
         return edge
 
     async def _present(self, hop: EdgeList) -> EdgeList:
-        """Return the hop without the edges whose delta is not there; the others are marked as used."""
-        lacking = set(await self._chunks.missing([edge.blob for edge in hop.edges], self._now()))
-        return hop.model_copy(update={"edges": tuple(edge for edge in hop.edges if edge.delta not in lacking)})
+        """Return the hop without the edges whose delta is missing; mark the others as used."""
+        missing = set(await self._chunks.missing([edge.blob for edge in hop.edges], self._now()))
+        return hop.model_copy(update={"edges": tuple(edge for edge in hop.edges if edge.delta not in missing)})
 
     async def _write(
         self, job_id: str, version: int, hops: tuple[EdgeList, ...], from_base: EdgeList | None = None
@@ -241,13 +250,13 @@ class Deltas:
         await self._documents.put_edges(job_id, version, await asyncio.to_thread(document.encode))
 
     async def _read(self, digest: str) -> bytes | None:
-        """Return a chunk's bytes, None when it is gone or has rotted."""
+        """Return a chunk's bytes, None if it is missing or corrupt."""
         try:
             data = await self._chunks.read(digest)
         except NotFound:
             return None
         if await asyncio.to_thread(digest_of, data) != digest:
-            log.warning("chunk_rotten", digest=digest)
+            log.warning("chunk_corrupt", digest=digest)
             return None
         return data
 
@@ -255,18 +264,18 @@ class Deltas:
         return round(self._clock(), 6)
 
 
-def _composed(first: bytes, second: bytes, base: bytes | None, digest: str) -> bytes | None:
-    """Return the delta that does what two do, None where there is none.
+def _compose_checked(first: bytes, second: bytes, base: bytes | None, digest: str) -> bytes | None:
+    """Return the composition of two deltas, None if there is none.
 
-    Where the store still has the base, the delta is tried on it. Where it has not, composing two verified deltas is
-    exact by construction, and whoever applies the result compares the digest.
+    If the store still has the base, the delta is verified on it. Otherwise the composition of two verified deltas is
+    exact by construction, and the worker that applies it checks the digest.
     """
     try:
-        data = codec.compose(first, second, base)
+        data = codec.compose(first, second)
         if base is not None and digest_of(codec.apply(base, data)) != digest:
-            log.warning("composed_delta_wrong", digest=digest)
+            log.warning("composed_delta_corrupt", digest=digest)
             return None
-    except Bury as error:
+    except Unprocessable as error:
         log.warning("delta_not_composable", digest=digest, error=str(error))
         return None
     return data

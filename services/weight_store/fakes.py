@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from blake3 import blake3
 
 from services.weight_store.domain.versions import Model
-from services.weight_store.ports import BadChunk, StagedPart, StoreFull, Through
+from services.weight_store.ports import BadChunk, Proxied, StagedPart, StoreFull
 from shared.errors import NotFound
 from shared.weights.manifest import ChunkRef
 
@@ -20,7 +20,7 @@ class MemoryChunks:
         self.held: dict[str, tuple[bytes, float]] = {}
         """Digest -> content, last used at."""
         self.full = False
-        """While true, there is no room."""
+        """True: every write fails as on a full disk."""
 
     async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
         """See `Chunks.put`."""
@@ -33,11 +33,11 @@ class MemoryChunks:
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
         """See `Chunks.missing`."""
-        lacking = [chunk.digest for chunk in chunks if len(self.held.get(chunk.digest, (b"", 0))[0]) != chunk.n_bytes]
+        missing = [chunk.digest for chunk in chunks if len(self.held.get(chunk.digest, (b"", 0))[0]) != chunk.n_bytes]
         for chunk in chunks:
-            if chunk.digest not in lacking:
+            if chunk.digest not in missing:
                 self.held[chunk.digest] = self.held[chunk.digest][0], now
-        return lacking
+        return missing
 
     async def read(self, digest: str) -> bytes:
         """See `Chunks.read`."""
@@ -46,7 +46,7 @@ class MemoryChunks:
         except KeyError as error:
             raise NotFound(f"no chunk {digest}") from error
 
-    async def source(self, digest: str) -> Through:
+    async def source(self, digest: str) -> Proxied:
         """See `Chunks.source`."""
         data = await self.read(digest)
 
@@ -56,7 +56,7 @@ class MemoryChunks:
 
             return all_at_once()
 
-        return Through(len(data), blocks)
+        return Proxied(len(data), blocks)
 
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""

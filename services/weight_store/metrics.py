@@ -1,4 +1,4 @@
-"""What `/metrics` shows besides the process's own figures."""
+"""Prometheus metrics of the weight store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Metrics:
         self.bytes_out = Counter("rlboost_weight_store_bytes_out", "bytes of chunks sent", registry=registry)
         self.bytes_redirected = Counter(
             "rlboost_weight_store_bytes_redirected",
-            "bytes of chunks that were asked for here and left to the object store",
+            "bytes of chunks for which clients were redirected to the object store",
             registry=registry,
         )
         self.commits = Counter("rlboost_weight_store_commits", "versions committed", registry=registry)
         self.deltas_composed = Counter(
             "rlboost_weight_store_deltas_composed",
-            "deltas over several versions made of shorter ones",
+            "deltas over several versions composed of shorter ones",
             registry=registry,
         )
         self.chunks_removed = Counter(

@@ -1,6 +1,6 @@
-"""What the weight store needs of the outside: chunks by content, and the documents that say what they are.
+"""Ports of the weight store: content-addressed chunks, and documents (models, manifests, parts, edges).
 
-Times are given by the caller (Unix seconds): "used at" is when a chunk was uploaded or last asked for.
+The caller passes the time (Unix seconds). A chunk is "used" when it is uploaded or checked by `missing`.
 """
 
 from __future__ import annotations
@@ -12,80 +12,80 @@ from pathlib import Path
 from typing import Protocol
 
 from services.weight_store.domain.versions import Model
-from shared.errors import Bury, Fatal
+from shared.errors import Fatal, Unprocessable
 from shared.weights.manifest import ChunkRef
 
 
-class BadChunk(Bury):
-    """Uploaded bytes do not have the digest that they were uploaded under."""
+class BadChunk(Unprocessable):
+    """Uploaded bytes do not have the digest in their URL."""
 
 
 class StoreFull(Fatal):
-    """There is no room; nothing of what was to be written remains."""
+    """The disk is full; the failed write left nothing behind."""
 
 
 @dataclass(frozen=True, slots=True)
-class InFile:
-    """A chunk's bytes are in this file."""
+class LocalFile:
+    """A chunk in a local file."""
 
     path: Path
     status: os.stat_result
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A chunk's bytes can be had at this URL, for some minutes, by whoever knows it."""
+class Redirect:
+    """A chunk in the object store, at a signed URL that is valid for some minutes."""
 
     url: str
     n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Through:
-    """A chunk's bytes come through this process."""
+class Proxied:
+    """A chunk that this process reads from the object store for the client."""
 
     n_bytes: int
     blocks: Callable[[int, int], Awaitable[AsyncIterator[bytes]]]
-    """Of the bytes from a first one up to, and without, a last one; raises what `Chunks.read` raises."""
+    """Takes start and end (exclusive) of the range; raises what `Chunks.read` raises."""
 
 
-Source = InFile | Elsewhere | Through
+Source = LocalFile | Redirect | Proxied
 
 
 class Chunks(Protocol):
-    """Chunks, by BLAKE3 digest. A chunk is there whole or not at all, whenever the process is killed.
+    """Chunks by BLAKE3 digest. A chunk is written atomically, even if the process is killed.
 
-    Where they are in an object store, every method raises `StoreUnavailable` while that does not answer.
+    With an object store every method raises `StoreUnavailable` while it does not answer.
     """
 
     async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
-        """Store the blocks, joined; replaces what is there.
+        """Store the concatenated blocks; an existing chunk is replaced.
 
         Raises:
             BadChunk: they do not have the digest.
-            StoreFull: there is no room.
+            StoreFull: the disk is full.
 
         """
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
-        """Return the digests that are not there in the right size, and mark the others as used at `now`."""
+        """Return the digests that are missing or have another size, and mark the others as used at `now`."""
 
     async def read(self, digest: str) -> bytes:
-        """Return a chunk's bytes as they are stored, raising `NotFound`."""
+        """Return a chunk's bytes, unverified; raises `NotFound`."""
 
     async def source(self, digest: str) -> Source:
-        """Return where a chunk's bytes are, raising `NotFound`."""
+        """Return the location of a chunk's bytes; raises `NotFound`."""
 
     async def last_used(self) -> dict[str, float]:
-        """Return when each chunk was last used."""
+        """Return digest -> time of last use, for all chunks."""
 
     async def remove(self, unused_since: Mapping[str, float]) -> None:
-        """Remove each of these chunks unless it was used after its time."""
+        """Remove the chunks, except those used after the given time."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """A part that waits for its commit, and since when."""
+    """A part that waits for its commit."""
 
     version: int
     rank: int
@@ -93,50 +93,50 @@ class StagedPart:
 
 
 class Documents(Protocol):
-    """Models, manifests and parts. Each is replaced atomically: a reader, and a restart, finds the old or the new.
+    """Models, manifests, edges and parts. Each is replaced atomically, even if the process is killed.
 
-    Every write raises `StoreFull` when there is no room. Where they are in an object store, every method raises
-    `StoreUnavailable` while that does not answer, and every write `Fenced` when another process has taken over.
+    Every write raises `StoreFull` if the disk is full. With an object store every method raises `StoreUnavailable`
+    while it does not answer, and every write raises `Fenced` after another process has taken the lease.
     """
 
     async def jobs(self) -> list[str]:
-        """Return the ids of all jobs of which there is anything."""
+        """Return the ids of all jobs with documents."""
 
     async def model(self, job_id: str) -> Model:
-        """Return a job's model, an empty one before the first commit."""
+        """Return a job's model; an empty one before the first commit."""
 
     async def save_model(self, model: Model) -> None:
-        """Replace a model: the moment at which a commit takes place."""
+        """Replace a model: this is the atomic step of a commit."""
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
-        """Write a manifest; it counts once its model names it."""
+        """Write a manifest; it becomes visible when its model refers to it."""
 
     async def manifest(self, job_id: str, version: int) -> bytes:
-        """Return a manifest, raising `NotFound`."""
+        """Return a manifest; raises `NotFound`."""
 
     async def remove_manifest(self, job_id: str, version: int) -> None:
-        """Remove a manifest; nothing happens when it is not there."""
+        """Remove a manifest, if it exists."""
 
     async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
-        """Replace the edges to a version; they count once its model names it."""
+        """Replace the edges to a version; they become visible when its model refers to it."""
 
     async def edges(self, job_id: str, version: int) -> bytes:
-        """Return the edges to a version, raising `NotFound`."""
+        """Return the edges to a version; raises `NotFound`."""
 
     async def edge_versions(self, job_id: str) -> list[int]:
-        """Return the versions of a job to which there are edges, in order."""
+        """Return the versions of a job that have edges, in ascending order."""
 
     async def remove_edges(self, job_id: str, version: int) -> None:
-        """Remove the edges to a version; nothing happens when there are none."""
+        """Remove the edges to a version, if they exist."""
 
     async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
-        """Write a part, in place of the one of that version and rank."""
+        """Write a part; replaces an earlier one of that version and rank."""
 
     async def part(self, job_id: str, version: int, rank: int) -> bytes:
-        """Return a part, raising `NotFound`."""
+        """Return a part; raises `NotFound`."""
 
     async def parts(self, job_id: str) -> list[StagedPart]:
-        """Return which parts of a job wait."""
+        """Return the staged parts of a job."""
 
     async def remove_part(self, job_id: str, part: StagedPart) -> None:
-        """Remove a part; nothing happens when it is not there."""
+        """Remove a part, if it exists."""

@@ -18,12 +18,18 @@ class Settings(ServiceSettings):
     prefix: ClassVar[str] = "RLBOOST_WEIGHT_STORE_"
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8701, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    port: int = Field(8701, ge=0, le=65535, description="port to listen on; 0 selects a free one")
     dir: Path = Field(Path(".rlboost/weights"), description="directory of the chunks and manifests")
-    origin: str = Field("", description="s3://BUCKET/PREFIX, gs:// or az:// in place of the directory")
-    redirect: Literal["auto", "off"] = Field(
-        "auto", description="off: chunks pass through the store though the object store could serve them"
+    origin: str = Field(
+        "", description="object store instead of the directory: s3://BUCKET/PREFIX, gs://... or az://..."
     )
-    lease_s: float = Field(15.0, ge=0.5, description="an object store's writer silent for so long may be succeeded")
-    keep_versions: int = Field(4, ge=1, description="newest versions kept of each job, besides pinned ones")
-    keep_deltas: int = Field(16, ge=1, description="newest versions of each job whose deltas are kept")
+    redirect: Literal["auto", "off"] = Field(
+        "auto", description="auto: redirect readers to the object store if it can sign URLs; off: proxy all chunks"
+    )
+    lease_s: float = Field(
+        15.0,
+        ge=0.5,
+        description="lease on an object store: a writer that does not renew it for this time may be succeeded",
+    )
+    keep_versions: int = Field(4, ge=1, description="newest versions retained of each job, in addition to pinned ones")
+    keep_deltas: int = Field(16, ge=1, description="newest versions of each job whose deltas are retained")

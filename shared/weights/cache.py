@@ -1,4 +1,4 @@
-"""The cache: verified blobs (chunks, and the deltas between them) in files on this machine, by digest."""
+"""A cache of verified blobs (chunks and deltas) in files on this machine, named by digest."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from shared.atomic_file import replace_file
 from shared.errors import Fatal
-from shared.weights.exclusive import hold
+from shared.weights.directory_lock import lock_directory
 from shared.weights.manifest import ChunkRef, digest_of
 
 _DIGEST_LETTERS = 64
 
 
 class Cache:
-    """A directory that one process uses at a time. Its methods read and write files: call them in threads."""
+    """A cache directory, locked by one process. Its methods block on files: call them in threads."""
 
     def __init__(self, root: Path) -> None:
-        """Take the directory, made where it is missing; what a killed process left half-written goes.
+        """Create the directory if needed, lock it, and remove partial files of a killed process.
 
         Raises:
-            ConfigError: the directory cannot be used, or another process uses it.
+            ConfigError: the directory is not writable, or another process uses it.
 
         """
         self.blobs = root / "chunks"
         self.verified: set[str] = set()
-        """Digests of what is there and has been seen to have its digest."""
+        """Digests of the blobs verified by this process."""
         self._pulled_file = root / "held.json"
-        self._lock = hold(root)
+        self._lock = lock_directory(root)
         with self._errors():
             self.blobs.mkdir(exist_ok=True)
             for path in self.blobs.iterdir():
@@ -39,71 +40,65 @@ class Cache:
                     path.unlink()
 
     def close(self) -> None:
-        """Give the directory back."""
+        """Release the directory."""
         self._lock.close()
 
     def path(self, digest: str) -> Path:
-        """Return where a blob is, if it is there."""
+        """Return the path of a blob, which may not exist."""
         return self.blobs / digest
 
-    def listed(self) -> set[str]:
-        """Return the digests of what is there, verified or not."""
+    def digests(self) -> set[str]:
+        """Return the digests of all blobs, verified or not."""
         with self._errors():
             return {path.name for path in self.blobs.iterdir() if len(path.name) == _DIGEST_LETTERS}
 
     def holds(self, blob: ChunkRef) -> bool:
-        """Tell whether a blob is there; what an earlier process left is verified once, and removed if it is wrong."""
+        """Return True if the cache holds the blob. An unverified one is verified, and removed if corrupt."""
         if blob.digest in self.verified:
             return True
         path = self.path(blob.digest)
         with self._errors():
             try:
-                right = path.stat().st_size == blob.n_bytes and blake3().update_mmap(path).hexdigest() == blob.digest
+                is_intact = (
+                    path.stat().st_size == blob.n_bytes and blake3().update_mmap(path).hexdigest() == blob.digest
+                )
             except FileNotFoundError:
                 return False
-            if not right:
+            if not is_intact:
                 path.unlink(missing_ok=True)
                 return False
         self.verified.add(blob.digest)
         return True
 
-    def keep(self, blob: ChunkRef, data: bytes | bytearray) -> bool:
-        """Store bytes if they are the blob's; tell whether they are."""
+    def store(self, blob: ChunkRef, data: bytes | bytearray) -> bool:
+        """Store the blob if the bytes have its length and digest; return True if they do."""
         if len(data) != blob.n_bytes or digest_of(data) != blob.digest:
             return False
-        # Two of one process may bring the same blob: each has its own file until it is whole.
-        partial = self.blobs / f"{blob.digest}.{id(data):x}"
         with self._errors():
-            try:
-                partial.write_bytes(data)
-                partial.rename(self.path(blob.digest))
-            finally:
-                partial.unlink(missing_ok=True)
+            replace_file(self.path(blob.digest), data)
         self.verified.add(blob.digest)
         return True
 
-    def pulled(self) -> list[tuple[str, int]]:
-        """Return the (job, version) that were pulled last, by an earlier process. A hint: no file is trusted for it."""
+    def last_pulled(self) -> list[tuple[str, int]]:
+        """Return the (job, version) pairs that an earlier process pulled last. A hint: blobs are still verified."""
         try:
             return [(str(job_id), int(version)) for job_id, version in json.loads(self._pulled_file.read_bytes())]
         except (OSError, ValueError, TypeError):
             return []
 
     def remove(self, digests: AbstractSet[str]) -> None:
-        """Remove blobs."""
+        """Remove blobs, if they exist."""
         self.verified -= digests
         with self._errors():
             for digest in digests:
                 self.path(digest).unlink(missing_ok=True)
 
     def prune(self, keep: AbstractSet[str], pulled: list[tuple[str, int]]) -> None:
-        """Remove everything but the blobs `keep`; write down what was pulled last."""
+        """Remove all blobs but `keep`, and record what was pulled last."""
         with self._errors():
-            for digest in self.listed() - keep:
+            for digest in self.digests() - keep:
                 self.path(digest).unlink()
-            fresh = self._pulled_file.with_suffix(".new")
-            fresh.write_text(json.dumps(pulled))
-            fresh.replace(self._pulled_file)
+            replace_file(self._pulled_file, json.dumps(pulled))
         self.verified &= keep
 
     @contextmanager
@@ -112,5 +107,5 @@ class Cache:
             yield
         except OSError as error:
             raise Fatal(
-                f"cache directory {self.blobs.parent}: {error.strerror}; free space there, or name another one"
+                f"cache directory {self.blobs.parent}: {error.strerror}; free space there, or set another directory"
             ) from error

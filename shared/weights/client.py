@@ -1,4 +1,4 @@
-"""The weight store as its users see it: one method a route, one attempt a call, aiohttp's errors as ours."""
+"""HTTP client of the weight store: one method per route, one attempt per call, aiohttp's errors translated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import aiohttp
 import stamina
 
 from shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
-from shared.weights.drafts import DraftNews, DraftPart
-from shared.weights.edges import Route, VersionEdges
+from shared.weights.delta_graph import Route, VersionEdges
 from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
@@ -34,21 +33,22 @@ class _Answer(NamedTuple):
 class StoreClient:
     """HTTP client of one weight store.
 
-    Every request is idempotent, so every method may be called again after `StoreUnavailable`. Besides it they raise
-    `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal` (what the store refuses for good, such as bytes
-    that do not fit on its disk).
+    Every request is idempotent, so every method may be repeated after `StoreUnavailable`. The methods also raise
+    `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal` (permanent refusals, such as a full disk).
     """
 
     def __init__(self, url: str, token: str) -> None:
-        """Prepare connections; nothing is dialled yet.
+        """Connect lazily.
 
         Raises:
-            ConfigError: the URL or the token cannot be one.
+            ConfigError: the URL or the token is malformed.
 
         """
         self.url = url.rstrip("/")
         if not re.fullmatch(r"[!-~]([ -~]*[!-~])?", token):
-            raise ConfigError("the token is empty or not plain text: set RLBOOST_TOKEN to the weight store's token")
+            raise ConfigError(
+                "the token is empty or not printable ASCII: set RLBOOST_TOKEN to the weight store's token"
+            )
         _check_url(self.url)
         self._token = token
         self._session: aiohttp.ClientSession | None = None
@@ -78,7 +78,7 @@ class StoreClient:
         return ModelList.model_validate_json((await self._request("GET", "/v1/models")).body)
 
     async def model(self, job_id: str) -> ModelInfo | None:
-        """Return the versions that are kept, None before the first."""
+        """Return the retained versions, None before the first."""
         try:
             answer = await self._request("GET", f"/v1/models/{job_id}")
         except NotFound:
@@ -89,16 +89,16 @@ class StoreClient:
         """Return the manifest of a committed version.
 
         Raises:
-            Corrupt: it is not the one that was committed.
+            Corrupt: it does not have the digest that the store declares.
 
         """
         answer = await self._request("GET", f"/v1/models/{job_id}/versions/{version}")
         if answer.etag != f'"{digest_of(answer.body)}"':
-            raise Corrupt(f"{self.url}: the manifest of version {version} of job {job_id} does not have its digest")
+            raise Corrupt(f"{self.url}: the manifest of version {version} of job {job_id} does not match its digest")
         return await asyncio.to_thread(Manifest.decode, answer.body)
 
     async def edges(self, job_id: str, version: int) -> VersionEdges | None:
-        """Return the deltas that lead to a version's chunks; None where there are none, or none that can be read."""
+        """Return the deltas that lead to a version's chunks; None if there are none or they are corrupt."""
         try:
             answer = await self._request("GET", f"/v1/models/{job_id}/versions/{version}/edges")
             return await asyncio.to_thread(VersionEdges.decode, answer.body)
@@ -106,7 +106,7 @@ class StoreClient:
             return None
 
     async def route(self, job_id: str, version: int, have: int) -> tuple[VersionEdges, ...]:
-        """Return the edges that lead from version `have` to `version`; nothing where there are none."""
+        """Return the deltas that lead from version `have` to `version`; empty if there are none or they are corrupt."""
         try:
             answer = await self._request("GET", f"/v1/models/{job_id}/versions/{version}/route?have={have}")
             return (await asyncio.to_thread(Route.decode, answer.body)).documents
@@ -114,13 +114,13 @@ class StoreClient:
             return ()
 
     async def missing(self, chunks: Iterable[ChunkRef]) -> frozenset[str]:
-        """Return the digests of those chunks that the store lacks; it keeps the others for an hour at least."""
+        """Return the digests of the chunks that the store lacks; it retains the others for at least an hour."""
         body = ChunkList(chunks=tuple(chunks)).model_dump_json()
         answer = await self._request("POST", "/v1/chunks/missing", body.encode(), _JSON)
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:
-        """Upload a chunk's bytes, without a copy of the whole."""
+        """Upload a chunk without copying it as a whole."""
 
         async def slices() -> AsyncIterator[memoryview]:
             for start in range(0, len(data), _SLICE_BYTES):
@@ -130,36 +130,26 @@ class StoreClient:
 
     @asynccontextmanager
     async def chunk(self, digest: str, start: int) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """Download a chunk's bytes from `start` on: the position of the first byte that comes, and the blocks.
+        """Download a chunk from byte `start` on; yields the position of the first byte and the blocks.
 
-        The store may send us on to its object store; the token stays here.
+        The store may redirect to its object store, which is not sent the token.
         """
         headers = {"Range": f"bytes={start}-"} if start else {}
         with _translated(self.url):
             async with self._http.get(f"{self.url}/v1/chunks/{digest}", headers=headers) as response:
                 if not response.ok:
-                    _refuse(response, await response.read(), self.url)
+                    _raise_for_status(response, await response.read(), self.url)
                 yield (start if response.status == 206 else 0), response.content.iter_any()
 
-    async def put_draft(self, job_id: str, version: int, part: DraftPart) -> None:
-        """Say which chunks of a version are there before it is whole: a hint, which the store may forget."""
-        path = f"/v1/models/{job_id}/versions/{version}/draft"
-        await self._request("PUT", path, part.encode(), _JSON)
-
-    async def draft(self, job_id: str, *, after: int, wait_s: float) -> DraftNews:
-        """Return what the store has been told of a job's draft since the cursor `after`; wait for it up to `wait_s`."""
-        answer = await self._request("GET", f"/v1/models/{job_id}/draft?after={after}&wait_s={wait_s}")
-        return await asyncio.to_thread(DraftNews.decode, answer.body)
-
     async def put_part(self, job_id: str, version: int, part: Part) -> None:
-        """Say what one rank has published."""
+        """Upload the description of one rank's part."""
         await self._request("PUT", f"/v1/models/{job_id}/versions/{version}/parts/{part.rank}", part.encode())
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> VersionInfo:
         """Make the version visible.
 
         Raises:
-            Conflict: the head is another than expected, or the parts are not whole.
+            Conflict: the head is not the expected one, or the parts are incomplete.
 
         """
         path = f"/v1/models/{job_id}/versions/{version}/commit"
@@ -167,11 +157,11 @@ class StoreClient:
         return VersionInfo.model_validate_json(answer.body)
 
     async def pin(self, job_id: str, version: int) -> None:
-        """Keep a version until it is unpinned."""
+        """Retain a version until it is unpinned."""
         await self._request("POST", f"/v1/models/{job_id}/versions/{version}/pin")
 
     async def unpin(self, job_id: str, version: int) -> None:
-        """Let a version go when it is no longer among the newest."""
+        """Release a pin: the version is removed once it is not among the newest."""
         await self._request("DELETE", f"/v1/models/{job_id}/versions/{version}/pin")
 
     @property
@@ -183,7 +173,7 @@ class StoreClient:
                 connector=aiohttp.TCPConnector(limit=0),
                 read_bufsize=1 << 20,
                 trust_env=True,
-                # A signature covers the URL letter by letter.
+                # The signature of a signed URL covers its exact characters.
                 requote_redirect_url=False,
             )
         return self._session
@@ -199,12 +189,12 @@ class StoreClient:
             async with self._http.request(method, f"{self.url}{path}", data=content, headers=headers) as response:
                 body = await response.read()
                 if not response.ok:
-                    _refuse(response, body, self.url)
+                    _raise_for_status(response, body, self.url)
                 return _Answer(body, response.headers.get("ETag", ""))
 
 
-async def persistently(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeat an idempotent call for as long as the store is away; the caller's wait has the limit."""
+async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeat an idempotent call while the store is unavailable; the caller's wait bounds the time."""
     async for attempt in stamina.retry_context(on=StoreUnavailable, attempts=None, timeout=None, wait_max=2.0):
         with attempt:
             return await call()
@@ -231,7 +221,7 @@ def _translated(url: str) -> Iterator[None]:
         raise StoreUnavailable(f"weight store at {url}: {str(error) or type(error).__name__}") from error
 
 
-def _refuse(response: aiohttp.ClientResponse, body: bytes, url: str) -> None:
+def _raise_for_status(response: aiohttp.ClientResponse, body: bytes, url: str) -> None:
     what = f"weight store at {url}: {_detail(response, body)}"
     match response.status:
         case 401 | 403 if not response.history:
@@ -241,9 +231,9 @@ def _refuse(response: aiohttp.ClientResponse, body: bytes, url: str) -> None:
         case 409:
             raise Conflict(what)
         case 416:
-            raise Corrupt(f"{what}; its copy of a chunk is shorter than the chunk")
+            raise Corrupt(f"{what}; its copy of a chunk is truncated")
         case 400 | 401 | 403 if response.history:
-            raise StoreUnavailable(f"{what}; the signed URL may have run out")
+            raise StoreUnavailable(f"{what}; the signed URL may have expired")
         case 408 | 429 | 500 | 502 | 503 | 504:
             raise StoreUnavailable(what)
         case _:

@@ -1,81 +1,80 @@
-"""The publisher's memory: one rank's chunks as last published, so that the next version can be told as deltas."""
+"""Encode a rank's chunks as deltas to those that it published last, which are retained in host memory."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from shared.weights import codec
-from shared.weights.edges import Edge
+from shared.weights.delta_graph import Edge
 from shared.weights.manifest import ITEM_BYTES, ChunkRef, digest_of
 
 DELTA_DTYPES = frozenset({"bfloat16", "float16", "float32"})
-"""What the codec knows how to make small. It is exact for any bytes whatever they are taken for."""
+"""Dtypes for which the codec produces small deltas. It is exact for any bytes."""
 
 
-class Cut(NamedTuple):
-    """One chunk of a part's stream."""
+class Chunk(NamedTuple):
+    """One chunk of a part's byte stream."""
 
     ref: ChunkRef
     data: memoryview
     dtype: str
-    """That of most of its bytes."""
+    """Dtype of most of its bytes."""
 
 
 class Delta(NamedTuple):
-    """An edge to a new chunk, and the delta's bytes."""
+    """An edge to a new chunk, and the encoded delta."""
 
     edge: Edge
     data: bytes
 
 
-class Memory:
-    """The bytes that one rank published last, in host memory: never more than one copy of its part."""
+class DeltaEncoder:
+    """Holds the bytes that one rank published last in host memory: at most one copy of its part."""
 
-    def __init__(self, *, small: bool = False) -> None:
-        """Remember nothing; `small` makes the smallest deltas there are, which take longer on both sides."""
-        self._small = small
+    def __init__(self) -> None:
+        """Start empty."""
         self._owner = ("", -1)
         self._version = -1
         self._digests: list[str] = []
         self._chunks: list[bytearray] = []
 
-    def forget(self) -> None:
-        """Drop everything: the next version is published without deltas."""
+    def reset(self) -> None:
+        """Drop the retained version: the next one is published without deltas."""
         self._owner, self._version = ("", -1), -1
         self._digests, self._chunks = [], []
 
     def begin(self, job_id: str, rank: int, version: int) -> int:
-        """Prepare for this rank's part of a version; return the older one that is remembered of it, -1 for none."""
+        """Start a version of this rank's part; return the older version that is retained, -1 for none."""
         if self._owner != (job_id, rank) or self._version >= version:
-            self.forget()
+            self.reset()
             self._owner = job_id, rank
         return self._version
 
-    def exchange(self, index: int, cut: Cut) -> Delta | None:
-        """Remember the part's chunk `index`; return the delta to it, None where it would not pay. Slow: a thread's."""
+    def encode(self, index: int, chunk: Chunk) -> Delta | None:
+        """Retain chunk `index` of the part; return the delta to it, None if it is too large. Call it in a thread."""
         if index >= len(self._chunks):
-            self._digests.append(cut.ref.digest)
-            self._chunks.append(bytearray(cut.data))
+            self._digests.append(chunk.ref.digest)
+            self._chunks.append(bytearray(chunk.data))
             return None
         base, old = self._digests[index], self._chunks[index]
-        if base == cut.ref.digest:
+        if base == chunk.ref.digest:
             return None
-        delta = _delta(base, old, cut, small=self._small) if len(old) == cut.ref.n_bytes else None
-        # In place, where it has the same size: new pages would cost more than the copy.
-        old[:] = cut.data
-        self._digests[index] = cut.ref.digest
+        delta = _delta(base, old, chunk) if len(old) == chunk.ref.n_bytes else None
+        # In place if the size is equal: new pages would cost more than the copy.
+        old[:] = chunk.data
+        self._digests[index] = chunk.ref.digest
         return delta
 
     def end(self, version: int, n_chunks: int) -> None:
-        """Say that the part is whole, and which version it was."""
+        """Finish the part: it is version `version` and has `n_chunks` chunks."""
         del self._digests[n_chunks:], self._chunks[n_chunks:]
         self._version = version
 
 
-def _delta(base: str, old: bytearray, cut: Cut, *, small: bool) -> Delta | None:
-    if cut.dtype not in DELTA_DTYPES or cut.ref.n_bytes % ITEM_BYTES[cut.dtype]:
+def _delta(base: str, old: bytearray, chunk: Chunk) -> Delta | None:
+    if chunk.dtype not in DELTA_DTYPES or chunk.ref.n_bytes % ITEM_BYTES[chunk.dtype]:
         return None
-    data = codec.encode(old, cut.data, cut.dtype, small=small)
-    if 2 * len(data) > cut.ref.n_bytes:
+    data = codec.encode(old, chunk.data, chunk.dtype)
+    if 2 * len(data) > chunk.ref.n_bytes:
         return None
-    return Delta(Edge(cut.ref.digest, base, digest_of(data), len(data)), data)
+    return Delta(Edge(chunk.ref.digest, base, digest_of(data), len(data)), data)

@@ -1,4 +1,4 @@
-"""One blob's bytes out of one place, by HTTP."""
+"""A resumable download of one blob over HTTP."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from shared.errors import Corrupt
 from shared.weights.manifest import ChunkRef
 
 Opened = AbstractAsyncContextManager[tuple[int, AsyncIterator[bytes]]]
-"""The position of the first byte that comes, and the blocks."""
+"""Yields the position of the first byte, and the blocks from there on."""
 
 
 class Download:
-    """The bytes of a blob as far as they have come; not verified."""
+    """The bytes of a blob received so far; not verified."""
 
     def __init__(self, blob: ChunkRef) -> None:
-        """Have nothing yet."""
+        """Start with no bytes."""
         self.blob = blob
         self.data = bytearray(blob.n_bytes)
         self.n_bytes = 0
-        """How many of them have come."""
+        """Length of the received prefix."""
         self.n_received = 0
-        """The same, those that came twice counted twice."""
+        """Bytes received in total, including repeated ones."""
 
     async def resume(self, opened: Callable[[str, int], Opened]) -> None:
-        """Go on from the last byte that came: call it again when a transfer has broken.
+        """Continue after the last received byte; call it again after a broken transfer.
 
         Raises:
-            Corrupt: more comes than the blob has.
+            Corrupt: more bytes arrive than the blob has.
 
         """
         if self.n_bytes == len(self.data):

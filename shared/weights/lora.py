@@ -1,4 +1,4 @@
-"""Which tensors of a model an adapter changes, told from PEFT's configuration and from names and shapes."""
+"""Map a PEFT LoRA adapter to the model tensors that it changes, by its configuration, names and shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class Factors(NamedTuple):
-    """Names of an adapter's two tensors that change one of the model's: A [rank, in] and B [out, rank]."""
+    """Names of the two adapter tensors for one model tensor: A [rank, in] and B [out, rank]."""
 
     a: str
     b: str
@@ -29,11 +29,11 @@ class Adapter:
 
     scaling: float
     factors: dict[str, Factors]
-    """By the name of W."""
+    """Name of W -> names of A and B."""
 
 
 class _Config(BaseModel):
-    """What of `adapter_config.json` the result depends on. Anything but plain LoRA on linear layers is refused."""
+    """The fields of `adapter_config.json` that matter. Only plain LoRA on linear layers is accepted."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -52,15 +52,15 @@ class _Config(BaseModel):
 
 
 def adapter_of(config_json: str, tensors: Mapping[str, Shape], model: Mapping[str, Shape]) -> Adapter:
-    """Return what an adapter changes.
+    """Return the adapter's scaling and the tensors that it changes.
 
     Args:
         config_json: PEFT's `adapter_config.json`.
         tensors: shapes of the adapter's tensors.
-        model: shapes of the model's.
+        model: shapes of the model's tensors.
 
     Raises:
-        ConfigError: it is no plain LoRA adapter, or not one of this model.
+        ConfigError: it is not a plain LoRA adapter, or not one for this model.
 
     """
     try:
@@ -73,15 +73,15 @@ def adapter_of(config_json: str, tensors: Mapping[str, Shape], model: Mapping[st
     for name in sorted({_target_of(name) for name in tensors}):
         module = _PREFIX + name.removesuffix(".weight")
         pair = Factors(module + _A, module + _B)
-        wanted = model.get(name, ())
+        shape = model.get(name, ())
         if (
-            len(wanted) != 2
-            or tensors.get(pair.a) != (config.r, wanted[1])
-            or tensors.get(pair.b) != (wanted[0], config.r)
+            len(shape) != 2
+            or tensors.get(pair.a) != (config.r, shape[1])
+            or tensors.get(pair.b) != (shape[0], config.r)
         ):
             raise ConfigError(
                 f"the adapter does not belong to this model: {pair.a} {tensors.get(pair.a)} and {pair.b} "
-                f"{tensors.get(pair.b)} of rank {config.r} do not fit {name} {wanted}"
+                f"{tensors.get(pair.b)} of rank {config.r} do not fit {name} {shape}"
             )
         factors[name] = pair
     return Adapter(config.lora_alpha / config.r, factors)
@@ -91,4 +91,4 @@ def _target_of(name: str) -> str:
     for ending in (_A, _B):
         if name.startswith(_PREFIX) and name.endswith(ending):
             return name.removeprefix(_PREFIX).removesuffix(ending) + ".weight"
-    raise ConfigError(f"the adapter cannot be merged: {name!r} is no LoRA tensor of a linear layer")
+    raise ConfigError(f"the adapter cannot be merged: {name!r} is not a LoRA tensor of a linear layer")

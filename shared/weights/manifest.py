@@ -1,10 +1,10 @@
-"""What a version of a model's weights consists of: whose shards, in which chunks, with which digests.
+"""The manifest of a version of a model's weights: its shards, chunks and digests.
 
-A *part* is what one trainer rank publishes: the bytes of its shards (row major, little endian) laid end to end in one
-stream, which is cut into chunks. A *manifest* is all parts of one version. Neither can be built unless it is whole: a
-part's shards fill its chunks exactly, and a manifest's shards cover every tensor exactly once.
+A *part* is published by one trainer rank: the bytes of its shards (row major, little endian) concatenated to one
+stream, which is split into chunks. A *manifest* has all parts of one version. Both are validated: the shards of a part
+fill its chunks exactly, and the shards of a manifest cover every tensor exactly once.
 
-An *adapter version* has the tensors of a LoRA adapter only, under PEFT's names, and names the version with the model
+An *adapter version* has the tensors of a LoRA adapter only, under PEFT's names, and refers to the version of the model
 that the adapter belongs to.
 """
 
@@ -24,7 +24,7 @@ CHUNK_BYTES = 4 << 20
 """Size of a chunk; only the last one of a part is smaller."""
 
 MAX_SHARDS = 4096
-"""Of one tensor: each is compared with each."""
+"""Maximum shards of one tensor: they are compared pairwise."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -39,12 +39,12 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of one element, by dtype; the names are torch's."""
+"""Bytes of one element, by torch's name of the dtype."""
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """BLAKE3 in hexadecimal."""
 JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-"""Safe as one component of a path."""
+"""Safe as a path component."""
 Shape = tuple[NonNegativeInt, ...]
 
 
@@ -61,7 +61,7 @@ class ChunkRef(NamedTuple):
 
 
 class Document(BaseModel):
-    """What is kept and sent as canonical JSON."""
+    """A document that is stored and sent as canonical JSON."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -74,7 +74,7 @@ class Document(BaseModel):
         """Invert `encode`.
 
         Raises:
-            Undecodable: the bytes are not such a document, or it is not whole.
+            Undecodable: the bytes are not a valid document of this type.
 
         """
         try:
@@ -91,7 +91,7 @@ class Document(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """One rank's shard of one tensor: the box at `offset` of extent `local_shape` within `global_shape`."""
+    """One rank's shard of one tensor: the slice at `offset` of shape `local_shape` within `global_shape`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -104,7 +104,7 @@ class TensorEntry(BaseModel):
     """Position of the shard's first byte in its part's stream."""
     n_bytes: NonNegativeInt
     digest: Digest
-    """Of the shard's bytes."""
+    """Digest of the shard's bytes."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -112,9 +112,9 @@ class TensorEntry(BaseModel):
             raise ValueError(f"tensor {self.name}: unknown dtype {self.dtype!r}; known: {', '.join(ITEM_BYTES)}")
         if not len(self.global_shape) == len(self.offset) == len(self.local_shape):
             raise ValueError(f"tensor {self.name}: global_shape, offset and local_shape differ in length")
-        box = zip(self.offset, self.local_shape, self.global_shape, strict=True)
-        if any(low + extent > size for low, extent, size in box):
-            raise ValueError(f"tensor {self.name}: the shard at {self.offset} reaches beyond {self.global_shape}")
+        extents = zip(self.offset, self.local_shape, self.global_shape, strict=True)
+        if any(low + extent > size for low, extent, size in extents):
+            raise ValueError(f"tensor {self.name}: the shard at {self.offset} exceeds {self.global_shape}")
         expected = math.prod(self.local_shape) * ITEM_BYTES[self.dtype]
         if self.n_bytes != expected:
             raise ValueError(f"tensor {self.name}: {self.n_bytes} bytes, but its shape and dtype take {expected}")
@@ -122,13 +122,13 @@ class TensorEntry(BaseModel):
 
 
 class Part(Document):
-    """What one rank publishes."""
+    """The part of a version that one rank publishes."""
 
     rank: NonNegativeInt
     chunks: tuple[ChunkRef, ...]
     tensors: tuple[TensorEntry, ...]
     edges: tuple[ChunkRef, ...] = ()
-    """Blobs beside the chunks, each an `EdgeList`: how to get some chunks from older ones."""
+    """References to blobs that each contain an `EdgeList`: deltas from older chunks."""
 
     @model_validator(mode="after")
     def _tensors_fill_chunks(self) -> Self:
@@ -148,34 +148,34 @@ class Part(Document):
 
 
 class Manifest(Document):
-    """One version, whole: part i is rank i's."""
+    """One complete version; part i belongs to rank i."""
 
     job_id: JobId
     version: NonNegativeInt
     config_json: str
-    """The model's Hugging Face `config.json`, so that a worker needs no model directory."""
+    """The model's Hugging Face `config.json`: a worker needs no model directory."""
     parts: tuple[Part, ...] = Field(min_length=1)
     base_version: NonNegativeInt | None = None
-    """An adapter version: the older one with the whole model below the adapter."""
+    """Of an adapter version: the older version of the model that the adapter belongs to."""
     adapter_json: str = ""
-    """An adapter version: PEFT's `adapter_config.json`."""
-    canary_json: str = ""
-    """`shared.canary.Canary`: what the trainer says of a fixed probe under these weights; empty where nobody said."""
+    """Of an adapter version: PEFT's `adapter_config.json`."""
+    parity_json: str = ""
+    """`shared.model.parity.ParityReference`: the trainer's log-probabilities of canary prompts under these weights."""
 
     def encode(self) -> bytes:
-        """Return canonical JSON; what a version has no use for is left out."""
+        """Return canonical JSON without the fields that do not apply to the version."""
         absent = set() if self.is_adapter else {"base_version", "adapter_json"}
-        return self.model_dump_json(exclude=absent if self.canary_json else absent | {"canary_json"}).encode()
+        return self.model_dump_json(exclude=absent if self.parity_json else absent | {"parity_json"}).encode()
 
     @property
     def is_adapter(self) -> bool:
-        """Tell whether it needs another version to be a model."""
+        """Return True for an adapter version."""
         return self.base_version is not None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if self.is_adapter != bool(self.adapter_json):
-            raise ValueError("base_version and adapter_json come together: an adapter version has both")
+            raise ValueError("base_version and adapter_json must be set together: an adapter version has both")
         if self.base_version is not None and self.base_version >= self.version:
             raise ValueError(f"the base of version {self.version} is version {self.base_version}, which is not older")
         ranks = [part.rank for part in self.parts]
@@ -190,7 +190,7 @@ class Manifest(Document):
         return sum(part.n_bytes for part in self.parts)
 
     def chunks(self) -> Iterator[ChunkRef]:
-        """Yield every different chunk once, in order of first use."""
+        """Yield every distinct chunk once, in order of first use."""
         yield from dict.fromkeys(chunk for part in self.parts for chunk in part.chunks)
 
 
@@ -217,11 +217,11 @@ def check_coverage(shards: Iterable[TensorEntry]) -> None:
 
 
 def _overlap(group: Sequence[TensorEntry]) -> bool:
-    boxes = [entry for entry in group if entry.n_bytes]
-    if len(boxes) < 2:
+    shards = [entry for entry in group if entry.n_bytes]
+    if len(shards) < 2:
         return False
-    low = np.array([entry.offset for entry in boxes], dtype=np.int64)
-    high = low + np.array([entry.local_shape for entry in boxes], dtype=np.int64)
+    low = np.array([entry.offset for entry in shards], dtype=np.int64)
+    high = low + np.array([entry.local_shape for entry in shards], dtype=np.int64)
     reaches = (low[:, None] < high[None, :]).all(axis=-1)
     meets = reaches & reaches.T
-    return int(meets.sum()) > len(boxes)
+    return int(meets.sum()) > len(shards)

@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, concurrency: int, name: str) -> None:
-    """Run `work` on every item, `concurrency` at a time; the first error stops the others and is raised itself."""
-    rest = iter(items)
+    """Run `work` on every item, `concurrency` at a time; the first error cancels the others and is raised."""
+    remaining = iter(items)
 
     async def worker() -> None:
-        for item in rest:
+        for item in remaining:
             await work(item)
 
     try:

@@ -1,7 +1,7 @@
-"""The cheapest way to every chunk of a version, in bytes, from what is held. Pure.
+"""Plan how to obtain every chunk of a version with the fewest bytes, given the chunks in the cache. Pure.
 
-Chunks are nodes and deltas are edges of a graph. One search from all held chunks at once (Dijkstra, 1959) finds the
-shortest path of deltas to every chunk that can be reached; a chunk that costs less dense is taken dense.
+Chunks are the nodes and deltas the edges of a graph. One search from all held chunks (Dijkstra, 1959) finds the
+cheapest path of deltas to every reachable chunk; a chunk that costs less whole is fetched whole.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from shared.weights.edges import Edge, VersionEdges
+from shared.weights.delta_graph import Edge, VersionEdges
 from shared.weights.manifest import ChunkRef
 
 FETCH_BYTES = 16 << 10
-"""What a request weighs, headers and turnaround: many tiny deltas are no bargain."""
+"""Cost of one request in bytes: headers and round trip. It keeps a plan from using many tiny deltas."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How to get one chunk: it is held, or the deltas of `path` in this order, or (no path) its bytes."""
+class ChunkPlan:
+    """How to obtain one chunk: it is held, or apply the deltas of `path` in order, or (empty path) fetch it whole."""
 
     chunk: ChunkRef
     held: bool = False
@@ -29,7 +29,7 @@ class Way:
 
     @property
     def n_bytes(self) -> int:
-        """Return the payload that this way fetches, headers not included."""
+        """Return the payload to fetch, without headers."""
         if self.held:
             return 0
         return sum(edge.n_bytes for edge in self.path) or self.chunk.n_bytes
@@ -37,48 +37,48 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way for every wanted chunk."""
+    """A plan for every requested chunk."""
 
-    ways: tuple[Way, ...]
+    chunk_plans: tuple[ChunkPlan, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Return the payload in all."""
-        return sum(way.n_bytes for way in self.ways)
+        """Return the payload to fetch in total."""
+        return sum(chunk_plan.n_bytes for chunk_plan in self.chunk_plans)
 
 
-def plan(wanted: Iterable[ChunkRef], edges: Iterable[Edge], held: AbstractSet[str]) -> Plan:
-    """Return the cheapest way to each wanted chunk.
+def plan(needed: Iterable[ChunkRef], edges: Iterable[Edge], held: AbstractSet[str]) -> Plan:
+    """Return the cheapest plan for each chunk.
 
     Args:
-        wanted: the chunks of a version.
-        edges: in any order; cycles, duplicates and edges that lead nowhere do no harm.
-        held: digests of the chunks at hand.
+        needed: the chunks of a version.
+        edges: in any order; cycles, duplicates and dead ends are allowed.
+        held: digests of the chunks in the cache.
 
     """
-    chunks = list(wanted)
+    chunks = list(needed)
     longest = max((chunk.n_bytes + FETCH_BYTES for chunk in chunks if chunk.digest not in held), default=0)
     best = _search(edges, held, longest)
-    return Plan(tuple(_way(chunk, best, held) for chunk in chunks))
+    return Plan(tuple(_chunk_plan(chunk, best, held) for chunk in chunks))
 
 
-def _way(chunk: ChunkRef, best: dict[str, tuple[int, Edge]], held: AbstractSet[str]) -> Way:
+def _chunk_plan(chunk: ChunkRef, best: dict[str, tuple[int, Edge]], held: AbstractSet[str]) -> ChunkPlan:
     if chunk.digest in held:
-        return Way(chunk, held=True)
+        return ChunkPlan(chunk, held=True)
     cost, _ = best.get(chunk.digest, (chunk.n_bytes + FETCH_BYTES, None))
     if cost >= chunk.n_bytes + FETCH_BYTES:
-        return Way(chunk)
+        return ChunkPlan(chunk)
     path: list[Edge] = []
     digest = chunk.digest
     while digest not in held:
         _, edge = best[digest]
         path.append(edge)
         digest = edge.base
-    return Way(chunk, path=tuple(reversed(path)))
+    return ChunkPlan(chunk, path=tuple(reversed(path)))
 
 
 def _search(edges: Iterable[Edge], held: AbstractSet[str], longest: int) -> dict[str, tuple[int, Edge]]:
-    """Return what each chunk costs that can be reached for less than `longest`, and the last edge to it."""
+    """Return the cost of each chunk reachable for less than `longest`, and the last edge on its path."""
     leaving: defaultdict[str, list[Edge]] = defaultdict(list)
     for edge in edges:
         if edge.new not in held:
@@ -99,9 +99,9 @@ def _search(edges: Iterable[Edge], held: AbstractSet[str], longest: int) -> dict
 
 
 def next_stop(document: VersionEdges, have: int) -> int | None:
-    """Return the version whose edges to look at next on the way back to `have`; None when there is no nearer one.
+    """Return the version whose edges come next on the route back to `have`; None if there is none.
 
-    The longest hop that does not go back beyond `have`: a lag of n takes about as many documents as n has hops.
+    This is the longest hop that does not go back past `have`.
     """
     stops = [hop.base for hop in document.lists() if hop.base > have]
     arrived = document.hop_from(have) is not None

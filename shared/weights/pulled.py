@@ -1,4 +1,4 @@
-"""A version in the cache, read tensor by tensor."""
+"""Read a pulled version from the cache, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class PulledVersion:
-    """One verified version in a puller's cache."""
+    """One verified version in a cache."""
 
     def __init__(self, manifest: Manifest, chunks: Path, base: PulledVersion | None = None) -> None:
-        """Read `manifest`'s chunks, by digest, from the directory `chunks`; an adapter comes with its `base`."""
+        """Read the chunks of `manifest` from the directory `chunks`; `base` is the base version of an adapter."""
         self.manifest = manifest
         self.base = base
         self._chunks = chunks
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[TensorEntry, memoryview]]:
-        """Yield every tensor, or those of these names: its entry, and its own bytes.
+        """Yield the entry and the bytes of every tensor, or of those with these names.
 
-        Each is whole: `offset` is zeros, and `local_shape` is `global_shape`. A tensor that ranks published in shards
-        is put together, and its entry has the digest of the whole. What is held at a time is one tensor. Reads files:
-        call it outside the event loop.
+        Tensors are whole: `offset` is zeros and `local_shape` is `global_shape`. Shards of several ranks are assembled,
+        and the entry has the digest of the whole tensor. One tensor is in memory at a time. Blocks on files: call it
+        outside the event loop.
 
         Raises:
-            NotFound: two later versions were pulled meanwhile, and this one's chunks are gone.
+            NotFound: two later versions have been pulled, and the chunks of this one are removed.
 
         """
         shards: dict[str, list[tuple[Part, TensorEntry]]] = {}
@@ -56,13 +56,13 @@ def _whole(shards: list[tuple[Part, TensorEntry]], reader: _Reader) -> tuple[Ten
         reader.read_into(part, entry, tensor)
         return entry, _bytes(tensor)
     for part, shard in shards:
-        box = tensor[tuple(slice(low, low + n) for low, n in zip(shard.offset, shard.local_shape, strict=True))]
-        if box.flags.c_contiguous:
-            reader.read_into(part, shard, box)
+        target = tensor[tuple(slice(low, low + n) for low, n in zip(shard.offset, shard.local_shape, strict=True))]
+        if target.flags.c_contiguous:
+            reader.read_into(part, shard, target)
         else:
-            piece = np.empty(shard.local_shape, dtype=tensor.dtype)
-            reader.read_into(part, shard, piece)
-            box[...] = piece
+            shard_data = np.empty(shard.local_shape, dtype=tensor.dtype)
+            reader.read_into(part, shard, shard_data)
+            target[...] = shard_data
     data = _bytes(tensor)
     whole = {
         "offset": (0,) * tensor.ndim,
@@ -80,7 +80,7 @@ def _bytes(array: npt.NDArray[np.unsignedinteger]) -> memoryview:
 
 
 class _Reader:
-    """Reads shards out of chunk files, keeping the last file open: neighbours are mostly in the same chunk."""
+    """Reads shards from chunk files and keeps the last file open: adjacent shards are mostly in the same chunk."""
 
     def __init__(self, chunks: Path, manifest: Manifest) -> None:
         self._chunks = chunks
@@ -97,15 +97,15 @@ class _Reader:
 
     def read_into(self, part: Part, entry: TensorEntry, array: npt.NDArray[np.unsignedinteger]) -> None:
         """Fill a C-contiguous array with a shard's bytes."""
-        rest, at = _bytes(array), entry.start
+        remaining, at = _bytes(array), entry.start
         starts = self._starts[part.rank]
-        while rest:
+        while remaining:
             index = bisect_right(starts, at) - 1
             digest = part.chunks[index].digest
-            n_bytes = os.preadv(self._open(digest), [rest[: starts[index + 1] - at]], at - starts[index])
+            n_bytes = os.preadv(self._open(digest), [remaining[: starts[index + 1] - at]], at - starts[index])
             if not n_bytes:
-                raise Corrupt(f"{self._chunks / digest} has become shorter: remove the cache directory")
-            rest, at = rest[n_bytes:], at + n_bytes
+                raise Corrupt(f"{self._chunks / digest} is truncated: remove the cache directory")
+            remaining, at = remaining[n_bytes:], at + n_bytes
 
     def _open(self, digest: str) -> int:
         if self._file is None or digest != self._digest:

@@ -1,4 +1,4 @@
-"""Where a puller's blobs come from: the weight store alone, or peers and the store (see `peers.swarm`)."""
+"""Sources of blobs for a puller: the weight store alone, or peers and the store (see `peers.source`)."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.errors import Bury, Corrupt
+from shared.errors import Corrupt, NotFound, Unprocessable
 from shared.weights.cache import Cache
-from shared.weights.client import StoreClient, persistently
+from shared.weights.client import StoreClient, retry_unavailable
 from shared.weights.download import Download
 from shared.weights.manifest import ChunkRef
 from shared.weights.parallel import for_each
-from shared.weights.peers.catalogue import Catalogue
+from shared.weights.peers.blob_index import BlobIndex
 
 Arrived = Callable[[ChunkRef, Exception | None], Awaitable[None]]
-"""Called when a blob is in the cache; with an error when it cannot be had at all."""
+"""Called when a blob is in the cache, or with an error when it cannot be obtained."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes received, those in vain included."""
+    """Bytes received, including those of failed transfers."""
 
     from_store: int = 0
     from_peers: int = 0
 
 
 class Source(Protocol):
-    """Brings blobs into the cache."""
+    """Fetches blobs into the cache."""
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
-        """Bring every blob into the cache, in any order, and call `arrived` for each."""
+        """Fetch every blob into the cache, in any order, and call `arrived` for each."""
 
-    def offer(self, catalogues: Sequence[Catalogue]) -> None:
-        """Serve what the cache holds of these catalogues to others, where this source has any."""
+    def offer(self, indexes: Sequence[BlobIndex]) -> None:
+        """Announce to peers which blobs of these indexes the cache holds; does nothing without peers."""
 
 
 class StoreSource:
-    """The weight store."""
+    """`Source` that fetches everything from the weight store."""
 
     def __init__(self, client: StoreClient, cache: Cache, *, concurrency: int) -> None:
-        """Use an open client, `concurrency` transfers at a time."""
+        """Use an open client; run `concurrency` transfers at a time."""
         self._client = client
         self._cache = cache
         self._concurrency = concurrency
@@ -55,18 +55,18 @@ class StoreSource:
         await for_each(blobs, bring, concurrency=self._concurrency, name="weights-fetch")
 
     async def bring(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
-        """Bring one blob into the cache; return why it cannot be had. Outlives the store's restarts."""
+        """Fetch one blob into the cache; return the error if it cannot be obtained. Waits for an unavailable store."""
         for _ in range(2):
             download = Download(blob)
             try:
-                await persistently(lambda: download.resume(self._client.chunk))  # noqa: B023 - awaited at once
-            except (Bury, Corrupt) as error:
+                await retry_unavailable(lambda: download.resume(self._client.chunk))  # noqa: B023 - awaited at once
+            except (NotFound, Unprocessable, Corrupt) as error:
                 return error
             finally:
                 traffic.from_store += download.n_received
-            if await asyncio.to_thread(self._cache.keep, blob, download.data):
+            if await asyncio.to_thread(self._cache.store, blob, download.data):
                 return None
-        return Corrupt(f"weight store at {self._client.url}: blob {blob.digest} came twice with another digest")
+        return Corrupt(f"weight store at {self._client.url}: blob {blob.digest} arrived twice with another digest")
 
-    def offer(self, catalogues: Sequence[Catalogue]) -> None:
-        """See `Source.offer`: nobody asks here."""
+    def offer(self, indexes: Sequence[BlobIndex]) -> None:
+        """Do nothing: this source has no peers."""

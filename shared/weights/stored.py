@@ -1,6 +1,6 @@
-"""Versions in a puller's cache as tensors under the model's names. Imports torch only when tensors are asked for.
+"""Versions in a cache as torch tensors under the model's names. Imports torch when the first tensor is read.
 
-An adapter is merged into the model that it belongs to, so whoever reads gets an ordinary model.
+An adapter is merged into its base model: readers see an ordinary model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shared.canary import Canary
+from shared.model.parity import ParityReference
 from shared.weights.lora import adapter_of
 from shared.weights.manifest import Manifest, TensorEntry
 from shared.weights.pulled import PulledVersion
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 Published = dict[str, list[TensorEntry]]
-"""By name, the shards that make up each tensor."""
+"""Name -> the shards of the tensor."""
 
 
 class StoredVersion:
-    """A whole model."""
+    """A version with all tensors of a model."""
 
     def __init__(self, pulled: PulledVersion) -> None:
-        """Read what a puller has brought."""
+        """Read a pulled version."""
         self._pulled = pulled
 
     @property
@@ -36,29 +36,29 @@ class StoredVersion:
 
     @property
     def contents(self) -> Mapping[str, Hashable]:
-        """By name, what stands for each tensor's bytes: where it is equal in two versions of a model, so are they."""
+        """Name -> key of the tensor's content: equal keys in two versions of a model mean equal bytes."""
         return {name: tuple(map(_content, shards)) for name, shards in self.published.items()}
 
     @property
-    def canary(self) -> Canary | None:
-        """What the trainer says of a fixed probe under these weights; None where it says nothing."""
-        return _canary(self._pulled.manifest)
+    def parity_reference(self) -> ParityReference | None:
+        """The trainer's log-probabilities of fixed prompts under these weights; None if it published none."""
+        return _parity_reference(self._pulled.manifest)
 
     @cached_property
     def published(self) -> Published:
-        """What the manifest says of each tensor."""
+        """Name -> entries of the tensor in the manifest."""
         return _published(self._pulled.manifest)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, or those of these names, on the CPU, in its published dtype. Reads files."""
+        """Yield every tensor, or those with these names, on the CPU in its published dtype. Blocks on files."""
         from shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
         return torch_tensors.tensors(self._pulled, names)
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Return the names of the tensors that are not among `loaded` bit for bit. Takes long.
+        """Return the names of the tensors that `loaded` lacks or has with other bits. Slow.
 
-        A tensor loaded in a wider dtype counts as equal when narrowing it gives the published bytes.
+        A tensor loaded in a wider dtype is equal if narrowing it yields the published bytes.
         """
         from shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
@@ -66,15 +66,15 @@ class StoredVersion:
 
 
 class AdaptedVersion:
-    """An adapter, merged into its base as its tensors are read.
+    """An adapter version, merged into its base while its tensors are read.
 
     Raises:
-        ConfigError: it is no plain LoRA adapter, or not one of this model.
+        ConfigError: it is not a plain LoRA adapter, or not one for this model.
 
     """
 
     def __init__(self, pulled: PulledVersion, base: PulledVersion) -> None:
-        """Read what a puller has brought, and what it belongs to."""
+        """Read a pulled adapter and its base."""
         self._pulled = pulled
         self._base = StoredVersion(base)
         self._published = _published(pulled.manifest)
@@ -82,7 +82,7 @@ class AdaptedVersion:
             pulled.manifest.adapter_json, _shapes(self._published), _shapes(self._base.published)
         )
         self._merged: dict[str, str] = {}
-        """Digests of the tensors that were merged."""
+        """Name -> digest of each merged tensor."""
 
     @property
     def config_json(self) -> str:
@@ -91,7 +91,7 @@ class AdaptedVersion:
 
     @property
     def contents(self) -> Mapping[str, Hashable]:
-        """By name, what stands for each tensor's bytes: where it is equal in two versions of a model, so are they."""
+        """Name -> key of the tensor's content: equal keys in two versions of a model mean equal bytes."""
         adapter, changed = self._adapter, {}
         contents = self._base.contents
         for name, pair in adapter.factors.items():
@@ -100,12 +100,12 @@ class AdaptedVersion:
         return {**contents, **changed}
 
     @property
-    def canary(self) -> Canary | None:
-        """What the trainer says of a fixed probe under these weights; None where it says nothing."""
-        return _canary(self._pulled.manifest)
+    def parity_reference(self) -> ParityReference | None:
+        """The trainer's log-probabilities of fixed prompts under these weights; None if it published none."""
+        return _parity_reference(self._pulled.manifest)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, or those of these names, on the CPU, in its published dtype. Reads files."""
+        """Yield every tensor, or those with these names, on the CPU in its published dtype. Blocks on files."""
         from shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
         adapter, factors = self._adapter, dict(torch_tensors.tensors(self._pulled))
@@ -118,21 +118,21 @@ class AdaptedVersion:
             yield name, merged
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Return the names of the tensors that are not among `loaded` bit for bit. Takes long.
+        """Return the names of the tensors that `loaded` lacks or has with other bits. Slow.
 
-        A merged tensor is compared with what `tensors` made last.
+        A merged tensor is compared with the last result of `tensors`.
         """
         from shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
         unread = self._adapter.factors.keys() - self._merged.keys()
         for _ in self.tensors(unread) if unread else ():
-            pass  # reading it notes its digest
+            pass  # reading a tensor records its digest
         merged = {name: [_whole(self._base.published[name][0], digest)] for name, digest in self._merged.items()}
         return torch_tensors.differing({**self._base.published, **merged}, loaded)
 
 
 def stored_version(pulled: PulledVersion) -> StoredVersion | AdaptedVersion:
-    """Return what a puller has brought, a whole model or an adapter.
+    """Return the reader for a pulled version: a whole model or an adapter.
 
     Raises:
         ConfigError: see `AdaptedVersion`.
@@ -141,8 +141,8 @@ def stored_version(pulled: PulledVersion) -> StoredVersion | AdaptedVersion:
     return StoredVersion(pulled) if pulled.base is None else AdaptedVersion(pulled, pulled.base)
 
 
-def _canary(manifest: Manifest) -> Canary | None:
-    return Canary.decode(manifest.canary_json) if manifest.canary_json else None
+def _parity_reference(manifest: Manifest) -> ParityReference | None:
+    return ParityReference.decode(manifest.parity_json) if manifest.parity_json else None
 
 
 def _published(manifest: Manifest) -> Published:
@@ -162,6 +162,6 @@ def _content(shard: TensorEntry) -> Hashable:
 
 
 def _whole(shard: TensorEntry, digest: str) -> TensorEntry:
-    """Return an entry of the whole tensor."""
+    """Return the entry of the whole tensor."""
     update = {"offset": (0,) * len(shard.global_shape), "local_shape": shard.global_shape, "digest": digest}
     return shard.model_copy(update=update)

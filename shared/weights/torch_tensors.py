@@ -1,4 +1,4 @@
-"""Between the bytes of published weights and torch tensors."""
+"""Convert between published bytes and torch tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shared.weights.pulled import PulledVersion
 
 
 def tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor, or those of these names, on the CPU, in its published dtype, on memory of its own."""
+    """Yield every tensor, or those with these names, on the CPU in its published dtype, each with its own memory."""
     for entry, data in pulled.tensors(names):
         dtype = getattr(torch, entry.dtype)
-        # frombuffer takes no empty buffer
+        # torch.frombuffer rejects an empty buffer.
         flat = torch.frombuffer(data, dtype=dtype) if entry.n_bytes else torch.empty(0, dtype=dtype)
         yield entry.name, flat.view(entry.global_shape)
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return W + scaling * B @ A, computed in float32 and rounded once, to the dtype of W."""
+    """Return W + scaling * B @ A, computed in float32 and rounded once to the dtype of W."""
     return (weight.float() + (b.float() @ a.float()) * scaling).to(weight.dtype)
 
 
@@ -32,23 +32,23 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def differing(published: Mapping[str, Sequence[TensorEntry]], loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names whose tensors are not among `loaded` bit for bit, in the published dtype.
+    """Return the names of the tensors that `loaded` lacks or has with other bits, in the published dtype.
 
     Args:
-        published: by name, the shards that make up each tensor. Each is compared with the digest it was published with.
-        loaded: under the same names, and perhaps others.
+        published: name -> the shards of the tensor. Each is compared with its published digest.
+        loaded: tensors by name; others are ignored.
 
     """
-    right = {
+    intact = {
         name
         for name, tensor in loaded
         if name in published and all(_digest_of_shard(tensor, entry) == entry.digest for entry in published[name])
     }
-    return sorted(published.keys() - right)
+    return sorted(published.keys() - intact)
 
 
 def _digest_of_shard(tensor: torch.Tensor, entry: TensorEntry) -> str:
     if tuple(tensor.shape) != entry.global_shape:
         return f"another shape: {tuple(tensor.shape)}"
-    box = tuple(slice(low, low + size) for low, size in zip(entry.offset, entry.local_shape, strict=True))
-    return digest(tensor[box].detach().to(getattr(torch, entry.dtype)).cpu())
+    region = tuple(slice(low, low + size) for low, size in zip(entry.offset, entry.local_shape, strict=True))
+    return digest(tensor[region].detach().to(getattr(torch, entry.dtype)).cpu())

@@ -1,4 +1,4 @@
-"""Bodies of the weight store's HTTP interface, besides parts and manifests."""
+"""Request and response bodies of the weight store's HTTP interface; parts and manifests are in `manifest`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class ChunkList(_Body):
 
 
 class MissingChunks(_Body):
-    """Those of them that the store does not hold."""
+    """The chunks that the store does not hold."""
 
     missing: tuple[Digest, ...]
 
 
 class CommitRequest(_Body):
-    """Make the published parts a version, if the head is still the expected one."""
+    """Commits published parts as a version, if the head is the expected one."""
 
     expect: int = Field(ge=-1)
-    """The version that must be the head; -1 for none."""
+    """The version that must be the current head; -1 for none."""
     parts: tuple[Digest, ...] = Field(min_length=1)
-    """Digest of each rank's part, rank 0 first: what one rank published in an earlier attempt is never mixed in."""
+    """Digest of each rank's part, in rank order: parts of different attempts are never mixed."""
     config_json: str
     base_version: NonNegativeInt | None = None
     """As in `Manifest`."""
     adapter_json: str = ""
     """As in `Manifest`."""
-    canary_json: str = ""
+    parity_json: str = ""
     """As in `Manifest`."""
 
 
@@ -44,16 +44,16 @@ class VersionInfo(_Body):
 
     version: NonNegativeInt
     digest: Digest
-    """Of its manifest."""
+    """Digest of its manifest."""
     n_bytes: NonNegativeInt
     committed_at: float
     pinned: bool
     delta_bytes: NonNegativeInt | None = None
-    """Of the deltas from the version before it; None where there are none."""
+    """Total size of the deltas from the previous version; None if there are none."""
 
 
 class ModelInfo(_Body):
-    """All kept versions of one job, oldest first; the last one is the head."""
+    """The retained versions of one job, oldest first; the last one is the head."""
 
     job_id: str
     versions: tuple[VersionInfo, ...]

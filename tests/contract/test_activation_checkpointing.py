@@ -1,8 +1,9 @@
-"""With activation checkpointing not a bit changes, and of each layer nothing is kept but its input."""
+"""Activation checkpointing changes no bit, and saves only each layer's input."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -15,22 +16,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from services.trainer import workshop
+from services.trainer import build
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.domain.tokens import TokenBatch
 from services.trainer.settings import Settings
-from shared.algorithm import CriticSpec
 from shared.errors import ConfigError
-from shared.jobspec import parse
-from shared.training import LoraSpec, OptimizerSpec
-from tests.contract.test_ranks_rest import three_steps as three_steps_of_ranks
+from shared.job.algorithm import CriticSpec
+from shared.job.spec import parse
+from shared.job.training import LoraSpec, OptimizerSpec
+from tests.contract.test_ranks_offload import three_steps as three_steps_of_ranks
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits
-from tests.support import megatron_policies
-from tests.support.kept import counting
-from tests.support.kept_by_rank import N_TOKENS, ROW
+from tests.support import rank_policies
+from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
+from tests.support.saved_bytes import saved_bytes
+from tests.support.saved_bytes_of_rank import N_TOKENS, ROW
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -75,9 +77,11 @@ def three_steps(policy: TorchPolicy) -> list[Any]:
         ("llama-untied", {"reference": True, "lora": LoraSpec()}),
         ("qwen3-tied", {"lora": DROPPING, "dtype": "bfloat16"}),
     ],
-    ids=["reference", "gpt2", "bfloat16-critic", "resting-critic", "adapter", "adapter-dropout"],
+    ids=["reference", "gpt2", "bfloat16-critic", "offloaded-critic", "adapter", "adapter-dropout"],
 )
-def test_three_steps_are_those_without_it_bit_for_bit(family: str, choices: dict[str, Any], tmp_path: Path) -> None:
+def test_activation_checkpointing_changes_no_bit_in_three_steps(
+    family: str, choices: dict[str, Any], tmp_path: Path
+) -> None:
     write_model(tmp_path, family)
     steady = three_steps(engine(tmp_path, recomputes=False, **choices))
     assert three_steps(engine(tmp_path, recomputes=True, **choices)) == steady
@@ -92,14 +96,14 @@ def test_three_steps_are_those_without_it_bit_for_bit(family: str, choices: dict
     ],
     ids=["fsdp2", "tp2", "pp2"],
 )
-def test_ranks_too_do_not_change_a_bit(layout: dict[str, Any], tmp_path: Path) -> None:
-    model = megatron_policies.write(tmp_path / "llama", "llama")
+def test_activation_checkpointing_of_ranks_changes_no_bit(layout: dict[str, Any], tmp_path: Path) -> None:
+    model = rank_policies.write(tmp_path / "llama", "llama")
     seen = []
     for recomputes in (False, True):
         settings = {**layout, "activation_checkpointing": recomputes}
-        with megatron_policies.policy(OptimizerSpec(lr=RATE, weight_decay=0.1), **settings) as policy:
+        with rank_policies.policy(OptimizerSpec(lr=RATE, weight_decay=0.1), **settings) as policy:
             policy.load_hf(model)
-            seen.append(three_steps_of_ranks(policy, tmp_path / str(recomputes), resting=False))
+            seen.append(three_steps_of_ranks(policy, tmp_path / str(recomputes), offloaded=False))
     assert seen[1] == seen[0]
 
 
@@ -129,23 +133,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
-def per_layer(kept: list[int]) -> float:
-    return (kept[1] - kept[0]) / (LAYERS[1] - LAYERS[0])
+def per_layer(saved: list[int]) -> float:
+    return (saved[1] - saved[0]) / (LAYERS[1] - LAYERS[0])
 
 
 INPUT_BYTES = N_TOKENS * HIDDEN * 4
 
 
 @pytest.mark.parametrize("lora", [None, DROPPING], ids=["model", "adapter"])
-def test_of_a_layer_nothing_is_kept_but_its_input(models: list[Path], lora: LoraSpec | None) -> None:
+def test_layer_saves_only_its_input(models: list[Path], lora: LoraSpec | None) -> None:
     def kept_of(policy: TorchPolicy) -> int:
         found: list[int] = []
 
         def loss(batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
-            found.append(kept_bytes())
+            found.append(n_saved_bytes())
             return LOSS(batch)
 
-        with counting(policy._model.parameters()) as kept_bytes:
+        with saved_bytes(policy._model.parameters()) as n_saved_bytes:
             policy.accumulate([[ROW]], loss)
         return found[0]
 
@@ -156,12 +160,12 @@ def test_of_a_layer_nothing_is_kept_but_its_input(models: list[Path], lora: Lora
     assert per_layer(without) > 10 * INPUT_BYTES
 
 
-def test_of_a_critics_layer_nothing_is_kept_but_its_input(models: list[Path]) -> None:
+def test_critic_layer_saves_only_its_input(models: list[Path]) -> None:
     def kept_of(policy: TorchPolicy) -> int:
         assert policy._critic is not None
-        with counting(policy._critic.trained.values()) as kept_bytes:
+        with saved_bytes(policy._critic.trained.values()) as n_saved_bytes:
             policy._critic._forward([ROW])
-            return kept_bytes()
+            return n_saved_bytes()
 
     without, within = (
         [kept_of(engine(model, recomputes=recomputes, critic=CriticSpec())) for model in models]
@@ -190,7 +194,7 @@ class Rounded(TorchDispatchMode):
         return len(self._made), sum(copy() is not None for copy in self._made)
 
 
-def test_a_layers_rounded_weights_are_gone_when_it_is_done(models: list[Path]) -> None:
+def test_rounded_weights_of_a_layer_are_freed(models: list[Path]) -> None:
     made = engine(models[0], recomputes=True, dtype="bfloat16")
     layers = made._model.get_decoder().layers
     seen: list[tuple[int, int]] = []
@@ -201,14 +205,16 @@ def test_a_layers_rounded_weights_are_gone_when_it_is_done(models: list[Path]) -
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
-def test_a_rank_keeps_nothing_of_a_layer_but_its_input(kind: str, models: list[Path]) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.kept_by_rank", kind, *map(str, models)]
-    kept = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout.splitlines()[-1])
-    assert per_layer(kept["true"]) == INPUT_BYTES
-    assert per_layer(kept["false"]) > 10 * INPUT_BYTES
+def test_rank_with_checkpointing_saves_only_layer_inputs(kind: str, models: list[Path]) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.saved_bytes_of_rank", kind, *map(str, models)]
+    env = {**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    output = subprocess.run(command, env=env, check=True, capture_output=True, timeout=120).stdout
+    saved = json.loads(output.splitlines()[-1])
+    assert per_layer(saved["true"]) == INPUT_BYTES
+    assert per_layer(saved["false"]) > 10 * INPUT_BYTES
 
 
-def test_a_reference_has_no_gradients_to_compute_again_for(tmp_path: Path) -> None:
+def test_reference_model_is_not_checkpointed(tmp_path: Path) -> None:
     made = engine(write_model(tmp_path), recomputes=True, reference=True)
     policy, reference = ([*model.get_decoder().layers] for model in (made._model, made._reference))
     assert all("forward" in vars(layer) for layer in policy)
@@ -220,20 +226,18 @@ def test_a_reference_has_no_gradients_to_compute_again_for(tmp_path: Path) -> No
     "trainer", [{}, {"data_parallel": 2}, {"backend": "megatron"}], ids=["torch", "fsdp", "megatron"]
 )
 @pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_what_a_job_asks_for_reaches_its_engine(
-    kind: str, trainer: dict[str, Any], recomputes: bool, tmp_path: Path
-) -> None:
+def test_job_setting_reaches_the_engine(kind: str, trainer: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
     job = {"model": "m", "data": {"train": "t"}, "steps": 1} | ({"reward": {"function": "a:b"}} if kind == "rl" else {})
     spec = parse({"kind": kind, **job, "trainer": {**trainer, "activation_checkpointing": recomputes}})
-    made = workshop._engine(Settings(device="cpu"), spec, tmp_path)
+    made = build._engine(Settings(device="cpu"), spec, tmp_path)
     if isinstance(made, TorchPolicy):
-        assert made._recomputes is recomputes
+        assert made._activation_checkpointing is recomputes
     else:
-        assert made._ranks._introduction(0, "")["settings"]["activation_checkpointing"] is recomputes
+        assert made._ranks._init_arguments(0, "")["settings"]["activation_checkpointing"] is recomputes
 
 
-def test_a_model_whose_layers_are_not_marked_is_refused(tmp_path: Path) -> None:
+def test_model_without_marked_layers_is_rejected(tmp_path: Path) -> None:
     model = write_unmarked_model(tmp_path)
     assert engine(model, recomputes=False).logprobs([[ROW]])
-    with pytest.raises(ConfigError, match=r"^trainer\.activation_checkpointing: transformers does not mark the layers"):
+    with pytest.raises(ConfigError, match=r"^trainer\.activation_checkpointing: not supported for"):
         engine(model, recomputes=True)

@@ -13,7 +13,7 @@ from shared.errors import BusUnavailable, ConfigError, Fatal, Fenced
 from shared.fakes import MemoryBus
 from shared.messages import DeadLetter, Event, Resume, Suspend
 from shared.names import DEAD_LETTERS
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 
 S = "test:stream"
@@ -34,7 +34,7 @@ async def raw_append(bus: Bus, stream: str, body: bytes) -> None:
         await bus._redis.xadd(stream, {b"m": body})
 
 
-async def test_entries_come_back_in_order_behind_the_cursor(bus: Bus) -> None:
+async def test_read_returns_entries_after_the_cursor_in_order(bus: Bus) -> None:
     ids = [await bus.append(S, Resume(step=i)) for i in range(5)]
     entries = await bus.read({S: START})
     assert [e.message for e in entries] == [Resume(step=i) for i in range(5)]
@@ -43,7 +43,7 @@ async def test_entries_come_back_in_order_behind_the_cursor(bus: Bus) -> None:
     assert await bus.read({S: ids[4]}) == []
 
 
-async def test_several_streams_are_read_at_once_up_to_a_count_each(bus: Bus) -> None:
+async def test_read_returns_up_to_count_entries_per_stream(bus: Bus) -> None:
     for i in range(4):
         await bus.append("a", Resume(step=i))
         await bus.append("b", Suspend(step=i))
@@ -51,14 +51,14 @@ async def test_several_streams_are_read_at_once_up_to_a_count_each(bus: Bus) -> 
     assert sorted(e.stream for e in entries) == ["a"] * 3 + ["b"] * 3
 
 
-async def test_a_blocking_read_wakes_up_when_an_entry_comes(bus: Bus) -> None:
+async def test_blocking_read_returns_when_an_entry_arrives(bus: Bus) -> None:
     reading = asyncio.create_task(bus.read({S: START}, block_s=2.0))
     await eventually(lambda: not reading.done())
     await bus.append(S, Resume(step=1))
     assert [e.message for e in await reading] == [Resume(step=1)]
 
 
-async def test_a_transaction_does_all_its_operations_in_order(bus: Bus) -> None:
+async def test_transaction_applies_all_operations_in_order(bus: Bus) -> None:
     await bus.transact([HashSet("h", {"a": "1", "b": "2"}), Append(S, Resume(step=1))])
     await bus.transact([HashDelete("h", ("a",)), Append(S, Resume(step=2)), Trim(S, START), Append(S, Resume(step=3))])
     assert await bus.hash_all("h") == {"b": "2"}
@@ -69,7 +69,7 @@ async def test_a_transaction_does_all_its_operations_in_order(bus: Bus) -> None:
     await bus.transact([])
 
 
-async def test_a_group_gives_each_entry_to_one_consumer_from_the_stream_s_start(bus: Bus) -> None:
+async def test_consumer_group_delivers_each_entry_to_one_consumer(bus: Bus) -> None:
     for i in range(3):
         await bus.append(S, Resume(step=i))
     first = await bus.consume(S, "g", "one", count=2)
@@ -79,7 +79,7 @@ async def test_a_group_gives_each_entry_to_one_consumer_from_the_stream_s_start(
     assert [e.message.step for e in await bus.consume(S, "other", "one")] == [0, 1, 2]
 
 
-async def test_what_a_dead_consumer_held_can_be_claimed_until_it_is_acknowledged(bus: Bus) -> None:
+async def test_entries_of_a_dead_consumer_can_be_claimed(bus: Bus) -> None:
     await bus.append(S, Resume(step=0))
     await bus.append(S, Resume(step=1))
     held = await bus.consume(S, "g", "dead")
@@ -92,14 +92,14 @@ async def test_what_a_dead_consumer_held_can_be_claimed_until_it_is_acknowledged
     assert await bus.length(S) == 2
 
 
-async def test_claiming_on_a_stream_that_is_not_there_finds_nothing(bus: Bus) -> None:
+async def test_claim_on_a_missing_stream_returns_nothing(bus: Bus) -> None:
     assert await bus.claim("nowhere", "g", "c", min_idle_s=0.0) == []
 
 
-async def test_a_buried_entry_is_a_dead_letter_with_its_reason_and_is_not_pending(bus: Bus) -> None:
+async def test_dead_letter_moves_an_entry_with_its_reason(bus: Bus) -> None:
     await bus.append(S, Resume(step=5))
     (entry,) = await bus.consume(S, "g", "c")
-    await bus.bury(S, "g", entry, "no use")
+    await bus.dead_letter(S, "g", entry, "no use")
     assert await bus.claim(S, "g", "c", min_idle_s=0.0) == []
     (letter,) = await bus.read({DEAD_LETTERS: START})
     assert isinstance(letter.message, DeadLetter)
@@ -107,7 +107,7 @@ async def test_a_buried_entry_is_a_dead_letter_with_its_reason_and_is_not_pendin
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-async def test_bytes_that_are_no_message_are_moved_to_the_dead_letters(bus: Bus, *, grouped: bool) -> None:
+async def test_undecodable_entries_are_dead_lettered(bus: Bus, *, grouped: bool) -> None:
     await raw_append(bus, S, b"\xff nonsense")
     await bus.append(S, Resume(step=1))
     entries = await (bus.consume(S, "g", "c") if grouped else bus.read({S: START}))
@@ -118,7 +118,7 @@ async def test_bytes_that_are_no_message_are_moved_to_the_dead_letters(bus: Bus,
     assert await bus.length(S) == 1
 
 
-async def test_what_lies_behind_a_whole_batch_that_is_no_message_is_read(bus: Bus) -> None:
+async def test_read_continues_after_a_batch_of_undecodable_entries(bus: Bus) -> None:
     for _ in range(6):
         await raw_append(bus, S, b"\xff nonsense")
     await bus.append(S, Resume(step=1))
@@ -126,7 +126,7 @@ async def test_what_lies_behind_a_whole_batch_that_is_no_message_is_read(bus: Bu
     assert await bus.length(DEAD_LETTERS) == 6
 
 
-async def test_trimming_keeps_what_is_asked_and_the_last_id(bus: Bus) -> None:
+async def test_trim_retains_newer_entries_and_the_last_id(bus: Bus) -> None:
     assert await bus.last_id(S) == START
     assert await bus.first_id(S) is None
     ids = [await bus.append(S, Resume(step=i)) for i in range(4)]
@@ -137,7 +137,7 @@ async def test_trimming_keeps_what_is_asked_and_the_last_id(bus: Bus) -> None:
     assert await bus.last_id(S) == ids[3]
 
 
-async def test_a_stream_with_a_length_limit_keeps_about_the_newest(bus: Bus) -> None:
+async def test_stream_with_max_len_retains_about_the_newest(bus: Bus) -> None:
     for start in range(0, 1000, 100):
         await bus.transact([Append(S, Resume(step=start + i), max_len=100) for i in range(100)])
     steps = [entry.message.step for entry in await bus.read({S: START}, count=1000)]
@@ -145,65 +145,62 @@ async def test_a_stream_with_a_length_limit_keeps_about_the_newest(bus: Bus) -> 
     assert len(steps) <= 300
 
 
-async def test_counters_count_and_fields_are_there_or_not(bus: Bus) -> None:
+async def test_counters_and_hash_fields(bus: Bus) -> None:
     assert [await bus.increment("n"), await bus.increment("n")] == [1, 2]
     await bus.transact([HashSet("h", {"k": "first"})])
     assert await bus.hash_get("h", "k") == "first"
     assert await bus.hash_get("h", "none") is None
 
 
-async def test_a_lease_that_is_not_renewed_runs_out(bus: Bus) -> None:
+async def test_lease_expires_without_renewal(bus: Bus) -> None:
     await bus.renew("lease:a", "me", 60.0)
     await bus.renew("lease:b", "you", 60.0)
-    assert await bus.holders(["lease:a", "lease:b", "lease:c"]) == ["me", "you", None]
+    assert await bus.lease_values(["lease:a", "lease:b", "lease:c"]) == ["me", "you", None]
     await bus.renew("lease:a", "me", 0.1)
 
     async def gone() -> bool:
-        return await bus.holders(["lease:a"]) == [None]
+        return await bus.lease_values(["lease:a"]) == [None]
 
     await eventually(gone)
-    assert await bus.holders([]) == []
+    assert await bus.lease_values([]) == []
 
 
-async def test_a_lease_is_acquired_by_one_until_it_runs_out(bus: Bus) -> None:
-    assert await bus.acquire(["lease:a", "lease:b"], "me", 60.0) == [True, True]
-    assert await bus.acquire(["lease:b", "lease:c"], "you", 60.0) == [False, True]
-    assert await bus.acquire(["lease:b", "lease:c"], "me", 60.0) == [True, False]
-    assert await bus.acquire([], "me", 60.0) == []
-    assert await bus.acquire(["lease:d"], "me", 0.1) == [True]
-
-    async def ran_out() -> bool:
-        return await bus.acquire(["lease:d"], "you", 60.0) == [True]
-
-    await eventually(ran_out)
+async def test_lease_is_acquired_by_one_holder_until_it_expires(bus: Bus) -> None:
+    assert await bus.acquire("lease:a", "me", 60.0)
+    assert not await bus.acquire("lease:a", "you", 60.0)
+    assert await bus.acquire("lease:b", "you", 60.0)
+    assert await bus.acquire("lease:a", "me", 60.0), "it has this value already"
+    assert await bus.lease_values(["lease:a", "lease:b"]) == ["me", "you"]
+    assert await bus.acquire("lease:c", "me", 0.1)
+    assert await eventually(lambda: bus.acquire("lease:c", "you", 60.0))
 
 
-async def take(bus: Bus, who: str, *, ttl_s: float = 60.0, instead_of: str | None = None) -> int | None:
-    return await bus.take("lead", who, ttl_s, epoch="epoch", instead_of=instead_of)
+async def take(bus: Bus, who: str, *, ttl_s: float = 60.0, replacing: str | None = None) -> int | None:
+    return await bus.acquire_fenced("lead", who, ttl_s, epoch="epoch", replacing=replacing)
 
 
-async def test_a_lease_is_taken_by_one_and_each_taking_raises_the_epoch(bus: Bus) -> None:
+async def test_acquire_fenced_has_one_holder_and_increments_the_epoch(bus: Bus) -> None:
     taken = await asyncio.gather(*(take(bus, f"m{i}") for i in range(8)))
     assert sorted(epoch for epoch in taken if epoch is not None) == [1]
-    assert await bus.holders(["lead"]) == [f"m{taken.index(1)}"]
+    assert await bus.lease_values(["lead"]) == [f"m{taken.index(1)}"]
     assert await take(bus, "late") is None
-    assert await take(bus, "late", instead_of="nobody of that name") is None
+    assert await take(bus, "late", replacing="nobody of that name") is None
     await bus.transact([Delete("lead")])
     assert await take(bus, "next") == 2
-    assert await take(bus, "heir", instead_of="next") == 3
-    assert await take(bus, "heir", instead_of="heir") == 4
-    assert await bus.holders(["lead"]) == ["heir"]
+    assert await take(bus, "heir", replacing="next") == 3
+    assert await take(bus, "heir", replacing="heir") == 4
+    assert await bus.lease_values(["lead"]) == ["heir"]
 
 
-async def test_a_lease_that_was_taken_runs_out_unless_it_is_renewed(bus: Bus) -> None:
+async def test_fenced_lease_expires_without_renewal(bus: Bus) -> None:
     assert await take(bus, "a", ttl_s=0.2) == 1
     await bus.transact([Renew("lead", "a", 60.0)], Fence("epoch", 1))
-    assert await bus.holders(["lead"]) == ["a"]
+    assert await bus.lease_values(["lead"]) == ["a"]
     await bus.transact([Renew("lead", "a", 0.1)], Fence("epoch", 1))
     assert await eventually(lambda: take(bus, "b")) == 2
 
 
-async def test_a_transaction_behind_a_fence_takes_place_while_the_fence_stands(bus: Bus) -> None:
+async def test_transaction_under_a_valid_fence_takes_effect(bus: Bus) -> None:
     epoch = await take(bus, "a") or 0
     for step in range(3):
         await bus.transact([HashSet("h", {"k": str(step)}), Append(S, Resume(step=step))], Fence("epoch", epoch))
@@ -212,37 +209,37 @@ async def test_a_transaction_behind_a_fence_takes_place_while_the_fence_stands(b
 
 
 @pytest.mark.parametrize("written_before", [False, True])
-async def test_behind_a_fence_that_fell_nothing_takes_place(bus: Bus, *, written_before: bool) -> None:
+async def test_transaction_under_an_invalid_fence_has_no_effect(bus: Bus, *, written_before: bool) -> None:
     old = Fence("epoch", await take(bus, "a") or 0)
     if written_before:
         await bus.transact([Append(S, Resume(step=0))], old)
-    new = Fence("epoch", await take(bus, "b", instead_of="a") or 0)
+    new = Fence("epoch", await take(bus, "b", replacing="a") or 0)
     for _ in range(2):
         with pytest.raises(Fenced, match="epoch"):
             await bus.transact([HashSet("h", {"k": "v"}), Append(S, Resume(step=1)), Renew("lead", "a", 9.0)], old)
     assert await bus.hash_all("h") == {}
     assert await bus.length(S) == int(written_before)
-    assert await bus.holders(["lead"]) == ["b"]
+    assert await bus.lease_values(["lead"]) == ["b"]
     await bus.transact([Append(S, Resume(step=2))], new)
     with pytest.raises(Fenced):
         await bus.transact([Append(S, Resume(step=3))], old)
     assert await bus.length(S) == 1 + written_before
 
 
-async def test_fenced_transactions_of_one_sender_at_once_all_take_place(bus: Bus) -> None:
+async def test_concurrent_fenced_transactions_all_take_effect(bus: Bus) -> None:
     fence = Fence("epoch", await take(bus, "a") or 0)
     await asyncio.gather(*(bus.transact([Append(S, Resume(step=i))], fence) for i in range(50)))
     assert sorted(e.message.step for e in await bus.read({S: START})) == list(range(50))
 
 
-async def test_a_fence_of_a_counter_that_was_never_raised_is_at_zero(bus: Bus) -> None:
+async def test_fence_of_a_missing_counter_is_at_zero(bus: Bus) -> None:
     await bus.transact([Append(S, Resume(step=0))], Fence("never", 0))
     with pytest.raises(Fenced):
         await bus.transact([Append(S, Resume(step=1))], Fence("never", 1))
     assert await bus.length(S) == 1
 
 
-async def test_a_fenced_connection_that_broke_is_replaced(redis_url: str) -> None:
+async def test_broken_fenced_connection_is_replaced(redis_url: str) -> None:
     bus, other = RedisBus(redis_url, "fenced"), RedisBus(redis_url)
     fence = Fence("epoch", await take(bus, "a") or 0)
     await bus.transact([Append(S, Resume(step=0))], fence)
@@ -261,7 +258,7 @@ async def test_a_fenced_connection_that_broke_is_replaced(redis_url: str) -> Non
     await other.close()
 
 
-async def test_a_command_that_is_refused_behind_a_fence_is_told_and_the_next_one_works(redis_url: str) -> None:
+async def test_rejected_command_under_a_fence_raises_and_the_next_works(redis_url: str) -> None:
     bus = RedisBus(redis_url)
     fence = Fence("epoch", await take(bus, "a") or 0)
     await bus.transact([HashSet("h", {"k": "v"})], fence)
@@ -272,7 +269,7 @@ async def test_a_command_that_is_refused_behind_a_fence_is_told_and_the_next_one
     await bus.close()
 
 
-async def test_a_sender_that_is_cancelled_behind_a_fence_leaves_the_next_one_in_step(redis_url: str) -> None:
+async def test_cancelled_fenced_transaction_does_not_affect_the_next(redis_url: str) -> None:
     bus = RedisBus(redis_url)
     fence = Fence("epoch", await take(bus, "a") or 0)
     for step in range(20):
@@ -286,14 +283,14 @@ async def test_a_sender_that_is_cancelled_behind_a_fence_leaves_the_next_one_in_
     await bus.close()
 
 
-async def test_events_carry_nested_fields(bus: Bus) -> None:
+async def test_events_may_have_nested_fields(bus: Bus) -> None:
     event = Event(kind="k", at=1.5, source="s", fields={"a": [1, {"b": None}], "c": "✓"})
     await bus.append(S, event)
     (entry,) = await bus.read({S: START})
     assert entry.message == event
 
 
-async def test_a_server_that_is_away_is_said_to_be_unavailable() -> None:
+async def test_unreachable_server_raises_bus_unavailable() -> None:
     bus = RedisBus("redis://127.0.0.1:1/0")
     with pytest.raises(BusUnavailable, match=r"127\.0\.0\.1:1"):
         await bus.append(S, Resume(step=1))
@@ -310,7 +307,7 @@ async def test_a_server_that_is_away_is_said_to_be_unavailable() -> None:
         "redis://:hunter2@[redis:6379/0",
     ],
 )
-def test_a_redis_url_that_cannot_be_used_is_refused_without_a_word_of_its_password(url: str) -> None:
-    with pytest.raises(ConfigError, match="the Redis URL cannot be used") as refused:
+def test_invalid_redis_url_error_does_not_reveal_the_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="the Redis URL is invalid") as refused:
         RedisBus(url)
     assert "hunter2" not in "".join(traceback.format_exception(refused.value))

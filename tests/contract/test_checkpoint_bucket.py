@@ -1,4 +1,4 @@
-"""Checkpoints in a real S3-compatible server: killed anywhere, damaged, away, and gone on from on another machine."""
+"""Checkpoints in a real S3-compatible server: kills, corruption, outages, and resuming on another machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import structlog
 from services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
 from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
 from services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from services.trainer.adapters.checkpoints.places import Places
-from services.trainer.ports import TrainState
+from services.trainer.adapters.checkpoints.locations import CheckpointLocations
+from services.trainer.ports.storage import TrainState
 from shared import bucket
 from shared.bucket import Bucket
 from shared.errors import ConfigError, Corrupt, Fatal
@@ -66,7 +66,7 @@ def objects(url: str) -> dict[str, int]:
     return asyncio.run(sizes())
 
 
-def test_a_trainer_on_another_machine_gets_every_byte(s3_url: str, tmp_path: Path) -> None:
+def test_checkpoint_is_downloaded_exactly_on_another_machine(s3_url: str, tmp_path: Path) -> None:
     here = CheckpointBucket(s3_url, tmp_path / "here", 5.0)
     assert here.newest() is None
     for step in (5, 10, 15, 1_000_000):
@@ -91,19 +91,19 @@ from shared.bucket import Bucket
 from tests.contract.test_checkpoint_bucket import PART, state, writing
 url, scratch = sys.argv[1], pathlib.Path(sys.argv[2])
 checkpoint_bucket.PART_BYTES = PART
-checkpoint_bucket._LATE_S = 0.0
+checkpoint_bucket._EXPIRY_S = 0.0
 
 def mortal(request, life):
     async def call(self, *args):
         life[0] -= 1
         if life[0] == 0:
-            # On its way, whole or not, and its answer unheard.
+            # The request is sent, complete or not, and its answer is never read.
             asyncio.ensure_future(request(self, *args))
             await asyncio.sleep(0.002)
             os.kill(os.getpid(), 9)
         answer = await request(self, *args)
         if life[0] == 1:
-            os.kill(os.getpid(), 9)  # its answer heard, the next one not sent
+            os.kill(os.getpid(), 9)  # this request is answered, the next one not sent
         return answer
     return call
 
@@ -143,9 +143,7 @@ def saver(url: str, scratch: Path) -> Iterator[Callable[[int, int], int]]:
         lines.close()
 
 
-def test_killed_at_any_request_of_an_upload_the_newest_checkpoint_is_whole_and_nothing_is_left_lying(
-    s3_url: str, tmp_path: Path
-) -> None:
+def test_kill_at_any_request_leaves_complete_checkpoints_only(s3_url: str, tmp_path: Path) -> None:
     steps = []
     with saver(s3_url, tmp_path / "theirs") as save:
         assert save(1, -1) == save(2, -1) == 0
@@ -165,7 +163,7 @@ def test_killed_at_any_request_of_an_upload_the_newest_checkpoint_is_whole_and_n
                 break
         assert code == 0
         assert len(steps) > 8
-        assert steps[0] == 2, "without its document there is no checkpoint"
+        assert steps[0] == 2, "without its manifest there is no checkpoint"
     # What was killed has left objects; the last one, which was not, has removed them.
     assert len(objects(s3_url)) == 2 + 2 * (5 + 1)
 
@@ -183,7 +181,7 @@ def corrupt(url: str, name: str, data: bytes | None, step: str = "step-000020") 
 
 
 @pytest.mark.parametrize("data", [b"x" * PART, b"", None], ids=["changed", "short", "gone"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(s3_url: str, tmp_path: Path, data: bytes | None) -> None:
+def test_corrupt_bucket_checkpoint_is_skipped_with_a_warning(s3_url: str, tmp_path: Path, data: bytes | None) -> None:
     store = CheckpointBucket(s3_url, tmp_path / "c", 5.0)
     store.save(state(10), writing(10))
     store.save(state(20), writing(20))
@@ -192,20 +190,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(s3_url: str, tmp_pat
         found = store.newest()
     assert found is not None
     assert found[0] == state(10)
-    assert [entry["event"] for entry in logs] == ["checkpoint_broken"]
+    assert [entry["event"] for entry in logs] == ["checkpoint_corrupt"]
     store.save(state(20), writing(20))
     found = store.newest()
     assert found is not None
     assert found[0] == state(20)
     corrupt(s3_url, "long/000001", data)
     corrupt(s3_url, "long/000001", data, "step-000010")
-    with pytest.raises(Corrupt, match=rf"no checkpoint in {s3_url} is whole \(step-000020, step-000010;"):
+    with pytest.raises(Corrupt, match=rf"no checkpoint in {s3_url} verifies \(step-000020, step-000010;"):
         store.newest()
 
 
-def test_a_late_upload_leaves_alone_what_its_successor_uploads(
-    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_upload_spares_its_successors_upload(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one machine, which both use for their files."""
     late, ours = (CheckpointBucket(s3_url, tmp_path / "c", 5.0) for _ in range(2))
     late.save(state(5), writing(5))
@@ -228,8 +224,8 @@ def test_a_late_upload_leaves_alone_what_its_successor_uploads(
     assert found[0] == state(10)
     assert read(found[1]) == content(10)
     ours.save(state(20), writing(20))
-    assert list((tmp_path / "c").iterdir()) == [], "what was brought is gone with the next"
-    assert len(objects(s3_url)) == 2 + 2 * (5 + 1), "and what nobody uses of the steps before"
+    assert list((tmp_path / "c").iterdir()) == [], "the download is removed by the next save"
+    assert len(objects(s3_url)) == 2 + 2 * (5 + 1), "and unused files of earlier steps are removed"
 
 
 def interrupted(
@@ -247,7 +243,7 @@ def interrupted(
     monkeypatch.setattr(Bucket, "put", late)
 
 
-def is_document(path: str) -> bool:
+def is_manifest(path: str) -> bool:
     return path.startswith("manifests/")
 
 
@@ -255,9 +251,9 @@ def is_third_part(path: str) -> bool:
     return path.endswith("long/000002")
 
 
-@pytest.mark.parametrize("before", [is_document, is_third_part])
+@pytest.mark.parametrize("before", [is_manifest, is_third_part])
 @pytest.mark.parametrize("theirs", [[10, 15], [15], [10, 15, 20, 25]])
-def test_a_late_upload_of_an_earlier_step_breaks_no_checkpoint(
+def test_late_upload_of_an_earlier_step_breaks_no_checkpoint(
     s3_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -283,21 +279,21 @@ def test_a_late_upload_of_an_earlier_step_breaks_no_checkpoint(
     assert found is not None
     assert found[0] == state(whole[0])
     assert read(found[1]) == content(whole[0])
-    monkeypatch.setattr(checkpoint_bucket, "_LATE_S", 0.0)
+    monkeypatch.setattr(checkpoint_bucket, "_EXPIRY_S", 0.0)
     for step in (30, 35):
         ours.save(state(step), writing(step))
     assert len(objects(s3_url)) == 2 + 2 * (5 + 1), "in the end all of it is gone"
 
 
-def test_where_two_have_written_a_step_that_of_the_later_trainer_counts(
+def test_later_trainers_checkpoint_of_a_step_counts(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late, ours = (CheckpointBucket(s3_url, tmp_path / name, 5.0) for name in ("late", "ours"))
     late.save(state(5), writing(5))
     ours.newest()
-    ours._since = late._since + 1
+    ours._started_at = late._started_at + 1
     mine = replace(state(10), finished_cursor="ours")
-    interrupted(monkeypatch, late, is_document, lambda: ours.save(mine, writing(10)))
+    interrupted(monkeypatch, late, is_manifest, lambda: ours.save(mine, writing(10)))
     late.save(state(10), writing(10))
     found = CheckpointBucket(s3_url, tmp_path / "third", 5.0).newest()
     assert found is not None
@@ -305,40 +301,40 @@ def test_where_two_have_written_a_step_that_of_the_later_trainer_counts(
     assert ours.fallback() == state(5)
 
 
-def test_an_upload_whose_files_were_removed_meanwhile_fails_and_leaves_no_document(
+def test_upload_whose_files_are_removed_fails_without_manifest(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stood still for so long that nobody reckoned with it any more."""
+    """The trainer was paused until its files had expired."""
     late, ours = (CheckpointBucket(s3_url, tmp_path / name, 5.0) for name in ("late", "ours"))
     late.save(state(5), writing(5))
-    monkeypatch.setattr(checkpoint_bucket, "_LATE_S", 0.0)
+    monkeypatch.setattr(checkpoint_bucket, "_EXPIRY_S", 0.0)
 
     def meanwhile() -> None:
         for step in (15, 20):
             ours.save(state(step), writing(step))
 
-    interrupted(monkeypatch, late, is_document, meanwhile)
+    interrupted(monkeypatch, late, is_manifest, meanwhile)
     with pytest.raises(Fatal, match=r"files of checkpoint step-000010-\w+ were removed .* look for another trainer"):
         late.save(state(10), writing(10))
     assert len(objects(s3_url)) == 2 + 2 * (5 + 1)
 
 
-def test_a_document_that_vanishes_fails_the_checkpoint_by_name(
+def test_removed_manifest_fails_the_checkpoint_by_name(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = Bucket.put
 
     async def swept(self: Bucket, path: str, data: bytes) -> None:
         await put(self, path, data)
-        if is_document(path):
+        if is_manifest(path):
             await self.remove([path])
 
     monkeypatch.setattr(Bucket, "put", swept)
-    with pytest.raises(Fatal, match=r"files of checkpoint step-000005-\w+ were removed .* a rule of the bucket"):
+    with pytest.raises(Fatal, match=r"files of checkpoint step-000005-\w+ were removed .* lifecycle rule"):
         CheckpointBucket(s3_url, tmp_path / "c", 5.0).save(state(5), writing(5))
 
 
-def test_checkpoints_of_before_documents_had_names_of_their_own_go_on(s3_url: str, tmp_path: Path) -> None:
+def test_old_manifests_named_after_the_step_are_read(s3_url: str, tmp_path: Path) -> None:
     store = CheckpointBucket(s3_url, tmp_path / "c", 5.0)
     store.save(state(5), writing(5))
     store.save(state(10), writing(10))
@@ -359,19 +355,19 @@ def test_checkpoints_of_before_documents_had_names_of_their_own_go_on(s3_url: st
     assert store.fallback() == state(10)
 
 
-def test_an_object_store_that_stays_away_fails_the_checkpoint_by_name(s3_url: str, tmp_path: Path) -> None:
+def test_unavailable_object_store_fails_the_checkpoint_by_name(s3_url: str, tmp_path: Path) -> None:
     store = CheckpointBucket(s3_url.replace("s3://weights", "s3://no-such-bucket"), tmp_path / "c", 0.5)
     with pytest.raises(Fatal, match=r"step-000010 cannot be written to s3://no-such-bucket"):
         store.save(state(10), writing(10))
 
 
-def test_a_place_that_cannot_be_used_is_refused_before_the_first_step(s3_url: str, tmp_path: Path) -> None:
+def test_unusable_bucket_is_rejected_before_the_first_step(s3_url: str, tmp_path: Path) -> None:
     store = CheckpointBucket(s3_url.replace("s3://weights", "s3://no-such-bucket"), tmp_path / "c", 0.5)
-    with pytest.raises(ConfigError, match="make the bucket, or mend its name"):
+    with pytest.raises(ConfigError, match="create the bucket, or correct its name"):
         store.newest()
 
 
-def test_an_outage_within_the_limit_is_waited_for(
+def test_outage_within_the_limit_is_retried(
     tmp_path_factory: pytest.TempPathFactory, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = S3Server(tmp_path_factory.mktemp("later"))
@@ -402,11 +398,11 @@ def test_an_outage_within_the_limit_is_waited_for(
         server.stop()
 
 
-def places(tmp_path: Path) -> Places:
-    return Places(tmp_path / "runs" / "next", 5.0)
+def places(tmp_path: Path) -> CheckpointLocations:
+    return CheckpointLocations(tmp_path / "runs" / "next", 5.0)
 
 
-def test_a_jobs_checkpoints_lie_under_its_own_name(s3_url: str, tmp_path: Path) -> None:
+def test_job_has_its_own_prefix_in_the_bucket(s3_url: str, tmp_path: Path) -> None:
     places(tmp_path).store(f"{s3_url}/", "a").save(state(10), writing(10))
     assert places(tmp_path).store(s3_url, "b").newest() is None
     assert places(tmp_path).store(s3_url, "a").newest() is not None
@@ -416,7 +412,7 @@ def test_a_jobs_checkpoints_lie_under_its_own_name(s3_url: str, tmp_path: Path) 
     assert (tmp_path / "runs/next/checkpoints/step-000010").is_dir()
 
 
-def test_another_jobs_checkpoint_is_found_by_its_url_or_that_of_its_checkpoints(s3_url: str, tmp_path: Path) -> None:
+def test_resume_finds_a_checkpoint_by_url_or_parent_url(s3_url: str, tmp_path: Path) -> None:
     store = places(tmp_path).store(s3_url, "a")
     store.save(state(10), writing(10))
     store.save(state(20), writing(20))
@@ -428,7 +424,7 @@ def test_another_jobs_checkpoint_is_found_by_its_url_or_that_of_its_checkpoints(
         assert read(directory) == content(step)
 
 
-def test_another_jobs_checkpoint_is_found_by_its_own_folder_or_one_above(tmp_path: Path) -> None:
+def test_resume_finds_a_checkpoint_by_folder_or_parent_folder(tmp_path: Path) -> None:
     job = tmp_path / "runs/a"
     store = CheckpointFolder(job / "checkpoints")
     store.save(state(10), writing(10))
@@ -441,29 +437,27 @@ def test_another_jobs_checkpoint_is_found_by_its_own_folder_or_one_above(tmp_pat
         assert (directory / "long").read_bytes() == content(step)["long"]
 
 
-@pytest.mark.parametrize("where", ["{s3}/nobody", "{disk}/nobody", "{s3}/a/step-000030", "Auto"])
-def test_a_checkpoint_that_is_not_there_is_refused_with_what_could_be_given(
-    s3_url: str, tmp_path: Path, where: str
-) -> None:
+@pytest.mark.parametrize("where", ["{s3}/missing", "{disk}/missing", "{s3}/a/step-000030", "Auto"])
+def test_resume_from_a_missing_checkpoint_names_the_alternatives(s3_url: str, tmp_path: Path, where: str) -> None:
     places(tmp_path).store(s3_url, "a").save(state(10), writing(10))
     find = places(tmp_path).predecessor(where.format(s3=s3_url, disk=tmp_path))
     assert find is not None
-    with pytest.raises(ConfigError, match=r"there is no checkpoint at .*: give auto, never, or a checkpoint"):
+    with pytest.raises(ConfigError, match=r"no checkpoint at .*: give auto"):
         find()
 
 
-def test_a_broken_checkpoint_that_was_named_is_not_passed_over(tmp_path: Path) -> None:
+def test_resume_from_a_corrupt_named_checkpoint_is_rejected(tmp_path: Path) -> None:
     CheckpointFolder(tmp_path).save(state(10), writing(10))
     (tmp_path / "step-000010/long").write_bytes(b"")
     find = places(tmp_path).predecessor(str(tmp_path / "step-000010"))
     assert find is not None
-    with pytest.raises(ConfigError, match="is broken: long is not what was written"):
+    with pytest.raises(ConfigError, match="is corrupt: long"):
         find()
 
 
-def test_auto_and_never_name_no_other_job_and_an_unknown_scheme_is_refused(tmp_path: Path) -> None:
+def test_resume_words_name_no_job_and_unknown_scheme_is_rejected(tmp_path: Path) -> None:
     assert places(tmp_path).predecessor("auto") is places(tmp_path).predecessor("never") is None
-    with pytest.raises(ConfigError, match=r"trainer.resume: hdfs:// is not known"):
+    with pytest.raises(ConfigError, match=r"trainer.resume: hdfs:// is not supported"):
         places(tmp_path).predecessor("hdfs://x/y")
-    with pytest.raises(ConfigError, match=r"trainer.checkpoints: hdfs:// is not known"):
+    with pytest.raises(ConfigError, match=r"trainer.checkpoints: hdfs:// is not supported"):
         places(tmp_path).store("hdfs://x/y", "a")

@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all: a folder, an object store and the fake."""
+"""A checkpoint exists completely or not at all: in a folder, an object store and the fake."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import structlog
 
 from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
 from services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from services.trainer.fakes import MemoryCheckpoints
-from services.trainer.ports import CheckpointStore, TrainState
+from services.trainer.fakes.storage import MemoryCheckpoints
+from services.trainer.ports.storage import CheckpointStore, TrainState
 from shared.errors import Corrupt, Fatal
 
 ROOT = Path(__file__).parents[2]
@@ -46,12 +46,12 @@ def writing(text: str) -> Callable[[Path], None]:
     return write
 
 
-def test_there_is_none_at_first(store: CheckpointStore) -> None:
+def test_newest_of_an_empty_store_is_none(store: CheckpointStore) -> None:
     assert store.newest() is None
     assert store.fallback() is None
 
 
-def test_the_newest_comes_back_with_its_files(store: CheckpointStore) -> None:
+def test_newest_returns_the_last_checkpoint_with_its_files(store: CheckpointStore) -> None:
     store.save(state(10), writing("ten"))
     store.save(state(20), writing("twenty"))
     found = store.newest()
@@ -60,7 +60,7 @@ def test_the_newest_comes_back_with_its_files(store: CheckpointStore) -> None:
     assert (found[1] / "weights").read_text() == "twenty"
 
 
-def test_a_checkpoint_of_before_lengths_digests_of_data_and_staleness_is_still_one(tmp_path: Path) -> None:
+def test_old_manifest_without_lengths_is_read(tmp_path: Path) -> None:
     CheckpointFolder(tmp_path).save(state(10), writing("ten"))
     [file] = tmp_path.glob("*/state.json")
     body = json.loads(file.read_text())
@@ -72,7 +72,7 @@ def test_a_checkpoint_of_before_lengths_digests_of_data_and_staleness_is_still_o
     assert found[0] == TrainState(step=10, finished_cursor="10-0", train_rows=10)
 
 
-def test_the_fallback_is_the_older_of_two(store: CheckpointStore) -> None:
+def test_fallback_is_the_older_of_two_checkpoints(store: CheckpointStore) -> None:
     store.save(state(10), writing("ten"))
     assert store.fallback() is None
     store.save(state(20), writing("twenty"))
@@ -88,7 +88,7 @@ def folder_with(tmp_path: Path, *steps: int) -> CheckpointFolder:
     return store
 
 
-def test_only_two_are_kept(tmp_path: Path) -> None:
+def test_save_retains_two_checkpoints(tmp_path: Path) -> None:
     folder_with(tmp_path, 5, 10, 15, 1_000_000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000015", "step-1000000"]
 
@@ -105,27 +105,27 @@ def test_only_two_are_kept(tmp_path: Path) -> None:
         lambda path: (path / "state.json").write_text("[]"),
     ],
 )
-def test_a_broken_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_corrupt_checkpoint_is_skipped_with_a_warning(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     store = folder_with(tmp_path, 10, 20)
     damage(tmp_path / "step-000020")
     with structlog.testing.capture_logs() as logs:
         found = store.newest()
     assert found is not None
     assert found[0] == state(10)
-    assert [entry["event"] for entry in logs] == ["checkpoint_broken"]
+    assert [entry["event"] for entry in logs] == ["checkpoint_corrupt"]
     store.save(state(20), writing("again"))
     assert store.newest() == (state(20), tmp_path / "step-000020")
 
 
-def test_where_no_checkpoint_is_whole_that_is_no_beginning(tmp_path: Path) -> None:
+def test_store_without_a_valid_checkpoint_is_corrupt(tmp_path: Path) -> None:
     store = folder_with(tmp_path, 10, 20)
     for name in ("step-000010", "step-000020"):
         (tmp_path / name / "weights").write_text("")
-    with pytest.raises(Corrupt, match=rf"no checkpoint in {tmp_path} is whole \(step-000020, step-000010;.* a copy"):
+    with pytest.raises(Corrupt, match=rf"no checkpoint in {tmp_path} verifies \(step-000020, step-000010;.* a backup"):
         store.newest()
 
 
-def test_what_a_trainer_is_writing_is_left_to_it_until_a_later_step(tmp_path: Path) -> None:
+def test_save_spares_temporary_files_of_the_same_step(tmp_path: Path) -> None:
     theirs, ours = CheckpointFolder(tmp_path), CheckpointFolder(tmp_path)
 
     def slow(directory: Path) -> None:
@@ -143,7 +143,7 @@ def test_what_a_trainer_is_writing_is_left_to_it_until_a_later_step(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000030"]
 
 
-def test_a_full_disk_fails_by_name_and_leaves_the_one_before(tmp_path: Path) -> None:
+def test_full_disk_fails_by_name_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     store = folder_with(tmp_path, 10)
 
     def full(directory: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_full_disk_fails_by_name_and_leaves_the_one_before(tmp_path: Path) -> 
 WRITER = """
 import sys, pathlib
 from services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from services.trainer.ports import TrainState
+from services.trainer.ports.storage import TrainState
 store = CheckpointFolder(pathlib.Path(sys.argv[1]))
 def write(directory):
     for i in range(4):
@@ -172,7 +172,7 @@ for step in range(found[0].step + 1 if found else 1, 100_000):
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     last = 0
     for round_ in range(8):
         folder = tmp_path / "c"

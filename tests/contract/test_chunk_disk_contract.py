@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.weight_store.adapters.disk import Directory, DiskChunks
+from services.weight_store.adapters.disk import DiskChunks, StoreDirectory
 from services.weight_store.ports import StoreFull
 from shared.errors import ConfigError
 from shared.weights.manifest import digest_of
@@ -18,8 +18,8 @@ DATA = b"some weights" * 1000
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Directory]:
-    directory = Directory(tmp_path)
+def directory(tmp_path: Path) -> Iterator[StoreDirectory]:
+    directory = StoreDirectory(tmp_path)
     yield directory
     directory.close()
 
@@ -29,32 +29,32 @@ def files(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("call", ["fsync", "utime"])
-async def test_a_full_disk_is_said_plainly_and_nothing_remains(
-    directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+async def test_full_disk_raises_store_full_and_leaves_no_file(
+    directory: StoreDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def no_room(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, no_room)
-    with pytest.raises(StoreFull, match=r"No space left on device.*free space, or keep fewer versions"):
+    with pytest.raises(StoreFull, match=r"No space left on device.*free space, or retain fewer versions"):
         await DiskChunks(directory).put(digest_of(DATA), [DATA], 1_763_700_000.0)
     assert files(tmp_path) == []
 
 
-async def test_what_a_killed_process_left_half_written_is_removed_at_start(tmp_path: Path) -> None:
-    Directory(tmp_path).close()
+async def test_partial_files_of_a_killed_process_are_removed_at_start(tmp_path: Path) -> None:
+    StoreDirectory(tmp_path).close()
     (tmp_path / "tmp" / "half").write_bytes(b"half a chu")
-    directory = Directory(tmp_path)
+    directory = StoreDirectory(tmp_path)
     assert files(tmp_path) == []
     directory.close()
 
 
-def test_two_stores_cannot_use_one_directory(directory: Directory, tmp_path: Path) -> None:
+def test_two_stores_cannot_use_one_directory(directory: StoreDirectory, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use by another process"):
-        Directory(tmp_path)
+        StoreDirectory(tmp_path)
 
 
-def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"directory .*file.* name one that can be written"):
-        Directory(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"directory .*file.* writable"):
+        StoreDirectory(tmp_path / "file")

@@ -12,8 +12,8 @@ from rlboost.rewards import sandbox
 from rlboost.rewards.code import program_of, score
 from rlboost.rewards.sandbox import Limits, SandboxUnavailable, probe, run
 from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports import RewardBatch, Scores
-from shared.reward import RewardSpec
+from services.trainer.ports.rewards import RewardBatch, Scores
+from shared.job.reward import RewardSpec
 from shared.waiting import Waits
 from tests.support.eventually import eventually
 
@@ -49,7 +49,7 @@ def test_the_last_fenced_block_is_the_program() -> None:
         ("while True: print('x' * 10_000)", "File too large"),
     ],
 )
-def test_what_a_program_may_not_do_it_cannot(program: str, words: str) -> None:
+def test_sandbox_blocks_network_and_writes(program: str, words: str) -> None:
     ran = run(program)
     assert ran.code != 0
     assert words in ran.errors

@@ -13,14 +13,15 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from rlboost import jobcheck
-from rlboost.jobfile import complete
+from rlboost.jobs import check as jobcheck
+from rlboost.jobs.file import complete
 from services.trainer.adapters.data import load_data
 from services.trainer.domain.fingerprint import fingerprint
-from services.trainer.ports import Data
+from services.trainer.ports.data import Data
+from shared.data.rows import is_remote, read_rows
 from shared.errors import ConfigError
-from shared.jobspec import parse, to_json
-from shared.rows import is_remote, read_rows
+from shared.job.spec import parse, to_json
+from tests.support.jobs import job_file
 from tests.support.model_folder import write_model, write_tokenizer
 
 
@@ -49,13 +50,8 @@ def prompts(source: Any) -> list[str]:
 
 
 def job(**data: Any) -> dict[str, Any]:
-    return {
-        "model": "base",
-        "data": data,
-        "reward": {"function": "rlboost.rewards.code:score"},
-        "sampling": {"max_tokens": 4},
-        "steps": 1,
-    }
+    reward = {"function": "rlboost.rewards.code:score"}
+    return job_file(model="base", data=data, reward=reward, sampling={"max_tokens": 4}, steps=1)
 
 
 def test_shards_follow_each_other_as_their_numbers_do(folder: Path) -> None:

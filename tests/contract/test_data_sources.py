@@ -14,11 +14,11 @@ import pytest
 from pyarrow import parquet
 
 from services.trainer.adapters.data import load_data
-from services.trainer.ports import Data
+from services.trainer.ports.data import Data
 from shared.columns import ints
+from shared.data.rows import is_remote, read_rows
 from shared.errors import ConfigError
-from shared.jobspec import parse
-from shared.rows import is_remote, read_rows
+from shared.job.spec import parse
 from tests.support.model_folder import write_model, write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t90{% endif %}"
@@ -121,7 +121,7 @@ def test_a_row_without_the_key_an_empty_table_and_a_date_are_named(model: Path, 
     with pytest.raises(ConfigError, match=r"row 1: no key 'prompt' \(keys: question\)"):
         load(model, source)
     write_parquet(tmp_path / "train.parquet", [{"prompt": "t5", "day": dt.date(2026, 1, 1)}])
-    with pytest.raises(ConfigError, match="row 1: column 'day' cannot be given to the reward function"):
+    with pytest.raises(ConfigError, match="row 1: column 'day' cannot be sent"):
         load(model, source)
     parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "train.parquet")
     with pytest.raises(ConfigError, match="has no prompts"):

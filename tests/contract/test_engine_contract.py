@@ -32,7 +32,7 @@ class Fake:
         cast("FakeEngine", engine).fail(cause)
 
     def awake(self, engine: Engine) -> bool:
-        """Tell whether it has memory of its device that it could do without while it stands still."""
+        """Return True if it has memory of its device that it could do without while it stands still."""
         return cast("FakeEngine", engine).awake
 
 
@@ -48,7 +48,7 @@ class Torch:
         self.weights = tiny_models.weights(self.models[0])
 
     def make(self) -> Engine:
-        from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: PLC0415 - imports torch
+        from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - imports torch
 
         return TorchEngine(self._directory, slots=SLOTS)
 
@@ -150,7 +150,7 @@ async def test_a_sample_is_the_same_with_its_group_and_alone(engine: Engine) -> 
         assert made.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
-async def test_a_sample_continued_from_any_offset_goes_on_as_it_would_have(engine: Engine) -> None:
+async def test_sample_resumed_at_any_offset_continues_identically(engine: Engine) -> None:
     (whole,) = await run(engine, [request(5, max_tokens=40)])
     offsets = range(1, 40, 3)
     rest = await run(engine, [request(5, attempt=2 + n, max_tokens=40, tokens=whole.tokens[:n]) for n in offsets])
@@ -238,7 +238,7 @@ async def test_an_aborted_request_makes_nothing_more(engine: Engine) -> None:
         assert collector.of[key].finish == FINISH_NONE
 
 
-async def test_a_released_request_ends_where_it_stands_and_goes_on_elsewhere_as_it_would_have(engine: Engine) -> None:
+async def test_released_request_resumes_identically_in_another_engine(engine: Engine) -> None:
     (whole,) = await run(engine, [request(1, max_tokens=150)])
     collector = Collector(engine)
     released, kept = request(1, attempt=2, max_tokens=150), request(2, max_tokens=150)
@@ -257,7 +257,7 @@ async def test_a_released_request_ends_where_it_stands_and_goes_on_elsewhere_as_
     assert collector.of[1, 2] is part, "nothing of it came after its last word"
 
 
-async def test_a_request_that_is_released_without_a_new_token_is_answered_once(engine: Engine) -> None:
+async def test_release_without_a_new_token_emits_once(engine: Engine) -> None:
     collector = Collector(engine)
     running = request(1, max_tokens=150)
     engine.submit([running])
@@ -277,7 +277,7 @@ async def test_a_request_that_is_released_without_a_new_token_is_answered_once(e
     assert collector.drain() == []
 
 
-async def test_a_request_that_has_ended_keeps_its_end_when_it_is_released(engine: Engine) -> None:
+async def test_release_of_a_finished_request_keeps_its_finish(engine: Engine) -> None:
     engine.submit([request(1, max_tokens=5)])
     await eventually(lambda: engine.stats().tokens_made_total == 5)
     engine.release([(1, 1)])
@@ -285,7 +285,7 @@ async def test_a_request_that_has_ended_keeps_its_end_when_it_is_released(engine
     assert (len(emission.tokens), emission.finish) == (5, FINISH_LENGTH)
 
 
-async def test_a_request_is_not_answered_for_when_it_was_aborted_before(engine: Engine) -> None:
+async def test_release_of_an_aborted_request_emits_nothing(engine: Engine) -> None:
     engine.submit([request(1, max_tokens=150)])
     await eventually(lambda: engine.stats().tokens_made_total > 3)
     engine.abort([(1, 1)])
@@ -324,7 +324,7 @@ async def test_requests_wait_for_the_first_weights(kind: Kind) -> None:
     await engine.close()
 
 
-async def test_a_suspended_engine_makes_nothing_and_goes_on_where_it_stood(engine: Engine) -> None:
+async def test_suspended_engine_generates_nothing_and_resumes_in_place(engine: Engine) -> None:
     (whole,) = await run(engine, [request(1, max_tokens=150)])
     collector = Collector(engine)
     again = request(1, attempt=2, max_tokens=150)
@@ -344,7 +344,7 @@ async def test_a_suspended_engine_makes_nothing_and_goes_on_where_it_stood(engin
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])
-async def test_tokens_carry_the_version_that_made_them(engine: Engine, kind: Kind, keep_kv: bool) -> None:
+async def test_tokens_carry_the_version_that_generated_them(engine: Engine, kind: Kind, keep_kv: bool) -> None:
     collector = Collector(engine)
     one = request(1, max_tokens=150)
     engine.submit([one])
@@ -359,7 +359,7 @@ async def test_tokens_carry_the_version_that_made_them(engine: Engine, kind: Kin
 
 @pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's weights do not matter
 @pytest.mark.parametrize("keeps", [(), ("suspend",), ("load",), ("suspend", "load")])
-async def test_later_tokens_attend_to_what_the_old_weights_made_only_where_the_cache_is_kept(
+async def test_keep_kv_decides_whether_later_tokens_attend_to_old_weights(
     engine: Engine, kind: Kind, keeps: tuple[str, ...]
 ) -> None:
     assert not isinstance(kind, Fake)
@@ -380,7 +380,7 @@ async def test_later_tokens_attend_to_what_the_old_weights_made_only_where_the_c
     assert (made.logprobs[n:] == later) is (keeps != ("suspend", "load"))
 
 
-async def test_an_engine_that_stands_gives_the_cache_back_when_it_is_asked_again(engine: Engine, kind: Kind) -> None:
+async def test_second_suspend_without_keep_kv_frees_the_cache(engine: Engine, kind: Kind) -> None:
     (whole,) = await run(engine, [request(1, max_tokens=60)])
     collector, again = Collector(engine), request(1, attempt=2, max_tokens=60)
     engine.submit([again])
@@ -437,9 +437,7 @@ async def test_a_dead_engine_says_why_at_every_call(engine: Engine, kind: Kind) 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_what_an_engine_says_of_given_tokens_is_what_it_says_when_it_draws_them(
-    engine: Engine, kind: Kind, temperature: float
-) -> None:
+async def test_score_equals_the_logprobs_of_generation(engine: Engine, kind: Kind, temperature: float) -> None:
     requests = [request(n, prompt=[n, 2] * n, max_tokens=5 + 7 * n, temperature=temperature) for n in range(1, 4)]
     made = await run(engine, requests)
     before = engine.stats()
@@ -457,7 +455,7 @@ async def test_what_an_engine_says_of_given_tokens_is_what_it_says_when_it_draws
             )
 
 
-async def test_a_sample_goes_on_as_it_would_have_after_an_engine_was_asked_to_score(engine: Engine) -> None:
+async def test_score_does_not_change_later_generation(engine: Engine) -> None:
     (whole,) = await run(engine, [request(1, max_tokens=60)])
     collector, again = Collector(engine), request(1, attempt=2, max_tokens=60)
     engine.submit([again])
@@ -470,7 +468,7 @@ async def test_a_sample_goes_on_as_it_would_have_after_an_engine_was_asked_to_sc
 
 
 @pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's weights do not matter
-async def test_an_engine_scores_by_the_weights_that_were_loaded_last(engine: Engine, kind: Kind) -> None:
+async def test_score_uses_the_last_loaded_weights(engine: Engine, kind: Kind) -> None:
     assert not isinstance(kind, Fake)
     from tests.support import tiny_models  # noqa: PLC0415 - imports torch
 
@@ -481,7 +479,7 @@ async def test_an_engine_scores_by_the_weights_that_were_loaded_last(engine: Eng
 
 
 @pytest.mark.parametrize("takes", [("load",), ("score",), ("load", "score"), ("load", "load")])
-async def test_a_suspended_engine_gives_back_what_it_has_taken_since(
+async def test_second_suspend_frees_memory_taken_since_the_first(
     engine: Engine, kind: Kind, takes: tuple[str, ...]
 ) -> None:
     collector, one = Collector(engine), request(1, max_tokens=100)

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlboost.environments import ToolEnvironment
-from services.trainer.adapters.environment_text import TokenizerSpeech
-from services.trainer.ports_environment import Misbehaved
+from services.trainer.adapters.environment_text import TokenizerChatFormatter
+from services.trainer.ports.environments import EnvironmentFault
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CHATML = """
@@ -45,9 +45,9 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def speech(tokenizer: Any) -> TokenizerSpeech:
+def chat_formatter(tokenizer: Any) -> TokenizerChatFormatter:
     config = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=512)
-    return TokenizerSpeech(tokenizer, config, [tokenizer.eos_token_id])
+    return TokenizerChatFormatter(tokenizer, config, [tokenizer.eos_token_id])
 
 
 def add(a: int, b: int) -> int:
@@ -59,18 +59,18 @@ ASKED = [{"role": "user", "content": "12+5?"}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 5}}</tool_call>'
 
 
-async def test_a_conversation_with_tools_has_the_tokens_that_the_template_gives_the_whole(
-    speech: TokenizerSpeech, tokenizer: Any
+async def test_turns_with_tools_match_the_template_of_the_whole_chat(
+    chat_formatter: TokenizerChatFormatter, tokenizer: Any
 ) -> None:
     environment = ToolEnvironment([add])
-    ids = speech.opening(ASKED, environment.tools)
+    ids = chat_formatter.format_prompt(ASKED, environment.tools)
     assert '"name": "add"' in tokenizer.decode(ids)
     messages = list(ASKED)
     for text in (CALL, CALL + CALL):
         said = [*tokenizer.encode(text), tokenizer.eos_token_id]
         step = await environment.step(text)
         assert isinstance(step.observation, list)
-        ids = [*ids, *said, *speech.behind(ASKED, said[-1], step.observation, environment.tools)]
+        ids = [*ids, *said, *chat_formatter.format_observation(ASKED, said[-1], step.observation, environment.tools)]
         messages += [{"role": "assistant", "content": text}, *step.observation]
         whole = tokenizer.apply_chat_template(
             messages, tools=environment.tools, tokenize=True, add_generation_prompt=True, return_dict=True
@@ -80,37 +80,39 @@ async def test_a_conversation_with_tools_has_the_tokens_that_the_template_gives_
     assert (await environment.step("It is 17.")).done
 
 
-def test_text_behind_a_chat_is_a_message_of_the_user(speech: TokenizerSpeech, tokenizer: Any) -> None:
-    behind = speech.behind(ASKED, tokenizer.eos_token_id, "Higher.", [])
-    assert tokenizer.decode(behind) == f"\n{IM_START}user\nHigher.{IM_END}\n{IM_START}assistant\n"
+def test_text_observation_of_a_chat_is_a_user_message(chat_formatter: TokenizerChatFormatter, tokenizer: Any) -> None:
+    format_observation = chat_formatter.format_observation(ASKED, tokenizer.eos_token_id, "Higher.", [])
+    assert tokenizer.decode(format_observation) == f"\n{IM_START}user\nHigher.{IM_END}\n{IM_START}assistant\n"
 
 
-def test_an_end_that_the_model_did_not_make_is_written(speech: TokenizerSpeech, tokenizer: Any) -> None:
-    behind = speech.behind(ASKED, tokenizer.encode("a")[0], "Higher.", [])
-    assert tokenizer.decode(behind).startswith(f"{IM_END}\n{IM_START}user")
+def test_missing_end_token_is_added(chat_formatter: TokenizerChatFormatter, tokenizer: Any) -> None:
+    format_observation = chat_formatter.format_observation(ASKED, tokenizer.encode("a")[0], "Higher.", [])
+    assert tokenizer.decode(format_observation).startswith(f"{IM_END}\n{IM_START}user")
 
 
-def test_text_behind_text_is_that_text(speech: TokenizerSpeech, tokenizer: Any) -> None:
-    assert speech.opening("12+5=", []) == tokenizer.encode("12+5=")
-    assert speech.behind("12+5=", tokenizer.eos_token_id, " no, 1", []) == tokenizer.encode(" no, 1")
-    assert speech.behind("12+5=", tokenizer.eos_token_id, "", []) == []
+def test_text_observation_of_a_text_prompt_is_that_text(chat_formatter: TokenizerChatFormatter, tokenizer: Any) -> None:
+    assert chat_formatter.format_prompt("12+5=", []) == tokenizer.encode("12+5=")
+    assert chat_formatter.format_observation("12+5=", tokenizer.eos_token_id, " no, 1", []) == tokenizer.encode(
+        " no, 1"
+    )
+    assert chat_formatter.format_observation("12+5=", tokenizer.eos_token_id, "", []) == []
 
 
-def test_what_cannot_be_told_is_a_reason(speech: TokenizerSpeech, tokenizer: Any) -> None:
+def test_unformattable_observation_is_a_reason(chat_formatter: TokenizerChatFormatter, tokenizer: Any) -> None:
     end = tokenizer.eos_token_id
-    with pytest.raises(Misbehaved, match="the prompt is text"):
-        speech.behind("12+5=", end, [{"role": "tool", "content": "17"}], [])
-    with pytest.raises(Misbehaved, match="give the prompt as chat messages"):
-        speech.opening("12+5=", ToolEnvironment([add]).tools)
-    with pytest.raises(Misbehaved, match="refuses the messages"):
-        speech.behind(ASKED, end, [{"role": "tool", "content": 17}], [])
+    with pytest.raises(EnvironmentFault, match="the prompt is text"):
+        chat_formatter.format_observation("12+5=", end, [{"role": "tool", "content": "17"}], [])
+    with pytest.raises(EnvironmentFault, match="give the prompt as chat messages"):
+        chat_formatter.format_prompt("12+5=", ToolEnvironment([add]).tools)
+    with pytest.raises(EnvironmentFault, match="cannot render the messages"):
+        chat_formatter.format_observation(ASKED, end, [{"role": "tool", "content": 17}], [])
     tokenizer.chat_template = "{{ messages[-1].content }}"
     try:
-        with pytest.raises(Misbehaved, match="does not show what the model said"):
-            speech.behind(ASKED, end, "Higher.", [])
+        with pytest.raises(EnvironmentFault, match="chat template does not render"):
+            chat_formatter.format_observation(ASKED, end, "Higher.", [])
         tokenizer.chat_template = None
-        with pytest.raises(Misbehaved, match="has none"):
-            speech.opening(ASKED, [])
+        with pytest.raises(EnvironmentFault, match="has none"):
+            chat_formatter.format_prompt(ASKED, [])
     finally:
         tokenizer.chat_template = CHATML
 
@@ -164,10 +166,10 @@ async def test_whatever_the_model_says_is_answered_with_what_can_be_sent(text: s
     msgpack.packb(step.observation)
 
 
-def test_tools_that_could_not_be_told_apart_are_refused() -> None:
+def test_tools_of_the_same_name_are_rejected() -> None:
     other: Any = lambda: 7  # noqa: E731 - what it is called is the point
     other.__name__ = "add"
-    with pytest.raises(TypeError, match="add: two tools have this name: give each function one of its own"):
+    with pytest.raises(TypeError, match="add: two tools have this name"):
         ToolEnvironment([add, other])
     with pytest.raises(TypeError, match="a tool is called by its function's name: wrap this in a function with def"):
         ToolEnvironment([partial(add, 1)])

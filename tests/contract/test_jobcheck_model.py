@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost import jobcheck
+from rlboost.jobs import check as jobcheck
 from services.trainer.adapters.data import load_data
-from services.trainer.adapters.own_judge import own_judge
-from services.trainer.adapters.own_loss import own_loss
 from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.adapters.user_code.curriculum import load_skip_function
+from services.trainer.adapters.user_code.loss import load_loss
 from shared.errors import ConfigError
-from shared.jobspec import parse
-from shared.training import LoraSpec, OptimizerSpec
+from shared.job.spec import parse
+from shared.job.training import LoraSpec, OptimizerSpec
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
 
 
@@ -78,7 +78,7 @@ def test_an_evaluation_that_cannot_be_planned_is_named() -> None:
 def test_a_tokenizer_that_is_missing_is_named_without_loading_anything(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", None)
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", None)
     (folder / "base/tokenizer.json").unlink()
     [problem] = check()
     assert problem.startswith("model base has no tokenizer (tokenizer.json, ")
@@ -91,8 +91,8 @@ def test_a_model_without_an_end_token_is_named(folder: Path) -> None:
     assert problem == "model base: neither tokenizer nor config names an end token (eos): completions never end"
 
 
-def test_lora_targets_that_the_model_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+def test_missing_lora_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     lora = {"elastic": {"weights": "lora"}, "lora": {"targets": ["q_proj", "query"]}}
     [problem] = check(**lora)
     assert problem == (
@@ -110,35 +110,36 @@ def test_lora_targets_that_the_model_lacks_are_named(monkeypatch: pytest.MonkeyP
     [
         (
             {"tensor_parallel": 3},
-            "trainer.tensor_parallel is 3, but the model's 4 attention heads cannot be divided by it",
+            "trainer.tensor_parallel is 3, which does not divide the model's 4 attention heads: set a divisor",
         ),
-        ({"pipeline_parallel": 2}, "trainer.pipeline_parallel is 2, but the model's 3 layers cannot be divided by it"),
+        (
+            {"pipeline_parallel": 2},
+            "trainer.pipeline_parallel is 2, which does not divide the model's 3 layers: set a divisor",
+        ),
         ({"pipeline_parallel": 3}, None),
     ],
 )
 def test_a_model_that_cannot_be_cut_up_is_named(
     trainer: dict[str, Any], problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     assert check(trainer={"backend": "megatron", **trainer}) == ([problem] if problem else [])
 
 
 def test_a_model_of_a_kind_that_megatron_does_not_know_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     write_model(folder / "base", "gpt2")
     [problem] = check(trainer={"backend": "megatron"})
-    assert problem.startswith(
-        "trainer.backend: megatron knows the model types llama, qwen2, qwen3, and this one is gpt2"
-    )
+    assert problem.startswith("trainer.backend: megatron does not support model type gpt2")
 
 
 def test_a_model_whose_layers_cannot_be_computed_again_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     asked = {"trainer": {"activation_checkpointing": True}}
     assert check(**asked) == []
     write_unmarked_model(folder / "base")
     [problem] = check(**asked)
-    assert problem.startswith("trainer.activation_checkpointing: transformers does not mark the layers of CTRLLMHead")
+    assert problem.startswith("trainer.activation_checkpointing: not supported for CTRLLMHead")
     choices: dict[str, Any] = {"dtype": "float32", "device": "cpu", "activation_checkpointing": True}
     engine = TorchPolicy(OptimizerSpec(), temperature=1.0, **choices)
     assert problem == trainers_words(lambda: engine.load_hf(Path("base")))
@@ -146,7 +147,7 @@ def test_a_model_whose_layers_cannot_be_computed_again_is_named(folder: Path, mo
 
 
 def test_functions_that_run_in_the_trainer_are_tried_as_it_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     monkeypatch.syspath_prepend(str(folder))
     fit = {"algorithm": {"loss": "mine:loss"}}
     assert check(data={"train": "train.jsonl", "curriculum": {"function": "mine:skip"}}, **fit) == []
@@ -155,15 +156,15 @@ def test_functions_that_run_in_the_trainer_are_tried_as_it_does(folder: Path, mo
     assert loss == (
         "algorithm.loss: mine:two takes (batch, more), but is called with (batch): missing a required argument: 'more'"
     )
-    assert loss == trainers_words(lambda: own_loss("mine:two"))
+    assert loss == trainers_words(lambda: load_loss("mine:two"))
     assert skips.startswith("data.curriculum.function: mine:none is no function: mine has no 'none'")
-    assert skips == trainers_words(lambda: own_judge("mine:none", []))
+    assert skips == trainers_words(lambda: load_skip_function("mine:none", []))
 
 
-def test_libraries_that_the_job_needs_are_warned_of_where_a_trainer_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     there = {"torch", "transformers"}
-    for module in ("rlboost.modelcheck", "shared.runlog"):
+    for module in ("rlboost.jobs.model_check", "shared.job.run_log"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: name if name in there else None)
     asked: dict[str, Any] = {
         "data": {"train": "openai/gsm8k"},
@@ -182,8 +183,8 @@ def test_libraries_that_the_job_needs_are_warned_of_where_a_trainer_may_run(monk
 
 
 def test_own_code_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
-    monkeypatch.setattr("rlboost.tried._LIMIT_S", 0.0)
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.user_code_check._LIMIT_S", 0.0)
     assert check(algorithm={"loss": "mine:loss"}) == [
         "reward.function: importing mine:score took more than 0 s",
         "algorithm.loss: importing mine:loss took more than 0 s",

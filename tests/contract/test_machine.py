@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from services.trainer.adapters.machine import machine_of
 from services.trainer.domain.utilization import Machine
 from shared.errors import ConfigError
-from shared.model_folder import n_parameters, tensors_of
+from shared.model.folder import count_parameters, read_tensor_shapes
 from tests.support.model_folder import write_model
 from tests.support.trainer_rig import spec
 
@@ -26,10 +26,10 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_model(tmp_path / "model")
 
 
-def test_operations_follow_from_the_parameters_and_from_what_is_trained(model: Path) -> None:
+def test_machine_flops_follow_from_parameters_and_adapter(model: Path) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     n = sum(tensor.numel() for tensor in loaded.parameters())
-    assert n_parameters(model) == n
+    assert count_parameters(model) == n
     assert machine_of(spec(trainer=BF16), model, "cuda:0") == Machine(1, 6.0 * n, 989e12)
     adapter = spec(trainer=BF16, elastic={"weights": "lora"})
     assert machine_of(adapter, model, "cuda") == Machine(1, 4.0 * n, 989e12)
@@ -37,7 +37,7 @@ def test_operations_follow_from_the_parameters_and_from_what_is_trained(model: P
     assert machine_of(spec(trainer=BF16 | ranks), model, "cuda").n_devices == 8
 
 
-def test_nothing_is_said_of_other_devices_other_dtypes_and_models_with_experts(model: Path) -> None:
+def test_machine_is_unknown_for_other_devices_dtypes_and_experts(model: Path) -> None:
     assert machine_of(spec(trainer=BF16), model, "cpu") == Machine()
     assert machine_of(spec(), model, "cuda") == Machine()
     config = json.loads((model / "config.json").read_text())
@@ -46,7 +46,7 @@ def test_nothing_is_said_of_other_devices_other_dtypes_and_models_with_experts(m
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"[]"])
-def test_a_file_that_is_no_safetensors_file_is_named(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_safetensors_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is no \.safetensors file"):
-        tensors_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a valid \.safetensors file"):
+        read_tensor_shapes(tmp_path)

@@ -10,9 +10,9 @@ from typing import get_args
 
 import pytest
 
-from services.rollout_worker.adapters.metadata import Aws, Azure, Google, Metadata
-from services.rollout_worker.adapters.notice_file import NoticeFile
-from services.rollout_worker.domain.notices import Advice, Notice
+from services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
+from services.rollout_worker.adapters.preemption.notice_file import NoticeFile
+from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from services.rollout_worker.ports import NoticeSource
 from shared.errors import ConfigError, Retryable
 from tests.support.eventually import eventually
@@ -80,13 +80,11 @@ def source_of(fake: FakeMetadata, clients: list[Client], limit_s: float = LIMIT_
 
 
 @pytest.mark.parametrize("lead_s", [120.0, 30.0, 11.0, 0.0])
-async def test_it_says_nothing_until_the_machine_is_to_go(
-    cloud: FakeMetadata, clients: list[Client], lead_s: float
-) -> None:
+async def test_source_is_silent_until_the_preemption(cloud: FakeMetadata, clients: list[Client], lead_s: float) -> None:
     source = source_of(cloud, clients)
-    assert await source.ask() is None
+    assert await source.poll() is None
     cloud.preempt(lead_s)
-    notice = await source.ask()
+    notice = await source.poll()
     assert isinstance(notice, Notice)
     assert notice.reason.startswith(f"{cloud.cloud}: ")
     if cloud.cloud == "gcp":
@@ -95,40 +93,40 @@ async def test_it_says_nothing_until_the_machine_is_to_go(
         assert notice.lead_s == pytest.approx(lead_s, abs=2.0)
 
 
-async def test_a_notice_from_before_the_first_question_is_heard(cloud: FakeMetadata, clients: list[Client]) -> None:
+async def test_notice_before_the_first_poll_is_returned(cloud: FakeMetadata, clients: list[Client]) -> None:
     cloud.preempt(30.0)
-    assert isinstance(await source_of(cloud, clients).ask(), Notice)
+    assert isinstance(await source_of(cloud, clients).poll(), Notice)
 
 
-async def test_a_cloud_is_found_where_it_is_and_nowhere_else(cloud: FakeMetadata, clients: list[Client]) -> None:
+async def test_cloud_is_detected_only_on_its_machines(cloud: FakeMetadata, clients: list[Client]) -> None:
     source_of(cloud, clients)
-    found = [name for name, source in clients[0].sources.items() if await source.found()]
+    found = [name for name, source in clients[0].sources.items() if await source.is_available()]
     assert found == [cloud.cloud]
 
 
 @pytest.mark.parametrize("body", [b"<html>sign in to this network</html>", b"\xff\xfe\x00", b""], ids=repr)
-async def test_a_page_of_somebody_else_is_neither_a_cloud_nor_a_notice(
+async def test_unrelated_web_page_is_neither_a_cloud_nor_a_notice(
     cloud: FakeMetadata, clients: list[Client], body: bytes
 ) -> None:
     source = source_of(cloud, clients)
-    await source.ask()
+    await source.poll()
     cloud.preempt(30.0)
     cloud.garbage = body
     with pytest.raises(Retryable):
-        await source.ask()
+        await source.poll()
     cloud.garbage = None
-    assert isinstance(await source.ask(), Notice)
+    assert isinstance(await source.poll(), Notice)
 
 
 @pytest.mark.parametrize("status", [403, 429, 500, 503])
-async def test_a_status_is_survived(cloud: FakeMetadata, clients: list[Client], status: int) -> None:
+async def test_error_status_is_retryable(cloud: FakeMetadata, clients: list[Client], status: int) -> None:
     source = source_of(cloud, clients)
     cloud.status = status
     with pytest.raises(Retryable, match=str(status)):
-        await source.ask()
-    assert not await source.found()
+        await source.poll()
+    assert not await source.is_available()
     cloud.status = 0
-    assert await source.ask() is None
+    assert await source.poll() is None
 
 
 async def test_a_slow_answer_is_not_waited_for(cloud: FakeMetadata, clients: list[Client]) -> None:
@@ -136,19 +134,19 @@ async def test_a_slow_answer_is_not_waited_for(cloud: FakeMetadata, clients: lis
     cloud.slow_s = 30.0
     stopwatch = Stopwatch()
     with pytest.raises(Retryable, match=r"no answer within|Timeout"):
-        await source.ask()
+        await source.poll()
     assert stopwatch.read() < 5.0
 
 
-async def test_nobody_there_is_survived(clients: list[Client]) -> None:
+async def test_refused_connection_is_retryable(clients: list[Client]) -> None:
     clients.append(Client(f"http://127.0.0.1:{free_port()}"))
     for source in clients[0].sources.values():
-        assert not await source.found()
+        assert not await source.is_available()
         with pytest.raises(Retryable):
-            await source.ask()
+            await source.poll()
 
 
-async def test_a_proxy_in_the_environment_is_passed_by(
+async def test_proxy_settings_are_ignored(
     cloud: FakeMetadata, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
@@ -156,11 +154,11 @@ async def test_a_proxy_in_the_environment_is_passed_by(
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert "HTTP_PROXY" in os.environ
-    assert await source_of(cloud, clients).ask() is None
+    assert await source_of(cloud, clients).poll() is None
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:here", "http://xn--", "nowhere"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="metadata_url"):
         Metadata(url)
 
@@ -168,30 +166,28 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 # --- Amazon -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_expired_token_is_renewed_in_the_same_question(aws: FakeMetadata, clients: list[Client]) -> None:
+async def test_expired_token_is_renewed_in_the_same_poll(aws: FakeMetadata, clients: list[Client]) -> None:
     source = source_of(aws, clients)
-    assert await source.ask() is None
+    assert await source.poll() is None
     aws.expire_tokens()
     aws.preempt(120.0)
-    assert isinstance(await source.ask(), Notice)
+    assert isinstance(await source.poll(), Notice)
     assert aws.requests.count("PUT /latest/api/token") == 2
 
 
-async def test_one_token_serves_many_questions(aws: FakeMetadata, clients: list[Client]) -> None:
+async def test_one_token_serves_many_polls(aws: FakeMetadata, clients: list[Client]) -> None:
     source = source_of(aws, clients)
     for _ in range(5):
-        await source.ask()
+        await source.poll()
     assert aws.requests.count("PUT /latest/api/token") == 1
 
 
-async def test_a_rebalance_recommendation_is_advice_until_there_is_a_notice(
-    aws: FakeMetadata, clients: list[Client]
-) -> None:
+async def test_rebalance_recommendation_is_returned_until_the_notice(aws: FakeMetadata, clients: list[Client]) -> None:
     source = source_of(aws, clients)
     aws.recommend_rebalance()
-    assert isinstance(await source.ask(), Advice)
+    assert isinstance(await source.poll(), RebalanceRecommendation)
     aws.preempt(120.0)
-    assert isinstance(await source.ask(), Notice)
+    assert isinstance(await source.poll(), Notice)
 
 
 # --- Google -----------------------------------------------------------------------------------------------------------
@@ -199,8 +195,8 @@ async def test_a_rebalance_recommendation_is_advice_until_there_is_a_notice(
 
 async def test_google_answers_at_the_moment_of_the_change(gcp: FakeMetadata, clients: list[Client]) -> None:
     source = source_of(gcp, clients, limit_s=10.0)
-    assert await source.ask() is None
-    asking = asyncio.create_task(source.ask())
+    assert await source.poll() is None
+    asking = asyncio.create_task(source.poll())
     await eventually(lambda: len(gcp.requests) == 2)
     assert not asking.done()
     gcp.preempt(11.0)
@@ -210,32 +206,26 @@ async def test_google_answers_at_the_moment_of_the_change(gcp: FakeMetadata, cli
 # --- Azure ------------------------------------------------------------------------------------------------------------
 
 
-async def test_azure_is_told_that_the_machine_is_not_needed_any_more(
-    azure: FakeMetadata, clients: list[Client]
-) -> None:
+async def test_azure_acknowledgment_releases_the_machine(azure: FakeMetadata, clients: list[Client]) -> None:
     source = source_of(azure, clients)
     azure.preempt(30.0)
-    notice = await source.ask()
+    notice = await source.poll()
     assert isinstance(notice, Notice)
     await source.acknowledge(notice)
     assert [event_id for event_id, _ in azure.acknowledged] == [EVENT_ID]
 
 
-async def test_the_event_of_another_machine_of_the_scale_set_is_none_of_ours(
-    azure: FakeMetadata, clients: list[Client]
-) -> None:
+async def test_azure_event_of_another_machine_is_ignored(azure: FakeMetadata, clients: list[Client]) -> None:
     source = source_of(azure, clients)
     azure.preempt(30.0, machine="spot_8")
-    assert await source.ask() is None
+    assert await source.poll() is None
     azure.preempt(30.0)
-    assert isinstance(await source.ask(), Notice)
+    assert isinstance(await source.poll(), Notice)
 
 
-async def test_a_scale_set_that_takes_the_machine_down_gives_notice_too(
-    azure: FakeMetadata, clients: list[Client]
-) -> None:
+async def test_azure_terminate_event_is_a_notice(azure: FakeMetadata, clients: list[Client]) -> None:
     azure.preempt(300.0, kind="Terminate")
-    notice = await source_of(azure, clients).ask()
+    notice = await source_of(azure, clients).poll()
     assert isinstance(notice, Notice)
     assert notice.reason == "azure: Terminate"
 
@@ -246,19 +236,19 @@ async def test_a_scale_set_that_takes_the_machine_down_gives_notice_too(
 async def test_a_file_is_a_notice_by_being_there(tmp_path: Path) -> None:
     path = tmp_path / "spot"
     source = NoticeFile(path)
-    assert await source.found()
-    assert await source.ask() is None
+    assert await source.is_available()
+    assert await source.poll() is None
     path.write_text("25\n")
-    assert await source.ask() == Notice(f"file: {path}", 25.0)
+    assert await source.poll() == Notice(f"file: {path}", 25.0)
 
 
-async def test_a_folder_in_its_place_or_bytes_that_are_no_text_are_a_notice_too(tmp_path: Path) -> None:
+async def test_notice_file_that_is_a_folder_or_binary_is_a_notice(tmp_path: Path) -> None:
     (tmp_path / "spot").write_bytes(b"\xff" * 200)
     for path in (tmp_path, tmp_path / "spot"):
-        assert await NoticeFile(path).ask() == Notice(f"file: {path}")
+        assert await NoticeFile(path).poll() == Notice(f"file: {path}")
 
 
-async def test_a_place_that_cannot_be_looked_at_is_survived(tmp_path: Path) -> None:
+async def test_unreadable_notice_path_is_retryable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(Retryable, match="cannot look for"):
-        await NoticeFile(tmp_path / "file" / "spot").ask()
+    with pytest.raises(Retryable, match="spot"):
+        await NoticeFile(tmp_path / "file" / "spot").poll()

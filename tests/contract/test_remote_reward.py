@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports import RewardBatch, Scores
-from shared.reward import RewardSpec
+from services.trainer.ports.rewards import RewardBatch, Scores
+from shared.job.reward import RewardSpec
 from shared.waiting import Waits
 
 Start = Callable[..., Awaitable[RewardPool]]
@@ -114,7 +114,7 @@ async def test_a_service_that_is_busy_is_asked_again(service: Service, start: St
         (200, b'{"rewards": [1]}', "wrong_length", "1 rewards for 2"),
         (200, b'{"rewards": [1, NaN]}', "not_a_number", "nan"),
         (200, b'{"rewards": [1, null]}', "missing", "completion 1"),
-        (503, b"still busy", "raised", "within 1 s; at last 503 still busy"),
+        (503, b"still busy", "raised", "within 1 s; last error: 503 still busy"),
     ],
 )
 async def test_what_goes_wrong_is_a_reason(

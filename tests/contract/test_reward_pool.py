@@ -1,4 +1,4 @@
-"""The user's reward function may do anything; the trainer always gets an answer."""
+"""User reward functions may misbehave in any way: each call of the pool returns scores or a reason."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.fakes import FakeRewards
-from services.trainer.ports import RewardBatch, RewardFunction, Scores
+from services.trainer.fakes.rewards import FakeRewards
+from services.trainer.ports.rewards import RewardBatch, RewardFunction, Scores
 from shared.errors import ConfigError
-from shared.reward import RewardSpec
+from shared.job.reward import RewardSpec
 from shared.waiting import Waits
 from tests.support.eventually import eventually
 
@@ -44,7 +44,7 @@ def batch(prompt: Any = "good", n: int = 2, **columns: Any) -> RewardBatch:
 
 
 @pytest.mark.parametrize("kind", ["pool", "fake"])
-async def test_a_group_gets_a_reward_for_each_completion(kind: str, start: Start) -> None:
+async def test_score_returns_one_reward_per_completion(kind: str, start: Start) -> None:
     rewards: RewardFunction = FakeRewards(lambda _: Scores((2.0, 4.0)))
     if kind == "pool":
         rewards = await start("mixed")
@@ -53,22 +53,22 @@ async def test_a_group_gets_a_reward_for_each_completion(kind: str, start: Start
     await rewards.close()
 
 
-async def test_an_async_function_is_awaited(start: Start) -> None:
+async def test_async_reward_function_is_awaited(start: Start) -> None:
     pool = await start("later")
     assert await pool.score(batch()) == Scores((0.5, 0.5))
     assert await pool.score(batch()) == Scores((0.5, 0.5))
 
 
-async def test_columns_reach_the_function_and_our_secrets_do_not(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_function_gets_columns_but_no_secrets(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLBOOST_TOKEN", "secret")
     pool = await start("columns_seen")
     assert await pool.score(batch(answer="42", tags=["a"])) == Scores((1.0, 1.0))
 
 
-async def test_chat_messages_reach_the_function(start: Start) -> None:
+async def test_reward_function_gets_chat_messages(start: Start) -> None:
     pool = await start("of_countdown_shape")
-    asked = RewardBatch([[{"role": "user", "content": "?"}]], [[{"role": "assistant", "content": "four"}]], [[1]])
-    assert await pool.score(asked) == Scores((4.0,))
+    chat = RewardBatch([[{"role": "user", "content": "?"}]], [[{"role": "assistant", "content": "four"}]], [[1]])
+    assert await pool.score(chat) == Scores((4.0,))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ async def test_chat_messages_reach_the_function(start: Start) -> None:
         ("nothing", "raised", "TypeError"),
     ],
 )
-async def test_whatever_goes_wrong_is_a_reason_and_the_next_group_is_scored(
+async def test_failing_reward_gives_a_reason_and_next_group_is_scored(
     start: Start, prompt: str, reason: str, detail: str
 ) -> None:
     pool = await start("mixed")
@@ -95,7 +95,7 @@ async def test_whatever_goes_wrong_is_a_reason_and_the_next_group_is_scored(
     assert await pool.score(batch()) == Scores((2.0, 4.0))
 
 
-async def test_a_function_that_hangs_is_killed_with_its_children_and_replaced(start: Start, tmp_path: Path) -> None:
+async def test_hanging_reward_is_killed_with_its_children(start: Start, tmp_path: Path) -> None:
     pool = await start("mixed", timeout_s=0.5)
     file = tmp_path / "pid"
     scores = await pool.score(batch("hang-with-child", file=str(file)))
@@ -113,19 +113,19 @@ def _is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("prompt", ["print", "input"])
-async def test_a_function_that_uses_the_standard_streams_disturbs_nothing(start: Start, prompt: str) -> None:
+async def test_reward_function_may_use_the_standard_streams(start: Start, prompt: str) -> None:
     pool = await start("mixed")
     assert await pool.score(batch(prompt)) == Scores((2.0, 4.0))
     assert await pool.score(batch()) == Scores((2.0, 4.0))
 
 
-async def test_a_column_that_cannot_be_sent_is_a_reason(start: Start) -> None:
+async def test_unserializable_column_is_a_reason(start: Start) -> None:
     pool = await start("mixed")
     scores = await pool.score(batch(answer=1 << 70))
-    assert (scores.rewards, scores.reason) == (None, "unsendable")
+    assert (scores.rewards, scores.reason) == (None, "unserializable")
 
 
-async def test_a_hanging_group_holds_up_only_its_own_process(start: Start) -> None:
+async def test_hanging_group_blocks_only_its_process(start: Start) -> None:
     pool = await start("mixed", timeout_s=3.0, workers=2)
     hanging = asyncio.create_task(pool.score(batch("hang")))
     for _ in range(3):
@@ -144,7 +144,7 @@ async def test_a_hanging_group_holds_up_only_its_own_process(start: Start) -> No
         ("antigravity_of_nobody:f", "import antigravity_of_nobody"),
     ],
 )
-async def test_a_function_that_cannot_be_imported_is_refused_by_name(function: str, text: str) -> None:
+async def test_unimportable_reward_function_is_rejected_by_name(function: str, text: str) -> None:
     pool = RewardPool(RewardSpec(function=function), Waits())
     with pytest.raises(ConfigError, match=r"reward\.function") as caught:
         await pool.start()
@@ -152,27 +152,27 @@ async def test_a_function_that_cannot_be_imported_is_refused_by_name(function: s
     await pool.close()
 
 
-async def test_closing_ends_every_process(start: Start) -> None:
+async def test_close_ends_every_process(start: Start) -> None:
     pool = await start("mixed", workers=2)
-    pids = [worker._process.pid for worker in pool._workers if worker._process is not None]
+    pids = [process._process.pid for process in pool._processes if process._process is not None]
     await pool.close()
     assert len(pids) == 2
     assert all(_is_gone(pid) for pid in pids)
 
 
-def test_a_worker_in_the_middle_of_a_call_leaves_with_its_children_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_reward_process_and_children_exit_with_a_killed_parent(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     program = f"""
 import asyncio, pathlib, sys
 from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports import RewardBatch
-from shared.reward import RewardSpec
+from services.trainer.ports.rewards import RewardBatch
+from shared.job.reward import RewardSpec
 from shared.waiting import Waits
 
 async def main():
     pool = RewardPool(RewardSpec(function="{FUNCTIONS}:mixed", timeout_s=60), Waits())
     await pool.start()
-    print(pool._workers[0]._process.pid, flush=True)
+    print(pool._processes[0]._process.pid, flush=True)
     await pool.score(RewardBatch(["hang-with-child"], ["a"], [[1]], {{"file": ["{file}"]}}))
 
 asyncio.run(main())

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports import RewardBatch, Scores
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared.errors import ConfigError
-from shared.reward import RewardSpec
+from shared.job.reward import RewardSpec
 from shared.waiting import Waits
 
 FUNCTIONS = "tests.support.reward_functions"

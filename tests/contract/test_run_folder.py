@@ -11,16 +11,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.trainer.adapters.log.folder import JobFolder
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.ports import Row
+from services.trainer.domain.training_row import TrainingRow
 from shared.columns import F32, I32, pack
 from shared.errors import Fatal
-from shared.training import OptimizerSpec
+from shared.job.training import OptimizerSpec
 from shared.weights.publisher import Shard
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model, write_tokenizer
 
 
-def test_the_job_file_and_the_metrics_are_there_to_read(tmp_path: Path) -> None:
+def test_run_folder_has_job_file_and_metrics(tmp_path: Path) -> None:
     folder = JobFolder(tmp_path / "run", tmp_path)
     folder.begin('{"name": "countdown"}', 0)
     folder.log_step(0, {"loss": 1.0})
@@ -29,7 +29,7 @@ def test_the_job_file_and_the_metrics_are_there_to_read(tmp_path: Path) -> None:
     assert _rows(tmp_path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
 
 
-def test_rows_of_steps_that_are_trained_again_are_not_doubled(tmp_path: Path) -> None:
+def test_begin_drops_rows_of_steps_to_train_again(tmp_path: Path) -> None:
     folder = JobFolder(tmp_path / "run", tmp_path)
     folder.begin("{}", 0)
     for step in range(4):
@@ -45,7 +45,7 @@ def _rows(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_final_model_is_a_hugging_face_directory_with_the_trained_weights(tmp_path: Path) -> None:
+def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
     base = write_tokenizer(write_model(tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -66,13 +66,13 @@ def test_the_final_model_is_a_hugging_face_directory_with_the_trained_weights(tm
     assert tokenizer("t5")["input_ids"] == [1, 5]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Fatal, match=r"run's folder .*file/run cannot be written"):
         JobFolder(tmp_path / "file" / "run", tmp_path).begin("{}", 0)
 
 
-def test_the_final_adapter_is_a_peft_directory(tmp_path: Path) -> None:
+def test_export_adapter_writes_a_peft_directory(tmp_path: Path) -> None:
     folder = JobFolder(tmp_path / "run", tmp_path)
     for value in (b"\x00\x00\x00\x00", b"\x00\x00\x80?"):
         shard = Shard("base_model.model.q.lora_A.weight", "float32", (1, 1), (0, 0), (1, 1), value)
@@ -82,14 +82,14 @@ def test_the_final_adapter_is_a_peft_directory(tmp_path: Path) -> None:
     assert load_file(path / "adapter_model.safetensors")["base_model.model.q.lora_A.weight"].tolist() == [[1.0]]
 
 
-def test_a_batch_that_could_not_be_trained_on_is_there_to_read(tmp_path: Path) -> None:
-    row = Row(pack([1, 2], I32), pack([3], I32), pack([float("nan")], F32), -0.5)
+def test_dump_batch_writes_readable_rows(tmp_path: Path) -> None:
+    row = TrainingRow(pack([1, 2], I32), pack([3], I32), pack([float("nan")], F32), -0.5)
     folder = JobFolder(tmp_path / "run", tmp_path)
     folder.begin("{}", 0)
-    path = folder.keep_batch("not-finite-step-3.jsonl", [row, row])
+    path = folder.dump_batch("not-finite-step-3.jsonl", [row, row])
     assert path == tmp_path / "run/not-finite-step-3.jsonl"
-    kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(kept) == 2
-    assert str(kept[0]["logprobs"]) == "[nan]"
-    del kept[0]["logprobs"]
-    assert kept[0] == {"prompt": [1, 2], "completion": [3], "trained": [], "proximal": [], "advantage": -0.5}
+    dumped = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(dumped) == 2
+    assert str(dumped[0]["logprobs"]) == "[nan]"
+    del dumped[0]["logprobs"]
+    assert dumped[0] == {"prompt": [1, 2], "completion": [3], "loss_mask": [], "proximal": [], "advantage": -0.5}

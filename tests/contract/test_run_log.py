@@ -31,7 +31,7 @@ def run(folder: Path, job: Any, first: int, end: int) -> list[str]:
     return troubles + run_folder.close()
 
 
-def test_tensorboard_shows_every_step_once_although_some_were_trained_again(tmp_path: Path) -> None:
+def test_tensorboard_has_each_retrained_step_once(tmp_path: Path) -> None:
     job = spec(log={"tensorboard": True})
     assert run(tmp_path, job, 0, 4) == []
     assert run(tmp_path, job, 2, 6) == []
@@ -43,9 +43,7 @@ def test_tensorboard_shows_every_step_once_although_some_were_trained_again(tmp_
         assert [event.value for event in events] == pytest.approx([ROWS[step][name] for step in range(6)])
 
 
-def test_wandb_has_one_run_by_the_jobs_id_with_its_settings_and_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_has_one_run_with_the_jobs_id_settings_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     job = spec(name="sums", log={"wandb": {"project": "maths", "group": "g", "tags": ["a", "b"]}})
     assert run(tmp_path, job, 2, 6) == []
@@ -67,38 +65,36 @@ def _history(file: Path) -> dict[int, dict[str, float]]:
     return rows
 
 
-async def test_what_wandb_says_when_it_cannot_begin_is_passed_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_wandb_start_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     log = RunLog(openers(spec(log={"wandb": {"project": "p"}}), "job-1", tmp_path))
     log.begin(0)
-    told: list[str] = []
+    problems: list[str] = []
 
-    async def it_is_told() -> bool:
-        told.extend(log.troubles())
-        return bool(told)
+    async def reported() -> bool:
+        problems.extend(log.new_problems())
+        return bool(problems)
 
-    await eventually(it_is_told, within_s=60.0)
-    assert told[0].startswith("log.wandb: ")
-    assert "No API key" in told[0]
+    await eventually(reported, within_s=60.0)
+    assert problems[0].startswith("log.wandb: ")
+    assert "No API key" in problems[0]
     log.close(5.0)
 
 
 @pytest.mark.parametrize(
     ("section", "library"), [({"tensorboard": True}, "tensorboard"), ({"wandb": {"project": "p"}}, "wandb")]
 )
-def test_a_library_that_is_not_installed_is_named_before_anything_is_trained(
+def test_missing_logger_library_is_rejected_by_name(
     tmp_path: Path, section: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.runlog.find_spec", lambda _: None)
+    monkeypatch.setattr("shared.job.run_log.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"log\.{library} needs {library}: .*rlboost\[logs\]"):
         openers(spec(log=section), "job-1", tmp_path)
 
 
-def test_without_the_section_no_library_is_asked_for(tmp_path: Path) -> None:
+def test_job_without_log_section_needs_no_library(tmp_path: Path) -> None:
     assert openers(spec(), "job-1", tmp_path) == {}
 
 
@@ -106,15 +102,15 @@ def test_without_the_section_no_library_is_asked_for(tmp_path: Path) -> None:
 
 
 class Hanging:
-    """Takes a row and does not come back."""
+    """Blocks on every row until released."""
 
     def __init__(self) -> None:
-        self.let_go = threading.Event()
+        self.released = threading.Event()
         self.got: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.got.append(step)
-        self.let_go.wait()
+        self.released.wait()
 
     def close(self) -> None:
         self.got.append(-1)
@@ -139,81 +135,82 @@ class Broken:
 def hanging() -> Iterator[Hanging]:
     logger = Hanging()
     yield logger
-    logger.let_go.set()
+    logger.released.set()
 
 
-async def test_a_logger_that_fails_is_told_once_and_the_others_go_on(tmp_path: Path) -> None:
+async def test_failing_logger_is_reported_once_and_others_continue(tmp_path: Path) -> None:
     broken, good = Broken(), Hanging()
-    good.let_go.set()
+    good.released.set()
 
     def never(step: int) -> Any:
         raise OSError(f"no network at {step}")
 
     log = RunLog({"broken": lambda _: broken, "never": never, "good": lambda _: good})
     log.begin(3)
-    told: list[str] = []
+    problems: list[str] = []
 
     async def both() -> bool:
-        told.extend(log.troubles())
-        return len(told) == 2
+        problems.extend(log.new_problems())
+        return len(problems) == 2
 
     for step in (3, 4, 5):
         log.log(step, {})
     await eventually(both)
-    assert sorted(told) == [
-        "log.broken: RuntimeError: no space left; the job goes on, and metrics.jsonl has every row",
-        "log.never: OSError: no network at 3; the job goes on, and metrics.jsonl has every row",
+    assert sorted(problems) == [
+        "log.broken: RuntimeError: no space left; the job continues, and metrics.jsonl has every row",
+        "log.never: OSError: no network at 3; the job continues, and metrics.jsonl has every row",
     ]
     log.log(6, {})
     log.close(5.0)
-    assert log.troubles() == []
+    assert log.new_problems() == []
     assert good.got == [3, 4, 5, 6, -1]
 
 
-async def test_nobody_waits_for_a_logger_that_hangs(hanging: Hanging) -> None:
+async def test_hanging_logger_blocks_nothing(hanging: Hanging) -> None:
     log = RunLog({"slow": lambda _: hanging}, patience_s=0.0)
     log.begin(0)
     log.log(0, {})
     await eventually(lambda: hanging.got == [0])
     log.log(1, {})
-    assert log.troubles() == ["log.slow: it has not answered for 0 s; the job goes on, and metrics.jsonl has every row"]
+    [problem] = log.new_problems()
+    assert problem == "log.slow: it has not answered for 0 s; the job continues, and metrics.jsonl has every row"
     for step in range(5000):
         log.log(step, {})
     stopwatch = Stopwatch()
     log.close(0.05)
     assert stopwatch.read() < 2.0
-    assert log.troubles() == []
+    assert log.new_problems() == []
 
 
-def test_what_waits_for_a_logger_is_bounded_and_what_is_left_out_is_told(hanging: Hanging) -> None:
+def test_logger_queue_is_bounded_and_dropped_rows_are_reported(hanging: Hanging) -> None:
     log = RunLog({"slow": lambda _: hanging})
     log.begin(0)
     for step in range(1100):
         log.log(step, {})
-    [trouble] = log.troubles()
-    assert trouble.startswith("log.slow: 1024 rows wait for it, so later ones are left out")
+    [problem] = log.new_problems()
+    assert problem.startswith("log.slow: its queue of 1024 rows is full")
     log.close(0.0)
 
 
-def test_a_logger_that_needs_longer_than_the_end_of_the_job_goes_on_behind_it(hanging: Hanging) -> None:
+def test_slow_logger_continues_after_close(hanging: Hanging) -> None:
     log = RunLog({"slow": lambda _: hanging})
     log.begin(0)
     log.log(0, {})
     log.close(0.05)
-    [trouble] = log.troubles()
-    assert "it has not sent everything when the job ended; it goes on as long as the trainer runs" in trouble
-    hanging.let_go.set()
+    [problem] = log.new_problems()
+    assert "it has not sent all rows at the end of the job" in problem
+    hanging.released.set()
     for thread in threading.enumerate():
         if thread.name == "log-slow":
             thread.join(5.0)
     assert hanging.got[-1] == -1
 
 
-async def test_people_hear_of_it_among_the_jobs_events(tmp_path: Path) -> None:
+async def test_logger_problem_is_a_warning_event(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=2))
-    rig.folder.troubles = {0: ["log.wandb: no network; the job goes on, and metrics.jsonl has every row"]}
+    rig.folder.troubles = {0: ["log.wandb: no network; the job continues, and metrics.jsonl has every row"]}
     async with rig.trainer():
         await rig.command("create")
         assert (await rig.ended()).state == "completed"
-    told = [fields["text"] for kind, fields in await rig.events() if kind == "warning"]
-    assert told == ["log.wandb: no network; the job goes on, and metrics.jsonl has every row"]
+    texts = [fields["text"] for kind, fields in await rig.events() if kind == "warning"]
+    assert texts == ["log.wandb: no network; the job continues, and metrics.jsonl has every row"]

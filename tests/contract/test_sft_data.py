@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from services.trainer.adapters.data import load_data
-from services.trainer.ports import Data
+from services.trainer.ports.data import Data
 from shared.columns import ints
 from shared.errors import ConfigError
-from shared.jobspec import parse
+from shared.job.spec import parse
 from tests.support.model_folder import write_model, write_tokenizer
 
 TURNS = (
@@ -49,12 +49,12 @@ def pairs(data: Data) -> list[tuple[list[int], list[int]]]:
     return [(ints(row.tokens), ints(row.completion)) for row in data.train]
 
 
-def test_a_completion_follows_its_prompt_and_ends_with_the_end_token_once(model: Path) -> None:
+def test_completion_ends_with_one_end_token(model: Path) -> None:
     rows = [{"prompt": "t5", "completion": "t7 t8", "more": 1}, {"prompt": "t5", "completion": "t7 <eos>"}]
     assert pairs(load(model, *rows)) == [([1, 5], [7, 8, 2]), ([1, 5], [7, 2])]
 
 
-def test_the_keys_are_configurable(model: Path) -> None:
+def test_sft_keys_are_configurable(model: Path) -> None:
     row = {"q": "t5", "a": "t7"}
     assert pairs(load(model, row, prompt_key="q", completion_key="a")) == [([1, 5], [7, 2])]
 
@@ -69,19 +69,19 @@ def test_the_keys_are_configurable(model: Path) -> None:
         {"messages": [{**USER, "name": None}, {**ANSWER, "tool_calls": None}]},
     ],
 )
-def test_the_assistants_last_turn_is_imitated_up_to_its_end_token(chat_model: Path, row: dict[str, Any]) -> None:
+def test_chat_target_ends_at_the_end_token(chat_model: Path, row: dict[str, Any]) -> None:
     [(prompt, completion)] = pairs(load(chat_model, row))
     assert prompt[-6:] == [90, 5, 6, 2, 92, 91]
     assert completion == [7, 2]
 
 
-def test_a_conversation_is_the_prompt_of_its_last_turns(chat_model: Path) -> None:
+def test_conversation_is_the_prompt_of_its_last_turns(chat_model: Path) -> None:
     [(prompt, completion)] = pairs(load(chat_model, {"messages": [USER, ANSWER, USER, ANSWER, ANSWER]}))
     assert prompt[-11:] == [90, 5, 6, 2, 92, 91, 7, 2, 92, 90, 5, 6, 2, 92, 91][-11:]
     assert completion == [7, 2, 92, 91, 7, 2]
 
 
-def test_rows_that_are_too_long_are_left_out_and_counted(model: Path) -> None:
+def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:
     rows = [{"prompt": "t5 " * n, "completion": "t6 " * m} for n, m in ((2, 2), (9, 2), (2, 9))]
     data = load(model, *rows, max_prompt_tokens=4, max_completion_tokens=4)
     assert (len(data.train), data.n_too_long) == (1, 2)
@@ -108,7 +108,7 @@ def test_what_is_wrong_is_named_with_its_place(model: Path, row: dict[str, Any],
         load(model, row)
 
 
-def test_a_template_that_writes_the_prompt_otherwise_before_an_answer_is_refused(model: Path) -> None:
+def test_template_that_renders_the_prompt_differently_is_rejected(model: Path) -> None:
     with_template(model, TURNS + "{% if add_generation_prompt %}t91 t93 {% endif %}")
-    with pytest.raises(ConfigError, match="line 1: the chat template writes the messages in another way"):
+    with pytest.raises(ConfigError, match="line 1: the chat template renders the prompt differently"):
         load(model, {"messages": [USER, ANSWER]})

@@ -15,11 +15,12 @@ from services.trainer.adapters.torch.critic import TorchCritic
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.domain.sums import add
-from services.trainer.ports import NotFinite, Row
-from shared.algorithm import CriticSpec
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.ports.engine import NotFinite
 from shared.columns import F32, I32, floats, ints, length, pack
 from shared.errors import ConfigError, Corrupt, Fatal
-from shared.training import LoraSpec, OptimizerSpec
+from shared.job.algorithm import CriticSpec
+from shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS
@@ -37,7 +38,7 @@ def engine(
     return made
 
 
-def taught(n: int = 6, seed: int = 0) -> list[Row]:
+def taught(n: int = 6, seed: int = 0) -> list[TrainingRow]:
     """Rows with something for a critic to learn: the share of large tokens so far, roughly."""
     rng, made = np.random.default_rng(seed), []
     for row in rows(n, seed):
@@ -66,7 +67,7 @@ def learn(made: TorchPolicy, n: int = 8) -> list[float]:
     return losses
 
 
-def test_what_a_critic_accumulated_before_a_checkpoint_is_loaded_is_dropped(tmp_path: Path) -> None:
+def test_load_drops_accumulated_critic_gradients(tmp_path: Path) -> None:
     steady, interrupted = (engine(write_model(tmp_path / "model")) for _ in range(2))
     for made in (steady, interrupted):
         train(made, 0)
@@ -78,14 +79,14 @@ def test_what_a_critic_accumulated_before_a_checkpoint_is_loaded_is_dropped(tmp_
     assert bits(interrupted) == bits(steady)
 
 
-def test_in_the_beginning_every_value_is_nothing(tmp_path: Path) -> None:
+def test_new_critic_predicts_zero(tmp_path: Path) -> None:
     columns = engine(write_model(tmp_path)).values([rows(4)[:1], rows(4)[1:]])
     assert [len(column) for column in columns] == [len(row.completion) for row in rows(4)]
     assert not any(any(floats(column)) for column in columns)
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_values_and_gradients_are_those_of_the_written_loss(tmp_path: Path, family: str) -> None:
+def test_critic_values_and_gradients_match_the_formula(tmp_path: Path, family: str) -> None:
     """The same network in plain transformers, sample by sample: no padding, no micro-batches, no columns."""
     critic = TorchCritic(write_model(tmp_path, family), SPEC, dtype=torch.float32, device=torch.device("cpu"))
     for _ in range(2):  # away from the zeros that the head begins with
@@ -120,7 +121,7 @@ def test_values_and_gradients_are_those_of_the_written_loss(tmp_path: Path, fami
         np.testing.assert_allclose(tensor.grad, expected, atol=2e-4, rtol=2e-3)
 
 
-def test_micro_batches_and_their_order_change_the_update_by_roundings_only(tmp_path: Path) -> None:
+def test_critic_update_is_independent_of_micro_batches(tmp_path: Path) -> None:
     write_model(tmp_path)
     whole, parts = engine(tmp_path), engine(tmp_path)
     for made in (whole, parts):
@@ -139,7 +140,7 @@ def test_micro_batches_and_their_order_change_the_update_by_roundings_only(tmp_p
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec()], ids=["model", "adapter"])
-def test_a_critic_learns_and_the_policy_is_trained_as_without_one(tmp_path: Path, lora: LoraSpec | None) -> None:
+def test_critic_learns_without_changing_the_policy(tmp_path: Path, lora: LoraSpec | None) -> None:
     write_model(tmp_path)
     with_it, without = engine(tmp_path, lora=lora), engine(tmp_path, None, lora=lora)
     losses = learn(with_it)
@@ -150,9 +151,7 @@ def test_a_critic_learns_and_the_policy_is_trained_as_without_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(dropout=0.1)], ids=["model", "adapter"])
-def test_a_checkpoint_has_the_critic_and_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, lora: LoraSpec | None
-) -> None:
+def test_checkpoint_with_critic_resumes_exactly(tmp_path: Path, lora: LoraSpec | None) -> None:
     write_model(tmp_path / "model")
     steady, restored = engine(tmp_path / "model", lora=lora), engine(tmp_path / "model", lora=lora)
     train(steady, 0)
@@ -167,7 +166,7 @@ def test_a_checkpoint_has_the_critic_and_goes_on_as_if_nothing_had_happened(
     assert bits(restored) == bits(steady)
 
 
-def test_a_checkpoint_without_a_critic_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_without_critic_is_rejected(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -176,7 +175,7 @@ def test_a_checkpoint_without_a_critic_is_refused(tmp_path: Path) -> None:
         engine(tmp_path / "model").load(folder)
 
 
-def test_a_critics_learning_rate_has_the_policys_schedule(tmp_path: Path) -> None:
+def test_critic_learning_rate_follows_the_schedule(tmp_path: Path) -> None:
     write_model(tmp_path)
     half, other = engine(tmp_path), engine(tmp_path, replace_lr(SPEC, SPEC.lr / 2))
     for made, rate in ((half, RATE / 2), (other, RATE)):
@@ -189,7 +188,7 @@ def replace_lr(spec: CriticSpec, lr: float) -> CriticSpec:
     return spec.model_copy(update={"lr": lr})
 
 
-def test_a_value_that_is_no_number_changes_neither_the_critic_nor_the_policy(tmp_path: Path) -> None:
+def test_nan_value_changes_neither_critic_nor_policy(tmp_path: Path) -> None:
     write_model(tmp_path)
     made = engine(tmp_path)
     train(made, 0)
@@ -204,11 +203,11 @@ def test_a_value_that_is_no_number_changes_neither_the_critic_nor_the_policy(tmp
     assert np.isfinite(floats(made.values([taught()])[0])).all()
 
 
-def test_an_engine_without_a_critic_or_a_reference_says_so(tmp_path: Path) -> None:
+def test_engine_without_critic_or_reference_raises(tmp_path: Path) -> None:
     made = engine(write_model(tmp_path), None)
-    with pytest.raises(Fatal, match="without a critic"):
+    with pytest.raises(Fatal, match="no critic"):
         made.values([rows()])
-    with pytest.raises(Fatal, match="without a reference"):
+    with pytest.raises(Fatal, match="no reference"):
         made.reference_logprobs([rows()])
 
 
@@ -217,7 +216,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         TorchCritic(tmp_path, SPEC, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_bfloat16_keeps_the_critics_weights_and_head_in_float32(tmp_path: Path) -> None:
+def test_bfloat16_critic_has_float32_weights_and_head(tmp_path: Path) -> None:
     made = engine(write_model(tmp_path), dtype="bfloat16")
     losses = learn(made)
     assert losses[-1] < losses[0]

@@ -1,4 +1,4 @@
-"""Devices that torch is told to use."""
+"""Devices in settings: available ones are accepted."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def test_a_device_that_is_here_is_taken() -> None:
 
 @pytest.mark.parametrize("device", ["cuda:99", "nothing", "cpu:x", ""])
 def test_another_is_refused_with_its_setting_and_what_there_is(device: str) -> None:
-    with pytest.raises(ConfigError, match=rf"RLBOOST_TRAINER_DEVICE: device '{device}' cannot be used, here are cpu"):
+    with pytest.raises(ConfigError, match=rf"RLBOOST_TRAINER_DEVICE: device '{device}' cannot be used .available: cpu"):
         require_device(device, "RLBOOST_TRAINER_DEVICE")

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import job_loss
-from services.trainer.fakes import MemoryWeights
-from services.trainer.ports import RewardBatch, Scores, Workshop
+from services.trainer.fakes.storage import MemoryWeights
+from services.trainer.ports.resources import JobResources
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared.columns import F32, I32, ints, pack
-from shared.jobspec import JobSpec
+from shared.job.spec import JobSpec
 from shared.messages import GroupRequested, SampleFinished
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model
@@ -75,7 +76,7 @@ class LearningRig(Rig):
         self.reward = share_of_large
         self.manager.script = Drawer(self._model, self.weights)
 
-    def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
+    def build(self, _spec: JobSpec, _job_id: str) -> JobResources:
         job = self.job
         policy = TorchPolicy(
             job.optimizer,
@@ -86,8 +87,8 @@ class LearningRig(Rig):
             reference=job.algorithm.needs_reference,
             critic=job.algorithm.critic,
         )
-        workshop = super().build(job, _job_id)
-        return replace(workshop, engine=policy, critic=policy, model=self._model, loss=job_loss(job))
+        resources = super().build(job, _job_id)
+        return replace(resources, engine=policy, critic=policy, model=self._model, loss=job_loss(job))
 
 
 def share_of_large(batch: RewardBatch) -> Scores:
@@ -121,7 +122,7 @@ async def run(rig: Rig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-async def test_rewards_rise(tmp_path: Path, name: str) -> None:
+async def test_rewards_increase(tmp_path: Path, name: str) -> None:
     metrics = await run(LearningRig(tmp_path, job(ALGORITHMS[name])))
     rewards = [row["reward/mean"] for row in metrics]
     assert sum(rewards[:2]) / 2 < 0.55
@@ -136,7 +137,7 @@ async def test_rewards_rise(tmp_path: Path, name: str) -> None:
         assert metrics[-1]["dpo/margin"] > metrics[0]["dpo/margin"]
 
 
-async def test_a_job_with_a_critic_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+async def test_killed_job_with_critic_ends_with_the_same_bits(tmp_path: Path) -> None:
     trainer = {"checkpoint_every": 1, "micro_batch_tokens": 60}
     steady = LearningRig(tmp_path / "steady", job(ALGORITHMS["ppo"], steps=3, trainer=trainer))
     expected = await run(steady)
@@ -150,8 +151,3 @@ async def test_a_job_with_a_critic_that_was_killed_ends_with_the_same_bits(tmp_p
     rig.manager.held = set()
     assert (await run(rig))[-1]["value/loss"] == expected[-1]["value/loss"]
     assert rig.folder.model == steady.folder.model
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)

@@ -16,7 +16,7 @@ from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss
 from shared.columns import floats, ints
 from shared.errors import ConfigError
-from shared.training import LoraSpec, OptimizerSpec
+from shared.job.training import LoraSpec, OptimizerSpec
 from shared.weights.publisher import Shard
 from shared.weights.stored import AdaptedVersion
 from tests.contract.test_trainer_engine_contract import bits, rows, train
@@ -65,7 +65,7 @@ def bits_of(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3-tied", "llama-untied"])
-def test_what_the_worker_merges_is_what_peft_merges_bit_for_bit(tmp_path: Path, family: str, dtype: str) -> None:
+def test_worker_merge_equals_peft_merge(tmp_path: Path, family: str, dtype: str) -> None:
     folder = write_model(tmp_path / "model", family)
     policy = trained(folder, dtype=dtype)
     expected = merged_by_peft(folder, policy, tmp_path / "run", getattr(torch, dtype))
@@ -85,7 +85,7 @@ def test_what_the_worker_merges_is_what_peft_merges_bit_for_bit(tmp_path: Path, 
     assert version.manifest.n_bytes < base.manifest.n_bytes
 
 
-def test_a_merged_tensor_that_is_not_what_was_merged_is_named(tmp_path: Path) -> None:
+def test_corrupt_merged_tensor_is_named(tmp_path: Path) -> None:
     policy = trained(write_model(tmp_path / "model"))
     base = pulled(policy.export_shards("base"), tmp_path)
     version = pulled(policy.export_shards("adapter"), tmp_path, 1, base=base, adapter_json=policy.adapter_json)
@@ -99,7 +99,7 @@ def test_a_merged_tensor_that_is_not_what_was_merged_is_named(tmp_path: Path) ->
     assert len(staged.differing(dict(AdaptedVersion(version, base)._base.tensors()).items())) == 3 * 7
 
 
-def test_of_the_next_adapter_only_the_tensors_that_it_changes_are_new(tmp_path: Path) -> None:
+def test_next_adapter_changes_only_its_tensors(tmp_path: Path) -> None:
     policy = engine(write_model(tmp_path / "model"), LoraSpec(targets=("q_proj", "v_proj")))
     base = pulled(policy.export_shards("base"), tmp_path)
     versions = []
@@ -114,7 +114,7 @@ def test_of_the_next_adapter_only_the_tensors_that_it_changes_are_new(tmp_path: 
     assert second.differing({**dict(first.tensors()), **dict(second.tensors(new))}.items()) == []
 
 
-def test_the_trainer_and_the_merged_model_say_the_same_logprobs(tmp_path: Path) -> None:
+def test_trainer_and_merged_model_agree_on_logprobs(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     policy = trained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -126,7 +126,7 @@ def test_the_trainer_and_the_merged_model_say_the_same_logprobs(tmp_path: Path) 
         assert floats(column) == pytest.approx(logprobs(model, ints(row.prompt), ints(row.completion)), abs=2e-5)
 
 
-def test_the_names_are_those_that_peft_saves(tmp_path: Path) -> None:
+def test_adapter_names_match_peft(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     policy = trained(folder)
     config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -137,12 +137,12 @@ def test_the_names_are_those_that_peft_saves(tmp_path: Path) -> None:
     }
 
 
-def test_the_defaults_are_those_of_peft() -> None:
+def test_lora_defaults_match_peft() -> None:
     ours, theirs = LoraSpec(), peft.LoraConfig()
     assert (ours.rank, ours.alpha, ours.dropout) == (theirs.r, theirs.lora_alpha, theirs.lora_dropout)
 
 
-def test_an_adapter_begins_as_no_change_and_the_same_for_the_same_seed(tmp_path: Path) -> None:
+def test_new_adapter_is_the_identity_and_depends_on_the_seed(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     first, again, other = engine(folder), engine(folder), engine(folder, seed=1)
     assert bits(first) == bits(first, "base")
@@ -150,14 +150,14 @@ def test_an_adapter_begins_as_no_change_and_the_same_for_the_same_seed(tmp_path:
     assert first.adapter_json == again.adapter_json
 
 
-def test_a_checkpoint_holds_the_adapter_and_not_the_model(tmp_path: Path) -> None:
+def test_checkpoint_has_the_adapter_but_not_the_model(tmp_path: Path) -> None:
     policy = trained(write_model(tmp_path / "model"), lora=LoraSpec(rank=1, targets=("q_proj",)))
     policy.snapshot()(tmp_path)
     n_bytes = (tmp_path / "model.safetensors").stat().st_size
     assert n_bytes < (tmp_path / "model" / "model.safetensors").stat().st_size / 10
 
 
-def test_dropout_is_for_the_gradient_alone_and_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
+def test_adapter_dropout_is_active_in_gradients_only(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     lora = LoraSpec(dropout=0.5)
     steady, whole = trained(folder, lora=lora), trained(folder, lora=LoraSpec())
@@ -181,13 +181,13 @@ def test_dropout_is_for_the_gradient_alone_and_goes_on_after_a_checkpoint(tmp_pa
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_layer_that_cannot_have_an_adapter_is_refused(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
+def test_layer_without_adapter_support_is_rejected(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
     folder = write_model(tmp_path / "model", family)
     with pytest.raises(ConfigError, match=r"lora\.targets"):
         engine(folder, LoraSpec(targets=targets))
 
 
-def test_an_untied_head_may_have_an_adapter(tmp_path: Path) -> None:
+def test_untied_head_may_have_an_adapter(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama-untied")
     policy = trained(folder, lora=LoraSpec(targets=("lm_head",)))
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -197,7 +197,7 @@ def test_an_untied_head_may_have_an_adapter(tmp_path: Path) -> None:
     assert floats(column) == pytest.approx(logprobs(model, ints(row.prompt), ints(row.completion)), abs=2e-5)
 
 
-def test_without_peft_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peft_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'rlboost\[trainer\]'"):
         engine(write_model(tmp_path / "model"))

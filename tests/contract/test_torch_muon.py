@@ -1,4 +1,4 @@
-"""Muon in the torch engine: against its definition in numpy, beside AdamW, at rest, in checkpoints, and in a job."""
+"""Muon in the torch engine: its definition in numpy, with AdamW, offloaded, in checkpoints, and in a job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 from services.trainer.adapters.torch.optimizers import hidden_matrices, optimizers
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.domain.sft import imitation_loss
-from services.trainer.ports import Prompt, Workshop
-from shared.algorithm import CriticSpec
+from services.trainer.domain.sft import sft_loss
+from services.trainer.ports.data import Prompt
+from services.trainer.ports.resources import JobResources
 from shared.columns import I32, pack
 from shared.errors import ConfigError
-from shared.jobspec import JobSpec, parse
-from shared.training import Offload, OptimizerSpec
+from shared.job.algorithm import CriticSpec
+from shared.job.spec import JobSpec, parse
+from shared.job.training import Offload, OptimizerSpec
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support.eventually import eventually
@@ -85,7 +86,7 @@ class ReferenceMuon:
 
 
 @pytest.mark.parametrize("family", ["qwen3-tied", "llama-untied"])
-def test_matrices_move_as_muon_is_defined_and_the_rest_by_adamw(tmp_path: Path, family: str) -> None:
+def test_muon_updates_matrices_and_adamw_the_others(tmp_path: Path, family: str) -> None:
     write_model(tmp_path, family)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     spec = OptimizerSpec(name="muon", lr=LR, weight_decay=DECAY)
@@ -115,9 +116,7 @@ def test_matrices_move_as_muon_is_defined_and_the_rest_by_adamw(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("family", "n_matrices"), [("qwen3-tied", 21), ("llama-untied", 21), ("gpt2", 8)])
-def test_what_embeds_and_what_says_the_next_token_is_no_hidden_matrix(
-    tmp_path: Path, family: str, n_matrices: int
-) -> None:
+def test_hidden_matrices_exclude_embeddings_and_head(tmp_path: Path, family: str, n_matrices: int) -> None:
     write_model(tmp_path, family)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     found = hidden_matrices(model, list(model.parameters()))
@@ -127,7 +126,7 @@ def test_what_embeds_and_what_says_the_next_token_is_no_hidden_matrix(
     assert all((96 not in matrix.shape and 160 not in matrix.shape) or family == "gpt2" for matrix in found)
 
 
-def test_both_follow_the_steps_rate_and_the_clip(tmp_path: Path) -> None:
+def test_muon_and_adamw_share_learning_rate_and_clip(tmp_path: Path) -> None:
     write_model(tmp_path)
     still = engine(tmp_path)
     before = bits(still)
@@ -143,20 +142,20 @@ def test_both_follow_the_steps_rate_and_the_clip(tmp_path: Path) -> None:
     assert same == []
 
 
-# --- at rest, in checkpoints ---
+# --- offload and checkpoints ---
 
 
-def test_what_muon_keeps_rests_and_comes_back(tmp_path: Path) -> None:
+def test_muon_state_is_offloaded_and_onloaded(tmp_path: Path) -> None:
     write_model(tmp_path)
     steady, resting = engine(tmp_path), engine(tmp_path, offload="all")
     for seed in range(3):
         for policy in (steady, resting):
-            policy.rest()
+            policy.offload()
             train(policy, seed)
     assert bits(resting) == bits(steady)
 
 
-def test_a_checkpoint_goes_on_to_the_same_bits_with_a_critic_that_stays_with_adamw(tmp_path: Path) -> None:
+def test_muon_checkpoint_with_adamw_critic_resumes_exactly(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
 
     def made() -> TorchPolicy:
@@ -181,12 +180,12 @@ def test_a_checkpoint_goes_on_to_the_same_bits_with_a_critic_that_stays_with_ada
 
 
 @pytest.mark.parametrize(("written", "read"), [("adamw", "muon"), ("muon", "adamw")])
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, written: str, read: str) -> None:
+def test_checkpoint_of_another_optimizer_is_rejected(tmp_path: Path, written: str, read: str) -> None:
     write_model(tmp_path / "model")
     writer, reader = (engine(tmp_path / "model", name=name) for name in (written, read))
     train(writer, 0)
     writer.snapshot()(tmp_path)
-    with pytest.raises(ConfigError, match=r"of another optimizer: set optimizer\.name to what it was made with"):
+    with pytest.raises(ConfigError, match=r"another optimizer: set optimizer\.name"):
         reader.load(tmp_path)
 
 
@@ -202,7 +201,7 @@ class ImitatingRig(Rig):
         self.engines: list[Hanging] = []
         self.hangs_in: int | None = None
 
-    def build(self, job: JobSpec, job_id: str) -> Workshop:
+    def build(self, job: JobSpec, job_id: str) -> JobResources:
         examples = [
             Prompt(f"p{i}", pack([1, 3 + i], I32), {}, pack([40 + i, 50 + i % 3, 60 + i], I32)) for i in range(8)
         ]
@@ -210,7 +209,7 @@ class ImitatingRig(Rig):
         policy = Hanging(self.hangs_in, job.optimizer, temperature=1.0, dtype="float32", device="cpu")
         self.engines.append(policy)
         data = replace(built.data, train=examples, evaluation=())
-        return replace(built, engine=policy, model=self._base, loss=imitation_loss, data=data)
+        return replace(built, engine=policy, model=self._base, loss=sft_loss, data=data)
 
 
 class Hanging(TorchPolicy):
@@ -252,7 +251,7 @@ async def run(rig: ImitatingRig) -> dict[int, float]:
     return {report.step: report.metrics["loss"] for report in await rig.steps()}
 
 
-async def test_a_job_learns_and_one_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+async def test_muon_job_learns_and_resumes_exactly(tmp_path: Path) -> None:
     steady = ImitatingRig(tmp_path / "steady", imitation())
     losses = await run(steady)
     assert losses[0] > 4.0
@@ -280,12 +279,12 @@ async def test_a_job_learns_and_one_that_was_killed_ends_with_the_same_bits(tmp_
         ({"elastic": {"weights": "lora"}}, "muon is for whole matrices.*set adamw, or elastic.weights: full"),
     ],
 )
-def test_a_job_whose_optimizer_cannot_train_it_is_refused(changes: dict[str, Any], text: str) -> None:
+def test_unsupported_optimizer_is_rejected(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=f"^optimizer.name: {text}"):
         parse({**small_job(steps=1), "optimizer": {"name": "muon"}, **changes})
 
 
-def test_an_old_torch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_with_old_torch_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path)
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ConfigError, match=r"muon needs torch 2\.9 or later"):

@@ -1,4 +1,4 @@
-"""What the torch engine computes, against independent computations with plain transformers."""
+"""The torch engine, compared with independent computations in plain transformers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.trainer import workshop
+from services.trainer import build
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
 from services.trainer.domain.tokens import TokenBatch
-from services.trainer.ports import NotFinite, Row
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.ports.engine import NotFinite
 from services.trainer.settings import Settings
 from shared.columns import F32, I32, U8, floats, ints, pack
 from shared.errors import ConfigError
-from shared.jobspec import parse
-from shared.training import OptimizerSpec
-from tests.contract.test_trainer_engine_contract import rows, told
+from shared.job.spec import parse
+from shared.job.training import OptimizerSpec
+from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support.model_folder import write_model
 from tests.support.small_job import small_job
 from tests.support.tiny_models import CONFIGS, logprobs
@@ -39,7 +40,7 @@ def engine(folder: Path, temperature: float = 1.0, **optimizer: Any) -> TorchPol
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_a_plain_forward_pass(tmp_path: Path, family: str, temperature: float) -> None:
+def test_logprobs_match_a_plain_forward_pass(tmp_path: Path, family: str, temperature: float) -> None:
     write_model(tmp_path, family)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     batch = rows(7)
@@ -49,16 +50,16 @@ def test_logprobs_are_those_of_a_plain_forward_pass(tmp_path: Path, family: str,
         assert floats(column) == pytest.approx(expected, abs=2e-5)
 
 
-def naive_step(model: Any, batch: list[Row], optimizer: torch.optim.Optimizer, clip: float) -> float:
+def naive_step(model: Any, batch: list[TrainingRow], optimizer: torch.optim.Optimizer, clip: float) -> float:
     """One update, sample by sample: the mean over all trained tokens of -min(ratio A, clip(ratio) A)."""
-    n_tokens = sum(row.n_trained for row in batch)
+    n_tokens = sum(row.n_loss_tokens for row in batch)
     optimizer.zero_grad()
     for row in batch:
         prompt, tokens = ints(row.prompt), ints(row.completion)
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
         new = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        if row.trained:
-            new = new[torch.tensor(ints(row.trained, U8), dtype=torch.bool)]
+        if row.loss_mask:
+            new = new[torch.tensor(ints(row.loss_mask, U8), dtype=torch.bool)]
         ratio = (new - torch.tensor(floats(row.logprobs))).exp()
         value = torch.min(ratio * row.advantage, ratio.clamp(1 - LOW, 1 + HIGH) * row.advantage)
         (-value.sum() / n_tokens).backward()
@@ -68,13 +69,13 @@ def naive_step(model: Any, batch: list[Row], optimizer: torch.optim.Optimizer, c
 
 
 @pytest.mark.parametrize("family", ["qwen3-tied", "llama-untied"])
-def test_steps_equal_a_naive_implementation(tmp_path: Path, family: str) -> None:
+def test_steps_match_a_naive_implementation(tmp_path: Path, family: str) -> None:
     write_model(tmp_path, family)
     ours = engine(tmp_path, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, grad_clip=0.5)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for seed in range(3):
-        batch = [*rows(5, seed), *told(rows(4, seed + 10))]
+        batch = [*rows(5, seed), *with_loss_mask(rows(4, seed + 10))]
         expected = naive_step(model, batch, optimizer, 0.5)
         for part in (batch[:4], batch[4:5], batch[5:]):
             ours.accumulate([part], clipped_loss(LOW, HIGH))
@@ -86,7 +87,7 @@ def test_steps_equal_a_naive_implementation(tmp_path: Path, family: str) -> None
         )
 
 
-def test_two_updates_on_old_tokens_equal_a_naive_decoupled_objective(tmp_path: Path) -> None:
+def test_stale_updates_match_a_naive_decoupled_objective(tmp_path: Path) -> None:
     cap, updates = 1.1, [rows(5, seed=1), rows(4, seed=2)]
     write_model(tmp_path)
     ours = engine(tmp_path, lr=1e-3)
@@ -119,7 +120,7 @@ def test_two_updates_on_old_tokens_equal_a_naive_decoupled_objective(tmp_path: P
         )
 
 
-def test_training_makes_one_forward_pass_a_micro_batch_and_tells_its_size_with_padding(tmp_path: Path) -> None:
+def test_accumulate_makes_one_forward_pass_per_micro_batch(tmp_path: Path) -> None:
     write_model(tmp_path)
     ours = engine(tmp_path)
     shapes: list[tuple[int, ...]] = []
@@ -133,7 +134,7 @@ def test_training_makes_one_forward_pass_a_micro_batch_and_tells_its_size_with_p
     assert numbers["padded_tokens"] == sum(n * width for n, width in shapes)
 
 
-def test_tied_tensors_are_exported_once_under_the_name_that_hugging_face_saves(tmp_path: Path) -> None:
+def test_tied_tensors_are_exported_once(tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3-tied")
     names = [shard.name for shard in engine(tmp_path).export_shards()]
     assert sorted(names) == sorted(load_file(tmp_path / "model.safetensors"))
@@ -141,14 +142,14 @@ def test_tied_tensors_are_exported_once_under_the_name_that_hugging_face_saves(t
     assert "lm_head.weight" not in names
 
 
-def test_an_untied_head_is_exported_too(tmp_path: Path) -> None:
+def test_untied_head_is_exported(tmp_path: Path) -> None:
     write_model(tmp_path, "llama-untied")
     shards = {shard.name: bytes(shard.data) for shard in engine(tmp_path).export_shards()}
     saved = load_file(tmp_path / "model.safetensors")
     assert shards == {name: tensor.numpy().tobytes() for name, tensor in saved.items()}
 
 
-def test_the_learning_rate_is_the_steps(tmp_path: Path) -> None:
+def test_step_uses_the_given_learning_rate(tmp_path: Path) -> None:
     write_model(tmp_path)
     still = engine(tmp_path)
     before = [bytes(shard.data) for shard in still.export_shards()]
@@ -157,11 +158,11 @@ def test_the_learning_rate_is_the_steps(tmp_path: Path) -> None:
     assert [bytes(shard.data) for shard in still.export_shards()] == before
 
 
-def test_gradients_that_are_not_finite_leave_the_weights_alone(tmp_path: Path) -> None:
+def test_gradients_not_finite_leave_weights_unchanged(tmp_path: Path) -> None:
     write_model(tmp_path)
     broken = engine(tmp_path)
     before = [bytes(shard.data) for shard in broken.export_shards()]
-    broken.accumulate([[Row(pack([3], I32), pack([4], I32), pack([-4.5], F32), 1.0)]], _without_a_gradient)
+    broken.accumulate([[TrainingRow(pack([3], I32), pack([4], I32), pack([-4.5], F32), 1.0)]], _without_a_gradient)
     with pytest.raises(NotFinite, match="the gradient's norm is nan"):
         broken.step(1e-3)
     assert [bytes(shard.data) for shard in broken.export_shards()] == before
@@ -173,26 +174,24 @@ def _without_a_gradient(batch: TokenBatch) -> tuple[torch.Tensor, dict[str, floa
 
 
 @pytest.mark.parametrize(("logprob", "loss"), [(float("nan"), "nan"), (-1e4, "inf")])
-def test_a_loss_that_is_not_finite_is_told_before_it_reaches_the_gradients(
-    tmp_path: Path, logprob: float, loss: str
-) -> None:
+def test_loss_not_finite_is_raised_before_backward(tmp_path: Path, logprob: float, loss: str) -> None:
     write_model(tmp_path)
     ours = engine(tmp_path)
-    bad = Row(pack([3], I32), pack([4], I32), pack([logprob], F32), -1.0)
+    bad = TrainingRow(pack([3], I32), pack([4], I32), pack([logprob], F32), -1.0)
     with pytest.raises(NotFinite, match=f"the loss is {loss}"):
         ours.accumulate([[bad]], clipped_loss(LOW, HIGH))
     assert ours.step(1e-3) == 0.0, "nothing was accumulated"
 
 
-def test_what_would_rest_in_host_memory_and_is_there_already_is_refused(tmp_path: Path) -> None:
+def test_offload_on_a_cpu_trainer_is_rejected(tmp_path: Path) -> None:
     for ranks in ({"data_parallel": 2}, {"backend": "megatron"}, {}):
         spec = parse({**small_job(steps=1), "trainer": {"offload": "all", **ranks}})
-        with pytest.raises(ConfigError, match=r"trainer\.offload: all is for a GPU.*leave it out"):
-            workshop._engine(Settings(device="cpu"), spec, tmp_path)
-    assert isinstance(workshop._engine(Settings(device="meta"), spec, tmp_path), TorchPolicy)
+        with pytest.raises(ConfigError, match=r"trainer\.offload: all needs a GPU.*leave it out"):
+            build._engine(Settings(device="cpu"), spec, tmp_path)
+    assert isinstance(build._engine(Settings(device="meta"), spec, tmp_path), TorchPolicy)
 
 
-def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         engine(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.loss.preference import judge, moved
-from services.trainer.ports import Row
-from shared.algorithm import PreferenceSpec
+from services.trainer.domain.loss.preference import pair_losses, sequence_log_ratio
+from services.trainer.domain.training_row import TrainingRow
 from shared.columns import F32, ints, unpack
-from shared.jobspec import parse
-from shared.training import LoraSpec, OptimizerSpec
+from shared.job.algorithm import PreferenceSpec
+from shared.job.spec import parse
+from shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS
@@ -41,18 +41,19 @@ def engine(folder: Path, lora: LoraSpec | None = None) -> TorchPolicy:
     return made
 
 
-def pairs(n: int = 4, seed: int = 0) -> list[tuple[Row, Row]]:
+def pairs(n: int = 4, seed: int = 0) -> list[tuple[TrainingRow, TrainingRow]]:
     return list(zip(rows(n, seed), rows(n, seed + 100), strict=True))
 
 
-def update(made: TorchPolicy, given: list[tuple[Row, Row]], cut: int) -> tuple[float, list[float]]:
+def update(made: TorchPolicy, given: list[tuple[TrainingRow, TrainingRow]], cut: int) -> tuple[float, list[float]]:
     """Update as a step does; return the gradient's norm and the pairs' losses."""
     flat = [row for pair in given for row in pair]
     trained, start = made.logprobs([flat]), made.reference_logprobs([flat])
     gone = [
-        moved(unpack(a, F32).astype(float), unpack(b, F32).astype(float)) for a, b in zip(trained, start, strict=True)
+        sequence_log_ratio(unpack(a, F32).astype(float), unpack(b, F32).astype(float))
+        for a, b in zip(trained, start, strict=True)
     ]
-    judged = judge(np.array(gone[::2]) - np.array(gone[1::2]), SPEC)
+    judged = pair_losses(np.array(gone[::2]) - np.array(gone[1::2]), SPEC)
     weights = [by for weight in judged.weights for by in (weight, -weight)]
     known = zip(flat, weights, start, strict=True)
     weighed = [replace(row, advantage=weight, reference=column) for row, weight, column in known]
@@ -62,8 +63,8 @@ def update(made: TorchPolicy, given: list[tuple[Row, Row]], cut: int) -> tuple[f
     return made.step(RATE), judged.losses.tolist()
 
 
-def written(model: Any, start: Any, given: list[tuple[Row, Row]]) -> Tensor:
-    def gone(row: Row) -> Tensor:
+def written(model: Any, start: Any, given: list[tuple[TrainingRow, TrainingRow]]) -> Tensor:
+    def gone(row: TrainingRow) -> Tensor:
         prompt, tokens = ints(row.prompt), ints(row.completion)
         found = []
         for one in (model, start):
@@ -77,7 +78,7 @@ def written(model: Any, start: Any, given: list[tuple[Row, Row]]) -> Tensor:
 
 @pytest.mark.parametrize("cut", [1, 3, 100])
 @pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_an_update_by_parted_pairs_is_one_by_the_written_loss(tmp_path: Path, family: str, cut: int) -> None:
+def test_preference_update_with_split_pairs_matches_the_formula(tmp_path: Path, family: str, cut: int) -> None:
     made = engine(write_model(tmp_path, family))
     update(made, pairs(seed=1), cut)  # away from the starting weights
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -96,14 +97,14 @@ def test_an_update_by_parted_pairs_is_one_by_the_written_loss(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec()], ids=["model", "adapter"])
-def test_updates_make_the_best_likelier_than_the_worst(tmp_path: Path, lora: LoraSpec | None) -> None:
+def test_preference_updates_prefer_the_best(tmp_path: Path, lora: LoraSpec | None) -> None:
     made = engine(write_model(tmp_path), lora)
     losses = [sum(update(made, pairs(), 3)[1]) / 4 for _ in range(8)]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-5), "nothing has moved yet"
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_reference_that_the_rows_have_is_the_one_that_the_engine_would_have_asked(tmp_path: Path) -> None:
+def test_rows_reference_equals_the_engines(tmp_path: Path) -> None:
     made = engine(write_model(tmp_path))
     update(made, pairs(seed=1), 3)
     batch = rows()

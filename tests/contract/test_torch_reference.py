@@ -11,7 +11,7 @@ from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import PolicyLoss
 from services.trainer.domain.tokens import TokenBatch
 from shared.columns import floats
-from shared.training import LoraSpec, OptimizerSpec
+from shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model
 
@@ -34,12 +34,12 @@ def lora(request: pytest.FixtureRequest) -> LoraSpec | None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_the_beginning_the_distance_is_exactly_nothing(tmp_path: Path, lora: LoraSpec | None, dtype: str) -> None:
+def test_initial_kl_is_zero(tmp_path: Path, lora: LoraSpec | None, dtype: str) -> None:
     write_model(tmp_path)
     assert engine(tmp_path, lora, dtype=dtype).accumulate([rows()], LOSS)["reference_kl"] == 0.0
 
 
-def test_the_reference_stays_while_the_policy_moves(tmp_path: Path, lora: LoraSpec | None) -> None:
+def test_reference_is_constant_during_training(tmp_path: Path, lora: LoraSpec | None) -> None:
     write_model(tmp_path)
     ours, untouched = engine(tmp_path, lora), engine(tmp_path, lora, reference=False)
     seen: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ def test_the_reference_stays_while_the_policy_moves(tmp_path: Path, lora: LoraSp
     assert moved != expected
 
 
-def test_a_penalty_pulls_back(tmp_path: Path, lora: LoraSpec | None) -> None:
+def test_kl_penalty_pulls_towards_the_reference(tmp_path: Path, lora: LoraSpec | None) -> None:
     """The same updates, once with a penalty that outweighs the advantages."""
     write_model(tmp_path)
     distances = []
@@ -73,9 +73,7 @@ def test_a_penalty_pulls_back(tmp_path: Path, lora: LoraSpec | None) -> None:
     assert distances[1] < distances[0] / 2
 
 
-def test_the_gradients_of_a_micro_batch_survive_the_references_pass_of_the_next(
-    tmp_path: Path, lora: LoraSpec | None
-) -> None:
+def test_reference_pass_keeps_accumulated_gradients(tmp_path: Path, lora: LoraSpec | None) -> None:
     write_model(tmp_path)
     with_it, without = engine(tmp_path, lora), engine(tmp_path, lora, reference=False)
     loss = PolicyLoss(clip="ppo", clip_low=0.2, clip_high=0.28)

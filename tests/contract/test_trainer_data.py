@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from services.trainer.adapters.data import find_model, load_data
-from services.trainer.ports import Data
+from services.trainer.ports.data import Data
 from shared.columns import ints
 from shared.errors import ConfigError
-from shared.jobspec import parse
+from shared.job.spec import parse
 from tests.support.model_folder import write_model, write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t90{% endif %}"
@@ -118,7 +118,9 @@ def test_a_text_that_the_tokenizer_cannot_read_is_named(model: Path, row: Any, c
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokenizer["model"]["unk_token"] = "none"
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match=r"train\.jsonl, line 1: the model's tokenizer cannot read the text \(.*UNK"):
+    with pytest.raises(
+        ConfigError, match=r"train\.jsonl, line 1: the model's tokenizer cannot tokenize the text \(.*UNK"
+    ):
         load(model, [row], **changes)
 
 
@@ -138,5 +140,5 @@ def test_a_model_that_is_neither_here_nor_there_is_refused(tmp_path: Path, monke
     assert find_model(str(tmp_path)) == tmp_path
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("no/such/model", "nobody/nothing"):
-        with pytest.raises(ConfigError, match=f"'{name}' is no directory here"):
+        with pytest.raises(ConfigError, match=f"'{name}' is not a directory"):
             find_model(name)

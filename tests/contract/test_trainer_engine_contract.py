@@ -1,4 +1,4 @@
-"""Whatever trains the policy keeps these promises: torch in one process, megatron-core in several, and the fake."""
+"""The contract of policy engines: torch in one process, FSDP2 and megatron-core in several, and the fake."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ import pytest
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.domain.loss.policy import clipped_loss
 from services.trainer.domain.sums import add
-from services.trainer.fakes import FakeEngine
-from services.trainer.ports import Exported, Loaded, PolicyEngine, Row
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.fakes.engine import FakeEngine
+from services.trainer.ports.engine import Exported, Loaded, PolicyEngine
 from shared.columns import F32, I32, U8, ints, pack, unpack
 from shared.errors import Corrupt, Fatal
-from shared.training import LoraSpec, Offload, OptimizerSpec
+from shared.job.training import LoraSpec, Offload, OptimizerSpec
 from shared.weights.publisher import Shard
-from tests.support import megatron_policies
+from tests.support import rank_policies
 from tests.support.model_folder import write_model
 
 LOSS = clipped_loss(0.2, 0.28)
@@ -52,7 +53,7 @@ def kept() -> Iterator[Kept]:
 
         def get(kind: str, number: int) -> PolicyEngine:
             while len(started[kind]) <= number:
-                made = megatron_policies.policy(OptimizerSpec(lr=RATE), dtype="bfloat16", **RANKS[kind])
+                made = rank_policies.policy(OptimizerSpec(lr=RATE), dtype="bfloat16", **RANKS[kind])
                 started[kind].append(stack.enter_context(made))
             return started[kind][number]
 
@@ -80,7 +81,7 @@ def new(request: pytest.FixtureRequest, tmp_path: Path, kept: Kept) -> Iterator[
                 engine.load_hf(folder)
                 return engine
             dtype = "bfloat16" if request.param == "torch-bfloat16" else "float32"
-            # Which of them rest makes no difference to any promise.
+            # The contract holds for any setting of `offload`.
             offload: Offload = "all" if adapter else "optimizer" if request.param == "torch-untied" else "none"
             engine = torch_engine(folder, dtype=dtype, lora=LoraSpec() if adapter else None, offload=offload)
         made.append(engine)
@@ -91,26 +92,26 @@ def new(request: pytest.FixtureRequest, tmp_path: Path, kept: Kept) -> Iterator[
         engine.close()
 
 
-def rows(n: int = 6, seed: int = 0) -> list[Row]:
+def rows(n: int = 6, seed: int = 0) -> list[TrainingRow]:
     rng = random.Random(seed)
     made = []
     for _ in range(n):
         prompt = [rng.randrange(3, 96) for _ in range(rng.randint(1, 5))]
         tokens = [rng.randrange(3, 96) for _ in range(rng.randint(1, 20))]
         logprobs = [-4.5 + 0.3 * rng.random() for _ in tokens]
-        made.append(Row(pack(prompt, I32), pack(tokens, I32), pack(logprobs, F32), rng.uniform(-2, 2)))
+        made.append(TrainingRow(pack(prompt, I32), pack(tokens, I32), pack(logprobs, F32), rng.uniform(-2, 2)))
     return made
 
 
-def told(batch: list[Row], seed: int = 0) -> list[Row]:
+def with_loss_mask(batch: list[TrainingRow], seed: int = 0) -> list[TrainingRow]:
     """Let some tokens of each completion be an environment's, but not all."""
     rng = random.Random(seed)
     return [_told(row, [rng.random() < 0.6 for _ in ints(row.completion)[1:]]) for row in batch]
 
 
-def _told(row: Row, trained: list[bool]) -> Row:
+def _told(row: TrainingRow, trained: list[bool]) -> TrainingRow:
     kept = np.array([*trained, True])
-    return replace(row, logprobs=unpack(row.logprobs, F32)[kept].tobytes(), trained=pack(kept, U8))
+    return replace(row, logprobs=unpack(row.logprobs, F32)[kept].tobytes(), loss_mask=pack(kept, U8))
 
 
 def bits(engine: PolicyEngine, what: Exported = "model") -> list[tuple[str, bytes]]:
@@ -127,21 +128,21 @@ def train(engine: PolicyEngine, seed: int) -> float:
     return engine.step(RATE)
 
 
-def test_a_step_moves_the_weights(new: New) -> None:
+def test_step_changes_the_weights(new: New) -> None:
     engine = new()
     before = bits(engine)
     assert train(engine, 0) > 0
     assert bits(engine) != before
 
 
-def test_a_step_with_nothing_accumulated_changes_nothing(new: New) -> None:
+def test_step_without_gradients_changes_nothing(new: New) -> None:
     engine = new()
     before = bits(engine)
     assert engine.step(RATE) == 0.0
     assert bits(engine) == before
 
 
-def test_the_same_calls_give_the_same_bits(new: New) -> None:
+def test_engine_is_deterministic(new: New) -> None:
     first, second = new(), new()
     for seed in range(3):
         train(first, seed)
@@ -149,9 +150,9 @@ def test_the_same_calls_give_the_same_bits(new: New) -> None:
     assert bits(first) == bits(second)
 
 
-def test_micro_batches_add_up_to_one_big_batch(new: New) -> None:
+def test_micro_batches_equal_one_batch(new: New) -> None:
     whole, parts = new(), new()
-    batch = [*rows(5), *told(rows(3, seed=1))]
+    batch = [*rows(5), *with_loss_mask(rows(3, seed=1))]
     sums = whole.accumulate([batch], LOSS)
     norm = whole.step(RATE)
     many: dict[str, float] = {}
@@ -171,13 +172,13 @@ def _rounds(engine: PolicyEngine) -> bool:
     return next(engine.export_shards()).dtype == "bfloat16"
 
 
-def test_the_sums_count_the_completions_tokens(new: New) -> None:
+def test_accumulate_counts_completion_tokens(new: New) -> None:
     engine = new()
     batch = rows()
     assert engine.accumulate([batch[:2], batch[2:]], LOSS)["tokens"] == sum(len(row.completion) // 4 for row in batch)
 
 
-def test_logprobs_are_one_column_a_row_and_leave_the_training_alone(new: New) -> None:
+def test_logprobs_return_one_column_per_row(new: New) -> None:
     engine, other = new(), new()
     batch = rows()
     engine.accumulate([batch], LOSS)
@@ -188,17 +189,17 @@ def test_logprobs_are_one_column_a_row_and_leave_the_training_alone(new: New) ->
     assert bits(engine) == bits(other)
 
 
-def test_what_an_environment_said_is_read_and_not_trained_on(new: New) -> None:
+def test_masked_tokens_are_context_only(new: New) -> None:
     engine = new()
-    plain, batch = rows(), told(rows())
-    assert engine.accumulate([batch], LOSS)["tokens"] == sum(row.n_trained for row in batch)
+    plain, batch = rows(), with_loss_mask(rows())
+    assert engine.accumulate([batch], LOSS)["tokens"] == sum(row.n_loss_tokens for row in batch)
     for row, whole, part in zip(batch, engine.logprobs([plain]), engine.logprobs([batch]), strict=True):
         np.testing.assert_allclose(
-            unpack(part, F32), unpack(whole, F32)[unpack(row.trained, U8).astype(bool)], atol=1e-5
+            unpack(part, F32), unpack(whole, F32)[unpack(row.loss_mask, U8).astype(bool)], atol=1e-5
         )
 
 
-def test_a_checkpoint_goes_on_as_if_nothing_had_happened(new: New, tmp_path: Path) -> None:
+def test_checkpoint_resumes_exactly(new: New, tmp_path: Path) -> None:
     steady, restored = new(), new()
     train(steady, 0)
     folder = tmp_path / "checkpoint"
@@ -210,7 +211,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(new: New, tmp_path: Pat
     assert bits(restored) == bits(steady)
 
 
-def test_a_snapshot_stays_as_it_was_taken_while_the_engine_trains_on(new: New, tmp_path: Path) -> None:
+def test_snapshot_is_independent_of_further_training(new: New, tmp_path: Path) -> None:
     steady, restored = new(), new()
     train(steady, 0)
     before = bits(steady)
@@ -227,22 +228,22 @@ def test_a_snapshot_stays_as_it_was_taken_while_the_engine_trains_on(new: New, t
     assert bits(restored) == bits(steady)
 
 
-def test_resting_between_any_two_calls_changes_nothing(new: New, tmp_path: Path) -> None:
+def test_offload_between_calls_changes_nothing(new: New, tmp_path: Path) -> None:
     steady, resting = new(), new()
     batch = rows()
-    resting.rest()
+    resting.offload()
     for engine in (steady, resting):
         engine.accumulate([batch[:3]], LOSS)
-    resting.rest()
+    resting.offload()
     assert bits(resting) == bits(steady)
     assert resting.logprobs([batch]) == steady.logprobs([batch])
-    resting.rest()
+    resting.offload()
     for engine in (steady, resting):
         engine.accumulate([batch[3:]], LOSS)
-    resting.rest()
-    resting.rest()
+    resting.offload()
+    resting.offload()
     assert resting.step(RATE) == steady.step(RATE)
-    resting.rest()
+    resting.offload()
     assert bits(resting, "model") == bits(steady, "model")
     resting.snapshot()(tmp_path)
     steady.load(tmp_path)
@@ -251,7 +252,7 @@ def test_resting_between_any_two_calls_changes_nothing(new: New, tmp_path: Path)
     assert bits(resting) == bits(steady)
 
 
-def test_what_was_accumulated_before_a_checkpoint_is_loaded_is_dropped(new: New, tmp_path: Path) -> None:
+def test_load_drops_accumulated_gradients(new: New, tmp_path: Path) -> None:
     steady, interrupted = new(), new()
     for engine in (steady, interrupted):
         train(engine, 0)
@@ -264,19 +265,19 @@ def test_what_was_accumulated_before_a_checkpoint_is_loaded_is_dropped(new: New,
     assert bits(interrupted) == bits(steady)
 
 
-def test_a_checkpoint_that_is_not_one_is_refused(new: New, tmp_path: Path) -> None:
+def test_invalid_checkpoint_is_corrupt(new: New, tmp_path: Path) -> None:
     with pytest.raises(Corrupt):
         new().load(tmp_path)
 
 
-def test_exported_shards_load_bit_for_bit(new: New) -> None:
+def test_exported_shards_load_exactly(new: New) -> None:
     one, other = new(), new()
     train(one, 0)
     other.load_shards(_copied(one), trained(one))
     assert bits(other) == bits(one)
 
 
-def test_below_an_adapter_the_model_stays_as_it_is(new: New) -> None:
+def test_adapter_training_leaves_the_base_unchanged(new: New) -> None:
     engine = new()
     base, adapter = bits(engine, "base"), bits(engine, "adapter")
     train(engine, 0)
@@ -284,7 +285,7 @@ def test_below_an_adapter_the_model_stays_as_it_is(new: New) -> None:
     assert bits(engine, trained(engine)) != (adapter if engine.adapter_json else base)
 
 
-def test_a_model_below_an_adapter_can_be_replaced(new: New) -> None:
+def test_base_below_an_adapter_can_be_replaced(new: New) -> None:
     engine, other = new(), new()
     shards = [shard._replace(data=bytes(len(shard.data))) for shard in engine.export_shards("base")]
     before = bits(other, "adapter") if other.adapter_json else []
@@ -293,7 +294,7 @@ def test_a_model_below_an_adapter_can_be_replaced(new: New) -> None:
     assert bits(other, "adapter") == before or not other.adapter_json
 
 
-def test_shards_of_another_model_are_refused(new: New) -> None:
+def test_shards_of_another_model_are_rejected(new: New) -> None:
     engine = new()
     what = trained(engine)
     shards = _copied(engine)

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.weight_store.adapters.disk import Directory, DiskChunks, DiskDocuments
+from services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
 from services.weight_store.adapters.lease import Lease
 from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from services.weight_store.domain.versions import Model, Version
 from services.weight_store.fakes import MemoryChunks, MemoryDocuments
-from services.weight_store.ports import BadChunk, Chunks, Documents, Elsewhere, InFile, StagedPart, Through
+from services.weight_store.ports import BadChunk, Chunks, Documents, LocalFile, Proxied, Redirect, StagedPart
 from shared.bucket import Bucket
 from shared.errors import NotFound
 from shared.waiting import Waits
@@ -29,12 +29,12 @@ async def ports(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "fake":
         yield MemoryChunks(), MemoryDocuments()
     elif request.param == "disk":
-        directory = Directory(tmp_path)
+        directory = StoreDirectory(tmp_path)
         yield DiskChunks(directory), DiskDocuments(directory)
         directory.close()
     else:
         bucket = Bucket("memory:///" if request.param == "memory" else request.getfixturevalue("s3_url"))
-        lease = await Lease.take(bucket, 60.0, Waits())
+        lease = await Lease.acquire(bucket, 60.0, Waits())
         chunks = await ObjectChunks.opened(bucket, lease, NOW - 1, redirect=request.param == "s3")
         yield chunks, ObjectDocuments(bucket, lease)
 
@@ -152,14 +152,14 @@ async def test_the_source_of_a_chunk_leads_to_its_bytes(chunks: Chunks) -> None:
         await chunks.source(CHUNK.digest)
     await chunks.put(CHUNK.digest, [DATA], NOW)
     match await chunks.source(CHUNK.digest):
-        case InFile(path, status):
+        case LocalFile(path, status):
             assert (path.read_bytes(), status.st_size) == (DATA, len(DATA))
-        case Elsewhere(url, n_bytes):
+        case Redirect(url, n_bytes):
             assert n_bytes == len(DATA)
             async with httpx.AsyncClient() as http:
                 assert (await http.get(url)).content == DATA
                 part = await http.get(url, headers={"Range": "bytes=5-"})
             assert (part.status_code, part.content) == (206, DATA[5:])
-        case Through(n_bytes, blocks):
+        case Proxied(n_bytes, blocks):
             assert n_bytes == len(DATA)
             assert b"".join([block async for block in await blocks(5, 17)]) == DATA[5:17]

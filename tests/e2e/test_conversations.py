@@ -44,7 +44,7 @@ def assert_turns_follow_each_other(observer: Observer) -> int:
             before = observer.admitted[sample]["prompt"] + observer.finished[sample][0]["tokens"]
             assert request["prompt"].startswith(before)
             assert len(request["prompt"]) > len(before)
-            assert request["near"]
+            assert request["preferred_worker"]
             n_second += 1
     return n_second
 

@@ -34,11 +34,16 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
     assert process.wait(540) == 0, log.read_text()
     record = load(state / "record.json")
     assert record.job["state"] == "completed"
-    assert (record.made("kill"), record.made("notice"), record.made("join")) == (1, 1, 2)
+    assert (record.applied("kill"), record.applied("notice"), record.applied("join")) == (1, 1, 2)
     assert record.audit["requested"] == record.audit["delivered"] > 0
     assert record.cpu_s["trainer"] > 0
-    assert {event.kind for event in record.job_events} >= {"job_state", "worker_lost", "worker_left", "samples_moved"}
-    assert "Every promise was kept" in (tmp_path / "out/index.html").read_text(encoding="utf-8")
+    assert {event.kind for event in record.job_events} >= {
+        "job_state",
+        "worker_lost",
+        "worker_left",
+        "samples_migrated",
+    }
+    assert "Every guarantee held" in (tmp_path / "out/index.html").read_text(encoding="utf-8")
     assert len(list((tmp_path / "out/figures").glob("*.png"))) == 4
 
 

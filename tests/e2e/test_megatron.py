@@ -1,4 +1,4 @@
-"""Jobs that two processes train together, with megatron-core or FSDP2: each publishes its part; one is killed."""
+"""Jobs trained by two ranks, with megatron-core or FSDP2: each rank publishes its part; one is killed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.black_box import BlackBox, Observer, black_box
+from tests.support.megatron_cpu import python_path
 from tests.support.ranks import ranks_of
 from tests.support.small_job import check, small_job
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_the_example_is_trained_in_two_processes_one_of_which_is_killed(tmp_path: Path) -> None:
+def test_megatron_job_of_two_ranks_survives_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path())
     spec = small_job(steps=3, elastic={"weights": "delta"})
     spec["trainer"] |= {"backend": "megatron", "tensor_parallel": 2, "dtype": "bfloat16"}
-    # What is usual for large models: few of the rounded values move in a step.
+    # As with large models, few of the rounded values change in a step.
     spec["optimizer"]["lr"] = 1e-6
     with black_box(tmp_path / "state", workers=1) as box:
         job_id = box.submit(spec)
@@ -41,7 +43,7 @@ def test_the_example_is_trained_in_two_processes_one_of_which_is_killed(tmp_path
     assert sum(int(found) for found in re.findall(r'"chunks_delta": (\d+)', worker)) > 0, worker[-2000:]
 
 
-def test_the_example_is_trained_by_fsdp_in_two_processes(tmp_path: Path) -> None:
+def test_fsdp_job_of_two_ranks_completes(tmp_path: Path) -> None:
     spec = small_job(steps=2)
     spec["trainer"] |= {"data_parallel": 2, "checkpoint_every": 1}
     with black_box(tmp_path / "state", workers=1) as box:

@@ -20,14 +20,16 @@ def test_a_window_that_was_learnt_is_used_and_a_fleet_is_wanted(tmp_path: Path) 
     with black_box(tmp_path / "state", workers=WORKERS) as box:
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
-            assert box.get("/v1/fleet")["wanted"] is None
-            box.until(lambda: box.get("/v1/fleet")["wanted"] is not None, "a fleet is wanted")
+            assert box.get("/v1/fleet")["target_workers"] is None
+            box.until(lambda: box.get("/v1/fleet")["target_workers"] is not None, "a fleet is target_workers")
             box.until_completed(job_id)
         check(box, job_id, observer, spec)
-        events = [event for event in box.events(job_id) if event["kind"] in {"seeding_began", "seeding_learnt"}]
-        first, *later = [event["fields"] for event in events if event["kind"] == "seeding_began"]
+        events = [
+            event for event in box.events(job_id) if event["kind"] in {"seeding_started", "seeding_window_updated"}
+        ]
+        first, *later = [event["fields"] for event in events if event["kind"] == "seeding_started"]
         assert (first["source"], first["window_s"]) == ("first", None)
-        learnt = [event["fields"] for event in events if event["kind"] == "seeding_learnt"]
+        learnt = [event["fields"] for event in events if event["kind"] == "seeding_window_updated"]
         remembered = {seen["step"]: seen["window_s"] for seen in learnt if seen["remembered_for"] == WORKERS}
         used = [began for began in later if began["source"] == "memory" and began["fleet"] == WORKERS]
         assert used

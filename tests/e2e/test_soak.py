@@ -13,6 +13,7 @@ from tests.support.redis_server import executable
 MINUTES = 0.7
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.timeout(180)
 def test_memory_stays_flat_while_jobs_end_and_workers_come_and_go() -> None:

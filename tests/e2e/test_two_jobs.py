@@ -33,7 +33,7 @@ def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> Non
         for (job, observer), spec in zip(begun, specs, strict=True):
             box.until_completed(job)
             check(box, job, observer, spec)
-        changes = [event["fields"] for event in box.events(second) if event["kind"] == "worker_changes_job"]
+        changes = [event["fields"] for event in box.events(second) if event["kind"] == "worker_reassigned"]
         assert first in {change["before"] for change in changes}
         made = [{worker for body in o.finished.values() for worker, _, _ in body[0]["spans"]} for _, o in begun]
         assert any(worker.startswith("worker-") for worker in made[0] & made[1])

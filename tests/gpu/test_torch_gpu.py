@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from transformers import Qwen3Config  # noqa: E402 - only where torch is
 
-from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: E402 - its like
+from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - its like
 from services.rollout_worker.ports import Engine  # noqa: E402 - its like
 from tests.contract import test_engine_contract as contract  # noqa: E402 - its like
 from tests.support import tiny_models  # noqa: E402 - its like
@@ -135,7 +135,7 @@ async def test_samples_wait_for_room_and_the_device_holds_no_more_than_was_said(
     assert 1 < running <= 9
     passes = 2 << 30
     assert torch.cuda.max_memory_allocated() - idle < limit * 17 // 16 + passes
-    assert engine.tokens_read_total <= 5 * 1499, "nine, nine and six run together: of two, two and one groups"
+    assert engine.prefilled_tokens_total <= 5 * 1499, "nine, nine and six run together: of two, two and one groups"
 
 
 async def test_by_default_the_cache_takes_a_part_of_what_is_free_and_no_more_than_it_needs(start: Start) -> None:
@@ -144,7 +144,7 @@ async def test_by_default_the_cache_takes_a_part_of_what_is_free_and_no_more_tha
     asked = [request(i, prompt=[1 + i // 8] * 300, max_tokens=40) for i in range(64)]
     assert all(len(made.tokens) == 40 for made in await run(engine, asked))
     assert 0 < engine.kv_cache_bytes < free // 2
-    assert engine.tokens_read_total == 8 * 299
+    assert engine.prefilled_tokens_total == 8 * 299
 
 
 async def test_a_suspended_engine_gives_the_devices_memory_back_and_goes_on(start: Start) -> None:

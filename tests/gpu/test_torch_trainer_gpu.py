@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
 from services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
-from services.trainer.ports import Row  # noqa: E402 - its like
+from services.trainer.domain.training_row import TrainingRow  # noqa: E402 - its like
 from shared.columns import F32, I32, pack  # noqa: E402 - its like
-from shared.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
+from shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
 from tests.support import large_model  # noqa: E402 - its like
 
@@ -27,7 +27,7 @@ SMALL = 32 << 20
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of some 80 M parameters, so that what is left behind shows."""
+    """A model of about 80 M parameters, large enough to see memory that is not freed."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     return large_model.write(tmp_path_factory.mktemp("model"))
@@ -52,20 +52,20 @@ def emptied() -> int:
 
 @pytest.mark.parametrize("lora", [None, LoraSpec()], ids=["model", "adapter"])
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
-def test_resting_between_all_calls_leaves_every_bit_as_it_is(model: Path, offload: Any, lora: LoraSpec | None) -> None:
+def test_offload_between_calls_changes_no_bit(model: Path, offload: Any, lora: LoraSpec | None) -> None:
     steady, resting = policy(model, lora=lora), policy(model, lora=lora, offload=offload)
     for batch in BATCHES:
         for part in (batch[:4], batch[4:]):
             assert resting.accumulate([part], LOSS) == steady.accumulate([part], LOSS)
-            resting.rest()
+            resting.offload()
         assert resting.step(RATE) == steady.step(RATE)
-        resting.rest()
+        resting.offload()
         assert bits(resting) == bits(steady)
         assert resting.logprobs([batch]) == steady.logprobs([batch])
-        resting.rest()
+        resting.offload()
 
 
-def test_weights_gradients_and_moments_that_rest_leave_the_device_to_others(model: Path) -> None:
+def test_offload_all_frees_gpu_memory(model: Path) -> None:
     before = emptied()
     engine = policy(model, offload="all")
     for batch in BATCHES:
@@ -73,29 +73,29 @@ def test_weights_gradients_and_moments_that_rest_leave_the_device_to_others(mode
         engine.step(RATE)
     engine.accumulate([BATCHES[0]], LOSS)
     busy = emptied()
-    engine.rest()
+    engine.offload()
     assert on_device() - before < SMALL
     assert busy - before > 16 * sum(parameter.numel() for parameter in engine._parameters)
     assert all(parameter.is_pinned() for parameter in engine._model.parameters())
 
 
-def test_with_the_optimizer_alone_the_weights_stay(model: Path) -> None:
+def test_offload_optimizer_keeps_weights_on_gpu(model: Path) -> None:
     engine = policy(model, offload="optimizer", reference=False)
     engine.accumulate([BATCHES[0]], LOSS)
     engine.step(RATE)
     busy = emptied()
-    engine.rest()
+    engine.offload()
     n = sum(parameter.numel() for parameter in engine._parameters)
     assert busy - on_device() > 7.5 * n, "two moments of four bytes"
     assert all(parameter.is_cuda for parameter in engine._parameters)
 
 
-def test_a_checkpoint_is_taken_and_loaded_while_all_rests(model: Path, tmp_path: Path) -> None:
+def test_checkpoint_is_saved_and_loaded_while_offloaded(model: Path, tmp_path: Path) -> None:
     steady, resting = policy(model), policy(model, offload="all")
     for engine in (steady, resting):
         engine.accumulate([BATCHES[0]], LOSS)
         engine.step(RATE)
-    resting.rest()
+    resting.offload()
     resting.snapshot()(tmp_path)
     loaded = policy(model, offload="all")
     loaded.load(tmp_path)
@@ -106,11 +106,9 @@ def test_a_checkpoint_is_taken_and_loaded_while_all_rests(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(dropout=0.1)], ids=["model", "adapter"])
-def test_with_activation_checkpointing_an_update_needs_a_fraction_of_the_memory(
-    model: Path, lora: LoraSpec | None
-) -> None:
-    # Few tokens are trained on, so that logits are next to nothing beside what the layers compute.
-    row = Row(pack([7] * 500, I32), pack([8] * 8, I32), pack([-9.0] * 8, F32), 1.0)
+def test_activation_checkpointing_reduces_gpu_memory(model: Path, lora: LoraSpec | None) -> None:
+    # Few trained tokens, so that the logits are small compared with the layers' activations.
+    row = TrainingRow(pack([7] * 500, I32), pack([8] * 8, I32), pack([-9.0] * 8, F32), 1.0)
 
     def peak_of(engine: TorchPolicy) -> int:
         engine.accumulate([[row]], LOSS)  # gradients are there from then on

@@ -68,7 +68,7 @@ async def test_logprobs_follow_the_weights_and_what_is_loaded_is_read_back(tied:
 async def test_an_engine_that_sleeps_gives_the_device_back_takes_weights_and_goes_on() -> None:
     config = vllm_engines.config()
     old, new = rounded(config, 1), rounded(config, 2)
-    engine = build(config, sleeps=True)
+    engine = build(config, enable_sleep=True)
     await engine.load_weights(0, weights(old))
     collector, one = Collector(engine), request(1, max_tokens=120)
     engine.submit([one])

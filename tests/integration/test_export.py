@@ -20,7 +20,7 @@ from rlboost.cli import app
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
 from services.trainer.domain.loss.policy import clipped_loss
-from shared.training import LoraSpec, OptimizerSpec
+from shared.job.training import LoraSpec, OptimizerSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 from tests.contract.test_trainer_engine_contract import rows
@@ -111,7 +111,7 @@ def trained_logits(engine: TorchPolicy) -> torch.Tensor:
     return found.reshape(*PROMPT.shape, -1)
 
 
-def test_any_version_that_is_kept_has_the_logits_of_the_trainers_model(system: System) -> None:
+def test_export_of_a_stored_version_has_the_trainers_logits(system: System) -> None:
     engines = system.trained(3)
     for version, arguments in ((1, ["--version", "1"]), (2, ["--force"])):
         done = system.export(*arguments, "--json")
@@ -125,11 +125,11 @@ def test_any_version_that_is_kept_has_the_logits_of_the_trainers_model(system: S
     assert sorted(path.name for path in system.out.parent.iterdir() if path.name.startswith(".")) == []
 
 
-def test_a_version_that_is_not_kept_is_an_error_that_lists_those_that_are(system: System) -> None:
+def test_export_of_a_missing_version_lists_available_ones(system: System) -> None:
     system.trained(4)
     done = system.export("--version", "0")
     assert done.exit_code == 2
-    assert done.stderr == f"rlboost: version 0 of {system.job} is not kept, but these are: 2, 3\n"
+    assert done.stderr == f"rlboost: version 0 of {system.job} is not retained; available: 2, 3\n"
     assert not system.out.exists()
 
 
@@ -144,7 +144,7 @@ def test_an_adapter_is_merged_or_comes_alone(system: System, base: Path) -> None
     adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), system.out)
     assert torch.equal(logits(adapted), trained_logits(engines[1]))
     refused = system.export("--adapter", "--version", "0", "--force")
-    assert refused.stderr == f"rlboost: version 0 of {system.job} is no adapter: leave --adapter out\n"
+    assert refused.stderr == f"rlboost: version 0 of {system.job} is not an adapter: omit --adapter\n"
 
 
 def test_a_large_model_is_cut_into_files_that_transformers_finds(
@@ -213,7 +213,7 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(system: System) -> None:
     (system.out / "notes.txt").write_text("mine")
     done = system.export()
     assert done.exit_code == 2
-    assert done.stderr == f"rlboost: {system.out} is there and not empty: name another with --out, or give --force\n"
+    assert done.stderr == f"rlboost: {system.out} exists and is not empty: choose another with --out, or pass --force\n"
     assert [path.name for path in system.out.iterdir()] == ["notes.txt"]
     assert system.rest.requests == []
 
@@ -229,7 +229,7 @@ def test_with_force_other_files_stay_and_old_weights_go(system: System) -> None:
     assert not names & {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
 
 
-def test_an_unknown_job_and_one_without_weights_are_told(system: System) -> None:
+def test_export_of_an_unknown_job_or_without_weights_is_an_error(system: System) -> None:
     assert system.export().stderr == (
         f"rlboost: {system.job} has no weights in the store: the first comes when it starts, see 'rlboost status'\n"
     )

@@ -90,7 +90,7 @@ async def gone(*pids: int) -> None:
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-async def test_everything_is_ready_when_entered_and_gone_when_left(tmp_path: Path) -> None:
+async def test_cluster_is_ready_on_entry_and_stopped_on_exit(tmp_path: Path) -> None:
     async with running(tmp_path, workers=2, reserved=1) as watched:
         records = watched.cluster.processes()
         assert [record.name for record in records] == [
@@ -108,7 +108,7 @@ async def test_everything_is_ready_when_entered_and_gone_when_left(tmp_path: Pat
     assert set(order[-3:]) == {"redis", "manager", "weight-store"}
 
 
-async def test_a_standby_is_a_process_of_its_own_role_between_the_manager_and_the_workers(tmp_path: Path) -> None:
+async def test_standby_starts_between_the_manager_and_the_workers(tmp_path: Path) -> None:
     options = LocalOptions(state_dir=tmp_path / "state", reserved=0, workers=1, standby=True)
     watched = Watched(LocalCluster(options, spec_of=dummies()))
     async with watched.cluster as cluster:
@@ -152,7 +152,7 @@ async def test_a_package_that_would_hide_ours_is_named(tmp_path: Path, monkeypat
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="would hide rlboost's own 'shared'"):
+    with pytest.raises(ConfigError, match="would shadow rlboost's own 'shared'"):
         async with running(tmp_path):
             pass
 
@@ -206,7 +206,7 @@ async def test_a_killed_redis_comes_back_on_its_port_with_its_data(tmp_path: Pat
             assert client.get("key") == b"value"
 
 
-async def test_redis_lets_nobody_in_without_the_password(tmp_path: Path) -> None:
+async def test_redis_requires_the_password(tmp_path: Path) -> None:
     async with running(tmp_path) as watched:
         url = httpx.URL(watched.cluster.config.redis_url)
         once = Retry(NoBackoff(), 0)
@@ -217,9 +217,7 @@ async def test_redis_lets_nobody_in_without_the_password(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("name", ["manager", "worker-1"])
-async def test_a_process_that_somebody_ends_is_started_again_on_its_port(
-    tmp_path: Path, name: str, number: signal.Signals
-) -> None:
+async def test_a_killed_process_restarts_on_its_port(tmp_path: Path, name: str, number: signal.Signals) -> None:
     async with running(tmp_path) as watched:
         before = watched.record(name)
         os.kill(before.pid, number)
@@ -303,7 +301,7 @@ async def test_a_preempted_worker_stays_away_and_another_one_joins(tmp_path: Pat
 
 async def test_only_spot_workers_get_notices_and_only_processes_that_are_there(tmp_path: Path) -> None:
     async with running(tmp_path) as watched:
-        with pytest.raises(Conflict, match="manager is no preemptible worker"):
+        with pytest.raises(Conflict, match="manager is not a preemptible worker"):
             watched.cluster.notice("manager")
         with pytest.raises(Conflict, match="there is no process 'worker-9'"):
             watched.cluster.kill("worker-9")
@@ -386,7 +384,7 @@ async def test_down_stops_a_supervisor_in_order(tmp_path: Path) -> None:
     assert not detached.stop(state)
 
 
-async def test_a_background_start_that_fails_tells_why(tmp_path: Path) -> None:
+async def test_a_failed_background_start_reports_the_reason(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -10,12 +10,12 @@ import pytest
 
 from services.trainer.adapters.ranks.publisher import RanksPublisher
 from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.ports import PolicyEngine
-from shared.training import OptimizerSpec
+from services.trainer.ports.engine import PolicyEngine
+from shared.job.training import OptimizerSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 from tests.contract.test_trainer_engine_contract import bits, rows
-from tests.support import megatron_policies
+from tests.support import rank_policies
 from tests.support.service_process import TOKEN, ServiceProcess
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,16 +30,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_versions_are_published_compared_and_fetched_while_all_rests(
-    tmp_path: Path, redis_url: str, layout: str
-) -> None:
+async def test_offloaded_ranks_publish_compare_and_fetch(tmp_path: Path, redis_url: str, layout: str) -> None:
     env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store")}
     store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
     await asyncio.to_thread(store.start)
-    model = megatron_policies.write(tmp_path / "model", "qwen3")
+    model = rank_policies.write(tmp_path / "model", "qwen3")
     settings: dict[str, Any] = {"dtype": "bfloat16", "offload": "all", **LAYOUTS[layout]}
     try:
-        with megatron_policies.policy(OptimizerSpec(lr=RATE), **settings) as policy:
+        with rank_policies.policy(OptimizerSpec(lr=RATE), **settings) as policy:
             await asyncio.to_thread(policy.load_hf, model)
             client, ours = StoreClient(store.url, TOKEN), {"policy": policy, "token": TOKEN}
             publisher = RanksPublisher(client, "job", "{}", tmp_path / "pulled", Waits(), 60.0, deltas=True, **ours)
@@ -61,4 +59,4 @@ async def test_versions_are_published_compared_and_fetched_while_all_rests(
 def learn(policy: PolicyEngine) -> None:
     policy.accumulate([rows()], LOSS)
     policy.step(RATE)
-    policy.rest()
+    policy.offload()

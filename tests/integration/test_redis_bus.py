@@ -11,7 +11,7 @@ import pytest
 from shared.bus import HashSet
 from shared.errors import BusUnavailable, Fatal, RLBoostError
 from shared.messages import Drain
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 
 
 @asynccontextmanager

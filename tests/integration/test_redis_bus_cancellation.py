@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 
 
 @pytest.fixture

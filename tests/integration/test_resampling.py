@@ -14,13 +14,15 @@ import pytest
 
 from services.rollout_manager.domain.jobs import ENDED
 from services.rollout_manager.recovery import read_all
-from services.trainer.fakes import FakeRewards, MemoryWeights
-from services.trainer.ports import RewardBatch, Scores, Workshop
+from services.trainer.fakes.rewards import FakeRewards
+from services.trainer.fakes.storage import MemoryWeights
+from services.trainer.ports.resources import JobResources
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared import names
 from shared.columns import ints
 from shared.ids import SampleId
 from shared.messages import Message, SampleFinished, SeedingEnded, SeedingReopened, WeightsCommitted
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 from shared.weights.publisher import Shard
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
@@ -87,7 +89,7 @@ class Played:
         """Have nothing scored while a reserved worker has the device."""
         build = self.rig.build
 
-        def building(*args: Any) -> Workshop:
+        def building(*args: Any) -> JobResources:
             return replace(build(*args), rewards=LateRewards(worker))
 
         self.rig.build = building  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import redis.asyncio
 
-from services.rollout_manager.api import IDEMPOTENCY_KEPT_S
+from services.rollout_manager.api import IDEMPOTENCY_TTL_S
 from shared import names
 from shared.columns import I32, ints
 from shared.messages import (
@@ -20,7 +20,7 @@ from shared.messages import (
     SeedingEnded,
     SeedingReopened,
 )
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 from tests.support import played_job
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
@@ -116,7 +116,7 @@ async def test_a_manager_killed_in_mid_step_goes_on_where_it_was(system: System)
     await system.delivered(64)
     audit = await system.get(f"/v1/jobs/{system.id}/audit")
     assert audit["requested"] == audit["delivered"] == 64
-    made_again = sum(audit["tokens_made_again"].values())
+    made_again = sum(audit["tokens_regenerated"].values())
     assert audit["tokens_generated"] - made_again == audit["tokens_delivered"] == 64 * 80
 
 
@@ -145,7 +145,7 @@ async def test_a_worker_that_was_only_silent_is_dismissed_and_cannot_corrupt_a_s
     await worker.obey()
     assert worker.dismissed
     audit = await system.get(f"/v1/jobs/{system.id}/audit")
-    assert audit["tokens_made_again"] == {"late": 160}
+    assert audit["tokens_regenerated"] == {"late": 160}
 
 
 async def test_the_reserved_engine_generates_for_the_window_and_then_hands_over_its_tokens(system: System) -> None:
@@ -251,7 +251,7 @@ async def test_creating_with_the_same_idempotency_key_makes_one_job(system: Syst
     assert first.json()["id"] == second.json()["id"]
     assert len(await system.get("/v1/jobs")) == 2
     async with redis.asyncio.from_url(system.redis.url) as client:
-        assert 0 < await client.pttl(names.job_created("once")) / 1000 <= IDEMPOTENCY_KEPT_S
+        assert 0 < await client.pttl(names.job_created("once")) / 1000 <= IDEMPOTENCY_TTL_S
     refused = await system.http.post("/v1/jobs", json=SPEC, headers={"Idempotency-Key": "k" * 300})
     assert refused.status_code == 422
 

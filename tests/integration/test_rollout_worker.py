@@ -24,17 +24,17 @@ from shared.messages import (
     Dismissed,
     Drain,
     Event,
+    PreemptionNotice,
     Resume,
     Suspend,
     TokenFrame,
     UseVersion,
-    WorkerBeat,
+    WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
-    WorkerNotice,
 )
-from shared.names import WORKER_BEATS, job_events
-from shared.redis_bus import RedisBus
+from shared.names import WORKER_HEARTBEATS, job_events
+from shared.redis.bus import RedisBus
 from shared.weights.client import StoreClient
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
@@ -198,7 +198,7 @@ def ms(entry: Entry) -> int:
 
 
 async def test_a_worker_joins_pulls_becomes_ready_and_generates(boss: WorkerManager, worker: str) -> None:
-    states = list(dict.fromkeys(beat.state for beat in await boss.heard(WorkerBeat, worker)))
+    states = list(dict.fromkeys(beat.state for beat in await boss.heard(WorkerHeartbeat, worker)))
     assert states == ["joining", "pulling", "ready"]
     await boss.send(worker, assign(1, 2, 3, max_tokens=60))
     made = await boss.until_finished((1, 1), (2, 1), (3, 1))
@@ -210,7 +210,7 @@ async def test_a_worker_joins_pulls_becomes_ready_and_generates(boss: WorkerMana
     assert [frame.seq for frame in frames] == list(range(len(frames)))
 
 
-async def test_a_sample_goes_on_from_the_tokens_that_it_comes_with(boss: WorkerManager, worker: str) -> None:
+async def test_sample_resumes_from_its_given_tokens(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(10, max_tokens=50))
     whole = (await boss.until_finished((10, 1)))[10, 1].tokens
     await boss.send(worker, assign(10, attempt=2, max_tokens=50, tokens=whole[:20]))
@@ -219,7 +219,7 @@ async def test_a_sample_goes_on_from_the_tokens_that_it_comes_with(boss: WorkerM
     assert rest.tokens == whole[20:]
 
 
-async def test_a_revoked_sample_is_made_no_further(boss: WorkerManager, worker: str) -> None:
+async def test_revoked_sample_gets_no_more_tokens(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(20, 21, max_tokens=LONG))
     await boss.until_made((20, 1), (21, 1), tokens=20)
     await boss.send(worker, revoke((20, 1)))
@@ -243,9 +243,7 @@ async def test_a_new_version_is_served_after_it_was_pulled(boss: WorkerManager, 
     await boss.until(worker, "ready", 1)
 
 
-async def test_a_released_sample_goes_on_elsewhere_without_a_token_lost_or_made_again(
-    boss: WorkerManager, worker: str
-) -> None:
+async def test_released_sample_migrates_without_lost_or_regenerated_tokens(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(70, max_tokens=400))
     whole = (await boss.until_finished((70, 1)))[70, 1].tokens
     await boss.send(worker, assign(70, 71, attempt=2, max_tokens=400))
@@ -260,9 +258,7 @@ async def test_a_released_sample_goes_on_elsewhere_without_a_token_lost_or_made_
     assert made[71, 2].finish == FINISH_LENGTH, "a release of another attempt is passed over"
 
 
-async def test_a_sample_goes_on_over_a_new_version_with_the_logprobs_of_the_weights_that_made_each_token(
-    boss: WorkerManager, worker: str
-) -> None:
+async def test_sample_across_versions_has_logprobs_of_each_tokens_weights(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(80, max_tokens=2000))
     await boss.until_made((80, 1), tokens=20)
     await boss.send(worker, UseVersion(job_id=JOB, version=1), assign(81, version=1, max_tokens=20))
@@ -277,9 +273,7 @@ async def test_a_sample_goes_on_over_a_new_version_with_the_logprobs_of_the_weig
         assert row.logprobs[part] == pytest.approx(expected[part], abs=1e-4)
 
 
-async def test_another_jobs_model_replaces_the_engine_once_what_was_held_is_handed_back(
-    boss: WorkerManager, worker: str
-) -> None:
+async def test_another_jobs_model_replaces_the_engine_after_the_release(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(90, 91, max_tokens=LONG))
     await boss.until_made((90, 1), (91, 1), tokens=20)
     await boss.send(worker, UseVersion(job_id=DEEPER, version=0))
@@ -289,9 +283,7 @@ async def test_another_jobs_model_replaces_the_engine_once_what_was_held_is_hand
     await until_serves(boss, worker, DEEPER)
 
 
-async def test_a_version_that_the_store_lacks_is_reported_and_the_old_one_kept(
-    boss: WorkerManager, worker: str
-) -> None:
+async def test_version_missing_in_the_store_is_reported_and_not_served(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, UseVersion(job_id=JOB, version=99))
 
     async def reported() -> bool:
@@ -302,7 +294,7 @@ async def test_a_version_that_the_store_lacks_is_reported_and_the_old_one_kept(
     await boss.until(worker, "ready", 0)
 
 
-async def test_suspended_means_that_every_token_made_is_in_the_log(
+async def test_suspended_worker_has_every_token_in_the_log(
     boss: WorkerManager, worker: str, resident: ServiceProcess
 ) -> None:
     async def suspend() -> tuple[float, int]:
@@ -351,7 +343,7 @@ async def test_a_dismissed_worker_becomes_another_incarnation_without_a_pull(bos
     frames = [e.message for e in await boss.log() if isinstance(e.message, TokenFrame)]
     assert frames[-1].worker == again
     assert made[60, 1].finish == 0
-    assert [beat.state for beat in await boss.heard(WorkerBeat, again)][:1] == ["joining"]
+    assert [beat.state for beat in await boss.heard(WorkerHeartbeat, again)][:1] == ["joining"]
 
 
 # --- with a worker that ends ------------------------------------------------------------------------------------------
@@ -365,13 +357,13 @@ async def test_sigterm_hands_off_everything_within_seconds(site: Site, manager: 
     code, took_s = await stop(process)
     assert code == 0
     assert took_s < 5.0
-    (notice,), (left,) = await manager.heard(WorkerNotice), await manager.heard(WorkerLeft)
+    (notice,), (left,) = await manager.heard(PreemptionNotice), await manager.heard(WorkerLeft)
     assert (notice.reason, notice.lead_s, left.worker) == ("sigterm", 10.0, worker)
-    words = await manager.entries(WORKER_BEATS)
+    words = await manager.entries(WORKER_HEARTBEATS)
     assert isinstance(words[-1].message, WorkerLeft)
     log = await manager.log()
     assert ms(log[-1]) <= ms(words[-1])
-    noticed_at = next(ms(entry) for entry in words if isinstance(entry.message, WorkerNotice))
+    noticed_at = next(ms(entry) for entry in words if isinstance(entry.message, PreemptionNotice))
     assert ms(log[-1]) >= noticed_at, "what was made until the engine stopped was flushed after the notice"
     await manager.made()
 
@@ -391,18 +383,18 @@ async def test_a_spot_notice_hands_off_64_samples_with_every_token_made(
         assert await asyncio.to_thread(process.wait) == 0
     finally:
         cloud.close()
-    (notice,), (left,) = await manager.heard(WorkerNotice), await manager.heard(WorkerLeft)
+    (notice,), (left,) = await manager.heard(PreemptionNotice), await manager.heard(WorkerLeft)
     assert (notice.reason, left.worker) == ("aws: terminate", worker)
     assert notice.lead_s == pytest.approx(29.0, abs=4.0)
-    times = {type(entry.message): ms(entry) for entry in await manager.entries(WORKER_BEATS)}
-    assert times[WorkerLeft] - times[WorkerNotice] < 2000
+    times = {type(entry.message): ms(entry) for entry in await manager.entries(WORKER_HEARTBEATS)}
+    assert times[WorkerLeft] - times[PreemptionNotice] < 2000
     log = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
     (line,) = [line for line in log if line["event"] == "handed_off"]
     made = sum(len(row.tokens) for row in (await manager.made()).values())
     assert (line["samples"], line["tokens_made"]) == (64, made), "whoever goes on makes none of them again"
 
 
-async def test_a_notice_route_wants_the_token(resident: ServiceProcess, worker: str) -> None:
+async def test_notice_route_requires_the_token(resident: ServiceProcess, worker: str) -> None:
     async with httpx.AsyncClient() as client:
         assert (await client.post(f"{resident.url}/v1/notice", json={"lead_s": 1})).status_code == 401
 
@@ -416,15 +408,15 @@ async def test_a_drained_worker_hands_off_and_exits_with_0(site: Site, manager: 
     assert await asyncio.to_thread(process.wait) == 0
     (left,) = await manager.heard(WorkerLeft)
     assert left.reason == "scaled down"
-    assert await manager.heard(WorkerNotice) == []
+    assert await manager.heard(PreemptionNotice) == []
 
 
-async def test_ctrl_c_is_called_by_its_name(site: Site, manager: WorkerManager) -> None:
+async def test_sigint_is_reported_as_the_reason(site: Site, manager: WorkerManager) -> None:
     process = site.hire()
     await manager.ready_worker()
     code, _ = await stop(process, signal.SIGINT)
     assert code == 0
-    (notice,), (left,) = await manager.heard(WorkerNotice), await manager.heard(WorkerLeft)
+    (notice,), (left,) = await manager.heard(PreemptionNotice), await manager.heard(WorkerLeft)
     assert (notice.reason, left.reason) == ("sigint", "sigint")
 
 
@@ -436,7 +428,7 @@ async def test_sigterm_while_libraries_load_is_quick(site: Site, manager: Worker
     code, took_s = await stop(process)
     assert (code, len(await manager.heard(WorkerLeft))) == (0, 1)
     assert took_s < 5.0
-    assert all(beat.version == -1 for beat in await manager.heard(WorkerBeat))
+    assert all(beat.version == -1 for beat in await manager.heard(WorkerHeartbeat))
 
 
 async def test_sigterm_during_a_pull_that_hangs_is_quick(tmp_path: Path) -> None:
@@ -446,10 +438,10 @@ async def test_sigterm_during_a_pull_that_hangs_is_quick(tmp_path: Path) -> None
         worker = await manager.joined()
         await manager.send(worker, UseVersion(job_id=JOB, version=0))
         await manager.until(worker, "pulling")
-        beats = len(await manager.heard(WorkerBeat))
+        beats = len(await manager.heard(WorkerHeartbeat))
 
         async def more_beats() -> bool:
-            return len(await manager.heard(WorkerBeat)) > beats + 3
+            return len(await manager.heard(WorkerHeartbeat)) > beats + 3
 
         await eventually(more_beats)
         code, took_s = await stop(process)
@@ -512,13 +504,13 @@ async def test_a_redis_that_restarts_finds_every_token_in_order(site: Site, mana
     await bus.close()
 
 
-async def test_weights_that_are_not_what_was_published_are_never_served(site: Site, manager: WorkerManager) -> None:
+async def test_weights_that_differ_from_the_published_are_never_served(site: Site, manager: WorkerManager) -> None:
     process = site.hire()
     worker = await manager.joined()
     await manager.send(worker, UseVersion(job_id=MISLABELLED, version=0))
     assert await asyncio.to_thread(process.wait) == 1
-    assert {beat.state for beat in await manager.heard(WorkerBeat)} <= {"joining", "pulling"}
-    assert {beat.version for beat in await manager.heard(WorkerBeat)} == {-1}
+    assert {beat.state for beat in await manager.heard(WorkerHeartbeat)} <= {"joining", "pulling"}
+    assert {beat.version for beat in await manager.heard(WorkerHeartbeat)} == {-1}
     log = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
     assert len([line for line in log if line["event"] == "loaded_weights_differ"]) == 2
     assert "are not what was published" in process.log().splitlines()[-1]
@@ -526,27 +518,25 @@ async def test_weights_that_are_not_what_was_published_are_never_served(site: Si
     assert "are not what was published" in left.reason
 
 
-async def test_a_worker_whose_engine_hangs_says_so_and_ends_with_every_token_in_the_log(
-    site: Site, manager: WorkerManager
-) -> None:
+async def test_hung_engine_ends_the_worker_with_every_token_in_the_log(site: Site, manager: WorkerManager) -> None:
     process = site.hire("tests.support.hanging_worker", STALL_LIMIT_S="3")
     worker = await manager.ready_worker()
     await manager.send(worker, assign(1, 2, max_tokens=LONG))
     assert await asyncio.to_thread(process.wait) == 1
     (left,) = await manager.heard(WorkerLeft)
     assert "the inference engine hangs" in left.reason
-    assert ints(left.died_with, U64) == [1, 2]
+    assert ints(left.running_at_failure, U64) == [1, 2]
     made = await manager.made()
     assert sum(len(row.tokens) for row in made.values()) == HANGS_AFTER_TOKENS
     (start,) = [json.loads(line) for line in process.log().splitlines() if "first_token" in line]
-    laps = [start[f"{lap}_s"] for lap in ("import", "join", "version", "pull", "load", "canary", "assignment", "step")]
+    laps = [start[f"{lap}_s"] for lap in ("import", "join", "version", "pull", "load", "parity", "assignment", "step")]
     assert sum(laps) == pytest.approx(start["after_s"], abs=0.01)
     assert start["import_s"] > 0.1
-    (hung,) = [json.loads(line) for line in process.log().splitlines() if "engine_hangs" in line]
+    (hung,) = [json.loads(line) for line in process.log().splitlines() if "engine_hung" in line]
     assert "_round_or_hang" in str(hung["stacks"]), "the log shows where the engine stands"
 
 
-async def test_a_wrong_token_is_one_clear_line_and_exit_code_2(site: Site) -> None:
+async def test_wrong_token_is_one_error_line_and_exit_code_2(site: Site) -> None:
     process = site.hire(TOKEN="wrong")
     assert await asyncio.to_thread(process.wait) == 2
     (line,) = process.log().splitlines()
@@ -557,14 +547,12 @@ async def test_a_wrong_token_is_one_clear_line_and_exit_code_2(site: Site) -> No
 # --- weights from each other ------------------------------------------------------------------------------------------
 
 
-async def test_a_device_that_is_not_there_ends_a_worker_that_has_no_work_yet(
-    site: Site, manager: WorkerManager
-) -> None:
+async def test_missing_device_ends_an_idle_worker(site: Site, manager: WorkerManager) -> None:
     process = site.hire(DEVICE="cuda:99")
     worker = await manager.joined()
     assert await asyncio.to_thread(process.wait) == 2
     last = process.log().splitlines()[-1]
-    assert "RLBOOST_WORKER_DEVICE: device 'cuda:99' cannot be used, here are cpu" in last
+    assert "RLBOOST_WORKER_DEVICE: device 'cuda:99' cannot be used (available: cpu" in last
     (left,) = await manager.heard(WorkerLeft, worker)
     assert "cuda:99" in left.reason
 

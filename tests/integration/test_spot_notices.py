@@ -9,22 +9,22 @@ from typing import get_args
 
 import pytest
 
-from services.rollout_worker.adapters.metadata import Aws, Azure, Google, Metadata
-from services.rollout_worker.adapters.notice_file import NoticeFile
-from services.rollout_worker.app import Pace, Worker
+from services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
+from services.rollout_worker.adapters.preemption.notice_file import NoticeFile
+from services.rollout_worker.app import Worker, WorkerOptions
 from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from services.rollout_worker.generator import Generator
-from services.rollout_worker.link import Identity, Link
-from services.rollout_worker.notices import Watch
+from services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from services.rollout_worker.ports import NoticeSource
+from services.rollout_worker.preemption_watch import PreemptionWatch
 from shared.fakes import MemoryBus
-from shared.messages import WorkerLeft, WorkerNotice
+from shared.messages import PreemptionNotice, WorkerLeft
 from shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata
 from tests.support.worker_manager import JOB, WorkerManager, assign
 
-EVERY_S = 0.02
+POLL_INTERVAL_S = 0.02
 
 
 class Machine:
@@ -36,12 +36,16 @@ class Machine:
         self.factory = FakeEngineFactory(lambda: FakeEngine(64, interval_s=0.005))
         generator, waits, weights = Generator(self.factory), Waits(), FakeWeights()
         weights.versions = {(JOB, 0): FakeStagedWeights()}
-        link = Link(bus, generator, Identity("w", "preemptible", "fake", 64, 0.0, "here", 1), 2.0, waits)
-        self.worker = Worker(bus, link, generator, weights, Pace(0.01, 0.05, 5.0), waits)
+        identity = WorkerIdentity("w", "preemptible", "fake", 64, 0.0, "here", 1)
+        connection = ManagerConnection(bus, generator, identity, 2.0, waits)
+        options = WorkerOptions(0.01, 0.05, 5.0)
+        self.worker = Worker(asyncio.Event(), bus, connection, generator, weights, options, waits)
 
     async def run(self, *sources: NoticeSource, candidates: tuple[NoticeSource, ...] = ()) -> None:
-        watch = Watch(sources, candidates, self.worker.leaving, every_s=EVERY_S, acknowledge_after_s=0.0)
-        await self.worker.run(asyncio.Event(), {"notices": watch.run})
+        watch = PreemptionWatch(
+            sources, candidates, self.worker, poll_interval_s=POLL_INTERVAL_S, acknowledge_after_s=0.0
+        )
+        await self.worker.run({"notices": watch.run})
 
     async def fill(self) -> None:
         worker = await self.manager.ready_worker()
@@ -49,7 +53,7 @@ class Machine:
         await self.manager.until_made(*((i, 1) for i in range(64)), tokens=5)
 
     async def assert_all_is_handed_off(self, reason: str) -> None:
-        (notice,), (left,) = await self.manager.heard(WorkerNotice), await self.manager.heard(WorkerLeft)
+        (notice,), (left,) = await self.manager.heard(PreemptionNotice), await self.manager.heard(WorkerLeft)
         assert (notice.reason, left.reason) == (reason, reason)
         assert left.at - notice.at < 2.0
         made = await self.manager.made()
@@ -63,9 +67,7 @@ async def machine() -> AsyncIterator[Machine]:
 
 
 @pytest.mark.parametrize("cloud", get_args(Cloud))
-async def test_faults_are_outlasted_and_the_notice_after_them_hands_off_everything(
-    machine: Machine, cloud: Cloud
-) -> None:
+async def test_notice_after_metadata_faults_hands_off_everything(machine: Machine, cloud: Cloud) -> None:
     fake = FakeMetadata(cloud)
     metadata = Metadata(fake.url, limit_s=1.5)
     try:

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 from transformers import LlamaConfig, MistralConfig, Qwen2Config  # noqa: E402 - only where torch is
 
-from services.rollout_worker.adapters import torch_engine  # noqa: E402
-from services.rollout_worker.adapters.torch_cache import SlotCache  # noqa: E402
-from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: E402
-from services.rollout_worker.adapters.torch_sampling import draw  # noqa: E402
+from services.rollout_worker.adapters.torch import engine as torch_engine  # noqa: E402 - its like
+from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
+from services.rollout_worker.adapters.torch.sampling import sample  # noqa: E402
+from services.rollout_worker.adapters.torch.slot_cache import SlotCache  # noqa: E402
 from services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
 from shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
@@ -68,9 +68,7 @@ async def test_logprobs_equal_those_of_a_plain_forward_pass(config: Any, start: 
         assert made.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-async def test_long_rows_that_join_short_ones_keep_their_whole_prefix(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_long_request_joining_short_ones_keeps_its_prefix(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_engine, "_SORT_STEPS", 1)
     model = tiny_models.make(tiny_models.CONFIGS["qwen3-tied"])
     engine = await start(model)
@@ -107,7 +105,7 @@ async def test_greedy_decoding_equals_generate(config: Any, start: Start) -> Non
         assert made.logprobs == pytest.approx(tiny_models.logprobs(model, asked.prompt, made.tokens), abs=1e-4)
 
 
-async def test_the_step_of_the_load_parts_the_old_weights_logprobs_from_the_new_ones(config: Any, start: Start) -> None:
+async def test_load_separates_logprobs_of_old_and_new_weights(config: Any, start: Start) -> None:
     await assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), partial(pytest.approx, abs=1e-4))
 
 
@@ -140,7 +138,7 @@ async def test_a_load_that_fails_serves_nothing_until_a_whole_one_succeeds(start
     name, tensor = good[0]
     for bad, why in (
         ([("nonsense", tensor)], "no tensor 'nonsense'"),
-        ([(name, tensor[:1])], "config.json wants"),
+        ([(name, tensor[:1])], r"\(1, 32\).*\(96, 32\)"),
         ([(name, tensor.double())], "would round it"),
         (good[:-1], "1 tensors are missing"),
     ):
@@ -191,7 +189,7 @@ def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, t
     probabilities /= probabilities.sum()
 
     uniform = uniforms(np.arange(n, dtype=np.uint64), np.full(n, 5))
-    tokens, logprobs = draw(logits.expand(n, -1), np.full(n, temperature, np.float32), np.full(n, top_p), uniform)
+    tokens, logprobs = sample(logits.expand(n, -1), np.full(n, temperature, np.float32), np.full(n, top_p), uniform)
     counts = torch.bincount(tokens, minlength=vocabulary).double()
     possible = probabilities > 0
     assert counts[~possible].sum() == 0
@@ -204,26 +202,26 @@ def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, t
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4, -1)
-    _, logprobs = draw(logits, np.ones(4, np.float32), np.array([0.5, 0.51, 0.8001, 1e-9]), np.zeros(4))
+    _, logprobs = sample(logits, np.ones(4, np.float32), np.array([0.5, 0.51, 0.8001, 1e-9]), np.zeros(4))
     kept = [0.5, 0.8, 0.95, 0.5]
     assert logprobs.exp().tolist() == pytest.approx([0.5 / mass for mass in kept], abs=1e-6)
 
 
-def test_rows_of_one_batch_are_drawn_each_by_its_own_rules() -> None:
+def test_requests_of_one_batch_are_sampled_by_their_own_settings() -> None:
     logits = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0))
     temperature = np.array([0.0, 1.0, 0.5, 0.0, 2.0, 1.0], np.float32)
     top_p = np.array([1.0, 0.3, 1.0, 0.2, 0.9, 1.0])
     uniform = np.linspace(0, 0.999, 6)
-    tokens, logprobs = draw(logits, temperature, top_p, uniform)
+    tokens, logprobs = sample(logits, temperature, top_p, uniform)
     for i in range(6):
         own = slice(i, i + 1)
-        one, its = draw(logits[own], temperature[own], top_p[own], uniform[own])
+        one, its = sample(logits[own], temperature[own], top_p[own], uniform[own])
         assert one[0] == tokens[i]
         assert its[0] == pytest.approx(float(logprobs[i]), abs=1e-5)
     assert tokens[0] == logits[0].argmax()
 
 
-async def test_a_sample_that_is_not_a_number_any_more_ends_and_leaves_no_trace_in_its_slot(start: Start) -> None:
+async def test_nan_logits_end_the_sample_and_leave_the_slot_clean(start: Start) -> None:
     model = tiny_models.make(tiny_models.CONFIGS["llama-untied"])
     poison = tiny_models.VOCABULARY - 1
     model.get_input_embeddings().weight[poison] = torch.nan
@@ -258,8 +256,8 @@ _SMALL: dict[str, Any] = {
         (LlamaConfig(**_SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
     ],
 )
-def test_a_model_that_the_cache_cannot_run_is_refused(config: Any, why: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"cannot run.*{why}.*use the vllm engine"):
+def test_model_unsupported_by_the_cache_is_refused(config: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{why}.*use the vllm engine"):
         TorchEngine(tiny_models.save_config(config, tmp_path), slots=2)
 
 

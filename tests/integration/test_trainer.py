@@ -101,7 +101,7 @@ async def test_a_job_runs_to_its_end(site: Site, machine: Machine, tmp_path: Pat
     assert json.loads((run / "job.json").read_text())["steps"] == STEPS
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
     assert await published(site, "plain", tmp_path) == site.model("plain")
-    assert await site.bus.holders([names.trainer_lease("plain")]) == [None]
+    assert await site.bus.lease_values([names.trainer_lease("plain")]) == [None]
 
 
 async def published(site: Site, job_id: str, tmp_path: Path) -> dict[str, bytes]:
@@ -199,7 +199,7 @@ async def test_a_stop_in_order_exits_with_0_and_the_successor_goes_on_at_once(si
         await site.create("stopped")
         await site.waits_in("stopped", 2, manager)
         assert await asyncio.to_thread(site.trainer.stop) == 0
-        assert await site.bus.holders([names.trainer_lease("stopped")]) == [None]
+        assert await site.bus.lease_values([names.trainer_lease("stopped")]) == [None]
         await manager.release()
         await asyncio.to_thread(site.trainer.start)
         assert (await site.ended("stopped")).state == "completed"
@@ -294,7 +294,7 @@ async def test_a_job_trains_on_verls_parquet_by_several_rewards_of_both_signatur
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "wrong-reward": ({"reward": {"function": "no.such.module:f"}}, "PYTHONPATH"),
-    "wrong-model": ({"model": "nowhere/at-all/really"}, "is no directory here"),
+    "wrong-model": ({"model": "nowhere/at-all/really"}, "is not a directory"),
     "wrong-data": ({"data": {"train": "nowhere.jsonl"}, "eval": None}, "nowhere.jsonl"),
     "wrong-length": ({"sampling": {"max_tokens": 500}}, "sampling.max_tokens"),
 }

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer import app
+from services.trainer.app import Timing
 from shared import names
 from shared.bus import HashSet
 from shared.messages import JobReport
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 
@@ -27,8 +27,8 @@ class InStep(RedisBus):
         self.saw: list[str | None] | None = None
         """What both saw when they went on; None before."""
 
-    async def holders(self, leases: Sequence[str]) -> list[str | None]:
-        found = await super().holders(leases)
+    async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        found = await super().lease_values(leases)
         if self.saw is None:
             async with asyncio.timeout(60.0):
                 await self._together.wait()
@@ -45,12 +45,11 @@ async def bus(redis_url: str) -> AsyncIterator[RedisBus]:
 
 @pytest.mark.parametrize("attempt", range(2))
 async def test_of_two_trainers_that_see_an_orphaned_job_at_once_one_takes_it(
-    tmp_path: Path, redis_url: str, bus: RedisBus, attempt: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, redis_url: str, bus: RedisBus, attempt: int
 ) -> None:
-    monkeypatch.setattr(app, "LEASE_EVERY_S", 0.05)
-    monkeypatch.setattr(app, "_LOOK_EVERY_S", 0.02)
+    timing = Timing(block_s=0.01, takeover_check_s=0.02, lease_s=0.05)
     together = asyncio.Barrier(2)
-    rigs = [Rig(tmp_path / name) for name in ("a", "b")]
+    rigs = [Rig(tmp_path / name, timing=timing) for name in ("a", "b")]
     buses = [InStep(redis_url, together) for _ in rigs]
     for rig, own in zip(rigs, buses, strict=True):
         rig.bus = own

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.trainer.adapters.weights import StorePublisher
-from services.trainer.fakes import MemoryWeights
-from services.trainer.ports import WeightPublisher
+from services.trainer.fakes.storage import MemoryWeights
+from services.trainer.ports.storage import WeightPublisher
 from shared.errors import Conflict, NotFound
 from shared.waiting import Waits
 from shared.weights.client import StoreClient

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from services.rollout_worker.adapters.torch_engine import TorchEngine  # noqa: E402 - only where torch is
+from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from services.rollout_worker.ports import Engine  # noqa: E402
 from shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
@@ -77,7 +77,7 @@ async def test_logprobs_equal_those_of_a_plain_forward_pass_before_and_after_an_
             assert set(made.versions) == {version}
 
 
-async def test_the_step_of_the_load_parts_the_old_weights_logprobs_from_the_new_ones(config: Any, start: Start) -> None:
+async def test_load_separates_logprobs_of_old_and_new_weights(config: Any, start: Start) -> None:
     await assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), near)
 
 
@@ -102,7 +102,7 @@ async def test_a_later_load_may_give_only_what_changed(config: Any, start: Start
     assert made.logprobs == near(tiny_models.logprobs(model, [3, 1, 4], made.tokens))
 
 
-async def test_a_prefix_of_older_weights_is_not_used_again(config: Any, start: Start) -> None:
+async def test_prefix_of_older_weights_is_not_reused(config: Any, start: Start) -> None:
     old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
     engine = await start(old)
     await run(engine, [request(1, prompt=LONG)])
@@ -111,9 +111,7 @@ async def test_a_prefix_of_older_weights_is_not_used_again(config: Any, start: S
     assert made.logprobs == near(tiny_models.logprobs(new, LONG, made.tokens))
 
 
-async def test_running_requests_may_keep_their_keys_and_values_and_nobody_else_gets_them(
-    config: Any, start: Start
-) -> None:
+async def test_kept_keys_and_values_are_not_shared_with_new_requests(config: Any, start: Start) -> None:
     old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
     engine = await start(old)
     collector = Collector(engine)
@@ -156,7 +154,7 @@ async def test_a_load_that_fails_serves_nothing_until_a_whole_one_succeeds(confi
 
     for bad, error, why in (
         ([("nonsense", tensor)], ConfigError, "no tensor 'nonsense'"),
-        ([(name, tensor[:1])], ConfigError, "config.json wants"),
+        ([(name, tensor[:1])], ConfigError, "config.json requires"),
         ([(name, tensor.double())], ConfigError, "would round it"),
         (good[:-1], ConfigError, "1 tensors are missing"),
         (breaks_off(), StoreUnavailable, "gone"),
@@ -183,9 +181,7 @@ async def test_greedy_decoding_is_the_models_own_choice_with_the_models_own_logp
         assert made.logprobs == near(tiny_models.logprobs(model, asked.prompt, made.tokens))
 
 
-async def test_a_sample_goes_on_in_the_torch_engine_as_it_would_have_in_this_one(
-    config: Any, start: Start, tmp_path: Path
-) -> None:
+async def test_sample_resumes_identically_in_the_torch_engine(config: Any, start: Start, tmp_path: Path) -> None:
     model = tiny_models.make(config)
     vllm, torch_engine = await start(model), TorchEngine(tiny_models.save_config(config, tmp_path), slots=SLOTS)
     await torch_engine.load_weights(0, tiny_models.weights(model))
@@ -216,7 +212,7 @@ async def test_a_sample_goes_on_in_the_torch_engine_as_it_would_have_in_this_one
         assert made.logprobs[25:] == near(there.logprobs)
 
 
-async def test_a_sample_that_is_not_a_number_any_more_ends_and_leaves_no_trace(config: Any, start: Start) -> None:
+async def test_nan_logits_end_the_sample_and_leave_no_trace(config: Any, start: Start) -> None:
     model = tiny_models.make(config)
     poison = tiny_models.VOCABULARY - 1
     model.get_input_embeddings().weight[poison] = torch.nan
@@ -251,19 +247,17 @@ class TestStarting:
         model = tiny_models.make(config)
         # keys and values of five blocks of 128 tokens, where eight samples want two each
         engine = vllm_engines.build(config, slots=SLOTS, kv_cache_bytes=1 << 20)
-        assert (engine.kv_tokens, engine.kv_row_tokens) == (400, 0), "of 2.5 samples of the longest, 160"
+        assert (engine.kv_tokens, engine.max_request_tokens) == (400, 0), "of 2.5 samples of the longest, 160"
         await engine.load_weights(0, tiny_models.weights(model))
         requests = [request(i, prompt=[i], max_tokens=150) for i in range(SLOTS)]
         for asked, made in zip(requests, await run(engine, requests), strict=True):
             assert made.logprobs == near(tiny_models.logprobs(model, asked.prompt, made.tokens))
         await engine.close()
 
-    async def test_the_full_pages_of_a_prompt_are_kept_once_for_its_group(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_full_blocks_of_a_prompt_are_stored_once_per_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
         config = vllm_engines.config()
         engine: Any = vllm_engines.build(config, slots=SLOTS)
-        assert engine.kv_page_tokens == 128
+        assert engine.kv_block_tokens == 128
         await engine.load_weights(0, tiny_models.weights(tiny_models.make(config)))
         step, pool = engine._core.step, _pages(engine)
         most_free, in_use = pool.get_num_free_blocks(), []
@@ -277,7 +271,7 @@ class TestStarting:
         assert max(in_use) == 1 + SLOTS, "the first page of the prompt, and one for each sample's rest"
         await engine.close()
 
-    async def test_two_processes_that_share_a_model_make_and_read_back_what_one_would(self) -> None:
+    async def test_tensor_parallel_generates_and_reads_back_like_one_process(self) -> None:
         config = vllm_engines.config()
         old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)
         engine = vllm_engines.build(config, slots=2, tensor_parallel=2)
@@ -306,13 +300,13 @@ class TestStarting:
     @pytest.mark.parametrize(
         ("changes", "settings", "why"),
         [
-            ({"head_dim": 16}, {}, "vllm cannot run this model here"),
+            ({"head_dim": 16}, {}, "vllm cannot run this model"),
             ({"model_type": "nonsense"}, {}, "no causal language model can be built"),
-            ({}, {"device": "cuda"}, "vllm that is installed runs on cpu"),
-            ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model here"),
+            ({}, {"device": "cuda"}, "installed vllm runs on cpu"),
+            ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model"),
         ],
     )
-    def test_what_cannot_run_is_refused_when_the_engine_is_built(
+    def test_unsupported_model_or_device_is_refused_at_build(
         self, changes: dict[str, Any], settings: dict[str, Any], why: str
     ) -> None:
         config = vllm_engines.config()
@@ -330,8 +324,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_model_has_one_folder_by_which_vllm_finds_again_what_it_compiled(cache: Path) -> None:
-    from services.rollout_worker.adapters.vllm_core import model_folder  # noqa: PLC0415 - it imports vllm
+def test_model_folder_is_stable_for_vllms_compilation_cache(cache: Path) -> None:
+    from services.rollout_worker.adapters.vllm.core import model_folder  # noqa: PLC0415 - it imports vllm
 
     one = model_folder({"model_type": "qwen3", "hidden_size": 8})
     assert one == model_folder({"hidden_size": 8, "model_type": "qwen3"}) != model_folder({"hidden_size": 16})
@@ -341,8 +335,8 @@ def test_a_model_has_one_folder_by_which_vllm_finds_again_what_it_compiled(cache
     assert file.stat().st_mode & 0o777 == 0o644, "a worker of another user reads it, too"
 
 
-def test_a_cache_that_cannot_be_written_is_told_with_its_setting(cache: Path) -> None:
-    from services.rollout_worker.adapters.vllm_core import model_folder  # noqa: PLC0415 - it imports vllm
+def test_unwritable_vllm_cache_names_its_setting(cache: Path) -> None:
+    from services.rollout_worker.adapters.vllm.core import model_folder  # noqa: PLC0415 - it imports vllm
 
     cache.write_text("a file")
     with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT to one that can"):

@@ -13,7 +13,7 @@ from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from services.weight_store.app import WeightStore
 from shared.bucket import Bucket
 from shared.waiting import Waits
-from shared.weights.edges import VersionEdges
+from shared.weights.delta_graph import VersionEdges
 from shared.weights.manifest import Manifest, digest_of
 from tests.support.tiny_versions import JOB, content, deltas, publish, store_on
 
@@ -21,11 +21,11 @@ _REQUESTS = ("put_async", "get_async", "delete_async", "list_with_delimiter_asyn
 
 
 class Killed(BaseException):
-    """The process is gone: nothing that it would do afterwards takes place."""
+    """The process was killed: it has no later effects."""
 
 
 class Reaper:
-    """Kills after the n-th request, before its answer was heard; the dead do nothing more."""
+    """Kills after the n-th request, before its response arrives; later requests have no effect."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lives: int) -> None:
         self.lives = lives
@@ -46,7 +46,7 @@ class Reaper:
 
 
 async def opened(bucket: Bucket) -> tuple[WeightStore, ObjectChunks, Lease]:
-    lease = await Lease.take(bucket, 60.0, Waits())
+    lease = await Lease.acquire(bucket, 60.0, Waits())
     # Used long ago, so that what is garbage goes at once.
     chunks = await ObjectChunks.opened(bucket, lease, 0.0, redirect=False)
     store = store_on(chunks, ObjectDocuments(bucket, lease))
@@ -65,7 +65,7 @@ async def assert_head_is_whole(bucket: Bucket) -> int:
     if head == 1:
         (edge,) = VersionEdges.decode(await store.edges(JOB, 1)).edges()
         assert await chunks.read(edge.delta) == deltas(1)[0]
-    # And work goes on from there.
+    # Publishing continues from there.
     await publish(store, 1)
     assert store.model(JOB).head == 1
     assert store.model(JOB).retired == ()
@@ -74,7 +74,7 @@ async def assert_head_is_whole(bucket: Bucket) -> int:
     return head
 
 
-async def test_killed_at_any_request_the_head_is_the_old_or_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kill_at_any_request_leaves_the_old_or_the_new_head(monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[int] = []
     finished = False
     while not finished:

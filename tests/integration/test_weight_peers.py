@@ -21,15 +21,15 @@ from structlog.testing import capture_logs
 
 from shared.bus import Bus
 from shared.fakes import MemoryBus
-from shared.http import bind, create_app, server_loop
+from shared.http.server import bind, create_app, server_loop
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.manifest import digest_of
-from shared.weights.peers.catalogue import ALL, Catalogue
-from shared.weights.peers.directory import Directory
-from shared.weights.peers.serving import blob_routes
-from shared.weights.peers.swarm import Swarm
+from shared.weights.peers.blob_index import ALL, BlobIndex
+from shared.weights.peers.blob_routes import blob_routes
+from shared.weights.peers.directory import PeerDirectory
+from shared.weights.peers.source import PeerSource
 from shared.weights.peers.transport import PeerTransport
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
@@ -63,16 +63,16 @@ def n_cached(directory: Path) -> int:
     return sum(1 for _ in directory.glob("peer-*/chunks/*"))
 
 
-async def test_of_16_pullers_of_which_some_are_killed_the_store_sends_each_byte_about_once(
+async def test_store_sends_each_byte_about_once_to_16_pullers_with_3_killed(
     store: ServiceProcess, client: StoreClient, tmp_path: Path, redis_url: str
 ) -> None:
     chunks = await publish(client)
     command = [sys.executable, "-m", "tests.support.weight_peers", "--peers", "16", "--dir", str(tmp_path)]
     command += ["--store", store.url, "--redis", redis_url, "--token", TOKEN, "--job", JOB, "--version", "0"]
     with (tmp_path / "peers.log").open("wb") as log:
-        swarm = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)  # noqa: ASYNC220 - forks
-    assert swarm.stdout is not None
-    pids = [int(pid) for pid in (await asyncio.to_thread(swarm.stdout.readline)).split()]
+        pullers = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)  # noqa: ASYNC220 - forks
+    assert pullers.stdout is not None
+    pids = [int(pid) for pid in (await asyncio.to_thread(pullers.stdout.readline)).split()]
     try:
         await eventually(lambda: n_cached(tmp_path) > 16 * len(chunks) / 2, within_s=60)
         for pid in pids[:3]:
@@ -82,16 +82,16 @@ async def test_of_16_pullers_of_which_some_are_killed_the_store_sends_each_byte_
     finally:
         for pid in pids[3:]:
             os.kill(pid, signal.SIGTERM)
-        await asyncio.to_thread(swarm.wait, 30)
-        swarm.stdout.close()
+        await asyncio.to_thread(pullers.wait, 30)
+        pullers.stdout.close()
     results = [(tmp_path / f"{name}.digest").read_text().split() for name in alive]
     assert {digest for digest, _, _ in results} == {digest_of(digest_of(WEIGHTS.data).encode())}
     assert not any((tmp_path / f"peer-{number}.digest").exists() for number in range(3)), "they died in the middle"
     assert await sent(client) <= 1.2 * WEIGHTS.nbytes
     assert sum(int(from_peers) for *_, from_peers in results) > 10 * WEIGHTS.nbytes
-    told = (tmp_path / "peers.log").read_text()
-    assert "debug" in told
-    assert TOKEN not in told
+    logged = (tmp_path / "peers.log").read_text()
+    assert "debug" in logged
+    assert TOKEN not in logged
 
 
 class Rig:
@@ -102,9 +102,9 @@ class Rig:
         self.cache = Cache(directory)
         self.transport = PeerTransport(TOKEN)
         store = StoreSource(client, self.cache, concurrency=8)
-        me = Directory(bus, "me", "here")
-        self.swarm = Swarm(me, self.transport, store, self.cache, concurrency=8, alone_bytes=0)
-        self.puller = Puller(client, self.cache, Waits(), source=self.swarm, limit_s=60)
+        me = PeerDirectory(bus, "me", "here")
+        self.source = PeerSource(me, self.transport, store, self.cache, concurrency=8, store_only_bytes=0)
+        self.puller = Puller(client, self.cache, Waits(), source=self.source, limit_s=60)
 
     async def assert_pulls(self, weights: np.typing.NDArray[np.uint8] = WEIGHTS) -> None:
         pulled = await self.puller.pull(JOB, 0)
@@ -144,17 +144,17 @@ async def served(
 
 
 async def listed(rig: Rig, url: str, chunks: list[str], name: str = "other") -> None:
-    await Directory(rig.bus, name, "here").tell(url, {Catalogue(chunks).id: ALL})
+    await PeerDirectory(rig.bus, name, "here").publish(url, {BlobIndex(chunks).id: ALL})
 
 
 def chunks_by_digest() -> dict[str, bytes]:
-    pieces = [WEIGHTS[at : at + CHUNK_BYTES].tobytes() for at in range(0, WEIGHTS.nbytes, CHUNK_BYTES)]
-    return {digest_of(piece): piece for piece in pieces}
+    by_digest = [WEIGHTS[at : at + CHUNK_BYTES].tobytes() for at in range(0, WEIGHTS.nbytes, CHUNK_BYTES)]
+    return {digest_of(chunk): chunk for chunk in by_digest}
 
 
 async def test_what_peers_hold_does_not_come_from_the_store(client: StoreClient, rig: Rig) -> None:
-    chunks, pieces = await publish(client), chunks_by_digest()
-    async with served(lambda digest: Response(pieces[digest])) as url:
+    chunks, by_digest = await publish(client), chunks_by_digest()
+    async with served(lambda digest: Response(by_digest[digest])) as url:
         await listed(rig, url, chunks)
         await rig.assert_pulls()
     assert (rig.from_peers, rig.from_store) == (WEIGHTS.nbytes, 0)
@@ -169,9 +169,7 @@ async def real_peer(cache: Cache) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def test_what_a_peer_is_sent_opens_the_blob_that_it_is_asked_for_and_nothing_else(
-    client: StoreClient, rig: Rig
-) -> None:
+async def test_proof_sent_to_a_peer_is_valid_for_one_blob_only(client: StoreClient, rig: Rig) -> None:
     """Where peers are is read from Redis, where anybody may have written."""
     chunks, asked = await publish(client), dict[str, Request]()
 
@@ -198,11 +196,11 @@ async def test_what_a_peer_is_sent_opens_the_blob_that_it_is_asked_for_and_nothi
         assert await status(peer, "/metrics", given) == 401
         assert await status(store, f"/v1/chunks/{one}", given) == 401
         assert await status(store, "/v1/models", given) == 401
-        assert await status(peer, f"/v1/chunks/{one}", f"Bearer {TOKEN}") == 401, "nobody is to send it here"
+        assert await status(peer, f"/v1/chunks/{one}", f"Bearer {TOKEN}") == 401, "a peer accepts proofs only"
         assert await status(peer, f"/v1/chunks/{one}", "") == 401
 
 
-async def test_a_peer_of_a_version_that_wants_the_token_costs_nothing_but_time(client: StoreClient, rig: Rig) -> None:
+async def test_peer_that_expects_the_token_itself_costs_only_time(client: StoreClient, rig: Rig) -> None:
     chunks = await publish(client)
 
     async def wants_the_token(digest: str, request: Request) -> Response:
@@ -218,9 +216,7 @@ async def test_a_peer_of_a_version_that_wants_the_token_costs_nothing_but_time(c
     assert "another version of rlboost" in first["error"]
 
 
-async def test_a_peer_that_sends_wrong_bytes_is_asked_once_a_transfer_and_never_again(
-    client: StoreClient, rig: Rig
-) -> None:
+async def test_peer_with_a_digest_mismatch_is_never_asked_again(client: StoreClient, rig: Rig) -> None:
     chunks, asked = await publish(client), list[str]()
 
     def lie(digest: str) -> Response:
@@ -238,20 +234,20 @@ async def test_a_peer_that_sends_wrong_bytes_is_asked_once_a_transfer_and_never_
     assert rig.from_store == WEIGHTS.nbytes
 
 
-async def test_a_slow_peer_is_left_and_what_it_has_comes_from_elsewhere(client: StoreClient, rig: Rig) -> None:
-    chunks, pieces, asked = await publish(client), chunks_by_digest(), list[str]()
+async def test_slow_peer_is_replaced_by_another_source(client: StoreClient, rig: Rig) -> None:
+    chunks, by_digest, asked = await publish(client), chunks_by_digest(), list[str]()
 
     def trickle(digest: str) -> Response:
         asked.append(digest)
 
         async def body() -> AsyncIterator[bytes]:
             for at in range(0, CHUNK_BYTES, KIB):
-                yield pieces[digest][at : at + KIB]
+                yield by_digest[digest][at : at + KIB]
                 await asyncio.sleep(0.05)
 
         return StreamingResponse(body())
 
-    async with served(trickle) as slow, served(lambda digest: Response(pieces[digest])) as fast:
+    async with served(trickle) as slow, served(lambda digest: Response(by_digest[digest])) as fast:
         await listed(rig, slow, chunks, "slow")
         await listed(rig, fast, chunks, "fast")
         async with asyncio.timeout(10.0):  # the slow one alone would take 20 minutes
@@ -260,9 +256,7 @@ async def test_a_slow_peer_is_left_and_what_it_has_comes_from_elsewhere(client: 
 
 
 @pytest.mark.parametrize("status", [302, 404, 500])
-async def test_a_peer_that_does_not_have_what_it_says_costs_nothing_but_time(
-    client: StoreClient, rig: Rig, status: int
-) -> None:
+async def test_peer_without_the_blobs_it_announces_costs_only_time(client: StoreClient, rig: Rig, status: int) -> None:
     chunks = await publish(client)
     async with served(lambda _: Response(status_code=status, headers={"Location": "http://127.0.0.1:9/"})) as url:
         await listed(rig, url, chunks)
@@ -270,17 +264,15 @@ async def test_a_peer_that_does_not_have_what_it_says_costs_nothing_but_time(
     assert rig.from_store == WEIGHTS.nbytes
 
 
-async def test_a_peer_that_is_gone_costs_nothing_but_time(client: StoreClient, rig: Rig) -> None:
+async def test_dead_peer_costs_only_time(client: StoreClient, rig: Rig) -> None:
     await listed(rig, "http://127.0.0.1:9", await publish(client))
     await rig.assert_pulls()
     assert rig.from_store == WEIGHTS.nbytes
 
 
-async def test_what_another_one_claimed_and_never_brings_is_fetched_after_a_while(
-    client: StoreClient, rig: Rig
-) -> None:
+async def test_blob_claimed_but_never_fetched_is_taken_over(client: StoreClient, rig: Rig) -> None:
     chunks = await publish(client)
-    other = Directory(rig.bus, "other", "here")
+    other = PeerDirectory(rig.bus, "other", "here")
     assert all([await other.claim(digest) for digest in chunks[:5]])
     await rig.assert_pulls()
     assert rig.from_store == WEIGHTS.nbytes
@@ -288,7 +280,7 @@ async def test_what_another_one_claimed_and_never_brings_is_fetched_after_a_whil
 
 async def test_without_redis_everything_comes_from_the_store(client: StoreClient, tmp_path: Path) -> None:
     bus = MemoryBus()
-    bus.available = False
+    bus.down = True
     rig = Rig(client, bus, tmp_path / "cache")
     await publish(client)
     await rig.assert_pulls()
@@ -297,9 +289,9 @@ async def test_without_redis_everything_comes_from_the_store(client: StoreClient
     rig.puller.close()
 
 
-async def test_a_small_pull_asks_nobody_else(client: StoreClient, rig: Rig) -> None:
+async def test_small_pull_uses_the_store_alone(client: StoreClient, rig: Rig) -> None:
     chunks, asked = await publish(client), list[str]()
-    rig.swarm._alone_bytes = WEIGHTS.nbytes + 1
+    rig.source._store_only_bytes = WEIGHTS.nbytes + 1
     async with served(lambda digest: Response(asked.append(digest))) as url:
         await listed(rig, url, chunks)
         await rig.assert_pulls()

@@ -1,4 +1,4 @@
-"""The weight store as a process on a real S3 server: direct pulls, kills, a second process, a server that goes away."""
+"""The weight store as a process on a real S3 server: direct pulls, kills, a second process, outages of the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from shared.errors import Retryable
 from shared.waiting import Waits
-from shared.weights.client import StoreClient, persistently
+from shared.weights.client import StoreClient, retry_unavailable
 from shared.weights.manifest import ChunkRef, digest_of
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
@@ -94,7 +94,7 @@ async def metrics(url: str) -> dict[str, float]:
     return {name.removeprefix(prefix).removesuffix(suffix): float(value) for name, value in pairs}
 
 
-async def test_pullers_fetch_from_the_object_store_and_the_store_sends_not_one_byte_of_a_chunk(
+async def test_pullers_fetch_chunks_from_the_object_store_only(
     store: ServiceProcess, publisher: Publisher, puller: Puller, s3_server: S3Server, s3_url: str
 ) -> None:
     weights = make_weights(0)
@@ -148,14 +148,14 @@ async def test_with_redirects_off_the_bytes_pass_through_the_store(
         store.kill()
 
 
-async def test_an_upload_that_broke_goes_on_with_what_is_missing(
+async def test_broken_upload_resumes_with_the_missing_chunks(
     store: ServiceProcess, publisher: Publisher, client: StoreClient
 ) -> None:
     weights = make_weights(0)
     halves = [weights.tobytes()[at : at + CHUNK_BYTES] for at in range(0, TOTAL // 2, CHUNK_BYTES)]
     for half in halves:
         chunk = ChunkRef(digest_of(half), len(half))
-        await persistently(partial(client.put_chunk, chunk, memoryview(half)))
+        await retry_unavailable(partial(client.put_chunk, chunk, memoryview(half)))
     store.kill()
     await asyncio.to_thread(store.start)
     await publish(publisher, 0, weights)
@@ -167,7 +167,7 @@ async def test_an_upload_that_broke_goes_on_with_what_is_missing(
 # What breaks.
 
 
-async def test_killed_at_any_moment_of_a_publish_the_head_is_the_old_or_the_new_one_whole(
+async def test_kill_during_a_publish_leaves_the_old_or_the_new_head(
     store: ServiceProcess, client: StoreClient, publisher: Publisher, s3: TcpProxy
 ) -> None:
     weights = [make_weights(0)]
@@ -194,7 +194,7 @@ async def test_killed_at_any_moment_of_a_publish_the_head_is_the_old_or_the_new_
     await assert_whole(client, 3, weights[3])
 
 
-async def test_a_second_process_is_refused_and_one_after_a_stop_begins_at_once(
+async def test_second_process_is_refused_and_one_after_a_stop_starts_at_once(
     tmp_path: Path, redis_url: str, s3_server: S3Server, s3_url: str
 ) -> None:
     processes = []
@@ -206,18 +206,18 @@ async def test_a_second_process_is_refused_and_one_after_a_stop_begins_at_once(
         await asyncio.to_thread(first.start)
         second.launch()
         assert await asyncio.to_thread(second.wait) == 2
-        said = second.log().splitlines()[-1]
-        assert said.startswith(f"weight_store: object store {s3_url} is in use by process {first.pid} on ")
-        assert said.endswith("stop it, or give each weight store a prefix of its own")
+        last_line = second.log().splitlines()[-1]
+        assert last_line.startswith(f"weight_store: object store {s3_url} is in use by process {first.pid} on ")
+        assert last_line.endswith("stop it, or give each weight store its own prefix")
         assert await asyncio.to_thread(first.stop) == 0
         await asyncio.to_thread(second.start)
-        assert second.log().count("waiting_for_lease") == 1
+        assert second.log().count("lease_awaited") == 1
     finally:
         first.kill()
         second.kill()
 
 
-async def test_a_process_that_was_paused_beyond_its_lease_writes_nothing_more_and_ends(
+async def test_process_paused_beyond_its_lease_writes_nothing_and_exits(
     store: ServiceProcess, publisher: Publisher, tmp_path: Path, redis_url: str, s3_server: S3Server, s3_url: str
 ) -> None:
     await publish(publisher, 0, make_weights(0))
@@ -237,7 +237,7 @@ async def test_a_process_that_was_paused_beyond_its_lease_writes_nothing_more_an
         second.kill()
 
 
-async def test_while_the_object_store_is_away_answers_are_503_and_work_goes_on_when_it_is_back(
+async def test_object_store_outage_gives_503_and_work_resumes_after_it(
     store: ServiceProcess, client: StoreClient, publisher: Publisher, s3: TcpProxy
 ) -> None:
     weights = [make_weights(0), make_weights(1)]

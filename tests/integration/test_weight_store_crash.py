@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from services.weight_store.adapters.disk import Directory, DiskChunks, DiskDocuments
+from services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
 from services.weight_store.app import WeightStore
-from shared.weights.edges import VersionEdges
+from shared.weights.delta_graph import VersionEdges
 from shared.weights.manifest import Manifest, digest_of
 from tests.support.tiny_versions import JOB, content, deltas, publish, store_on
 
 
 class Killed(BaseException):
-    """The process is gone: nothing that it would do afterwards takes place."""
+    """The process was killed: it has no later effects."""
 
 
 class Reaper:
@@ -47,8 +47,8 @@ class Reaper:
         return call
 
 
-async def opened(root: Path) -> tuple[WeightStore, DiskChunks, Directory]:
-    directory = Directory(root)
+async def opened(root: Path) -> tuple[WeightStore, DiskChunks, StoreDirectory]:
+    directory = StoreDirectory(root)
     chunks = DiskChunks(directory)
     store = store_on(chunks, DiskDocuments(directory))
     await store.load()
@@ -68,7 +68,7 @@ async def assert_head_is_whole(root: Path, *, at_least: int) -> int:
         (edge,) = VersionEdges.decode(await store.edges(JOB, 1)).edges()
         assert chunks.path(edge.delta).read_bytes() == deltas(1)[0]
     head = model.head
-    # And work goes on from there.
+    # Publishing continues from there.
     await publish(store, 1)
     assert store.model(JOB).head == 1
     assert store.model(JOB).retired == ()
@@ -78,7 +78,7 @@ async def assert_head_is_whole(root: Path, *, at_least: int) -> int:
     return head
 
 
-async def test_killed_before_any_operation_on_the_disk_the_head_is_the_old_or_the_new_one(
+async def test_kill_at_any_disk_operation_leaves_the_old_or_the_new_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _, directory = await opened(tmp_path / "before")

@@ -13,7 +13,7 @@ import pytest
 from shared.errors import Conflict, StoreUnavailable
 from shared.waiting import Waits
 from shared.weights.cache import Cache
-from shared.weights.client import StoreClient, persistently
+from shared.weights.client import StoreClient, retry_unavailable
 from shared.weights.manifest import CHUNK_BYTES, Manifest
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
@@ -32,7 +32,7 @@ def publisher(client: StoreClient) -> Publisher:
 
 
 def bits(version: int) -> Bits:
-    """Any bit patterns at all, of which one in a hundred moves by one step at every version."""
+    """Random bit patterns; one in a hundred moves by one step per version."""
     rng = np.random.default_rng(0)
     found = rng.integers(0, 1 << 16, N_BYTES // 2, dtype=np.uint16)
     for _ in range(version):
@@ -72,7 +72,7 @@ def delta_files(tmp_path: Path, version: int) -> list[Path]:
     return [tmp_path / "store" / "chunks" / digest[:2] / digest for digest in deltas]
 
 
-async def test_who_has_the_last_version_pulls_a_small_part_of_the_bytes(
+async def test_worker_with_the_last_version_pulls_a_fraction_of_the_bytes(
     store: ServiceProcess, publisher: Publisher, tmp_path: Path
 ) -> None:
     async with TcpProxy(store.port) as proxy, StoreClient(proxy.url, TOKEN) as far:
@@ -88,7 +88,7 @@ async def test_who_has_the_last_version_pulls_a_small_part_of_the_bytes(
         puller.close()
 
 
-async def test_a_laggard_takes_the_longest_hops_even_after_a_restart(
+async def test_lagging_worker_uses_the_longest_hops_even_after_a_restart(
     client: StoreClient, publisher: Publisher, tmp_path: Path
 ) -> None:
     puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
@@ -96,7 +96,7 @@ async def test_a_laggard_takes_the_longest_hops_even_after_a_restart(
     await assert_pulls(puller, 0)
     puller.close()
     await publish_composed(publisher, client, 1, 11)
-    # 11 -> 3 -> 1 -> 0, though versions 0, 1 and 3 are no longer kept.
+    # 11 -> 3 -> 1 -> 0, though versions 0, 1 and 3 are no longer retained.
     puller = Puller(client, Cache(tmp_path / "cache"), Waits(), limit_s=60)
     await assert_pulls(puller, 11)
     assert (puller.last.chunks_delta, puller.last.chunks_dense) == (3, 0)
@@ -107,7 +107,7 @@ async def test_a_laggard_takes_the_longest_hops_even_after_a_restart(
     puller.close()
 
 
-async def test_who_has_the_first_version_from_elsewhere_pulls_the_way_from_it(
+async def test_worker_seeded_with_the_first_version_pulls_deltas_from_it(
     store: ServiceProcess, client: StoreClient, publisher: Publisher, tmp_path: Path
 ) -> None:
     await publish(publisher, 0)
@@ -119,7 +119,7 @@ async def test_who_has_the_first_version_from_elsewhere_pulls_the_way_from_it(
         data = bits(0).tobytes()
         starts = [sum(chunk.n_bytes for chunk in part.chunks[:index]) for index in range(len(part.chunks))]
         return sum(
-            cache.keep(chunk, data[start : start + chunk.n_bytes])
+            cache.store(chunk, data[start : start + chunk.n_bytes])
             for chunk, start in zip(part.chunks, starts, strict=True)
         )
 
@@ -148,7 +148,7 @@ async def test_full_and_delta_publish_the_same_chunks(client: StoreClient, publi
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "too long", "gone"])
-async def test_a_delta_that_is_bad_on_the_stores_disk_costs_a_whole_chunk_and_nothing_else(
+async def test_corrupt_delta_on_the_stores_disk_costs_one_whole_chunk(
     publisher: Publisher, puller: Puller, tmp_path: Path, damage: str
 ) -> None:
     await publish(publisher, 0)
@@ -165,7 +165,7 @@ async def test_a_delta_that_is_bad_on_the_stores_disk_costs_a_whole_chunk_and_no
     assert (puller.last.fallbacks, puller.last.chunks_dense, puller.last.chunks_delta) == (1, 1, 2)
 
 
-async def test_a_base_that_rotted_in_the_cache_costs_a_whole_chunk_and_nothing_else(
+async def test_corrupt_base_in_the_cache_costs_one_whole_chunk(
     publisher: Publisher, puller: Puller, tmp_path: Path
 ) -> None:
     await publish(publisher, 0)
@@ -185,13 +185,13 @@ async def test_a_version_that_changed_everywhere_is_pulled_whole(publisher: Publ
     assert (puller.last.chunks_dense, puller.last.chunks_delta, puller.last.fallbacks) == (3, 0, 0)
 
 
-async def test_a_publisher_that_lost_the_race_begins_again_without_deltas(
+async def test_publisher_that_lost_the_race_restarts_without_deltas(
     client: StoreClient, publisher: Publisher, puller: Puller
 ) -> None:
     await publish(publisher, 0)
     await assert_pulls(puller, 0)
     part = await publisher.publish(JOB, 2, 0, [Shard("w", "bfloat16", (4,), (0,), (4,), bits(0)[:4].data)])
-    with pytest.raises(Conflict, match="somebody else has committed"):
+    with pytest.raises(Conflict, match="another process has committed"):
         await publisher.commit(JOB, 2, expect=1, part_digests=[part.digest], config_json="{}")
     await publish(publisher, 1)
     assert await client.edges(JOB, 1) is None
@@ -201,7 +201,7 @@ async def test_a_publisher_that_lost_the_race_begins_again_without_deltas(
     assert puller.last.chunks_delta == 3
 
 
-async def test_killed_at_any_moment_of_composing_the_store_shows_whole_hops_only(
+async def test_kill_during_composing_leaves_whole_hops_only(
     store: ServiceProcess, client: StoreClient, publisher: Publisher, puller: Puller
 ) -> None:
     await publish(publisher, 0)
@@ -212,7 +212,7 @@ async def test_killed_at_any_moment_of_composing_the_store_shows_whole_hops_only
         with pytest.raises(StoreUnavailable):
             await client.edges(JOB, version)
         await asyncio.to_thread(store.start)
-        document = await persistently(lambda version=version: client.edges(JOB, version))  # type: ignore[misc]
+        document = await retry_unavailable(lambda version=version: client.edges(JOB, version))  # type: ignore[misc]
         assert document is not None
         assert [hop.base for hop in document.hops] == [version - 1, version - 2, version - 4][: len(document.hops)]
         assert all(len(hop.edges) == 3 for hop in document.hops)

@@ -15,12 +15,14 @@ from structlog.testing import capture_logs
 from services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
-from services.trainer.domain.canary import probe
 from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.fakes import FakeRewards
-from services.trainer.ports import Data, Prompt, RewardBatch, Scores, Workshop
+from services.trainer.domain.parity import build_probe
+from services.trainer.fakes.rewards import FakeRewards
+from services.trainer.ports.data import Data, Prompt
+from services.trainer.ports.resources import JobResources
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared.columns import I32, pack
-from shared.jobspec import JobSpec
+from shared.job.spec import JobSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 from shared.weights.publisher import Shard
@@ -50,11 +52,11 @@ class Loop(Rig):
         super().__init__(folder, job)
         self.path, self.url, self.name = folder, url, folder.name
 
-    def build(self, job: JobSpec, _job_id: str) -> Workshop:
+    def build(self, job: JobSpec, _job_id: str) -> JobResources:
         model = self.path.parent / "model"
         prompts = [Prompt(f"p{i}", pack([1, 3 + i, 40 - i], I32), {}) for i in range(10)]
         policy = TorchPolicy(job.optimizer, temperature=1.0, dtype=job.trainer.dtype, device="cpu", lora=job.adapter)
-        return Workshop(
+        return JobResources(
             engine=policy,
             model=model,
             loss=clipped_loss(0.2, 0.28),
@@ -71,7 +73,7 @@ class Loop(Rig):
                 deltas=job.elastic.weights == "delta",
             ),
             folder=self.folder,
-            probe=probe(VOCABULARY, temperature=1.0, dtype=job.trainer.dtype),
+            probe=build_probe(VOCABULARY, temperature=1.0, dtype=job.trainer.dtype),
         )
 
     @asynccontextmanager
@@ -115,7 +117,7 @@ async def finished(loop: Loop) -> EngineManager:
             await loop.command("create")
             assert (await loop.ended(60.0)).state == "completed"
             await worker.serve(STEPS)
-    passed = [line["version"] for line in logs if line["event"] == "canary_passed"]
+    passed = [line["version"] for line in logs if line["event"] == "parity_check_passed"]
     assert passed == list(range(STEPS + 1)), "every version was scored as the trainer scores it"
     return worker
 

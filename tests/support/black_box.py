@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlboost.local.state import StateDir
+from tests.support.fork_server import ForkServer, fork_server
 
 ROOT = Path(__file__).parents[2]
 RLBOOST = [sys.executable, "-m", "rlboost"]
@@ -133,17 +134,35 @@ class Observer:
 
 
 class BlackBox:
-    """One `rlboost up` in its own state folder."""
+    """One `rlboost up` in its own state folder. Its processes are forked, see `fork_server`, where that is possible."""
 
-    def __init__(self, state: Path, *, standby: bool = False, **options: int) -> None:
+    def __init__(self, state: Path, *, standby: bool = False, **options: int | str) -> None:
         self.state = state
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         flags += ["--standby"] if standby else []
-        line = self.command("up", "--detach", "--json", *flags, limit_s=UP_LIMIT_S)
-        ready = json.loads(line)
+        env = _environment()
+        forks = fork_server(env)
+        if forks is None:
+            ready = json.loads(self.command("up", "--detach", "--json", *flags, limit_s=UP_LIMIT_S))
+        else:
+            ready = self._up(forks, env, flags)
         self.redis_url: str = ready["redis_url"]
         self.url, self.token = ready["url"], ready["token"]
         self.http = httpx.Client(headers={"Authorization": f"Bearer {self.token}"}, timeout=10)
+
+    def _up(self, forks: ForkServer, env: Mapping[str, str], flags: Sequence[str]) -> dict[str, str]:
+        log = self.state / "logs" / "supervisor.log"
+        log.parent.mkdir(mode=0o700, parents=True)
+        read, write = os.pipe()
+        with log.open("ab") as errors:
+            arguments = ("up", "--json", *flags, "--state", str(self.state))
+            forks.start("rlboost", env, *arguments, stdout=write, stderr=errors.fileno(), cwd=ROOT)
+        os.close(write)
+        with os.fdopen(read) as out:
+            line = out.readline()  # each stage of the start has its own limit
+        assert line, f"rlboost up {' '.join(flags)}: {self.logs()}"
+        ready: dict[str, str] = json.loads(line)
+        return ready
 
     def start(self, *args: str) -> subprocess.Popen[str]:
         """Begin `rlboost ARGS`, what it prints in pipes."""
@@ -153,7 +172,7 @@ class BlackBox:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=_environment(),
         )
 
     def command(self, *args: str, limit_s: float = 180) -> str:
@@ -283,8 +302,12 @@ class BlackBox:
         self.command("down")
 
 
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 @contextmanager
-def black_box(state: Path, *, standby: bool = False, **options: int) -> Iterator[BlackBox]:
+def black_box(state: Path, *, standby: bool = False, **options: int | str) -> Iterator[BlackBox]:
     """A system that is stopped at the end."""
     box = BlackBox(state, standby=standby, **options)
     try:

@@ -56,7 +56,7 @@ class CountdownModel:
         return decoded
 
     def passes(self, row: dict[str, Any], tokens: Sequence[int]) -> bool:
-        """Tell whether a completion solves its problem."""
+        """Return True if a completion solves its problem."""
         text = self.tokenizer.decode(tokens)
         return score([], [text], [], numbers=[row["numbers"]], target=[row["target"]]) == [1.0]
 

@@ -48,7 +48,7 @@ class Outside:
             self._start(self._accept, inside, port)
 
     def has_network_of_its_own(self) -> bool:
-        """Tell whether it lives in another network than this process."""
+        """Return True if it lives in another network than this process."""
         here, there = (Path(f"/proc/{pid}/ns/net").readlink() for pid in ("self", self.process.pid))
         return here != there
 
@@ -93,7 +93,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 def possible() -> bool:
-    """Tell whether this machine lets a process make a network of its own."""
+    """Return True if this machine lets a process make a network of its own."""
     done = subprocess.run([sys.executable, "-m", __name__, "--try"], check=False, capture_output=True)
     return done.returncode == 0
 

@@ -14,9 +14,10 @@ from typing import Self
 import torch
 
 from services.rollout_worker.adapters.store_weights import StoreWeights
-from services.rollout_worker.adapters.torch_factory import TorchFactory
+from services.rollout_worker.adapters.torch.factory import TorchFactory
+from services.rollout_worker.domain.requests import Emission, Request
 from services.rollout_worker.generator import Generator
-from services.rollout_worker.ports import Emission, Engine, Request
+from services.rollout_worker.ports import Engine
 from shared import names
 from shared.bus import START, Append, Bus
 from shared.columns import F32, I32, ints, pack
@@ -99,7 +100,7 @@ class EngineManager:
         staged = await StoreWeights(self._puller).pull(self.weights_of, version)
         self.transfers[version] = self._puller.last
         await self._generator.load(staged, version, lambda: None)
-        await self._generator.release("loading")
+        await self._generator.resume("loading")
         assert self._generator._engine is not None
         self.loaded = {name: tensor.clone() for name, tensor in self._generator._engine.loaded_tensors()}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.rollout_worker.ports import Emission, Engine, Key, Request
+from services.rollout_worker.domain.requests import Emission, Key, Request
+from services.rollout_worker.ports import Engine
 from shared.messages import FINISH_NONE, Sampling
 from tests.support.eventually import eventually
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlboost.environments import Said, Step, ToolEnvironment
+from rlboost.environments import Message, Step, ToolEnvironment
 
 BAD: dict[str, Any] = {
     "forget": 7,
@@ -30,7 +30,7 @@ class Game:
         self.n = n
         self.heard: list[str] = []
 
-    def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+    def reset(self, row: dict[str, Any], seed: int) -> Message | None:
         self.row, self.seed = row, seed
         match row.get("does"):
             case "raise at once":
@@ -65,7 +65,7 @@ class Game:
 
 
 class Later(Game):
-    async def reset(self, row: dict[str, Any], seed: int) -> Said | None:  # type: ignore[override]
+    async def reset(self, row: dict[str, Any], seed: int) -> Message | None:  # type: ignore[override]
         await asyncio.sleep(0.001)
         return super().reset(row, seed)
 

@@ -1,74 +1,62 @@
-"""Processes forked from one that has imported a service already: importing takes seconds of processor time each time.
+"""The client of the fork server: starts services without their imports, which `tests/support/forking.py` has done.
 
-`python -m tests.support.fork_server FD MODULE...` imports the modules and says so on the socket FD. Consumes: what to
-run, with its log and a pipe. Produces: for each a process of its own, which then does what `python -m` would; its id on
-the socket, its exit code in the pipe. Ends when the socket is closed.
-
-Python starts anew, with its imports and another seed of its hashes, in `tests/e2e`, and for what has a module or
-settings of its own here.
+Tests of starting itself (the command line, the demo, a worker that joins by hand) and of modules or settings of their
+own do not use it: they start Python as users do.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
-import importlib
-import json
 import os
-import runpy
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
-_MODULES = {
-    "rollout_manager": ("uvicorn.protocols.http.httptools_impl",),
-    "rollout_worker": (
-        "services.rollout_worker.adapters.torch_engine",
-        "services.rollout_worker.api",
-        "shared.weights.peers.serving",
-        "uvicorn.protocols.http.httptools_impl",
-    ),
-    "trainer": ("services.trainer.workshop", "uvicorn.protocols.http.httptools_impl"),
-    "weight_store": ("uvicorn.protocols.http.httptools_impl",),
-}
-"""What a service imports only while it runs, if at all."""
-_READ_LATE = ("RLBOOST_", "AWS_", "HTTP_PROXY", "NO_PROXY", "PYTEST_CURRENT_TEST")
-"""How variables begin that nothing reads while it is imported."""
+from tests.support import megatron_cpu
+from tests.support.forking import NUMBER, SERVICES, Start, import_environment, is_forkable
+
+_MODULES = (
+    *(f"services.{name}.__main__" for name in SERVICES),
+    # What they import while they run.
+    "rlboost.cli",
+    "rlboost.local.foreground",
+    "services.rollout_worker.adapters.torch.engine",
+    "services.rollout_worker.api",
+    "services.trainer.adapters.fsdp.rank_engine",
+    "services.trainer.build",
+    "shared.weights.peers.blob_routes",
+    "uvicorn.protocols.http.httptools_impl",
+)
 _START_LIMIT_S = 180.0
 _FORK_LIMIT_S = 60.0
-_MOST = 3
-"""Servers of a service, whose imports may hang on other variables."""
-_NUMBER = struct.Struct("!q")
-_REQUEST_BYTES = 1 << 17
+_MAX_SERVERS = 3
+"""Tests whose environment differs in what imports may depend on get a server of their own, up to this number."""
+
+_servers: list[ForkServer] = []
 
 
-_servers: dict[str, list[ForkServer]] = {}
+class ForkedProcess:
+    """A forked process, with the interface of `subprocess.Popen`."""
 
-
-class Forked:
-    """A process that was forked, as `subprocess.Popen` shows one."""
-
-    def __init__(self, pid: int, ended: int) -> None:
+    def __init__(self, pid: int, exit_pipe: int) -> None:
         self.pid = pid
-        self._ended = ended
-        self._code: int | None = None
+        self.returncode: int | None = None
+        self._exit_pipe = exit_pipe
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
-        return self._read(0.0)
+        return self._read_exit_code(0.0)
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Wait for the end; return the exit code."""
-        code = self._read(timeout)
+        code = self._read_exit_code(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -80,134 +68,114 @@ class Forked:
         """Send SIGKILL, if it runs."""
         self.send_signal(signal.SIGKILL)
 
-    def _read(self, limit_s: float) -> int | None:
-        if self._code is None:
+    def _read_exit_code(self, limit_s: float | None) -> int | None:
+        if self.returncode is None:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._ended, selectors.EVENT_READ)
+                selector.register(self._exit_pipe, selectors.EVENT_READ)
                 if not selector.select(limit_s):
                     return None
-            said = os.read(self._ended, _NUMBER.size)
-            os.close(self._ended)
-            assert said, f"the fork server is gone, and with it what became of process {self.pid}"
-            (self._code,) = _NUMBER.unpack(said)
-        return self._code
+            answer = os.read(self._exit_pipe, NUMBER.size)
+            os.close(self._exit_pipe)
+            assert answer, f"the fork server has ended: the exit code of process {self.pid} is unknown"
+            (self.returncode,) = NUMBER.unpack(answer)
+        return self.returncode
 
 
 class ForkServer:
-    """Forks processes of one service. Ready when it is there."""
+    """Forks services, ranks and the command line. Constructing it takes as long as their imports."""
 
-    def __init__(self, service: str, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str]) -> None:
         """Start the server with these variables, and wait until it has imported everything."""
-        self._service = service
-        self._env = _fixed(env)
+        self._import_environment = import_environment(env)
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            modules = (f"services.{service}.__main__", *_MODULES[service])
-            command = [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()), *modules]
-            nothing = subprocess.DEVNULL
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=nothing, stdout=nothing, env=self._env
+                [sys.executable, "-m", "tests.support.forking", str(theirs.fileno()), *_MODULES],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={
+                    **env,
+                    "PYTHONPATH": megatron_cpu.python_path(),
+                    "PYTHONUNBUFFERED": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
             )
         atexit.register(self._close)
-        self._number(_START_LIMIT_S)
+        self._receive(_START_LIMIT_S)
 
     def fits(self, env: Mapping[str, str]) -> bool:
-        """Tell whether a process with these variables would have imported the same."""
-        return _fixed(env) == self._env
+        """Return True if a process with these variables would have imported the same."""
+        return import_environment(env) == self._import_environment
 
-    def run(self, module: str, env: Mapping[str, str], log: IO[bytes]) -> Forked:
-        """Return a process that runs a module, with its standard error in a log."""
-        request = json.dumps({"module": module, "env": dict(env), "cwd": str(Path.cwd())}).encode()
-        ended, say = os.pipe()
-        with self._lock:
-            try:
-                socket.send_fds(self._socket, [request], [log.fileno(), say])
-                pid = self._number(_FORK_LIMIT_S)
-            finally:
-                os.close(say)
-        return Forked(pid, ended)
+    def start(
+        self,
+        module: str,
+        env: Mapping[str, str],
+        *arguments: str,
+        stdout: int = 1,
+        stderr: int = 2,
+        pass_fds: Sequence[int] = (),
+        cwd: Path | None = None,
+        new_session: bool = False,
+    ) -> ForkedProcess:
+        """Return a process that does what `python -m MODULE ARGUMENTS` would, with these descriptors."""
+        with Path(os.devnull).open("rb") as nothing:
+            start = Start(
+                module, arguments, env, cwd=str(cwd or Path.cwd()), fds=[0, 1, 2, *pass_fds], new_session=new_session
+            )
+            fds = [nothing.fileno(), stdout, stderr, *pass_fds]
+            exit_pipe, theirs = os.pipe()
+            with self._lock:
+                try:
+                    socket.send_fds(self._socket, [start.encode()], [*fds, theirs])
+                    pid = self._receive(_FORK_LIMIT_S)
+                finally:
+                    os.close(theirs)
+        return ForkedProcess(pid, exit_pipe)
 
     def _close(self) -> None:
         self._socket.close()
         self._process.wait(_FORK_LIMIT_S)
 
-    def _number(self, limit_s: float) -> int:
+    def _receive(self, limit_s: float) -> int:
         self._socket.settimeout(limit_s)
-        said = self._socket.recv(_NUMBER.size)
-        assert said, f"the fork server of {self._service} has ended: its standard error says why"
-        return int(_NUMBER.unpack(said)[0])
+        answer = self._socket.recv(NUMBER.size)
+        assert answer, "the fork server has ended: its standard error says why"
+        return int(NUMBER.unpack(answer)[0])
 
 
-def fork_server(service: str, env: Mapping[str, str]) -> ForkServer | None:
-    """Return a server of a service, started when it is first asked for; None off Linux, or where it has many."""
-    known = _servers.setdefault(service, [])
-    found = next((server for server in known if server.fits(env)), None)
-    if found is None and sys.platform == "linux" and len(known) < _MOST:
-        found = ForkServer(service, env)
-        known.append(found)
+def fork_server(env: Mapping[str, str]) -> ForkServer | None:
+    """Return the server for processes with these variables; None off Linux, or when there are too many servers."""
+    found = next((server for server in _servers if server.fits(env)), None)
+    if found is None and sys.platform == "linux" and len(_servers) < _MAX_SERVERS:
+        found = ForkServer(env)
+        _servers.append(found)
     return found
 
 
-def _fixed(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if not name.startswith(_READ_LATE)}
-
-
-def _serve(channel: socket.socket) -> str | None:
-    """Fork until the client is gone and return None; in the processes themselves return what to run."""
-    channel.send(_NUMBER.pack(os.getpid()))
-    running: dict[int, tuple[int, int]] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(channel, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is not channel:
-                    selector.unregister(key.fd)
-                    _tell(key.fd, *running.pop(key.fd))
-                    continue
-                text, fds, _, _ = socket.recv_fds(channel, _REQUEST_BYTES, 2)
-                if not text:
-                    return None
-                log, say = fds
-                pid = os.fork()
-                if pid == 0:
-                    os.dup2(log, sys.stderr.fileno())
-                    for fd in (*fds, *running, *(say for _, say in running.values())):
-                        os.close(fd)
-                    channel.close()
-                    return _become(**json.loads(text))
-                os.close(log)
-                end = os.pidfd_open(pid)
-                running[end] = (pid, say)
-                selector.register(end, selectors.EVENT_READ)
-                channel.send(_NUMBER.pack(pid))
-
-
-def _tell(end: int, pid: int, say: int) -> None:
-    os.write(say, _NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-    os.close(say)
-    os.close(end)
-
-
-def _become(module: str, env: Mapping[str, str], cwd: str) -> str:
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(cwd)
-    sys.path[0] = cwd
-    del sys.argv[1:]
-    return module
-
-
-def _import(modules: list[str]) -> None:
-    for name in modules:
-        importlib.import_module(name)
-        if name.endswith(".__main__"):
-            del sys.modules[name]  # it is to run
-    gc.collect()
-    gc.freeze()
-
-
-if __name__ == "__main__":
-    _import(sys.argv[2:])
-    if to_run := _serve(socket.socket(fileno=int(sys.argv[1]))):
-        runpy.run_module(to_run, run_name="__main__", alter_sys=True)
+def popen_rank(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: int,
+    stdout: int,
+    pass_fds: Sequence[int],
+    start_new_session: bool,
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Do what `subprocess.Popen` does for `RankProcesses`, with a forked process where that is possible."""
+    forks = fork_server(env) if is_forkable(command, env) else None
+    if forks is None:
+        return subprocess.Popen(
+            command, env=env, stdin=stdin, stdout=stdout, pass_fds=pass_fds, start_new_session=start_new_session
+        )
+    with Path(os.devnull).open("wb") as nothing:
+        return forks.start(
+            command[2],
+            env,
+            *command[3:],
+            stdout=nothing.fileno() if stdout == subprocess.DEVNULL else stdout,
+            pass_fds=pass_fds,
+            new_session=start_new_session,
+        )

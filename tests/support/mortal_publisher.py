@@ -1,6 +1,6 @@
-"""A trainer that dies while it uploads: `python -m tests.support.mortal_publisher URL TOKEN JOB VERSION SEED MIB_SAID`.
+"""A publisher to kill during its upload: `python -m tests.support.mortal_publisher URL TOKEN JOB VERSION SEED MIB`.
 
-It publishes a matrix a MiB. After so many of them it prints a line and makes no more: it is there to be killed.
+It publishes tensors of 1 MiB. After `MIB` of them it prints a line and blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def shards(seed: int, n_mib: int) -> Iterator[Shard]:
-    """Yield the weights that a seed stands for."""
+    """Yield `n_mib` tensors of 1 MiB, random by `seed`."""
     rng = np.random.default_rng(seed)
     for number in range(n_mib):
         data = rng.integers(0, 256, MIB, dtype=np.uint8)
@@ -29,7 +29,7 @@ def shards(seed: int, n_mib: int) -> Iterator[Shard]:
 
 def _until_killed(seed: int, n_mib: int) -> Iterator[Shard]:
     yield from shards(seed, n_mib)
-    print("uploading no more", flush=True)
+    print("upload blocked", flush=True)
     threading.Event().wait()
 
 

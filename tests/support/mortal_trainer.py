@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from services.trainer import __main__ as service
-from services.trainer import workshop
-from services.trainer.ports import Snapshot, TrainState, Workshop
+from services.trainer import build as composition
+from services.trainer.ports.engine import Snapshot
+from services.trainer.ports.resources import JobResources
+from services.trainer.ports.storage import TrainState
 from services.trainer.settings import Settings
 from shared.bus import Append, Fence, HashSet, Op
 from shared.ids import SampleId
 from shared.lifecycle import run_service
 from shared.messages import GroupRequested, StepReport
-from shared.redis_bus import RedisBus, connect
+from shared.redis.bus import RedisBus, connect
 from shared.weights.publisher import Shard
 
 POINTS = (
@@ -150,16 +152,16 @@ class MortalBus(RedisBus):
                 case _:
                     pass
 
-    async def trim(self, stream: str, first_kept: str) -> None:
-        await super().trim(stream, first_kept)
+    async def trim(self, stream: str, min_id: str) -> None:
+        await super().trim(stream, min_id)
         self.fate.comes("trimmed", -1)
 
 
 def live(fate: Fate) -> int:
     """Be a trainer until the stop, or until fate comes."""
-    build = workshop.build
+    build = composition.build_resources
 
-    def building(*args: Any) -> Workshop:
+    def building(*args: Any) -> JobResources:
         made = build(*args)
         return replace(
             made,
@@ -174,7 +176,7 @@ def live(fate: Fate) -> int:
         bus.fate = fate
         return bus
 
-    workshop.build = building
+    composition.build_resources = building
     service.connect = connecting
     return run_service("trainer", Settings, service.main)
 

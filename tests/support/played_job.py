@@ -15,7 +15,7 @@ from shared.columns import I32, ints, pack
 from shared.errors import BusUnavailable
 from shared.ids import SampleId
 from shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 from tests.support.sim_worker import SimWorker, check_completion
 

@@ -1,21 +1,24 @@
-"""The processes that a trainer has started for megatron-core."""
+"""Finds the rank processes of a trainer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 MODULE = "services.trainer.adapters.ranks.rank"
+_FORKED_NAME = "rank"
+"""What a forked process is called, see `tests/support/forking.py`."""
 
 
 def ranks_of(pid: int) -> list[int]:
     """Return the process ids of a process's ranks, rank 0 first."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     found = {int(child) for file in children for child in file.read_text().split()}
-    return sorted(child for child in found if MODULE in _command_of(child))
+    return sorted(child for child in found if _is_rank(Path(f"/proc/{child}")))
 
 
-def _command_of(pid: int) -> str:
+def _is_rank(process: Path) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        name, command = (process / "comm").read_text().strip(), (process / "cmdline").read_text(errors="replace")
     except OSError:
-        return ""
+        return False
+    return name == _FORKED_NAME or MODULE in command

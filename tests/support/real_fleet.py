@@ -17,16 +17,16 @@ import httpx
 from services.trainer.adapters.torch.policy import TorchPolicy
 from services.trainer.adapters.weights import StorePublisher
 from services.trainer.device import DeviceThread
-from services.trainer.domain.canary import probe
-from services.trainer.link import JobLink, PatientBus
-from services.trainer.publishing import Publishing
+from services.trainer.domain.parity import build_probe
+from services.trainer.job_streams import JobStreams, RetryingBus
+from services.trainer.publishing import VersionPublisher
 from shared import names
 from shared.bus import START
 from shared.columns import I32, pack
 from shared.ids import SampleId
-from shared.jobspec import parse
+from shared.job.spec import parse
 from shared.messages import Event, GroupRequested, JobReport, SampleDropped, SampleFinished, Sampling
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 from tests.support import published_model, tiny_models
@@ -81,13 +81,13 @@ class RealFleet:
         client = StoreClient(self.store.url, TOKEN)
         config_json = (model / "config.json").read_text()
         weights = StorePublisher(client, self.job, config_json, self.directory / "pulled", waits, 30.0)
-        asked = probe(tiny_models.VOCABULARY, temperature=1.0, dtype="float32")
-        link = JobLink(PatientBus(bus, waits, 30.0), self.job)
+        asked = build_probe(tiny_models.VOCABULARY, temperature=1.0, dtype="float32")
+        link = JobStreams(RetryingBus(bus, waits, 30.0), self.job)
         try:
             engine.load_hf(model)
-            versions = Publishing(engine, weights, device, link, asked)
-            await versions.look()
-            await versions.begin(0)
+            versions = VersionPublisher(engine, weights, device, link, asked)
+            await versions.refresh_head()
+            await versions.ensure_published(0)
             await bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state="running", step=0))
         finally:
             await weights.close()

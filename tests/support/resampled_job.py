@@ -12,11 +12,11 @@ from typing import Any
 
 from services.trainer.domain.plan import plan_step, training_group
 from services.trainer.domain.resampling import Replacements
-from services.trainer.fakes import FakeRewards
-from services.trainer.ports import RewardBatch, Scores, Workshop
+from services.trainer.fakes.rewards import FakeRewards
+from services.trainer.ports.resources import JobResources
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared.columns import I32, unpack
-from shared.ids import SampleId
-from shared.jobspec import JobSpec, RlJob
+from shared.job.spec import JobSpec, RlJob
 from shared.messages import GroupRequested
 from tests.support.scripted_manager import scripted
 from tests.support.trainer_rig import Rig, spec
@@ -68,7 +68,7 @@ def dawdling(rig: Rig, seed: int) -> None:
     """Let groups be scored in an order of chance."""
     build = rig.build
 
-    def building(spec: JobSpec, job_id: str) -> Workshop:
+    def building(spec: JobSpec, job_id: str) -> JobResources:
         return replace(build(spec, job_id), rewards=Dawdling(rig.reward, seed))
 
     rig.build = building  # type: ignore[method-assign]
@@ -94,12 +94,12 @@ def in_places(what: RlJob, equal: frozenset[int]) -> tuple[dict[int, int], dict[
     for step in range(what.steps):
         first = plan_step(what, 1, step, ROWS, 0)
         rule = Replacements.of(what, step, ROWS)
-        spare = rule.spare([group.row for group in first])
-        for begins in first:
-            group = begins
+        rows = rule.replacement_rows([group.row for group in first])
+        for initial in first:
+            group = initial
             groups[group.id] = group.row
-            while group.row in equal and (number := rule.number_after(SampleId.unpack(group.id).group)) is not None:
-                group = training_group(what, 1, step, number, rule.row(number, spare))
+            while group.row in equal and (number := rule.replacement_number(group.number)) is not None:
+                group = training_group(what, 1, step, number, rule.row(number, rows))
                 groups[group.id] = group.row
             if group.row not in equal:
                 teaching[group.id] = group.row

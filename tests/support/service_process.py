@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.eventually import LIMIT_S
-from tests.support.fork_server import Forked, fork_server
+from tests.support.fork_server import ForkedProcess, fork_server
 from tests.support.redis_server import free_port
 
 TOKEN = "a token for tests"
@@ -55,8 +55,8 @@ class ServiceProcess:
         self._log = directory / f"{name}.log"
         common = {"RLBOOST_REDIS_URL": redis_url, "RLBOOST_TOKEN": TOKEN, f"{prefix}PORT": str(self.port)}
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", **common, **env}
-        self._forks = None if module or imports else fork_server(name, self.env)
-        self._process: subprocess.Popen[bytes] | Forked | None = None
+        self._forks = None if module or imports else fork_server(self.env)
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -69,7 +69,7 @@ class ServiceProcess:
         assert self._process is None, "the service runs already"
         with self._log.open("ab") as log:
             if self._forks is not None and self._forks.fits(self.env):
-                self._process = self._forks.run(self._module, self.env, log)
+                self._process = self._forks.start(self._module, self.env, stderr=log.fileno())
             else:
                 self._process = subprocess.Popen([sys.executable, "-m", self._module], env=self.env, stderr=log)
 

@@ -28,11 +28,11 @@ from shared.messages import (
     Suspend,
     TokenFrame,
     UseVersion,
-    WorkerBeat,
+    WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
 )
-from shared.names import TOKEN_LOG, WORKER_BEATS, worker_commands, worker_lease
+from shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands, worker_lease
 
 RESIDENT_BYTES = 123_000_000
 """What each one says of its memory."""
@@ -79,7 +79,7 @@ class SimWorker:
     slots: int = 4
     lease_s: float = 2.0
     kv_tokens: int = 0
-    kv_row_tokens: int = 0
+    max_request_tokens: int = 0
     cursor: str = START
     state: str = "joining"
     job_id: str = ""
@@ -99,12 +99,12 @@ class SimWorker:
             price_per_hour=0.0,
             at=0.0,
         )
-        await self.bus.append(WORKER_BEATS, joined)
+        await self.bus.append(WORKER_HEARTBEATS, joined)
         await self.beat()
 
     async def beat(self) -> None:
         await self.bus.renew(worker_lease(self.id), "1", self.lease_s)
-        beat = WorkerBeat(
+        beat = WorkerHeartbeat(
             worker=self.id,
             state=self.state,
             job_id=self.job_id,
@@ -115,9 +115,9 @@ class SimWorker:
             at=0.0,
             resident_bytes=RESIDENT_BYTES,
             kv_tokens=self.kv_tokens,
-            kv_row_tokens=self.kv_row_tokens,
+            max_request_tokens=self.max_request_tokens,
         )
-        await self.bus.append(WORKER_BEATS, beat)
+        await self.bus.append(WORKER_HEARTBEATS, beat)
 
     async def obey(self) -> None:
         """Carry out the commands that are there."""
@@ -217,16 +217,16 @@ class SimWorker:
     async def leave(self) -> None:
         """Flush and go."""
         await self.flush()
-        await self.bus.append(WORKER_BEATS, WorkerLeft(worker=self.id, reason="drained", at=0.0))
+        await self.bus.append(WORKER_HEARTBEATS, WorkerLeft(worker=self.id, reason="drained", at=0.0))
         self.held.clear()
         self.dismissed = True
 
     async def die(self) -> None:
         """The engine dies: what it made is in the log, and the last word names what it ran."""
         await self.flush()
-        died_with = pack(self.running(), U64)
-        left = WorkerLeft(worker=self.id, reason="failed: it died", at=0.0, died_with=died_with)
-        await self.bus.append(WORKER_BEATS, left)
+        running_at_failure = pack(self.running(), U64)
+        left = WorkerLeft(worker=self.id, reason="failed: it died", at=0.0, running_at_failure=running_at_failure)
+        await self.bus.append(WORKER_HEARTBEATS, left)
         self.held.clear()
         self.dismissed = True
 

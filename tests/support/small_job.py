@@ -39,7 +39,7 @@ def check(box: BlackBox, job_id: str, observer: Observer, spec: dict[str, Any]) 
     assert not audit["dropped"]
     assert audit["in_flight"] == 0
     assert audit["tokens_delivered"] == delivered
-    assert audit["tokens_generated"] == delivered + sum(audit["tokens_made_again"].values())
+    assert audit["tokens_generated"] == delivered + sum(audit["tokens_regenerated"].values())
     rows = box.get(f"/v1/jobs/{job_id}/metrics")
     assert [row["step"] for row in rows] == list(range(spec["steps"] + 1))
     assert all(row["groups/dropped"] == row["samples/duplicates"] == 0 for row in rows)

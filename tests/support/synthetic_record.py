@@ -35,7 +35,7 @@ AUDIT = {
     "duplicates": 0,
     "tokens_generated": 200_300,
     "tokens_delivered": 200_000,
-    "tokens_made_again": {"late": 300},
+    "tokens_regenerated": {"late": 300},
     "tokens_saved": 5_000,
     "preemptions": {"with_notice": 1, "without_notice": 1},
     "migrations": 130,
@@ -70,20 +70,20 @@ def job_events() -> list[JobEvent]:
         at = JOB_AT + 2 + step * STEP_S
         events += [
             state(at, "reserved-1", "suspended", "ready"),
-            told(at, "samples_taken", worker="reserved-1-aaaa", samples=40, tokens=400, cause="suspended"),
-            told(at, "samples_moved", worker="worker-3-aaaa", samples=40, tokens=400),
+            told(at, "samples_unassigned", worker="reserved-1-aaaa", samples=40, tokens=400, cause="suspended"),
+            told(at, "samples_migrated", worker="worker-3-aaaa", samples=40, tokens=400),
             state(at + 3.5, "reserved-1", "ready", "suspended"),
         ]
     events += [
-        told(MISSED_AT, "samples_taken", worker="worker-2-aaaa", samples=50, tokens=2500, cause="lost"),
+        told(MISSED_AT, "samples_unassigned", worker="worker-2-aaaa", samples=50, tokens=2500, cause="lost"),
         told(MISSED_AT, "worker_lost", worker="worker-2-aaaa", reason="its lease ran out"),
-        told(MISSED_AT, "samples_moved", worker="worker-1-aaaa", samples=30, tokens=1500),
-        told(MISSED_AT + 0.3, "samples_moved", worker="worker-3-aaaa", samples=15, tokens=750),
-        told(MISSED_AT + 0.6, "samples_moved", worker="worker-3-aaaa", samples=5, tokens=250),
+        told(MISSED_AT, "samples_migrated", worker="worker-1-aaaa", samples=30, tokens=1500),
+        told(MISSED_AT + 0.3, "samples_migrated", worker="worker-3-aaaa", samples=15, tokens=750),
+        told(MISSED_AT + 0.6, "samples_migrated", worker="worker-3-aaaa", samples=5, tokens=250),
         told(NOTICED_AT, "worker_notice", worker="worker-1-aaaa", reason="sigterm", lead_s=30.0),
-        told(LEFT_AT, "samples_taken", worker="worker-1-aaaa", samples=20, tokens=900, cause="left"),
+        told(LEFT_AT, "samples_unassigned", worker="worker-1-aaaa", samples=20, tokens=900, cause="left"),
         told(LEFT_AT, "worker_left", worker="worker-1-aaaa", reason="sigterm"),
-        told(LEFT_AT, "samples_moved", worker="worker-3-aaaa", samples=20, tokens=900),
+        told(LEFT_AT, "samples_migrated", worker="worker-3-aaaa", samples=20, tokens=900),
         told(END_AT, "job_state", state="completed", before="running", error=""),
     ]
     for name, at in JOINED_AT.items():

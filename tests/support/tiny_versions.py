@@ -1,4 +1,4 @@
-"""Versions of a few bytes, with deltas, and a weight store on any origin that keeps one of them."""
+"""Versions of a few bytes with deltas, and a weight store on any origin that retains one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.weight_store.metrics import Metrics
 from services.weight_store.ports import Chunks, Documents
 from shared.fakes import MemoryBus
 from shared.waiting import Waits
-from shared.weights.edges import Edge, lists_of
+from shared.weights.delta_graph import Edge, lists_of
 from shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from shared.weights.wire import CommitRequest
 
@@ -45,7 +45,7 @@ def content(version: int) -> bytes:
 
 
 def deltas(version: int) -> list[bytes]:
-    """Return a stand-in for the delta to a version, which nobody applies here, and the list that names it."""
+    """Return a placeholder for the delta to a version, which is never applied, and its edge list."""
     if not version:
         return []
     delta = b"delta %d" % version

@@ -8,28 +8,23 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from services.trainer import app
-from services.trainer.app import Trainer
+from services.trainer.app import Timing, Trainer
 from services.trainer.device import DeviceThread
-from services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
-from services.trainer.ports import (
-    CheckpointStore,
-    Data,
-    LossFn,
-    Prompt,
-    RewardBatch,
-    Row,
-    Scores,
-    TrainState,
-    Workshop,
-)
+from services.trainer.domain.tokens import LossFn
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.fakes.engine import FakeEngine
+from services.trainer.fakes.rewards import FakeRewards
+from services.trainer.fakes.storage import MemoryCheckpoints, MemoryFolder, MemoryWeights
+from services.trainer.ports.data import Data, Prompt
+from services.trainer.ports.resources import JobResources
+from services.trainer.ports.rewards import RewardBatch, Scores
+from services.trainer.ports.storage import CheckpointStore, TrainState
 from shared import names
 from shared.bus import START, Fence
 from shared.columns import I32, pack
 from shared.fakes import MemoryBus
-from shared.jobspec import JobSpec, parse, to_json
+from shared.job.spec import JobSpec, parse, to_json
 from shared.messages import Event, JobCommand, JobReport, StepReport
 from shared.waiting import Waits
 from tests.support.eventually import LIMIT_S, eventually
@@ -59,7 +54,7 @@ def by_length(batch: RewardBatch) -> Scores:
 class WatchedEngine(FakeEngine):
     """Keeps the rows that it was trained on."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[TrainingRow]) -> None:
         super().__init__()
         self._rows = rows
 
@@ -72,7 +67,7 @@ async def succession(bus: MemoryBus) -> tuple[Fence, Fence]:
     """Let one trainer take a job's lease from another; return their fences, of which the first has fallen."""
     fences = []
     for trainer in ("old", "new"):
-        epoch = await bus.take("lease", trainer, 5.0, epoch="epoch", instead_of="old")
+        epoch = await bus.acquire_fenced("lease", trainer, 5.0, epoch="epoch", replacing="old")
         assert epoch is not None
         fences.append(Fence("epoch", epoch))
     old, new = fences
@@ -82,8 +77,15 @@ async def succession(bus: MemoryBus) -> tuple[Fence, Fence]:
 class Rig:
     """One trainer after the other on the same bus, weights and checkpoints, and a scripted manager."""
 
-    def __init__(self, folder: Path, job: JobSpec | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        job: JobSpec | None = None,
+        *,
+        timing: Timing = Timing(block_s=0.01, lease_s=0.05),  # noqa: B008 - frozen
+    ) -> None:
         self.job = job or spec()
+        self.timing = timing
         self.bus = MemoryBus()
         self.weights = MemoryWeights()
         self.checkpoints: CheckpointStore = MemoryCheckpoints(folder)
@@ -101,10 +103,10 @@ class Rig:
         self.waits = Waits()
         self._trainers = 0
 
-    def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
+    def build(self, _spec: JobSpec, _job_id: str) -> JobResources:
         prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(self.first_row, self.first_row + 10)]
         self.engine = self.make_engine()
-        return Workshop(
+        return JobResources(
             engine=self.engine,
             model=Path("m"),
             loss=_no_loss,
@@ -135,14 +137,13 @@ class Rig:
             name=name,
             outage_limit_s=self.outage_limit_s,
             samples_limit_s=self.samples_limit_s,
+            timing=self.timing,
         )
         loops = [asyncio.create_task(loop(stop)) for loop in (trainer.commands, trainer.jobs, trainer.lease)]
         managers = [] if self._trainers else [asyncio.create_task(self.manager.run())]
         self._trainers += 1
         try:
-            # A stop waits for the reading that is under way.
-            with mock.patch.object(app, "_BLOCK_S", 0.01):
-                yield trainer
+            yield trainer
         finally:
             self._trainers -= 1
             if not killed:

@@ -16,9 +16,9 @@ from shared import names
 from shared.bus import START, Delete
 from shared.errors import BusUnavailable
 from shared.ids import SampleId
-from shared.jobspec import parse, to_json
+from shared.job.spec import parse, to_json
 from shared.messages import Event, JobCommand, JobReport, StepReport
-from shared.redis_bus import RedisBus
+from shared.redis.bus import RedisBus
 from shared.weights.client import StoreClient
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
@@ -123,7 +123,7 @@ class Site:
         return -1 if info is None else info.version
 
     async def lease(self, job_id: str) -> dict[str, Any]:
-        [text] = await self.bus.holders([names.trainer_lease(job_id)])
+        [text] = await self.bus.lease_values([names.trainer_lease(job_id)])
         body: dict[str, Any] = json.loads(text) if text else {}
         return body
 
@@ -139,7 +139,7 @@ class Site:
             asked = {sample for sample in manager.answered if SampleId.unpack(sample).step == step}
             there = sum(not manager.withholds(sample) for sample in asked)
             waiting = (await self.lease(job_id)).get("waiting") or {}
-            return len(asked) == n_samples and waiting.get("because") == f"{there} of {n_samples} samples are there"
+            return len(asked) == n_samples and waiting.get("because") == f"{there} of {n_samples} samples have arrived"
 
         await eventually(it_does, within_s=120)
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from services.rollout_worker.adapters.vllm_factory import VllmFactory
+from services.rollout_worker.adapters.vllm.factory import VllmFactory
 
 if TYPE_CHECKING:
-    from services.rollout_worker.adapters.vllm_core import Core
-    from services.rollout_worker.adapters.vllm_engine import VllmEngine
+    from services.rollout_worker.adapters.vllm.core import VllmCore
+    from services.rollout_worker.adapters.vllm.engine import VllmEngine
     from services.rollout_worker.ports import Engine
 
 _KV_CACHE_BYTES = 8 << 20
-_shared: dict[str, Core] = {}
+_shared: dict[str, VllmCore] = {}
 
 
 def config(*, tied: bool = True) -> Any:
@@ -54,12 +54,12 @@ def require(device: str = "cpu") -> None:
 
 def start(config: Any, *, slots: int) -> VllmEngine:
     """Return an engine without weights over the vLLM that runs this model; one of another model is ended first."""
-    from services.rollout_worker.adapters.engine_thread import EngineThread  # noqa: PLC0415 - see require
-    from services.rollout_worker.adapters.vllm_engine import VllmEngine  # noqa: PLC0415 - see require
+    from services.rollout_worker.adapters.engine.thread import EngineThread  # noqa: PLC0415 - see require
+    from services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - see require
 
     config_json = config.to_json_string()
     thread = EngineThread("vllm-engine")
-    core = thread.ask(lambda: _core(config_json, slots)).result(60)
+    core = thread.call(lambda: _core(config_json, slots)).result(60)
     return VllmEngine(core, thread, slots=slots)
 
 
@@ -72,7 +72,7 @@ def build(config: Any, *, slots: int, **settings: Any) -> Engine:
         return VllmFactory(slots=slots, **settings).build(config_json)
 
 
-def _core(config_json: str, slots: int) -> Core:
+def _core(config_json: str, slots: int) -> VllmCore:
     key = f"{slots} {config_json}"
     if key not in _shared:
         end_shared()  # two at once would share vLLM's global state
@@ -80,10 +80,10 @@ def _core(config_json: str, slots: int) -> Core:
     return _shared[key]
 
 
-def _make(config_json: str, slots: int) -> Core:
-    from services.rollout_worker.adapters.vllm_core import Core, VllmOptions  # noqa: PLC0415 - see require
+def _make(config_json: str, slots: int) -> VllmCore:
+    from services.rollout_worker.adapters.vllm.core import VllmCore, VllmOptions  # noqa: PLC0415 - see require
 
-    class Shared(Core):
+    class Shared(VllmCore):
         """Outlives its engine."""
 
         def add(self, *args: Any) -> str:
@@ -102,7 +102,7 @@ def _make(config_json: str, slots: int) -> Core:
     ids: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # see require
-        return Shared(config_json, VllmOptions(slots=slots, kv_cache_bytes=_KV_CACHE_BYTES, sleeps=True))
+        return Shared(config_json, VllmOptions(slots=slots, kv_cache_bytes=_KV_CACHE_BYTES, enable_sleep=True))
 
 
 def end_shared() -> None:

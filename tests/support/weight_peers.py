@@ -16,16 +16,16 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
 
 from shared import logs
-from shared.http import bind, create_app, server_loop
+from shared.http.server import bind, create_app, server_loop
 from shared.lifecycle import supervise
-from shared.redis_bus import connect
+from shared.redis.bus import connect
 from shared.waiting import Waits
 from shared.weights.cache import Cache
 from shared.weights.client import StoreClient
 from shared.weights.manifest import digest_of
-from shared.weights.peers.directory import Directory
-from shared.weights.peers.serving import blob_routes
-from shared.weights.peers.swarm import Swarm
+from shared.weights.peers.blob_routes import blob_routes
+from shared.weights.peers.directory import PeerDirectory
+from shared.weights.peers.source import PeerSource
 from shared.weights.peers.transport import PeerTransport
 from shared.weights.puller import Puller
 from shared.weights.source import StoreSource
@@ -41,10 +41,12 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
     app.include_router(blob_routes(cache, options.token, Counter("sent", "bytes", registry=CollectorRegistry())))
     async with StoreClient(options.store, options.token) as client:
         store = StoreSource(client, cache, concurrency=8)
-        alone_bytes = sys.maxsize if options.alone else 0
-        swarm = Swarm(Directory(bus, name, "here"), transport, store, cache, concurrency=8, alone_bytes=alone_bytes)
-        swarm.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        puller = Puller(client, cache, Waits(), source=swarm, limit_s=100.0)
+        store_only_bytes = sys.maxsize if options.alone else 0
+        peer_source = PeerSource(
+            PeerDirectory(bus, name, "here"), transport, store, cache, concurrency=8, store_only_bytes=store_only_bytes
+        )
+        peer_source.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        puller = Puller(client, cache, Waits(), source=peer_source, limit_s=100.0)
 
         async def pull(stop: asyncio.Event) -> None:
             pulled = await puller.pull(options.job, options.version)
@@ -54,7 +56,7 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
             (options.dir / f"{name}.new").rename(options.dir / f"{name}.digest")
             await stop.wait()
 
-        await supervise({"http": server_loop(app, sock), "announce": swarm.announce, "pull": pull}, stop)
+        await supervise({"http": server_loop(app, sock), "announce": peer_source.announce, "pull": pull}, stop)
     await transport.close()
     await bus.close()
 

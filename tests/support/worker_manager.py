@@ -20,10 +20,11 @@ from shared.messages import (
     Sampling,
     TokenFrame,
     UseVersion,
-    WorkerBeat,
+    WorkerHeartbeat,
     WorkerJoined,
 )
-from shared.names import TOKEN_LOG, WORKER_BEATS, worker_commands
+from shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands
+from shared.protocol import PROTOCOL
 from tests.support.eventually import LIMIT_S, eventually
 
 JOB = "job"
@@ -36,7 +37,8 @@ class JoinServer:
     """Answers `GET /v1/join` to whoever has the token."""
 
     def __init__(self, token: str, redis_url: str, weight_store_url: str, **more: object) -> None:
-        body = json.dumps({"redis_url": redis_url, "weight_store_url": weight_store_url, **more}).encode()
+        joined = {"redis_url": redis_url, "weight_store_url": weight_store_url, "protocol": PROTOCOL}
+        body = json.dumps(joined | more).encode()
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -120,7 +122,7 @@ class WorkerManager:
         return fold(await self.log())
 
     async def heard(self, kind: type[M], worker: str = "") -> list[M]:
-        messages = [entry.message for entry in await self.entries(WORKER_BEATS)]
+        messages = [entry.message for entry in await self.entries(WORKER_HEARTBEATS)]
         return [m for m in messages if isinstance(m, kind) and worker in {"", getattr(m, "worker", "")}]
 
     async def entries(self, stream: str) -> list[Entry]:
@@ -138,15 +140,17 @@ class WorkerManager:
 
         return (await eventually(ids, within_s=within_s))[nth - 1]
 
-    async def last_beat(self, worker: str) -> WorkerBeat:
-        beats = await self.heard(WorkerBeat, worker)
+    async def last_beat(self, worker: str) -> WorkerHeartbeat:
+        beats = await self.heard(WorkerHeartbeat, worker)
         assert beats, f"no beat of {worker}"
         return beats[-1]
 
-    async def until(self, worker: str, state: str, version: int | None = None, within_s: float = LIMIT_S) -> WorkerBeat:
+    async def until(
+        self, worker: str, state: str, version: int | None = None, within_s: float = LIMIT_S
+    ) -> WorkerHeartbeat:
         """Wait until the newest beat is of this state and version."""
 
-        async def beat() -> WorkerBeat:
+        async def beat() -> WorkerHeartbeat:
             last = await self.last_beat(worker)
             assert last.state == state, f"{worker} is {last.state}"
             assert version is None or last.version == version, f"{worker} serves {last.version}"

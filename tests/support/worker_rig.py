@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from services.rollout_worker.app import Pace, Worker
-from services.rollout_worker.domain.kv_room import Room
+from services.rollout_worker.app import Worker, WorkerOptions
+from services.rollout_worker.domain.kv_capacity import KvCapacity
 from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from services.rollout_worker.generator import Generator
-from services.rollout_worker.link import Identity, Link
+from services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from services.rollout_worker.ports import Memory
 from shared.bus import Append, Op
 from shared.errors import BusUnavailable
@@ -22,8 +22,8 @@ from tests.support.worker_manager import JOB, WorkerManager
 class SlowToLoad(FakeEngine):
     """Loads weights only when it may."""
 
-    def __init__(self, room: Room | None = None) -> None:
-        super().__init__(4, interval_s=0.001, room=room)
+    def __init__(self, capacity: KvCapacity | None = None) -> None:
+        super().__init__(4, interval_s=0.001, capacity=capacity)
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.hangs = False
@@ -53,21 +53,30 @@ class Rig(MemoryBus):
         grace_s: float = 5.0,
         finish_limit_s: float = 20.0,
         *,
-        heeds_advice: bool = False,
-        room: Room | None = None,
+        drain_on_rebalance: bool = False,
+        parity_limit_s: float = 20.0,
+        capacity: KvCapacity | None = None,
     ) -> None:
         super().__init__()
-        self.factory = FakeEngineFactory(lambda: SlowToLoad(room))
+        self.factory = FakeEngineFactory(lambda: SlowToLoad(capacity))
         self.weights = FakeWeights()
         self.weights.versions = {(JOB, version): FakeStagedWeights() for version in range(3)}
         self.manager = WorkerManager(self)
         self.stop = asyncio.Event()
         self.waits = Waits()
-        self.generator = Generator(self.factory)
-        identity = Identity("w", "preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
-        self.link = Link(self, self.generator, identity, 0.5, self.waits, lambda: Memory(1, 2, 3))
-        pace = Pace(flush_interval_s=0.002, beat_interval_s=0.02, grace_s=grace_s, finish_limit_s=finish_limit_s)
-        self.app = Worker(self, self.link, self.generator, self.weights, pace, self.waits, heeds_advice=heeds_advice)
+        self.generator = Generator(self.factory, parity_limit_s=parity_limit_s)
+        identity = WorkerIdentity("w", "preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
+        self.connection = ManagerConnection(self, self.generator, identity, 0.5, self.waits, lambda: Memory(1, 2, 3))
+        options = WorkerOptions(0.002, 0.02, grace_s, finish_limit_s, drain_on_rebalance)
+        self.worker = Worker(
+            self.stop,
+            self,
+            self.connection,
+            self.generator,
+            self.weights,
+            options,
+            self.waits,
+        )
         self.log_refuses = False
         self.sent_twice = 0
 

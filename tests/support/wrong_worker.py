@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from services.rollout_worker.__main__ import main
-from services.rollout_worker.adapters.torch_engine import TorchEngine
+from services.rollout_worker.adapters.torch.engine import TorchEngine
 from services.rollout_worker.settings import Settings
 from shared.lifecycle import run_service
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.rollout_manager.carry_out import bookkeeping, operations
-from services.rollout_manager.domain.actions import ForgetWorker
+from services.rollout_manager.bus_operations import bookkeeping, operations
+from services.rollout_manager.domain.effects import ForgetWorker
 from shared import names
 from shared.bus import START, Append, HashSet
 from shared.fakes import MemoryBus
@@ -24,5 +24,5 @@ async def test_of_a_forgotten_worker_s_commands_only_the_dismissal_is_kept() -> 
 async def test_the_cursor_of_a_stream_that_is_over_is_removed() -> None:
     bus = MemoryBus()
     await bus.transact([HashSet(names.MANAGER_CURSORS, {"a": "1-0", "b": "1-0"})])
-    await bus.transact(bookkeeping({"a": "2-0"}, {}, over=["b"]))
+    await bus.transact(bookkeeping({"a": "2-0"}, {}, closed_streams=["b"]))
     assert await bus.hash_all(names.MANAGER_CURSORS) == {"a": "2-0"}

@@ -20,11 +20,11 @@ def test_a_file_says_when_machines_come_and_go() -> None:
     ("line", "what"),
     [
         ("1000,remove", "expected time_ms,add|remove|notice|kill,node"),
-        ("soon,remove,worker-1", "'soon' is no time"),
-        ("-5,remove,worker-1", "'-5' is no time"),
-        ("1000,explode,worker-1", "'explode' is no action"),
-        ("1000,add,../x", "'../x' is no node"),
-        ("1000,remove,node9", "node9 is not there; there are: node1, worker-1"),
+        ("soon,remove,worker-1", "'soon' is not a time"),
+        ("-5,remove,worker-1", "'-5' is not a time"),
+        ("1000,explode,worker-1", "'explode' is not an action"),
+        ("1000,add,../x", "'../x' is not a node name"),
+        ("1000,remove,node9", "node9 is not present; present nodes: node1, worker-1"),
         ("1000,add,node1", "node1 is already there"),
         ("10,remove,worker-1", "earlier than the line before it"),
     ],
@@ -35,8 +35,8 @@ def test_a_wrong_line_is_named_with_what_is_wrong(line: str, what: str) -> None:
     assert what in str(caught.value)
 
 
-def test_a_node_that_was_taken_cannot_be_taken_again() -> None:
-    with pytest.raises(ConfigError, match=r"line 2 .*there are: none"):
+def test_a_preempted_node_cannot_be_preempted_again() -> None:
+    with pytest.raises(ConfigError, match=r"line 2 .*present nodes: none"):
         parse("0,kill,worker-1\n1,kill,worker-1", ["worker-1"])
 
 
@@ -53,7 +53,7 @@ def test_a_generated_schedule_takes_half_without_notice_and_brings_each_back(see
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_generated_schedule_only_takes_who_is_there(seed: int) -> None:
+def test_a_generated_schedule_preempts_only_present_nodes(seed: int) -> None:
     nodes = ["worker-1", "worker-2"]
     schedule = generate(seed, nodes=nodes, preemptions=30, duration_s=20.0)  # denser than the nodes can bear
     verb = {"join": "add", "kill": "kill", "notice": "notice"}
@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
     assert first == again != other
 
 
-def test_nobody_to_take_is_an_error() -> None:
+def test_a_schedule_without_workers_is_an_error() -> None:
     with pytest.raises(ConfigError, match="--workers 1"):
         generate(1, nodes=[], preemptions=1, duration_s=1.0)
 

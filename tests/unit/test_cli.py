@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLBOOST_URL", raising=False)
     monkeypatch.delenv("RLBOOST_TOKEN", raising=False)
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")  # it needs a real model
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")  # it needs a real model
     monkeypatch.setattr(follow, "_POLL_S", 0.0)
     monkeypatch.setattr(follow, "_LONG_WAIT_S", 0.0)
     return tmp_path
@@ -100,12 +100,12 @@ def test_a_url_without_its_token_is_an_error_and_no_other_token_is_sent(monkeypa
 
 
 @pytest.mark.parametrize("url", ["10.0.0.5:8700", "ftp://a.test", "http://", "http://[::1", "http://a.test:x"])
-def test_an_address_that_is_none_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_url_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLBOOST_URL", url)
     monkeypatch.setenv("RLBOOST_TOKEN", "t")
     result = rlboost("status", "j")
     assert result.exit_code == 2
-    assert result.stderr == f"rlboost: RLBOOST_URL {url!r} is no URL: give one such as http://10.0.0.5:8700\n"
+    assert result.stderr == f"rlboost: RLBOOST_URL {url!r} is not a URL: use the form http://10.0.0.5:8700\n"
 
 
 def test_the_environment_wins_over_the_local_state(rest: FakeRest) -> None:
@@ -146,7 +146,7 @@ def test_run_sends_the_job_with_overrides_defaults_and_absolute_paths(rest: Fake
     assert sent["reward"]["function"] == "my_reward:score"
 
 
-def test_a_model_that_is_no_local_path_is_sent_as_it_is(rest: FakeRest) -> None:
+def test_a_hub_model_id_is_sent_unchanged(rest: FakeRest) -> None:
     write_job(model="Qwen/Qwen3-0.6B")
     rest.on("POST /v1/jobs", ok({"id": "tiny-1", "state": "pending"}, 201))
     assert rlboost("run", "job.yaml").exit_code == 0
@@ -219,7 +219,7 @@ def test_what_the_check_refuses_is_not_sent_to_the_system_of_this_folder(rest: F
 
 
 @pytest.mark.parametrize("elsewhere", ["another machine", "another folder"])
-def test_what_is_missing_here_may_be_where_the_trainer_is(
+def test_missing_files_are_warnings_for_a_remote_system(
     rest: FakeRest, elsewhere: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rest.on("POST /v1/jobs", ok({"id": "tiny-1", "state": "pending"}, 201))
@@ -305,7 +305,7 @@ def test_following_shows_each_warning_once_though_the_manager_restarts(rest: Fak
     assert warned == {"warning": "top_p"}
 
 
-def test_following_goes_on_without_events(rest: FakeRest) -> None:
+def test_follow_works_without_events(rest: FakeRest) -> None:
     write_job()
     rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))
     rest.on("GET /v1/jobs/j-1", ok(job("running", 1)), ok(job("completed", 3)))
@@ -386,8 +386,8 @@ def test_ps_fails_while_the_manager_is_away_and_lists_the_processes(rest: FakeRe
     assert (result.exit_code, shown.exit_code) == (1, 1)
     assert [record["name"] for record in json.loads(result.stdout)["processes"]] == ["manager"]
     assert "killed" in shown.stdout
-    told = "rlboost: No answer: http://api.test does not answer (refused): is the system running?\n"
-    assert result.stderr == shown.stderr == told
+    printed = "rlboost: No answer: http://api.test does not answer (refused): is the system running?\n"
+    assert result.stderr == shown.stderr == printed
 
 
 def test_ps_waits_for_a_manager_that_is_started_again(rest: FakeRest) -> None:
@@ -412,7 +412,7 @@ def test_ps_of_a_remote_system_that_is_away_fails(rest: FakeRest) -> None:
         *(["export", "--out", "o"], ["eval"]),
     ],
 )
-def test_an_unknown_job_is_told_in_the_managers_words_by_every_command(rest: FakeRest, command: list[str]) -> None:
+def test_every_command_prints_the_managers_unknown_job_error(rest: FakeRest, command: list[str]) -> None:
     parts = {"logs": "/logs", "export": "/spec", "eval": "/spec"}
     verb, *flags = command
     route = f"/v1/jobs/nope/{verb}" if verb in {"pause", "resume", "cancel"} else f"/v1/jobs/nope{parts.get(verb, '')}"
@@ -423,10 +423,10 @@ def test_an_unknown_job_is_told_in_the_managers_words_by_every_command(rest: Fak
 
 
 @pytest.mark.parametrize("job_id", ["sums/job.yaml", "", "..", "a b"])
-def test_what_is_no_id_at_all_is_an_unknown_job(rest: FakeRest, job_id: str) -> None:
+def test_an_invalid_job_id_is_an_unknown_job(rest: FakeRest, job_id: str) -> None:
     result = rlboost("status", job_id)
-    told = f"rlboost: No such job: there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs\n"
-    assert (result.exit_code, result.stderr) == (1, told)
+    printed = f"rlboost: No such job: there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs\n"
+    assert (result.exit_code, result.stderr) == (1, printed)
     assert rest.requests == []
 
 
@@ -466,7 +466,7 @@ def test_a_worker_can_be_drained_by_its_name(rest: FakeRest) -> None:
     several = rlboost("worker", "drain", "b")
     assert (several.exit_code, several.stderr) == (
         1,
-        "rlboost: several workers are called b: give the id of one: b-1, b-2\n",
+        "rlboost: several workers are named b: give the id of one: b-1, b-2\n",
     )
     gone = rlboost("worker", "drain", "c")
     assert (gone.exit_code, gone.stderr) == (1, "rlboost: No such worker: no worker 'c' is here\n")
@@ -494,11 +494,11 @@ def test_join_becomes_the_worker_with_the_secret_in_its_environment(monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["--url", "http://10.0.0.5:8700"], "the token of http://10.0.0.5:8700 is not known"),
-        (["--url", "10.0.0.5:8700", "--token", "t"], "'10.0.0.5:8700' is no URL"),
+        (["--url", "http://10.0.0.5:8700"], "the token of http://10.0.0.5:8700 is unknown"),
+        (["--url", "10.0.0.5:8700", "--token", "t"], "'10.0.0.5:8700' is not a URL"),
     ],
 )
-def test_join_says_what_it_lacks(arguments: list[str], what: str) -> None:
+def test_join_without_url_or_token_names_the_missing_option(arguments: list[str], what: str) -> None:
     result = rlboost("worker", "join", *arguments)
     assert result.exit_code == 2
     assert what in result.stderr
@@ -514,16 +514,16 @@ def test_a_good_job_file_passes_the_check() -> None:
 
 
 def test_a_library_that_only_the_trainers_machine_needs_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.modelcheck.find_spec", lambda name: None if name == "megatron" else name)
+    monkeypatch.setattr("rlboost.jobs.model_check.find_spec", lambda name: None if name == "megatron" else name)
     write_job(trainer={"backend": "megatron"}, model="someone/somewhere")
     result = rlboost("config", "check", "job.yaml")
     assert (result.exit_code, result.stdout) == (0, "job.yaml: no problem found\n"), result.stderr
     assert result.stderr == (
-        "rlboost: job.yaml: warning: trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]', "
-        "if it is to be trained on this machine\n"
+        "rlboost: job.yaml: warning: trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]' "
+        "(matters only if this machine trains the job)\n"
     )
-    told = json.loads(rlboost("config", "check", "job.yaml", "--json").stdout)
-    assert (told["ok"], told["problems"], len(told["warnings"])) == (True, [], 1)
+    printed = json.loads(rlboost("config", "check", "job.yaml", "--json").stdout)
+    assert (printed["ok"], printed["problems"], len(printed["warnings"])) == (True, [], 1)
 
 
 def test_each_wrong_field_is_one_line() -> None:
@@ -587,4 +587,4 @@ def test_up_names_the_bad_line_of_a_chaos_file() -> None:
     result = rlboost("up", "--chaos", "chaos.csv")
     assert result.exit_code == 2
     assert "line 1" in result.stderr
-    assert "worker-9 is not there; there are: worker-1, worker-2, worker-3" in result.stderr
+    assert "worker-9 is not present; present nodes: worker-1, worker-2, worker-3" in result.stderr

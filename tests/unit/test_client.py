@@ -51,7 +51,7 @@ def test_a_problem_document_becomes_the_error(rest: FakeRest, client: Client) ->
 
 
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"title": "only"}'])
-def test_an_error_that_is_no_problem_document_names_who_answered(rest: FakeRest, client: Client, body: str) -> None:
+def test_an_error_without_a_problem_document_names_the_server(rest: FakeRest, client: Client, body: str) -> None:
     rest.on("GET /v1/jobs", httpx.Response(502, text=body))
     with pytest.raises(ClientError, match=r"http://api.test/v1/jobs answered 502"):
         client.jobs.list()
@@ -117,7 +117,7 @@ def test_the_events_of_a_stream_are_its_blocks_without_the_comments() -> None:
     assert list(server_events(text)) == [ServerEvent("1-0", "step", {}), ServerEvent("2-0", "message", {"a": 1})]
 
 
-def test_a_broken_event_stream_goes_on_after_the_last_event(rest: FakeRest, client: Client) -> None:
+def test_a_broken_event_stream_resumes_after_the_last_event(rest: FakeRest, client: Client) -> None:
     first = lines(["id: 1-0", "data: {}", "", "id: 2-0", "data: {}", ""], then=httpx.ReadError("gone"))
     second = lines(["id: 3-0", "data: {}", ""])
     rest.on("GET /v1/jobs/j/events", first, second)

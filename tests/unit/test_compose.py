@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from shared.http import create_app
+from shared.http.server import create_app
 from shared.lifecycle import supervise
 from shared.settings import ServiceSettings, read
 

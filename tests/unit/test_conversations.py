@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from services.trainer.domain import plan
 from services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
-from services.trainer.domain.conversation import Talk
-from services.trainer.domain.talk_collector import TalkCollector
+from services.trainer.domain.conversation import Conversation
+from services.trainer.domain.conversation_collector import ConversationCollector
 from services.trainer.domain.turns import TurnIds
 from shared.columns import F32, I32, U8, ints, pack
 from shared.errors import ConfigError, Fatal
@@ -38,11 +38,11 @@ def told(sample: int, number: int, *tokens: int, reward: float = 0.0, over: str 
     return TurnAnswered(sample=turn, tokens=pack(tokens, I32), reward=reward, over=over)  # type: ignore[arg-type]
 
 
-def collector(max_staleness: int = 0) -> TalkCollector:
-    return TalkCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness, {False: IDS})
+def collector(max_staleness: int = 0) -> ConversationCollector:
+    return ConversationCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness, {False: IDS})
 
 
-def folded(collecting: TalkCollector, *messages: Message) -> list[Outcome]:
+def folded(collecting: ConversationCollector, *messages: Message) -> list[Outcome]:
     return [outcome for message in messages if (outcome := collecting.fold(message)) is not None]
 
 
@@ -82,8 +82,8 @@ def test_more_turns_than_a_step_has_ids_for_are_refused() -> None:
 
 
 def answer(*turns: SampleFinished, told: list[int], done: bool = False, max_tokens: int = 10) -> TurnAnswered:
-    talk = Talk(GROUP, list(turns))
-    return talk.answered(told, 0.5, done=done, max_tokens=max_tokens, max_turns=2)
+    talk = Conversation(GROUP, list(turns))
+    return talk.answer(told, 0.5, done=done, max_tokens=max_tokens, max_turns=2)
 
 
 def test_a_conversation_goes_on_while_there_are_turns_and_room() -> None:
@@ -113,12 +113,12 @@ def test_one_token_of_room_is_room() -> None:
 
 
 def test_a_conversation_is_one_sample_of_the_models_own_tokens() -> None:
-    talk = Talk(GROUP, [said(GROUP, 0, 5, 2), said(GROUP, 1, 6, 9, 2)])
+    talk = Conversation(GROUP, [said(GROUP, 0, 5, 2), said(GROUP, 1, 6, 9, 2)])
     talk.answers = [told(GROUP, 0, 7, 8, reward=1.0), told(GROUP, 1, reward=0.25, over="done")]
     assert ints(talk.completion) == [5, 2, 7, 8, 6, 9, 2]
-    assert ints(talk.trained, U8) == [1, 1, 0, 0, 1, 1, 1]
-    assert (talk.reward, talk.n_told) == (1.25, 2)
-    assert talk.whole() == SampleFinished(
+    assert ints(talk.loss_mask, U8) == [1, 1, 0, 0, 1, 1, 1]
+    assert (talk.reward, talk.n_observation_tokens) == (1.25, 2)
+    assert talk.as_sample() == SampleFinished(
         sample=GROUP,
         tokens=pack([5, 2, 6, 9, 2], I32),
         logprobs=pack([-2.5, -1.0, -3.0, -4.5, -1.0], F32),
@@ -141,8 +141,8 @@ def test_a_group_is_whole_with_the_answer_that_ends_its_last_conversation() -> N
     assert isinstance(outcome, WholeGroup)
     assert [sample.sample for sample in outcome.samples] == [GROUP, GROUP + 1]
     assert [sample.finish for sample in outcome.samples] == ["stop", "length"]
-    assert [ints(talk.completion) for talk in outcome.talks] == [[6, 2], [5, 2, 9, 7]]
-    assert [talk.reward for talk in outcome.talks] == [1.0, 2.0]
+    assert [ints(talk.completion) for talk in outcome.conversations] == [[6, 2], [5, 2, 9, 7]]
+    assert [talk.reward for talk in outcome.conversations] == [1.0, 2.0]
     assert len(folded(collecting, *alone(OTHER), *alone(OTHER + 1))) == 1
     assert collecting.complete
     assert collecting.duplicates == 0
@@ -180,7 +180,7 @@ def test_a_turn_that_comes_again_is_counted_and_changes_nothing() -> None:
     "turn", [said(GROUP, 1, 5), said(GROUP + 3, 0, 5)], ids=["before its predecessor", "of a member that there is not"]
 )
 def test_a_turn_that_nobody_asked_for_is_fatal(turn: SampleFinished) -> None:
-    with pytest.raises(Fatal, match="ask"):
+    with pytest.raises(Fatal, match="not requested"):
         collector().fold(turn)
 
 
@@ -226,10 +226,10 @@ def test_a_group_that_begins_in_another_way_than_before_is_dropped() -> None:
     opened = [GroupOpened(group=GROUP, prompt_digest=b"old"), GroupOpened(group=OTHER, prompt_digest=b"same")]
     (dropped,) = folded(collecting, *opened, GroupOpened(group=OTHER, prompt_digest=b"later"))
     assert isinstance(dropped, DroppedGroup)
-    assert (dropped.group, dropped.reason) == (GROUP, "environment_not_the_same")
+    assert (dropped.group, dropped.reason) == (GROUP, "environment_nondeterministic")
 
 
 def test_the_end_of_the_seeding_is_still_heard() -> None:
     collecting = collector()
     collecting.fold(SeedingEnded(step=4, window_s=1.0, reason="window"))
-    assert collecting.device_is_ours
+    assert collecting.trainer_has_device

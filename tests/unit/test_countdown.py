@@ -28,7 +28,7 @@ from examples.countdown.task import (
     parse_attempt,
     training_problems,
 )
-from shared import jobspec
+from shared.job import spec as job_spec
 
 COUNTDOWN = Path(make_data.__file__).parent
 PROBLEM = Problem((3, 8, 4), 44)
@@ -208,7 +208,7 @@ def test_the_columns_of_a_row_say_what_its_prompt_says() -> None:
 
 
 def test_the_shipped_job_file_is_valid_and_its_prompts_last_for_one_epoch() -> None:
-    spec = jobspec.parse(jobspec.load(str(COUNTDOWN / "job.yaml")))
+    spec = job_spec.parse(job_spec.load(str(COUNTDOWN / "job.yaml")))
     assert spec.steps * spec.data.prompts_per_step <= len(rows_of("train.jsonl"))
     assert spec.eval is not None
     assert spec.eval.samples % len(rows_of("eval.jsonl")) == 0
@@ -280,7 +280,7 @@ def test_traces_to_imitate_are_of_problems_that_are_not_held_out_and_end_like_a_
 
 
 def test_the_warm_up_is_a_job_that_imitates_each_trace_once() -> None:
-    spec = jobspec.parse(jobspec.load(str(COUNTDOWN / "warmup.yaml")))
+    spec = job_spec.parse(job_spec.load(str(COUNTDOWN / "warmup.yaml")))
     assert (spec.kind, spec.optimizer.name) == ("sft", "muon")
     assert spec.steps * spec.data.prompts_per_step == N_ROWS
 
@@ -294,9 +294,7 @@ def test_a_models_verdicts_are_measured_by_the_answers_behind_them() -> None:
     assert measured([PROBLEM] * 5, texts) == (2 / 5, 4 / 5, 3, 1 / 3)
 
 
-def test_a_trained_model_is_rounded_with_its_tokenizer_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounding_a_trained_model_copies_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
     from examples.countdown import model  # noqa: PLC0415 - imports torch

@@ -15,7 +15,7 @@ from rlboost.local.state import StateDir
 from rlboost.report import page
 from rlboost.report.record import Record
 from shared.errors import ConfigError
-from shared.jobspec import parse
+from shared.job.spec import parse
 from tests.support.synthetic_record import AUDIT, record
 
 ROOT = Path(__file__).parents[2]
@@ -49,9 +49,9 @@ def test_a_new_demo_removes_what_an_earlier_one_left(tmp_path: Path) -> None:
     assert not (state.path / "redis").exists()
 
 
-def test_a_folder_that_is_no_demos_is_left_alone(tmp_path: Path) -> None:
+def test_demo_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(ConfigError, match="is not empty and no demo's: name another folder with --state"):
+    with pytest.raises(ConfigError, match="is not empty and not a demo's state: name another folder with --state"):
         workspace.clear(StateDir(tmp_path))
     assert (tmp_path / "mine").exists()
 
@@ -94,10 +94,10 @@ def test_a_good_run_succeeds_and_says_where_its_report_is(demo: Any, tmp_path: P
     assert (tmp_path / "report/index.html").exists()
 
 
-def test_a_broken_promise_fails_the_command_but_not_the_report(demo: Any, tmp_path: Path) -> None:
+def test_a_violated_guarantee_fails_the_command_not_the_report(demo: Any, tmp_path: Path) -> None:
     result, _ = demo(record(audit=AUDIT | {"delivered": 1}), "--out", str(tmp_path / "elsewhere"))
     assert result.exit_code == 1
-    assert "not every promise was kept" in result.stderr
+    assert "a guarantee was violated" in result.stderr
     assert (tmp_path / "elsewhere/index.html").exists()
 
 

@@ -63,7 +63,7 @@ def test_the_screen_is_redrawn_as_the_record_grows() -> None:
     assert text.index("starting") < text.index("worker-5")
 
 
-def test_lines_tell_each_step_and_each_piece_of_news_once() -> None:
+def test_lines_show_each_step_and_event_once() -> None:
     full, made, file = record(), unfinished(), io.StringIO()
     with view_of(made, Console(file=file, force_terminal=False)) as view:
         view.show("starting", BEGAN_AT)
@@ -76,12 +76,12 @@ def test_lines_tell_each_step_and_each_piece_of_news_once() -> None:
     assert sum("reward/mean" in line for line in text) == 12
     assert [line for line in text if "worker-2" in line] == [
         "0:23  ✗ worker-2 is gone without notice (SIGKILL)",
-        "0:25  50 unfinished samples of worker-2 go on elsewhere, with the 2,500 tokens they have",
+        "0:25  50 unfinished samples of worker-2 migrate with their 2,500 tokens",
         "0:25  worker-2 is missed: its lease ran out",
     ]
 
 
-def test_the_handing_over_at_each_step_is_no_news() -> None:
+def test_the_handover_at_each_step_is_not_shown() -> None:
     assert not any("reserved-1" in news.text for news in Newsroom(record()).fresh())
 
 
@@ -95,8 +95,8 @@ def test_the_summary_says_what_came_out_what_was_promised_and_what_it_cost() -> 
 
 
 def test_the_summary_of_a_run_that_went_wrong_names_the_broken_promises() -> None:
-    text = printed(summary(record(audit=AUDIT | {"delivered": 3000, "tokens_made_again": {}})), 160)
+    text = printed(summary(record(audit=AUDIT | {"delivered": 3000, "tokens_regenerated": {}})), 160)
     assert "3,276 requested = 3,000 delivered + 0 dropped" in text
     assert text.count("✗") == 2
-    assert "tokens made again" in text
+    assert "tokens regenerated" in text
     assert printed(summary(unfinished())).count("✗") == 6

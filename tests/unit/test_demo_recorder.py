@@ -27,7 +27,7 @@ WORKER = {
 }
 
 
-def test_an_observation_leaves_out_workers_that_are_gone() -> None:
+def test_an_observation_omits_lost_and_left_workers() -> None:
     waiting = {"for": "samples", "because": "they are slow", "since": "2026-01-01T00:00:00+00:00", "limit_s": None}
     seen = observation(5.0, job("running", 2, waiting=waiting), [WORKER, {**WORKER, "state": "lost"}])
     assert (seen.step, seen.job_state, seen.waiting_for, seen.waiting_because) == (
@@ -45,7 +45,7 @@ def test_an_observation_of_a_job_that_waits_for_nothing_says_so() -> None:
     assert observation(5.0, job("running"), []).waiting_for == ""
 
 
-def test_events_and_changes_are_kept_in_order() -> None:
+def test_recorder_keeps_the_order_of_events_and_changes() -> None:
     recorder = Recorder(unfinished())
     recorder.process_event(ClusterEvent("killed", "worker-1", 1.0))
     body = {"kind": "worker_lost", "at": 2.0, "source": "manager", "fields": {"worker": "worker-1-a", "reason": "x"}}
@@ -54,7 +54,7 @@ def test_events_and_changes_are_kept_in_order() -> None:
     made = recorder.record
     assert [event.kind for event in made.process_events] == ["killed"]
     assert made.job_events[0].fields == {"worker": "worker-1-a", "reason": "x"}
-    assert made.made("kill") == 1
+    assert made.applied("kill") == 1
 
 
 def sample(*spans: tuple[str, int, int]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def sample(*spans: tuple[str, int, int]) -> dict[str, Any]:
     return {**text, "spans": [list(span) for span in spans], "n_tokens": sum(span[2] for span in spans)}
 
 
-def test_the_journey_kept_is_of_a_sample_that_outlived_the_worker() -> None:
+def test_the_retained_journey_is_of_a_migrated_sample() -> None:
     recorder = Recorder(unfinished())
     recorder.journey(
         "worker-2",
@@ -102,7 +102,7 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert load(file) == record()
 
 
-def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
+def test_load_refuses_a_file_that_is_not_a_record(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.json: No such file or directory: name the record\.json of a run"):
         load(tmp_path / "no.json")
     for text, complaint in (("[", "Invalid JSON"), (json.dumps({"format": 2}), "format")):

@@ -1,9 +1,8 @@
-"""What README and docs name must be there: files, tests, commands, targets, settings, streams, routes, examples."""
+"""Check that everything the documentation names exists: files, tests, commands, settings, streams, routes, examples."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import re
 from importlib.util import find_spec
@@ -18,9 +17,11 @@ from rlboost.cli import app
 from services.rollout_manager.api import build
 from services.rollout_manager.app import Manager
 from services.rollout_manager.settings import Settings as ManagerSettings
-from shared import jobspec, messages, names
+from shared import messages, names
 from shared.fakes import MemoryBus
-from shared.settings import ServiceSettings
+from shared.job import spec as job_spec
+from tests.support import architecture_diagram, settings_reference
+from tests.support.generated_docs import read_block
 
 ROOT = Path(__file__).parents[2]
 DOCS = [
@@ -29,16 +30,17 @@ DOCS = [
     ROOT / "CHANGELOG.md",
     ROOT / "deploy/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
 ]
-_SERVICES = ("rollout_manager", "rollout_worker", "trainer", "weight_store")
 _TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|benchmarks|\.ci"
 _FILE = re.compile(rf"(?<![\w/.-])((?:{_TOPS})/[\w./*-]*[\w*])(?:::(\w+))?")
 _ROOT_FILE = re.compile(r"^[\w.-]+\.(?:toml|yml|md|txt)$|^Makefile$|^\.env\.example$")
+_ROUTE = r"(?:^|GET |POST )(/(?:v1/(?:jobs|join|workers|fleet)[\w/{}]*|healthz|readyz|metrics))(?![\w/])"
 _LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 
 
-class Place(NamedTuple):
-    """Something that a document names."""
+class Mention(NamedTuple):
+    """A name that a page mentions."""
 
     doc: Path
     text: str
@@ -48,7 +50,7 @@ class Place(NamedTuple):
 
 
 def code_in(doc: Path) -> list[str]:
-    """Return what is set as code: the lines of fenced blocks, and inline spans."""
+    """Return the code of a page: lines of fenced blocks, and inline spans."""
     text = doc.read_text(encoding="utf-8")
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -59,17 +61,17 @@ def blocks_in(doc: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", doc.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def everywhere(pattern: str) -> list[Place]:
-    """Return the first group of every match in code."""
+def named_in_code(pattern: str) -> list[Mention]:
+    """Return the first group of each match in the code of all pages."""
     return sorted(
-        {Place(doc, found[1]) for doc in DOCS for code in code_in(doc) for found in re.finditer(pattern, code)}
+        {Mention(doc, found[1]) for doc in DOCS for code in code_in(doc) for found in re.finditer(pattern, code)}
     )
 
 
-def links() -> list[Place]:
-    """Return every link to a file of ours; pictures last."""
+def links() -> list[Mention]:
+    """Return every link to a file of this repository; images last."""
     found = {
-        Place(doc, f"{target}#{anchor}")
+        Mention(doc, f"{target}#{anchor}")
         for doc in DOCS
         for target, anchor in _LINK.findall(doc.read_text(encoding="utf-8"))
         if "://" not in target
@@ -78,7 +80,7 @@ def links() -> list[Place]:
 
 
 @pytest.mark.parametrize("link", links(), ids=str)
-def test_a_link_leads_somewhere(link: Place) -> None:
+def test_link_target_exists(link: Mention) -> None:
     target, _, anchor = link.text.partition("#")
     file = (link.doc.parent / target).resolve() if target else link.doc
     assert file.exists()
@@ -88,7 +90,7 @@ def test_a_link_leads_somewhere(link: Place) -> None:
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: str(doc.relative_to(ROOT)))
-def test_every_file_and_test_that_is_named_is_there(doc: Path) -> None:
+def test_named_files_and_tests_exist(doc: Path) -> None:
     for code in code_in(doc):
         if _ROOT_FILE.match(code):
             assert (ROOT / code).exists(), code
@@ -100,13 +102,13 @@ def test_every_file_and_test_that_is_named_is_there(doc: Path) -> None:
                 assert re.search(rf"^(?:async )?def {test}\(|^{test} = ", source, re.MULTILINE), f"{path}::{test}"
 
 
-@pytest.mark.parametrize("place", everywhere(r"(?:^|[\s/('])rlboost ([a-z][^|;)`'#]*)"), ids=str)
-def test_a_command_is_one_and_has_these_options(place: Place) -> None:
+@pytest.mark.parametrize("place", named_in_code(r"(?:^|[\s/('])rlboost ([a-z][^|;)`'#]*)"), ids=str)
+def test_command_and_its_options_exist(place: Mention) -> None:
     command: Any = typer.main.get_command(app)
     words = place.text.split()
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         name = words.pop(0)
-        assert name in command.commands, f"there is no command {name!r}"
+        assert name in command.commands, f"unknown command {name!r}"
         command = command.commands[name]
     options = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
     for word in words:
@@ -114,47 +116,42 @@ def test_a_command_is_one_and_has_these_options(place: Place) -> None:
             assert word.partition("=")[0] in options, word
 
 
-@pytest.mark.parametrize("place", everywhere(r"\bmake ([a-z]+)"), ids=str)
-def test_a_make_target_is_one(place: Place) -> None:
+@pytest.mark.parametrize("place", named_in_code(r"\bmake ([a-z-]+)"), ids=str)
+def test_make_target_exists(place: Mention) -> None:
     assert re.search(rf"^{place.text}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("place", everywhere(r"python -m ((?:services|benchmarks|examples|rlboost)[\w.]*)"), ids=str)
-def test_a_module_that_is_run_is_there(place: Place) -> None:
+@pytest.mark.parametrize(
+    "place", named_in_code(r"python -m ((?:services|benchmarks|examples|rlboost|tests)[\w.]*)"), ids=str
+)
+def test_module_to_run_exists(place: Mention) -> None:
     assert find_spec(place.text) is not None
 
 
-def test_every_route_of_the_manager_that_is_named_is_there() -> None:
+def test_named_manager_routes_exist() -> None:
     manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
     paths = {getattr(route, "path", "") for route in build(manager, MemoryBus(), ManagerSettings(token="t")).routes}
     served = {re.sub(r"\{\w+\}", "{}", path) for path in paths}
-    named = everywhere(r"(?:^|GET |POST )(/(?:v1/(?:jobs|join|workers|fleet)[\w/{}]*|healthz|readyz|metrics))(?![\w/])")
+    named = named_in_code(
+        r"(?:^|GET |POST )(/(?:v1/(?:jobs|join|workers|fleet)[\w/{}]*|healthz|readyz|metrics))(?![\w/])"
+    )
     assert named
     for place in named:
         assert re.sub(r"\{\w+\}", "{}", place.text) in served, str(place)
 
 
-@pytest.mark.parametrize("service", _SERVICES)
-def test_every_setting_is_in_the_operations_guide(service: str) -> None:
-    cls: type[ServiceSettings] = importlib.import_module(f"services.{service}.settings").Settings
-    guide = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-    lacking = [row for row in setting_rows(cls) if row not in guide]
-    assert not lacking, "put these rows into docs/operations.md:\n" + "\n".join(lacking)
+def test_settings_reference_matches_the_settings_classes() -> None:
+    shown = read_block(settings_reference.PAGE, settings_reference.BLOCK)
+    assert shown == settings_reference.tables(), "run python -m tests.support.settings_reference --write"
 
 
-def setting_rows(cls: type[ServiceSettings]) -> list[str]:
-    """Return the guide's rows of one service: its own settings; those of all services have their short names."""
-    rows = []
-    for name, field in cls.model_fields.items():
-        common = name in ServiceSettings.model_fields
-        variable = f"{'RLBOOST_' if common else cls.prefix}{name.upper()}"
-        default = field.default.get_secret_value() if name == "token" else field.default
-        shown = f"`{default}`" if default != "" else "empty"
-        rows.append(f"| `{variable}` | {shown} |" + (f" {field.description} |" if field.description else ""))
-    return rows
+def test_package_diagram_matches_the_imports() -> None:
+    drawn, real = architecture_diagram.drawn_edges(), architecture_diagram.import_edges()
+    differing = {"not drawn": sorted(real - drawn), "not imported": sorted(drawn - real)}
+    assert drawn == real, f"{differing}: run python -m tests.support.architecture_diagram --write"
 
 
-def test_every_stream_key_and_message_is_in_the_guide_to_the_streams() -> None:
+def test_streams_page_lists_every_key_and_message() -> None:
     guide = (ROOT / "docs/streams.md").read_text(encoding="utf-8")
     keys = [value for name, value in vars(names).items() if name.isupper() and name not in {"PREFIX", "TRAINER_GROUP"}]
     for _, function in inspect.getmembers(names, inspect.isfunction):
@@ -166,7 +163,7 @@ def test_every_stream_key_and_message_is_in_the_guide_to_the_streams() -> None:
         assert f"`{tag}`" in guide, tag
 
 
-def test_every_invariant_has_a_test() -> None:
+def test_each_invariant_cites_a_test() -> None:
     sections = re.split(r"^## (?=\d)", (ROOT / "docs/invariants.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[
         1:
     ]
@@ -175,22 +172,27 @@ def test_every_invariant_has_a_test() -> None:
         assert re.search(r"tests/\S+::\w+", section), section.splitlines()[0]
 
 
-def test_every_job_file_that_is_shown_is_valid() -> None:
+def test_only_the_invariants_page_cites_single_tests() -> None:
+    citing = [doc.name for doc in DOCS if "::test_" in doc.read_text(encoding="utf-8")]
+    assert citing == ["invariants.md"]
+
+
+def test_shown_job_files_are_valid() -> None:
     shown = [yaml.safe_load(block) for doc in DOCS for block in blocks_in(doc, "yaml")]
     assert shown
     for raw in shown:
-        rest = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 1}
-        jobspec.parse(raw if "model" in raw else {**rest, **raw})
+        required = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 1}
+        job_spec.parse(raw if "model" in raw else {**required, **raw})
 
 
-def test_every_job_file_of_the_examples_is_valid() -> None:
+def test_example_job_files_are_valid() -> None:
     files = sorted((ROOT / "examples").glob("*/*.yaml"))
     assert files
     for file in files:
-        jobspec.parse(jobspec.load(str(file)))
+        job_spec.parse(job_spec.load(str(file)))
 
 
-def test_every_reward_function_that_is_shown_gives_a_reward_for_each_completion() -> None:
+def test_shown_reward_functions_score_each_completion() -> None:
     shown = [
         block for doc in DOCS for block in blocks_in(doc, "python") if re.search("^def score", block, re.MULTILINE)
     ]
@@ -202,7 +204,7 @@ def test_every_reward_function_that_is_shown_gives_a_reward_for_each_completion(
         assert rewards == [1.0, 0.0]
 
 
-def test_every_environment_that_is_shown_is_done_with_what_is_right() -> None:
+def test_shown_environments_end_at_the_right_answer() -> None:
     shown = [block for doc in DOCS for block in blocks_in(doc, "python") if "rlboost.environments" in block]
     assert len(shown) > 1
     for block in shown:
@@ -216,6 +218,6 @@ def test_every_environment_that_is_shown_is_done_with_what_is_right() -> None:
             assert (step.done, step.reward) == (True, 1.0)
 
 
-def test_no_figure_is_left_to_fill_in() -> None:
+def test_no_placeholder_is_left() -> None:
     for doc in DOCS:
         assert "FILL_IN" not in doc.read_text(encoding="utf-8"), doc

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_worker.domain.progress import FIRST_STEPS, READ_IN_PER_S, Progress
+from services.rollout_worker.domain.progress import FIRST_TOKEN_FACTOR, PREFILL_TOKENS_PER_S, Progress
 
 LIMIT_S = 10.0
 
 
 def looks(progress: Progress, n: int, *, busy: bool = True, made: int = 0) -> Progress:
     for _ in range(n):
-        progress.look(busy=busy, made=made, elapsed_s=1.0)
+        progress.update(busy=busy, made=made, elapsed_s=1.0)
     return progress
 
 
@@ -27,25 +27,25 @@ def test_an_engine_whose_tokens_stop_coming_hangs(steady: Progress) -> None:
     assert steady.silent_s == 11.0
 
 
-def test_each_token_begins_the_silence_anew(steady: Progress) -> None:
+def test_each_token_resets_the_silence(steady: Progress) -> None:
     for made in range(2, 9):
         assert not looks(steady, 9, made=made).hangs(LIMIT_S)
 
 
-def test_an_engine_without_samples_or_one_that_stands_still_never_hangs(steady: Progress) -> None:
+def test_idle_or_paused_engine_never_hangs(steady: Progress) -> None:
     assert not looks(steady, 1000, busy=False, made=1).hangs(LIMIT_S)
     assert not looks(steady, 10, made=1).hangs(LIMIT_S), "the silence begins with the work"
 
 
-def test_the_first_token_after_a_standstill_may_take_longer(steady: Progress) -> None:
-    steady.went_on()
-    assert not looks(steady, int(FIRST_STEPS * LIMIT_S), made=1).hangs(LIMIT_S)
+def test_first_token_after_a_pause_may_take_longer(steady: Progress) -> None:
+    steady.on_resume()
+    assert not looks(steady, int(FIRST_TOKEN_FACTOR * LIMIT_S), made=1).hangs(LIMIT_S)
     assert looks(steady, 1, made=1).hangs(LIMIT_S)
 
 
-def test_a_long_prompt_may_be_read_in(steady: Progress) -> None:
-    steady.given(int(30 * READ_IN_PER_S))
-    steady.given(5)
+def test_long_prefill_extends_the_limit(steady: Progress) -> None:
+    steady.on_submit(int(30 * PREFILL_TOKENS_PER_S))
+    steady.on_submit(5)
     assert not looks(steady, 40, made=1).hangs(LIMIT_S)
     assert looks(steady, 1, made=1).hangs(LIMIT_S)
     looks(steady, 1, made=2)

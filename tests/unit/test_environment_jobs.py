@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost import jobcheck
-from services.rollout_manager.domain.intake import recall_delivered
+from rlboost.jobs import check as jobcheck
+from services.rollout_manager.domain.apply_messages import apply_delivered
 from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.lengths import Lengths
+from services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from services.rollout_manager.domain.world import World
 from shared.columns import I32, pack
 from shared.errors import ConfigError
-from shared.ids import SampleId
-from shared.jobspec import JobSpec, parse
-from shared.messages import GroupOpened, GroupRequested, Sampling, TurnAnswered
+from shared.job.spec import JobSpec
+from shared.messages import GroupOpened, TurnAnswered
+from tests.support import jobs
+from tests.support.builders import group_requested
 
-JOB: dict[str, Any] = {"model": "m", "data": {"train": "t"}, "steps": 1}
 GAME = {"function": "tests.support.environments:Game"}
 
 
 def job(**changes: Any) -> JobSpec:
-    return parse({**JOB, **changes})
+    return jobs.job(**{"reward": None, **changes})
 
 
 def test_an_environment_may_stand_in_place_of_a_reward_or_beside_one() -> None:
@@ -55,7 +55,7 @@ def test_what_a_job_cannot_say_of_it_is_refused(changes: dict[str, Any], problem
     ("function", "problem"),
     [
         ("Game", []),
-        ("Silent", ["is no environment: it makes a Silent, which has no method step"]),
+        ("Silent", ["is no environment: it returns a Silent, which has no method step"]),
         ("Missing", ["Missing is no environment: tests.support.environments has no 'Missing'"]),
     ],
 )
@@ -65,7 +65,7 @@ def test_config_check_tries_the_environment(
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     monkeypatch.chdir(tmp_path)
     environment = {"function": f"tests.support.environments:{function}"}
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "environment": environment}))
+    Path("job.yaml").write_text(yaml.safe_dump(jobs.job_file(reward=None, environment=environment)))
     found = [
         text for text in jobcheck.check(Path("job.yaml"), []).problems if text.startswith("environment.function: ")
     ]
@@ -74,32 +74,23 @@ def test_config_check_tries_the_environment(
 
 
 def sample(near: str) -> Sample:
-    request = GroupRequested(
-        job_id="j",
-        group=SampleId(1, False, 0, 0, 0).pack(),
-        n=1,
-        prompt=pack([1, 2], I32),
-        sampling=Sampling(),
-        version=0,
-        seed=0,
-        near=near,
-    )
+    request = group_requested(preferred_worker=near)
     made = Sample(request.group, request, "1-0", 0)
     made.tokens += pack([0] * 5, I32)
     return made
 
 
-@pytest.mark.parametrize(("near", "learns"), [("", True), ("w-1", False)])
-def test_only_prompts_that_may_come_again_are_remembered_by_their_length(near: str, learns: bool) -> None:
-    lengths, turn = Lengths(), sample(near)
-    lengths.finished(turn)
-    assert (lengths.group_closed(turn) is not None) is learns
+@pytest.mark.parametrize(("preferred_worker", "learns"), [("", True), ("w-1", False)])
+def test_lengths_are_remembered_for_prompts_that_come_again(preferred_worker: str, learns: bool) -> None:
+    lengths, turn = LengthEstimates(), sample(preferred_worker)
+    lengths.on_finished(turn)
+    assert (lengths.on_group_closed(turn) is not None) is learns
     assert bool(lengths.prompts) is learns
     assert not lengths.longest
 
 
-def test_a_manager_that_starts_again_passes_over_the_trainers_notes() -> None:
+def test_restarted_manager_skips_the_trainers_notes() -> None:
     world = World(lease_s=1.0)
     for note in (GroupOpened(group=256, prompt_digest=b"1"), TurnAnswered(sample=256)):
-        recall_delivered(world, "j", note)
-    assert not world.delivered
+        apply_delivered(world, "j", note)
+    assert not any(progress.delivered for progress in world.progress.values())

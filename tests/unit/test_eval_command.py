@@ -75,7 +75,7 @@ def test_a_completed_jobs_final_model_is_evaluated(rest: FakeRest) -> None:
     assert json.loads(result.stdout)["metrics"] == ROW
 
 
-@pytest.mark.parametrize(("state", "text"), [("running", "is running, not completed"), ("completed", "is not known")])
+@pytest.mark.parametrize(("state", "text"), [("running", "is running, not completed"), ("completed", "is unknown")])
 def test_a_job_without_a_final_model_needs_one_named(rest: FakeRest, state: str, text: str) -> None:
     rest.on("GET /v1/jobs/done", ok(job(state)))
     rest.on("GET /v1/jobs/done/spec", ok(JOB))
@@ -126,7 +126,7 @@ def test_a_value_that_no_evaluation_reads_is_refused(rest: FakeRest, target: str
     assert rest.requests == []
 
 
-def test_every_value_that_is_read_may_be_given(rest: FakeRest) -> None:
+def test_every_setting_an_evaluation_reads_can_be_overridden(rest: FakeRest) -> None:
     given = ("name=n", "model=m", "reward.timeout_s=9", "sampling={top_p: 0.5}", "data.eval=e", "elastic.share=2")
     assert rlboost("job.yaml", *given, "trainer={seed: 4}", "eval.samples=2").exit_code == 0
     spec = sent(rest)
@@ -135,7 +135,7 @@ def test_every_value_that_is_read_may_be_given(rest: FakeRest) -> None:
     assert spec["eval"]["samples"] == 2
 
 
-def test_who_goes_away_cancels_the_evaluation(rest: FakeRest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_cancels_the_evaluation(rest: FakeRest, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -22,5 +22,5 @@ def test_every_extra_that_a_text_names_exists() -> None:
         for extras in NAMED.findall(file.read_text(encoding="utf-8"))
         for extra in extras.split(",")
     }
-    assert ("logs", "shared/runlog.py") in named, "the texts name extras in another way"
+    assert ("logs", "shared/job/run_log.py") in named, "the texts name extras in another way"
     assert {one for one in named if one[0] not in project["optional-dependencies"]} == set()

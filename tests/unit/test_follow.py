@@ -9,7 +9,7 @@ def wait(for_: str, because: str = "so") -> dict[str, str]:
     return {"for": for_, "because": because}
 
 
-def test_only_a_wait_that_lasts_is_told_and_only_once() -> None:
+def test_a_long_wait_is_reported_once() -> None:
     waits = follow._LongWaits()
     told = [
         waits.is_news(wait_now, now)

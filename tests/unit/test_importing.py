@@ -7,14 +7,14 @@ import importlib.util
 
 import pytest
 
-from shared.importing import without, without_collector
+from shared.importing import gc_paused, modules_hidden
 
 
-def test_the_collector_rests_for_an_import_and_also_works_again_after_one_that_fails() -> None:
+def test_gc_paused_resumes_after_a_failed_import() -> None:
     seen: list[bool] = []
 
     def fail() -> None:
-        with without_collector():
+        with gc_paused():
             seen.append(gc.isenabled())
             raise ImportError
 
@@ -23,8 +23,8 @@ def test_the_collector_rests_for_an_import_and_also_works_again_after_one_that_f
     assert [*seen, gc.isenabled()] == [False, True]
 
 
-def test_a_module_is_not_found_meanwhile_unless_it_is_there_already() -> None:
-    with without("this", "gc"):
+def test_modules_hidden_affects_only_new_imports() -> None:
+    with modules_hidden("this", "gc"):
         importlib.import_module("gc")
         with pytest.raises(ImportError):
             importlib.import_module("this")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rlboost.evaljob import evaluation_of
+from rlboost.jobs.evaluation import evaluation_of
 from services.rollout_manager.domain.jobs import from_json as job_from_json
 from services.rollout_manager.domain.jobs import to_json as job_to_json
 from shared.errors import ConfigError
-from shared.jobspec import RlJob, WrongJob, parse, recalled, to_json
-from shared.training import TrainerSpec
+from shared.job.spec import InvalidJob, RlJob, parse, parse_stored, to_json
+from shared.job.training import TrainerSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden/jobs"
 """Jobs as the first versions stored them: every kind had the keys of all."""
@@ -88,7 +88,7 @@ RL, SFT, EVAL = "learns from what it generates, up to sampling.max_tokens", "gen
 def test_all_that_does_not_apply_is_named_at_once(
     kind: str, changes: dict[str, Any], because: str, removed: str
 ) -> None:
-    with pytest.raises(WrongJob) as caught:
+    with pytest.raises(InvalidJob) as caught:
         parse({**JOBS[kind], **changes})
     text = f"a job of kind {kind} {because}: remove {removed}"
     assert str(caught.value) == text
@@ -96,7 +96,7 @@ def test_all_that_does_not_apply_is_named_at_once(
 
 
 def test_what_does_not_apply_is_told_beside_what_is_wrong() -> None:
-    with pytest.raises(WrongJob) as caught:
+    with pytest.raises(InvalidJob) as caught:
         parse({**JOBS["sft"], "sampling": {}, "steps": "many", "optimiser": {}})
     assert caught.value.problems == [
         "a job of kind sft generates nothing: remove sampling",
@@ -116,9 +116,9 @@ def test_what_does_not_apply_may_be_null_and_is_not_in_the_resolved_form(kind: s
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_job_that_was_stored_with_all_defaults_and_with_what_does_not_apply_is_still_read(kind: str) -> None:
     stored = (GOLDEN / f"{kind}.json").read_text()
-    with pytest.raises(WrongJob, match=f"a job of kind {kind} .*: remove "):
+    with pytest.raises(InvalidJob, match=f"a job of kind {kind} .*: remove "):
         parse(json.loads(stored))
-    job = recalled(json.loads(stored))
+    job = parse_stored(json.loads(stored))
     assert job.kind == kind
     assert parse(json.loads(to_json(job))) == job
     record = job_from_json(f'{{"id": "j", "no": 1, "created_at": 0, "spec": {stored}}}')
@@ -126,26 +126,34 @@ def test_a_job_that_was_stored_with_all_defaults_and_with_what_does_not_apply_is
     assert job_from_json(job_to_json(record)) == record
 
 
+def test_stored_job_with_a_removed_key_is_read_and_a_new_one_is_refused() -> None:
+    stored = json.loads((GOLDEN / "dapo.json").read_text())
+    stored["elastic"]["link"] = "slow"
+    assert "link" not in json.loads(to_json(parse_stored(stored)))["elastic"]
+    with pytest.raises(InvalidJob, match=r"elastic\.link: unknown key"):
+        parse({**JOBS["rl"], "elastic": {"link": "slow"}})
+
+
 def test_a_stored_job_keeps_what_it_ran_with_before_there_was_a_setting_for_it() -> None:
     """`dapo` replaced no group until `algorithm.resample` came."""
     stored = json.loads((GOLDEN / "dapo.json").read_text())
-    job = recalled(stored)
+    job = parse_stored(stored)
     record = job_from_json(json.dumps({"id": "j", "no": 1, "created_at": 0, "spec": stored}))
     assert isinstance(job, RlJob)
-    assert record.spec == job == recalled(json.loads(to_json(job)))
+    assert record.spec == job == parse_stored(json.loads(to_json(job)))
     assert (job.algorithm.name, job.algorithm.resample) == ("dapo", 0)
     stored["algorithm"] |= {"equal_groups": "keep"}
-    kept = recalled(stored)
+    kept = parse_stored(stored)
     assert isinstance(kept, RlJob)
     assert kept.algorithm.resample is None
-    anew = recalled(json.loads(to_json(parse({**JOBS["rl"], "algorithm": {"name": "dapo"}}))))
+    anew = parse_stored(json.loads(to_json(parse({**JOBS["rl"], "algorithm": {"name": "dapo"}}))))
     assert isinstance(anew, RlJob)
     assert anew.algorithm.resample == 8
 
 
 def test_what_is_wrong_with_a_stored_job_is_told() -> None:
-    with pytest.raises(WrongJob) as caught:
-        recalled({**JOBS["sft"], "sampling": {}, "steps": 0})
+    with pytest.raises(InvalidJob) as caught:
+        parse_stored({**JOBS["sft"], "sampling": {}, "steps": 0})
     assert str(caught.value) == "steps: should be 1 or more"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost import jobcheck
-from rlboost.tried import NotHere
+from rlboost.jobs import check as jobcheck
+from rlboost.jobs.user_code_check import MissingHere
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base/model.safetensors").touch()
     (tmp_path / "base/tokenizer.json").touch()
     # It tokenizes, with a real model: tests/contract/test_jobcheck_model.py.
-    monkeypatch.setattr("rlboost.jobcheck.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "my_reward.py").write_text(
         "def score(completions, **_): ...\n"
@@ -61,7 +61,7 @@ def test_chat_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
         ('{"prompt": 5}\n', "train.jsonl line 1: 'prompt' is neither text nor a list of chat messages"),
     ],
 )
-def test_what_is_no_prompt_is_named(folder: Path, text: str, problem: str) -> None:
+def test_an_invalid_prompt_is_named(folder: Path, text: str, problem: str) -> None:
     (folder / "train.jsonl").write_text(text)
     [found] = check(reward={"function": "my_reward:score"})
     assert found.startswith(f"data.train: {problem}")
@@ -120,36 +120,37 @@ def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("import nothing_like_it", "ModuleNotFoundError: No module named 'nothing_like_it'; install it, or mend sick"),
-        ("def score(:", "SyntaxError: invalid syntax (sick.py, line 1); mend sick"),
-        ("raise ValueError('one\\ntwo')", "ValueError: one two; mend sick"),
-        ("raise AttributeError('own')", "AttributeError: own; mend sick"),
-        ("exit('enough')", "SystemExit: enough; mend sick"),
+        (
+            "import nothing_like_it",
+            "ModuleNotFoundError: No module named 'nothing_like_it'; install it, or fix sick",
+        ),
+        ("def score(:", "SyntaxError: invalid syntax (sick.py, line 1); fix sick"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one two; fix sick"),
+        ("raise AttributeError('own')", "AttributeError: own; fix sick"),
+        ("exit('enough')", "SystemExit: enough; fix sick"),
     ],
 )
-def test_a_module_that_is_found_and_fails_is_not_told_as_one_of_another_folder(
-    folder: Path, code: str, why: str
-) -> None:
+def test_a_failing_module_is_not_reported_as_missing(folder: Path, code: str, why: str) -> None:
     (folder / "sick.py").write_text(code)
     [problem] = check(reward={"function": "sick:score"})
     assert problem == f"reward.function: sick:score cannot be imported: {why}"
 
 
-def test_a_module_that_is_not_found_is_told_with_the_folder(folder: Path) -> None:
+def test_a_missing_module_is_reported_with_the_folder(folder: Path) -> None:
     [problem] = check(reward={"function": "my_rewards:score"})
     assert problem == (
         "reward.function: my_rewards:score cannot be imported: ModuleNotFoundError: No module named 'my_rewards', "
-        f"looked for from {folder}; start the trainer in a folder from which 'import my_rewards' works, or add that "
+        f"searched from {folder}; start the trainer in a folder from which 'import my_rewards' works, or add that "
         "folder to PYTHONPATH"
     )
 
 
-def test_a_module_that_ends_the_process_is_told(folder: Path) -> None:
+def test_a_module_that_exits_the_process_is_reported(folder: Path) -> None:
     (folder / "sick.py").write_text("import os\nos._exit(0 or 3)")
     assert check(reward={"function": "sick:score"}) == ["reward.function: importing sick:score ended its process"]
 
 
-def test_only_what_is_missing_may_be_where_the_trainer_is(folder: Path) -> None:
+def test_only_missing_files_and_modules_are_missing_here(folder: Path) -> None:
     (folder / "broken.jsonl").write_text("no json\n")
     wrong = {
         "model": "far/away/model",
@@ -157,5 +158,5 @@ def test_only_what_is_missing_may_be_where_the_trainer_is(folder: Path) -> None:
         "data": {"train": ["train.jsonl", "shards/*.jsonl"], "eval": "broken.jsonl"},
         "reward": {"functions": [{"function": "their_reward:f", "name": "f"}, {"function": "my_reward:none"}]},
     }
-    found = {problem.partition(": ")[2][:20]: isinstance(problem, NotHere) for problem in check(**wrong)}
+    found = {problem.partition(": ")[2][:20]: isinstance(problem, MissingHere) for problem in check(**wrong)}
     assert list(found.values()) == [True, True, True, False, True, False], found

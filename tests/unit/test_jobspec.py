@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from shared.errors import ConfigError
-from shared.jobspec import WrongJob, load, parse, set_by_override, to_json
-from shared.training import LoraSpec
+from shared.job.spec import InvalidJob, load, parse, set_by_override, to_json
+from shared.job.training import LoraSpec
 
 
 def spec(elastic: str, more: str = "") -> dict[str, object]:
@@ -112,9 +112,9 @@ def test_an_override_that_is_a_pattern_is_text(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ("{lr: 1", " does not parse: expected ',' or '}', but got '<stream end>': close what it opens"),
-        ("{", " does not parse: expected the node content, but found '<stream end>': close what it opens"),
-        ("[0.9, 0.95", " does not parse: expected ',' or ']', but got '<stream end>': close what it opens"),
+        ("{lr: 1", " does not parse: expected ',' or '}', but got '<stream end>': close every bracket"),
+        ("{", " does not parse: expected the node content, but found '<stream end>': close every bracket"),
+        ("[0.9, 0.95", " does not parse: expected ',' or ']', but got '<stream end>': close every bracket"),
         ("{lr: 1, lr: 2}", ": 'lr' is given twice: remove one"),
         ("[{a: 1, a: 1}]", ": 'a' is given twice: remove one"),
     ],
@@ -133,13 +133,13 @@ def test_an_override_that_is_no_section_and_no_list_either_is_named(value: str, 
         ("reward={functions: [{functon: 'a:b'}]}", "reward.functions.0.functon: unknown key: did you mean function?"),
         ("data.curriculum.windw=2", "data.curriculum.windw: unknown key: did you mean window?"),
         ("log.wandb={project: p, entty: e}", "log.wandb.entty: unknown key: did you mean entity?"),
-        ("sampling.steps=1", "sampling.steps: unknown key: remove it or mend its spelling"),
-        ("'off'=1", "'off': unknown key: remove it or mend its spelling"),
+        ("sampling.steps=1", "sampling.steps: unknown key: remove it or fix its spelling"),
+        ("'off'=1", "'off': unknown key: remove it or fix its spelling"),
     ],
 )
 def test_an_unknown_key_is_told_with_the_one_of_its_section_that_resembles_it(override: str, told: str) -> None:
     raw = spec("{}")
     set_by_override(raw, override)
-    with pytest.raises(WrongJob) as caught:
+    with pytest.raises(InvalidJob) as caught:
         parse(raw)
     assert told in caught.value.problems

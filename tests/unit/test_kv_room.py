@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.rollout_worker.adapters.rows import Rows
-from services.rollout_worker.domain.kv_room import Room
-from shared.kv_rows import QUANTUM
+from services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
+from services.rollout_worker.domain.request_table import RequestTable
 from shared.messages import FINISH_NONE
 from tests.support.engines import request
 
@@ -20,9 +19,9 @@ SLOTS = 8
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=SLOTS),
 )
 def test_what_fits_gets_a_shape_that_takes_no_more_than_there_is(tokens: int, max_len: int, lengths: list[int]) -> None:
-    room, longest = Room(SLOTS, max_len, tokens), max(lengths)
-    assume(longest <= max_len and room.fits(len(lengths), longest))
-    rows, columns = room.shape(len(lengths), longest)
+    capacity, longest = KvCapacity(SLOTS, max_len, tokens), max(lengths)
+    assume(longest <= max_len and capacity.fits(len(lengths), longest))
+    rows, columns = capacity.shape(len(lengths), longest)
     assert len(lengths) <= rows <= SLOTS
     assert longest <= columns
     assert columns % QUANTUM == 0
@@ -30,23 +29,23 @@ def test_what_fits_gets_a_shape_that_takes_no_more_than_there_is(tokens: int, ma
 
 
 def test_a_long_row_takes_the_place_of_several_short_ones() -> None:
-    room = Room(SLOTS, max_len=512, tokens=256)
-    assert room.fits(8, 32)
-    assert not room.fits(8, 33)
-    assert room.fits(2, 128)
-    assert room.fits(1, 256)
-    assert not room.fits(1, 257)
+    capacity = KvCapacity(SLOTS, max_len=512, tokens=256)
+    assert capacity.fits(8, 32)
+    assert not capacity.fits(8, 33)
+    assert capacity.fits(2, 128)
+    assert capacity.fits(1, 256)
+    assert not capacity.fits(1, 257)
 
 
 def test_a_cache_has_columns_to_spare_only_where_that_costs_no_row() -> None:
-    room = Room(SLOTS, max_len=512, tokens=256)
-    assert room.shape(1, 20) == (4, 64)
-    assert room.shape(6, 20) == (8, 32)
-    assert room.shape(1, 250) == (1, 256)
+    capacity = KvCapacity(SLOTS, max_len=512, tokens=256)
+    assert capacity.shape(1, 20) == (4, 64)
+    assert capacity.shape(6, 20) == (8, 32)
+    assert capacity.shape(1, 250) == (1, 256)
 
 
-def cramped(tokens: int) -> Rows:
-    return Rows(SLOTS, 512, 100, Room(SLOTS, 512, tokens))
+def cramped(tokens: int) -> RequestTable:
+    return RequestTable(SLOTS, 512, 100, KvCapacity(SLOTS, 512, tokens))
 
 
 def test_requests_wait_in_line_for_room_and_nobody_overtakes() -> None:
@@ -61,11 +60,11 @@ def test_requests_wait_in_line_for_room_and_nobody_overtakes() -> None:
         "those behind would fit, and would keep it out for ever"
     )
     rows.abort([(2, 1)])
-    rows.retire_aborted()
+    rows.remove_aborted()
     assert rows.admit(1000) == range(1)
     assert rows.requests == [long]
     rows.abort([(1, 1)])
-    rows.retire_aborted()
+    rows.remove_aborted()
     assert rows.admit(1000) == range(3)
 
 
@@ -82,5 +81,13 @@ def test_a_request_that_never_fits_is_refused_at_once_and_holds_nobody_up() -> N
     assert rows.admit(1000) == range(2)
     (refused,) = rows.drain()
     assert (refused.sample, refused.tokens, refused.finish) == (2, [], FINISH_NONE)
-    assert "it may become 97 tokens long, and the KV cache holds 96" in refused.error
+    assert all(part in refused.error for part in ("97 tokens", "96", "RLBOOST_WORKER_KV_CACHE_BYTES"))
     assert "RLBOOST_WORKER_KV_CACHE_BYTES" in refused.error
+
+
+def test_max_request_tokens_is_the_length_above_which_no_sample_fits() -> None:
+    assert KvCapacity(SLOTS, max_len=512, tokens=256).max_request_tokens == 256
+    assert KvCapacity(SLOTS, max_len=256, tokens=256).max_request_tokens == 0, "every length fits"
+    capacity = KvCapacity(SLOTS, max_len=512, tokens=250)
+    assert capacity.fits(1, capacity.max_request_tokens)
+    assert not capacity.fits(1, capacity.max_request_tokens + 1)

@@ -15,21 +15,19 @@ SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__mai
 SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
 HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
 WIRE = {
-    "shared.algorithm",
+    "shared.job.algorithm",
     "shared.bus",
-    "shared.canary",
+    "shared.model.parity",
     "shared.columns",
-    "shared.curriculum",
+    "shared.job.curriculum",
     "shared.errors",
     "shared.ids",
-    "shared.jobspec",
-    "shared.jobspec_fleet",
-    "shared.kv_rows",
+    "shared.job.spec",
+    "shared.job.fleet",
     "shared.messages",
-    "shared.reward",
-    "shared.training",
-    "shared.weights.drafts",
-    "shared.weights.edges",
+    "shared.job.reward",
+    "shared.job.training",
+    "shared.weights.delta_graph",
     "shared.weights.manifest",
 }
 """What a domain may see of `shared`: values and names, nothing that acts."""
@@ -71,7 +69,7 @@ def test_shared_imports_no_service() -> None:
 def test_what_users_touch_imports_a_service_only_to_check_a_job_as_its_trainer_will() -> None:
     for path in (ROOT / "rlboost").rglob("*.py"):
         services = {name for name in imports(path) if name.startswith("services.")}
-        if path != ROOT / "rlboost" / "modelcheck.py":
+        if path != ROOT / "rlboost" / "jobs" / "model_check.py":
             assert not services, f"{path} imports {services}"
         assert all(name.startswith("services.trainer.") for name in services), f"{path} imports {services}"
 
@@ -93,6 +91,23 @@ def test_a_domain_is_pure(service: str) -> None:
                 )
 
 
+def test_libraries_of_the_manager_are_imported_only_in_adapters_and_the_api() -> None:
+    manager = ROOT / "services" / "rollout_manager"
+    anywhere = {"services", "shared", "structlog", "pydantic", "pydantic_settings", *PURE_LIBRARIES}
+    allowed = {manager / "api.py": {"fastapi"}, manager / "openai" / "routes.py": {"fastapi"}}
+    for path in manager.rglob("*.py"):
+        if path.parent != manager / "adapters":
+            libraries = tops(imports(path)) - anywhere - sys.stdlib_module_names
+            assert libraries <= allowed.get(path, set()), f"{path} imports {libraries}"
+
+
+def test_only_the_managers_main_module_imports_the_openai_endpoint() -> None:
+    package = "services.rollout_manager.openai"
+    for path in (ROOT / "services" / "rollout_manager").rglob("*.py"):
+        if path.parent.name != "openai" and path.name != "__main__.py":
+            assert not {name for name in imports(path) if name.startswith(package)}, f"{path} imports {package}"
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_adapters_see_ports_and_shared_only(service: str) -> None:
     for path in (ROOT / "services" / service / "adapters").rglob("*.py"):
@@ -110,12 +125,11 @@ def test_a_file_is_short_enough_to_read(path: Path) -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_help_and_settings_need_no_heavy_library(service: str) -> None:
-    code = (
-        f"import sys; import services.{service}.settings; import services.{service}.ports\n"
-        f"print([m for m in {HEAVY!r} if m in sys.modules])"
-        if (ROOT / "services" / service / "ports.py").exists()
-        else f"import sys; import services.{service}.settings\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    ports = sorted((ROOT / "services" / service).glob("ports*")) + sorted(
+        (ROOT / "services" / service).glob("ports/*.py")
     )
+    modules = [f"services.{service}.settings", *(".".join(p.relative_to(ROOT).with_suffix("").parts) for p in ports)]
+    code = f"import sys, {', '.join(modules)}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -1,4 +1,4 @@
-"""Two managers on one bus, under a manual clock: one leads, and whoever led before can do nothing."""
+"""Two managers on one bus with a manual clock: one leads, and superseded leaders write nothing."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.rollout_manager.adapters.prometheus import WorldCollector
 from services.rollout_manager.api import build
 from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.world import Now
-from services.rollout_manager.leadership import RECOVERY_LEASE_S, Leader, manager_at
-from services.rollout_manager.metrics import WorldCollector
+from services.rollout_manager.leadership import RECOVERY_LEASE_S, ManagerRecord, manager_record
 from services.rollout_manager.settings import Settings
 from shared import names
 from shared.bus import START, Append
 from shared.errors import BusUnavailable, ConfigError, Fenced
 from shared.fakes import MemoryBus
-from shared.jobspec import parse, to_json
+from shared.job.spec import parse, to_json
 from shared.messages import JobCommand, Resume
+from shared.protocol import PROTOCOL, PROTOCOL_HEADER
 from shared.settings import read
+from tests.support.jobs import job_file
 
 LEASE_S = 3.0
 TOKEN = "t"
-SPEC = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 9}
+SPEC = job_file()
 
 
 class Pair:
@@ -42,7 +44,7 @@ class Pair:
             lease_s=2.0,
             redis_limit_s=9.0,
             clock=lambda: Now(self.clock, self.clock),
-            me=who(n),
+            record=who(n),
             leader_lease_s=LEASE_S,
         )
 
@@ -60,8 +62,8 @@ class Pair:
         await self.bus.append(names.JOB_COMMANDS, command)
 
 
-def who(n: int) -> Leader:
-    return manager_at("127.0.0.1", n, "here").signed(TOKEN)
+def who(n: int) -> ManagerRecord:
+    return manager_record("127.0.0.1", n, "here").signed(TOKEN)
 
 
 @pytest.fixture
@@ -69,12 +71,12 @@ def pair() -> Pair:
     return Pair()
 
 
-async def test_the_second_manager_leads_when_the_lease_of_the_first_has_run_out(pair: Pair) -> None:
+async def test_standby_leads_after_the_leaders_lease_expires(pair: Pair) -> None:
     assert await pair.first.try_lead()
     await pair.create("job")
     await pair.first.turn()
     assert not await pair.second.try_lead()
-    assert pair.second.other_leader == pair.first._leadership._me
+    assert pair.second.other_leader == pair.first._leadership.record
     pair.clock += LEASE_S - 0.1
     assert not await pair.second.try_lead()
     pair.clock += 0.2
@@ -83,7 +85,7 @@ async def test_the_second_manager_leads_when_the_lease_of_the_first_has_run_out(
     assert await pair.epoch() == 2
 
 
-async def test_a_leader_that_works_keeps_its_lease(pair: Pair) -> None:
+async def test_leader_renews_its_lease(pair: Pair) -> None:
     assert await pair.first.try_lead()
     for _ in range(20):
         pair.clock += LEASE_S / 3
@@ -91,7 +93,7 @@ async def test_a_leader_that_works_keeps_its_lease(pair: Pair) -> None:
         assert not await pair.second.try_lead()
 
 
-async def test_a_lease_that_has_run_out_costs_nothing_until_somebody_takes_it(pair: Pair) -> None:
+async def test_leader_with_expired_lease_leads_until_succeeded(pair: Pair) -> None:
     assert await pair.first.try_lead()
     pair.clock += 100 * LEASE_S
     await pair.create("job")
@@ -100,16 +102,16 @@ async def test_a_lease_that_has_run_out_costs_nothing_until_somebody_takes_it(pa
     assert not await pair.second.try_lead()
 
 
-async def test_a_recovery_may_take_longer_than_the_lease(pair: Pair) -> None:
+async def test_recovery_may_take_longer_than_the_lease(pair: Pair) -> None:
     def time_passes() -> None:
         pair.clock += RECOVERY_LEASE_S - 1.0
 
-    pair.bus.pause_next_sender = time_passes
+    pair.bus.before_next_transaction = time_passes
     assert await pair.first.try_lead()
     assert not await pair.second.try_lead()
 
 
-async def test_a_leader_that_was_paused_in_the_middle_of_a_commit_writes_nothing_and_stands_by(pair: Pair) -> None:
+async def test_leader_paused_during_a_commit_is_fenced(pair: Pair) -> None:
     assert await pair.first.try_lead()
     await pair.create("job")
     left: list[str] = []
@@ -120,7 +122,7 @@ async def test_a_leader_that_was_paused_in_the_middle_of_a_commit_writes_nothing
         run_at_once(pair.second.turn())
         left.append(pair.everything())
 
-    pair.bus.pause_next_sender = succeed
+    pair.bus.before_next_transaction = succeed
     with pytest.raises(Fenced):
         await pair.first.turn()
     assert [pair.everything()] == left
@@ -140,7 +142,7 @@ def run_at_once(coroutine: Any) -> Any:
     raise AssertionError("the coroutine waits for something")
 
 
-async def test_a_leader_without_an_answer_leads_on_under_a_new_epoch(pair: Pair) -> None:
+async def test_leader_reacquires_under_a_new_epoch_after_a_lost_reply(pair: Pair) -> None:
     assert await pair.first.try_lead()
     await pair.create("job")
     pair.bus.lose_next_reply = True
@@ -151,7 +153,7 @@ async def test_a_leader_without_an_answer_leads_on_under_a_new_epoch(pair: Pair)
     assert await pair.epoch() == 2
 
 
-async def test_a_manager_that_does_not_know_that_it_took_the_lease_takes_it_again(pair: Pair) -> None:
+async def test_lost_reply_of_an_acquisition_is_retried(pair: Pair) -> None:
     pair.bus.lose_next_reply = True
     with pytest.raises(BusUnavailable):
         await pair.first.try_lead()
@@ -160,7 +162,7 @@ async def test_a_manager_that_does_not_know_that_it_took_the_lease_takes_it_agai
     assert await pair.epoch() == 2
 
 
-async def test_a_manager_that_starts_at_its_predecessors_address_need_not_wait(pair: Pair) -> None:
+async def test_restarted_manager_replaces_the_lease_of_its_address(pair: Pair) -> None:
     assert await pair.first.try_lead()
     again = pair.manager(1)
     assert await again.try_lead()
@@ -168,7 +170,7 @@ async def test_a_manager_that_starts_at_its_predecessors_address_need_not_wait(p
         await pair.first.turn()
 
 
-async def test_two_that_share_an_address_by_mistake_do_not_take_turns(pair: Pair) -> None:
+async def test_managers_with_one_address_do_not_replace_each_other_twice(pair: Pair) -> None:
     double = pair.manager(1)
     assert await pair.first.try_lead()
     assert await double.try_lead()
@@ -177,7 +179,7 @@ async def test_two_that_share_an_address_by_mistake_do_not_take_turns(pair: Pair
     assert double.leads
 
 
-async def test_what_a_client_asks_of_a_leader_that_was_superseded_is_refused_and_noticed(pair: Pair) -> None:
+async def test_write_of_a_superseded_leader_is_fenced(pair: Pair) -> None:
     assert await pair.first.try_lead()
     pair.clock += LEASE_S + 0.1
     assert await pair.second.try_lead()
@@ -191,7 +193,7 @@ async def test_what_a_client_asks_of_a_leader_that_was_superseded_is_refused_and
     assert await pair.bus.length("s") == 1
 
 
-async def test_a_client_whose_write_had_no_answer_makes_the_leader_read_the_world_anew(pair: Pair) -> None:
+async def test_write_with_a_lost_reply_makes_the_leader_recover(pair: Pair) -> None:
     assert await pair.first.try_lead()
     pair.bus.lose_next_reply = True
     with pytest.raises(BusUnavailable):
@@ -212,11 +214,11 @@ async def test_a_client_whose_write_had_no_answer_makes_the_leader_read_the_worl
         ("0.0.0.0", "https://rl.example/", "https://rl.example"),
     ],
 )
-def test_a_manager_has_a_url_that_clients_can_reach(host: str, public_url: str, url: str) -> None:
-    assert manager_at(host, 8700, "box", public_url).url == url
+def test_manager_record_has_a_reachable_url(host: str, public_url: str, url: str) -> None:
+    assert manager_record(host, 8700, "box", public_url).url == url
 
 
-def test_a_public_url_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_public_url_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLBOOST_MANAGER_PUBLIC_URL", "box:8700")
     with pytest.raises(ConfigError, match="public_url"):
         read(Settings, [])
@@ -233,7 +235,7 @@ def rest(pair: Pair, manager: Manager) -> httpx.AsyncClient:
     )
 
 
-async def test_a_standby_sends_every_request_to_the_leader_and_says_so(pair: Pair) -> None:
+async def test_standby_redirects_every_request_to_the_leader(pair: Pair) -> None:
     assert await pair.first.try_lead()
     assert not await pair.second.try_lead()
     async with rest(pair, pair.second) as client:
@@ -257,21 +259,19 @@ async def test_a_standby_sends_every_request_to_the_leader_and_says_so(pair: Pai
 
 
 @pytest.mark.parametrize("token", [None, "guessed", ""])
-async def test_nobody_is_sent_to_a_leader_that_cannot_prove_that_it_has_the_token(
-    pair: Pair, token: str | None
-) -> None:
+async def test_standby_does_not_redirect_to_an_unsigned_leader(pair: Pair, token: str | None) -> None:
     """Clients send the token along, and an address in Redis may be anybody's."""
-    stranger = manager_at("127.0.0.1", 9, "elsewhere", "http://elsewhere:1")
-    stranger = stranger.model_copy(update={"proof": who(1).proof}) if token is None else stranger.signed(token)
-    await pair.bus.acquire([names.MANAGER_LEASE], stranger.model_dump_json(), LEASE_S)
+    stranger = manager_record("127.0.0.1", 9, "elsewhere", "http://elsewhere:1")
+    stranger = stranger.model_copy(update={"signature": who(1).signature}) if token is None else stranger.signed(token)
+    await pair.bus.acquire(names.MANAGER_LEASE, stranger.model_dump_json(), LEASE_S)
     assert not await pair.second.try_lead()
     async with rest(pair, pair.second) as client:
         answer = await client.get("/v1/jobs")
     assert (answer.status_code, answer.headers["retry-after"], "location" in answer.headers) == (503, "1", False)
-    assert "http://elsewhere:1, does not prove that it has the token" in answer.json()["detail"]
+    assert "http://elsewhere:1, is not signed with this manager's token" in answer.json()["detail"]
 
 
-async def test_without_a_leader_clients_are_asked_to_come_again(pair: Pair) -> None:
+async def test_requests_without_a_leader_get_503_and_retry_after(pair: Pair) -> None:
     async with rest(pair, pair.second) as client:
         answer = await client.get("/v1/jobs")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -279,7 +279,7 @@ async def test_without_a_leader_clients_are_asked_to_come_again(pair: Pair) -> N
         assert (await client.get("/readyz")).status_code == 503
 
 
-async def test_a_leader_that_does_not_know_yet_that_it_was_superseded_creates_no_job(pair: Pair) -> None:
+async def test_superseded_leader_creates_no_job(pair: Pair) -> None:
     assert await pair.first.try_lead()
     pair.clock += LEASE_S + 0.1
     assert await pair.second.try_lead()
@@ -293,9 +293,7 @@ async def test_a_leader_that_does_not_know_yet_that_it_was_superseded_creates_no
     assert set(await pair.bus.hash_all(names.JOBS)) == {answer.json()["id"]}
 
 
-async def test_one_idempotency_key_makes_one_job_also_where_two_requests_come_at_once(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_concurrent_requests_with_one_key_create_one_job(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     increment = pair.bus.increment
 
     async def slowly(key: str) -> int:
@@ -312,20 +310,16 @@ async def test_one_idempotency_key_makes_one_job_also_where_two_requests_come_at
     assert await increment(names.JOB_COUNTER) == 2
 
 
-async def test_a_worker_that_gives_no_protocol_speaks_the_first_one(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_join_without_a_protocol_number_is_rejected(pair: Pair) -> None:
     assert await pair.first.try_lead()
     async with rest(pair, pair.first) as client:
-        assert (await client.get("/v1/join")).status_code == 200
-    monkeypatch.setattr("services.rollout_manager.api.PROTOCOL", 2)
-    async with rest(pair, pair.first) as client:
+        assert (await client.get("/v1/join", headers={PROTOCOL_HEADER: str(PROTOCOL)})).status_code == 200
         refused = await client.get("/v1/join")
     assert refused.status_code == 409
-    assert "speaks protocol 1 and this manager 2" in refused.json()["detail"]
+    assert f"speaks protocol 1 and this manager {PROTOCOL}" in refused.json()["detail"]
 
 
-async def test_prometheus_sees_who_leads(pair: Pair) -> None:
+async def test_metrics_show_which_manager_leads(pair: Pair) -> None:
     def leading(manager: Manager) -> float | None:
         registry = CollectorRegistry()
         registry.register(WorldCollector(manager))

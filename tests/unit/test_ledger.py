@@ -5,38 +5,25 @@ from __future__ import annotations
 import pytest
 
 from services.rollout_manager.domain.ledger import Ledger
-from shared.columns import F32, I32, U8, U32, U64, ints, pack
-from shared.errors import Bury
-from shared.ids import SampleId
-from shared.messages import FINISH_STOP, GroupRequested, Placed, SampleFailed, Sampling, TokenFrame
+from shared.columns import U32, ints, pack
+from shared.errors import Unprocessable
+from shared.messages import FINISH_STOP, Placed, SampleFailed, TokenFrame
+from tests.support import builders
+from tests.support.builders import group_id, group_requested
 
-GROUP = SampleId(1, False, 0, 0, 0).pack()
-REQUEST = GroupRequested(
-    job_id="j", group=GROUP, n=2, prompt=pack([1], I32), sampling=Sampling(max_tokens=8), version=0, seed=1
-)
+GROUP = group_id()
+REQUEST = group_requested(n=2)
 
 
-def placed(worker: str, attempt: int, offset: int, sample: int = GROUP) -> Placed:
-    return Placed(
-        worker=worker, samples=pack([sample], U64), attempts=pack([attempt], U32), offsets=pack([offset], U32)
-    )
+def placed(worker: str, attempt: int, offset: int) -> Placed:
+    return builders.placed(GROUP, worker=worker, attempt=attempt, offset=offset)
 
 
 def frame(
     worker: str, attempt: int, offset: int, tokens: list[int], *, finish: int = 0, version: int = 0, sample: int = GROUP
 ) -> TokenFrame:
-    return TokenFrame(
-        worker=worker,
-        seq=0,
-        samples=pack([sample], U64),
-        attempts=pack([attempt], U32),
-        offsets=pack([offset], U32),
-        counts=pack([len(tokens)], U32),
-        versions=pack([version], U32),
-        finish=pack([finish], U8),
-        tokens=pack(tokens, I32),
-        logprobs=pack([-0.5] * len(tokens), F32),
-    )
+    row = (sample, attempt, offset, len(tokens), version, finish)
+    return builders.token_frame([row], worker=worker, tokens=tokens)
 
 
 @pytest.fixture
@@ -51,7 +38,7 @@ def tokens_of(ledger: Ledger) -> list[int]:
     return ints(bytes(ledger.samples[GROUP].tokens))
 
 
-def test_frames_that_meet_the_end_extend_a_sample_and_its_spans(ledger: Ledger) -> None:
+def test_frame_at_the_end_extends_sample_and_spans(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5, 6]))
     outcome = ledger.extend(frame("w1", 1, 2, [7], version=1))
     assert tokens_of(ledger) == [5, 6, 7]
@@ -59,7 +46,7 @@ def test_frames_that_meet_the_end_extend_a_sample_and_its_spans(ledger: Ledger) 
     assert outcome.accepted == {1: 1}
 
 
-def test_a_frame_sent_twice_counts_once(ledger: Ledger) -> None:
+def test_frame_sent_twice_counts_once(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5, 6]))
     outcome = ledger.extend(frame("w1", 1, 0, [5, 6]))
     assert tokens_of(ledger) == [5, 6]
@@ -68,20 +55,20 @@ def test_a_frame_sent_twice_counts_once(ledger: Ledger) -> None:
     assert not outcome.refused
 
 
-def test_the_overlap_of_a_frame_is_cut(ledger: Ledger) -> None:
+def test_overlap_of_a_frame_is_cut(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5, 6]))
     ledger.extend(frame("w1", 1, 1, [6, 7], finish=FINISH_STOP))
     assert tokens_of(ledger) == [5, 6, 7]
     assert list(ledger.finished) == [GROUP]
 
 
-def test_a_gap_is_reported_and_adds_nothing(ledger: Ledger) -> None:
+def test_gap_is_reported_and_adds_nothing(ledger: Ledger) -> None:
     outcome = ledger.extend(frame("w1", 1, 3, [9]))
     assert outcome.gaps == [GROUP]
     assert tokens_of(ledger) == []
 
 
-def test_a_late_frame_of_an_earlier_attempt_never_changes_a_sample(ledger: Ledger) -> None:
+def test_late_frame_of_an_earlier_attempt_is_refused(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5]))
     ledger.place(placed("w2", 2, 1))
     outcome = ledger.extend(frame("w1", 1, 1, [6], finish=FINISH_STOP))
@@ -90,7 +77,7 @@ def test_a_late_frame_of_an_earlier_attempt_never_changes_a_sample(ledger: Ledge
     assert not ledger.finished
 
 
-def test_a_placement_cuts_what_its_owner_was_not_given(ledger: Ledger) -> None:
+def test_placement_cuts_tokens_after_its_offset(ledger: Ledger) -> None:
     """The placement was decided before the first owner's last frame was read; the log has both."""
     ledger.extend(frame("w1", 1, 0, [5, 6, 7], finish=FINISH_STOP))
     ((_, cut),) = ledger.place(placed("w2", 2, 2))
@@ -102,31 +89,31 @@ def test_a_placement_cuts_what_its_owner_was_not_given(ledger: Ledger) -> None:
     assert tokens_of(ledger) == [5, 6, 8]
 
 
-def test_reading_a_placement_again_changes_nothing(ledger: Ledger) -> None:
+def test_placement_applied_twice_changes_nothing(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5]))
     assert ledger.place(placed("w1", 1, 0)) == []
     assert tokens_of(ledger) == [5]
 
 
-def test_columns_that_do_not_fit_are_buried_and_change_nothing(ledger: Ledger) -> None:
+def test_columns_of_different_length_are_refused(ledger: Ledger) -> None:
     bad = frame("w1", 1, 0, [5]).model_copy(update={"counts": pack([2], U32)})
-    with pytest.raises(Bury, match="do not fit"):
+    with pytest.raises(Unprocessable, match="differ in length"):
         ledger.extend(bad)
     assert tokens_of(ledger) == []
 
 
-def test_a_request_that_is_no_group_is_buried() -> None:
-    with pytest.raises(Bury, match="not a group"):
+def test_request_without_a_valid_group_id_is_refused() -> None:
+    with pytest.raises(Unprocessable, match="invalid group id"):
         Ledger().admit(REQUEST.model_copy(update={"group": GROUP + 1}), "1-0")
 
 
-def test_a_failure_counts_only_under_the_current_attempt(ledger: Ledger) -> None:
+def test_failure_counts_only_under_the_current_attempt(ledger: Ledger) -> None:
     assert not ledger.fail(SampleFailed(worker="w1", sample=GROUP, attempt=9, reason="no"))
     assert ledger.fail(SampleFailed(worker="w1", sample=GROUP, attempt=1, reason="too long"))
     assert ledger.failed == {GROUP: "too long"}
 
 
-def test_a_restated_sample_stands_for_all_that_was_older(ledger: Ledger) -> None:
+def test_restated_sample_replaces_older_entries(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5, 6]))
     record = ledger.restated(ledger.samples[GROUP])
     ledger.restate(record, "9-0")
@@ -138,14 +125,14 @@ def test_a_restated_sample_stands_for_all_that_was_older(ledger: Ledger) -> None
     assert fresh.samples[GROUP].spans == [("w1", 0, 3)]
 
 
-def test_a_restatement_that_missed_a_frame_does_not_free_the_older_entries(ledger: Ledger) -> None:
+def test_restatement_that_missed_a_frame_keeps_older_entries(ledger: Ledger) -> None:
     record = ledger.restated(ledger.samples[GROUP])
     ledger.extend(frame("w1", 1, 0, [5]))
     ledger.restate(record, "9-0")
     assert ledger.samples[GROUP].first_id == "1-0"
 
 
-def test_closing_the_last_sample_of_a_group_closes_the_group(ledger: Ledger) -> None:
+def test_closing_the_last_sample_closes_the_group(ledger: Ledger) -> None:
     ledger.close([GROUP])
     assert ledger.open_in_group == {GROUP: 1}
     ledger.close([GROUP + 1, GROUP + 1])

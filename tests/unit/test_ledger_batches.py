@@ -7,50 +7,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout_manager.domain.ledger import Ledger, Outcome
-from services.rollout_manager.runs import apply
+from services.rollout_manager.entry_batches import apply_in_batches
 from shared.bus import Entry
-from shared.columns import F32, I32, U8, U32, U64, pack
-from shared.errors import Bury
+from shared.columns import I32, U32, U64, pack
+from shared.errors import Unprocessable
 from shared.ids import SampleId
 from shared.messages import FINISH_RELEASED, FINISH_STOP, GroupRequested, Message, Placed, Sampling, TokenFrame
+from tests.support.builders import Row, group_id, group_requested, placed, token_frame
 
-GROUPS = [SampleId(job, False, 0, 0, 0).pack() for job in (1, 2)]
+GROUPS = [group_id(job_no=job) for job in (1, 2)]
 SAMPLES = [group + i for group in GROUPS for i in range(2)]
 
 
 def ledger_with_samples() -> Ledger:
     ledger = Ledger()
     for group in GROUPS:
-        request = GroupRequested(
-            job_id="j", group=group, n=2, prompt=pack([1], I32), sampling=Sampling(max_tokens=8), version=0, seed=1
-        )
-        ledger.admit(request, "1-0")
-    n = len(SAMPLES)
-    ledger.place(
-        Placed(worker="w0", samples=pack(SAMPLES, U64), attempts=pack([1] * n, U32), offsets=pack([0] * n, U32))
-    )
+        ledger.admit(group_requested(group=group, n=2), "1-0")
+    ledger.place(placed(*SAMPLES, worker="w0"))
     return ledger
 
 
-Row = tuple[int, int, int, int, int, int]
-"""Sample, attempt, offset, number of tokens, version, finish."""
-
-
 def frame_of(rows: list[Row], first_token: int = 0) -> TokenFrame:
-    samples, attempts, offsets, counts, versions, finish = zip(*rows, strict=True) if rows else ((),) * 6
-    n = sum(counts)
-    return TokenFrame(
-        worker="w0",
-        seq=0,
-        samples=pack(samples, U64),
-        attempts=pack(attempts, U32),
-        offsets=pack(offsets, U32),
-        counts=pack(counts, U32),
-        versions=pack(versions, U32),
-        finish=pack(finish, U8),
-        tokens=pack(range(first_token, first_token + n), I32),
-        logprobs=pack([-float(i) for i in range(first_token, first_token + n)], F32),
-    )
+    n = sum(row[3] for row in rows)
+    return token_frame(rows, worker="w0", tokens=range(first_token, first_token + n))
 
 
 @st.composite
@@ -92,7 +71,7 @@ def total_of(outcomes: list[Outcome]) -> object:
 
 @settings(max_examples=300)
 @given(frames())
-def test_frames_at_once_do_what_they_do_one_by_one(given_frames: list[TokenFrame]) -> None:
+def test_frames_in_a_batch_equal_frames_one_by_one(given_frames: list[TokenFrame]) -> None:
     at_once, one_by_one = ledger_with_samples(), ledger_with_samples()
     outcome = at_once.extend(*given_frames)
     outcomes = [one_by_one.extend(frame) for frame in given_frames]
@@ -102,14 +81,14 @@ def test_frames_at_once_do_what_they_do_one_by_one(given_frames: list[TokenFrame
     assert [s.spans for s in at_once.samples.values()] == [s.spans for s in one_by_one.samples.values()]
 
 
-def test_a_frame_that_names_a_sample_twice_extends_it_twice() -> None:
+def test_frame_with_two_rows_of_a_sample_extends_it_twice() -> None:
     ledger = ledger_with_samples()
     ledger.extend(frame_of([(SAMPLES[0], 1, 0, 2, 0, 0), (SAMPLES[0], 1, 2, 1, 1, 0)]))
     assert ledger.samples[SAMPLES[0]].tokens == pack([0, 1, 2], I32)
     assert ledger.samples[SAMPLES[0]].spans == [("w0", 0, 2), ("w0", 1, 1)]
 
 
-def test_a_closed_sample_s_place_is_not_mistaken_for_that_of_the_next() -> None:
+def test_reused_slot_is_not_mistaken_for_the_closed_sample() -> None:
     ledger = ledger_with_samples()
     ledger.close([SAMPLES[0]])
     group = SampleId(1, False, 0, 1, 0).pack()
@@ -122,7 +101,7 @@ def test_a_closed_sample_s_place_is_not_mistaken_for_that_of_the_next() -> None:
     assert ledger.samples[group].n_tokens == 0
 
 
-def test_more_samples_than_sixteen_bits_can_number_are_told_apart() -> None:
+def test_more_samples_than_16_bits_are_distinguished() -> None:
     ledger = Ledger()
     n_groups = (1 << 16) // 256 + 1
     for i in range(n_groups):
@@ -139,7 +118,7 @@ def test_more_samples_than_sixteen_bits_can_number_are_told_apart() -> None:
     assert all(s.tokens == pack([i, n + i], I32) for i, s in enumerate(ledger.samples.values()))
 
 
-def test_of_frames_at_once_only_the_one_that_makes_no_sense_is_refused() -> None:
+def test_only_the_invalid_frame_of_a_batch_is_refused() -> None:
     ledger = ledger_with_samples()
     good = [frame_of([(SAMPLES[0], 1, i, 1, 0, 0)], first_token=i) for i in range(3)]
     bad = good[1].model_copy(update={"counts": pack([7], U32)})
@@ -149,17 +128,17 @@ def test_of_frames_at_once_only_the_one_that_makes_no_sense_is_refused() -> None
         assert isinstance(entry.message, TokenFrame)
         ledger.extend(entry.message)
 
-    unusable = apply(entries, lambda run: ledger.extend(*run), one)
-    assert [(entry.id, type(error)) for entry, error in unusable] == [("2-0", Bury)]
+    unusable = apply_in_batches(entries, lambda run: ledger.extend(*run), one)
+    assert [(entry.id, type(error)) for entry, error in unusable] == [("2-0", Unprocessable)]
     assert ledger.samples[SAMPLES[0]].tokens == pack([0, 1, 2], I32)
 
 
-def test_entries_keep_their_order_around_frames_that_are_applied_at_once() -> None:
+def test_entries_keep_their_order_around_batches_of_frames() -> None:
     frame = frame_of([])
     other = Placed(worker="w", samples=b"", attempts=b"", offsets=b"")
     messages: list[Message] = [frame, frame, other, frame, other, frame, frame]
     seen: list[str] = []
-    unusable = apply(
+    unusable = apply_in_batches(
         [Entry("log", f"{i}-0", message) for i, message in enumerate(messages)],
         lambda run: seen.append(f"{len(run)} frames"),
         lambda entry: seen.append(entry.message.tag),
@@ -168,14 +147,14 @@ def test_entries_keep_their_order_around_frames_that_are_applied_at_once() -> No
     assert not unusable
 
 
-def test_the_oldest_samples_are_those_whose_entries_reach_back_farthest() -> None:
+def test_oldest_samples_have_the_oldest_log_entries() -> None:
     ledger = ledger_with_samples()
     ledger.extend(frame_of([(SAMPLES[0], 1, 0, 2, 0, 0)]))
     ledger.restate(ledger.restated(ledger.samples[SAMPLES[0]]), "9-0")
     assert [s.id for s in ledger.oldest(9)] == [*SAMPLES[1:], SAMPLES[0]]
 
 
-def test_an_admission_counts_as_old_only_once_its_entry_is_known() -> None:
+def test_admission_has_an_age_once_its_entry_is_known() -> None:
     ledger = Ledger()
     request = GroupRequested(job_id="j", group=GROUPS[0], n=1, prompt=b"1234", sampling=Sampling(), version=0, seed=1)
     ledger.admit(request, "")
@@ -184,7 +163,7 @@ def test_an_admission_counts_as_old_only_once_its_entry_is_known() -> None:
     assert [s.first_id for s in ledger.oldest(1)] == ["3-0"]
 
 
-def test_frames_of_nothing_change_nothing() -> None:
+def test_empty_frames_change_nothing() -> None:
     ledger = ledger_with_samples()
     assert ledger.extend(frame_of([])).accepted == {}
 
@@ -192,8 +171,8 @@ def test_frames_of_nothing_change_nothing() -> None:
 @pytest.mark.parametrize(
     "column", ["samples", "attempts", "offsets", "counts", "versions", "finish", "tokens", "logprobs"]
 )
-def test_a_column_of_another_length_is_refused(column: str) -> None:
+def test_column_of_another_length_is_refused(column: str) -> None:
     frame = frame_of([(SAMPLES[0], 1, 0, 2, 0, 0)])
     short = frame.model_copy(update={column: getattr(frame, column)[:-1]})
-    with pytest.raises(Bury, match="do not fit"):
+    with pytest.raises(Unprocessable, match="differ in length"):
         ledger_with_samples().extend(short)

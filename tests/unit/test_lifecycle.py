@@ -22,7 +22,7 @@ async def at_once(_: asyncio.Event) -> None:
     pass
 
 
-async def test_a_loop_that_ends_before_the_stop_is_a_failure_and_ends_the_others() -> None:
+async def test_supervise_fails_if_a_loop_ends_before_the_stop() -> None:
     with pytest.raises(ExceptionGroup) as group:
         await supervise({"short": at_once, "long": until_told}, asyncio.Event())
     (error,) = group.value.exceptions
@@ -30,7 +30,7 @@ async def test_a_loop_that_ends_before_the_stop_is_a_failure_and_ends_the_others
     assert "'short'" in str(error)
 
 
-async def test_a_loop_that_fails_ends_the_service_with_its_error() -> None:
+async def test_supervise_raises_the_error_of_a_loop() -> None:
     async def fail(_: asyncio.Event) -> None:
         raise Retryable("Redis is away")
 
@@ -39,7 +39,7 @@ async def test_a_loop_that_fails_ends_the_service_with_its_error() -> None:
     assert [str(error) for error in group.value.exceptions] == ["Redis is away"]
 
 
-async def test_at_the_stop_a_loop_may_finish_what_it_holds() -> None:
+async def test_supervise_lets_loops_finish_after_the_stop() -> None:
     done = []
 
     async def finish(stop: asyncio.Event) -> None:
@@ -53,7 +53,7 @@ async def test_at_the_stop_a_loop_may_finish_what_it_holds() -> None:
     assert done == ["flushed"]
 
 
-async def test_what_still_runs_after_the_grace_is_cancelled() -> None:
+async def test_supervise_cancels_loops_after_the_grace_period() -> None:
     async def stubborn(_: asyncio.Event) -> None:
         await asyncio.Event().wait()
 
@@ -67,7 +67,7 @@ async def test_what_still_runs_after_the_grace_is_cancelled() -> None:
     ("error", "code"),
     [(None, EXIT_OK), (Retryable("it is away"), EXIT_FAILED), (ConfigError("PORT: mend it"), EXIT_CONFIG)],
 )
-def test_an_expected_error_is_one_line_and_an_exit_code(
+def test_run_service_reports_expected_errors_in_one_line(
     error: Exception | None, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["a_service"])
@@ -82,7 +82,7 @@ def test_an_expected_error_is_one_line_and_an_exit_code(
     assert capsys.readouterr().err == (f"a_service: {error}\n" if error else "")
 
 
-async def test_a_wait_has_a_name_while_it_lasts_and_ends_at_its_limit() -> None:
+async def test_waits_lists_a_wait_and_ends_it_at_its_limit() -> None:
     waits = Waits()
     seen = []
 
@@ -97,7 +97,7 @@ async def test_a_wait_has_a_name_while_it_lasts_and_ends_at_its_limit() -> None:
     assert not waits.current()
 
 
-async def test_a_time_out_of_something_else_is_not_the_waits_own() -> None:
+async def test_waits_passes_on_other_timeouts() -> None:
     with pytest.raises(TimeoutError):
         async with Waits().on("Redis", because="a flush", limit_s=5):
             raise TimeoutError

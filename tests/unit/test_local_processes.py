@@ -53,7 +53,7 @@ def test_every_role_has_its_place_in_the_starting_order() -> None:
     assert sorted(staged) == sorted({role for _, role in roster(LocalOptions(standby=True))})
 
 
-def test_a_standby_is_a_second_manager_that_starts_when_the_first_one_leads() -> None:
+def test_standby_starts_after_the_first_manager_leads() -> None:
     assert ("standby", "standby") in roster(LocalOptions(standby=True))
     manager, standby = spec_of(site(), "manager", "manager"), spec_of(site(), "standby", "standby")
     assert standby.argv == manager.argv
@@ -80,7 +80,7 @@ def test_a_single_trainer_needs_no_number() -> None:
     assert "RLBOOST_WORKER_TRAINER" not in spec_of(site(), "worker-1", "preemptible").env
 
 
-def test_a_worker_is_told_the_manager_its_role_and_its_port() -> None:
+def test_worker_settings_name_the_manager_role_and_port() -> None:
     spec = spec_of(site(), "worker-2", "preemptible")
     assert spec.argv == (sys.executable, "-m", "services.rollout_worker")
     assert spec.ready == HttpReady("http://127.0.0.1:7/healthz")
@@ -97,7 +97,7 @@ def test_a_worker_is_told_the_manager_its_role_and_its_port() -> None:
     }
 
 
-def test_trainer_and_manager_are_told_where_the_weights_are() -> None:
+def test_trainer_and_manager_get_the_weight_store_url() -> None:
     trainer, manager = spec_of(site(), "trainer", "trainer"), spec_of(site(), "manager", "manager")
     assert trainer.env["RLBOOST_TRAINER_WEIGHT_STORE_URL"] == "http://127.0.0.1:2"
     assert manager.env["RLBOOST_MANAGER_WEIGHT_STORE_URL"] == "http://127.0.0.1:2"

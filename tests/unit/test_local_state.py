@@ -39,7 +39,7 @@ def test_the_state_of_a_dead_supervisor_is_recognised(state: StateDir) -> None:
     assert [(record.alive, record.note) for record in state.processes()] == [(False, "the supervisor is gone")]
 
 
-def test_a_new_supervisor_forgets_what_the_last_one_said(state: StateDir) -> None:
+def test_a_new_supervisor_removes_the_records_of_the_last(state: StateDir) -> None:
     with state.owned():
         state.write_config(config(state))
         state.set_drained("worker-1", True)
@@ -49,7 +49,7 @@ def test_a_new_supervisor_forgets_what_the_last_one_said(state: StateDir) -> Non
         assert not state.drained("worker-1")
 
 
-def test_a_second_supervisor_is_refused_and_told_of_the_first(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_supervisor_is_refused_naming_the_first(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.local.state._LOCK_PATIENCE_S", 0.05)
     with state.owned():
         state.write_config(config(state))

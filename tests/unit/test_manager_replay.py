@@ -13,9 +13,9 @@ import pytest
 import benchmarks.scheduling.ours as driver
 from benchmarks.scheduling.cases import LOGNORMAL
 from benchmarks.scheduling.measure import prepare, run
-from services.rollout_manager.domain.actions import Action
+from services.rollout_manager.domain.apply_messages import apply_message
 from services.rollout_manager.domain.decide import decide
-from services.rollout_manager.domain.intake import take
+from services.rollout_manager.domain.effects import Effect
 from services.rollout_manager.domain.world import Now, World
 from shared.codec import decode, encode
 from shared.messages import Message
@@ -25,52 +25,52 @@ Turn = tuple[list[tuple[bytes, str]], Now, list[str]]
 
 
 class Recorder:
-    """Stands in for `decide` and `take` where the manager is driven, and notes what they were given."""
+    """Stands in for `decide` and `apply_message` where the manager is driven, and notes what they were given."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.acted: list[list[str]] = []
         self._read: list[tuple[bytes, str]] = []
 
-    def take(self, world: World, message: Message, entry_id: str, now: Now) -> None:
+    def apply_message(self, world: World, message: Message, entry_id: str, now: Now) -> None:
         self._read.append((encode(message), entry_id))
-        take(world, message, entry_id, now)
+        apply_message(world, message, entry_id, now)
 
     def decide(self, world: World, now: Now, dead: Iterable[str]) -> None:
         gone = list(dead)
         decide(world, now, gone)
         self.turns.append((self._read, now, gone))
-        self.acted.append(shown(world.actions))
+        self.acted.append(shown(world.outbox.effects))
         self._read = []
 
 
-def shown(actions: Iterable[Action]) -> list[str]:
-    return [repr(action) for action in actions]
+def shown(effects: Iterable[Effect]) -> list[str]:
+    return [repr(effect) for effect in effects]
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Three steps in which six workers are taken away and come back."""
     recorder = Recorder()
-    monkeypatch.setattr(driver, "take", recorder.take)
+    monkeypatch.setattr(driver, "apply_message", recorder.apply_message)
     monkeypatch.setattr(driver, "decide", recorder.decide)
     run(prepare(LOGNORMAL.smaller(8, 3), 6, 0), "ours", 6, 0)
     return recorder
 
 
-def test_a_recorded_stream_gives_the_same_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_stream_gives_the_same_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch)
     assert sum("Assign" in text for turn in recorder.acted for text in turn) > 30
     world = World(LOGNORMAL.lease_s)
     for (read, now, dead), acted in zip(recorder.turns, recorder.acted, strict=True):
         for body, entry_id in read:
-            take(world, decode(body), entry_id, now)
+            apply_message(world, decode(body), entry_id, now)
         decide(world, now, dead)
-        assert shown(world.actions) == acted
-        world.take_actions()
+        assert shown(world.outbox.effects) == acted
+        world.outbox.take()
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_the_order_of_hashes_changes_no_decision(seed: str) -> None:
+def test_hash_seed_changes_no_decision(seed: str) -> None:
     program = (
         "import sys; from benchmarks.scheduling.cases import LOGNORMAL; "
         "from benchmarks.scheduling.measure import prepare, run; "

@@ -1,9 +1,9 @@
-"""Every invariant of the manager at once, against whatever may happen to it and around it.
+"""Stateful test of all manager invariants under faults of managers, workers, bus and trainers.
 
-The machine drives two real managers over one in-memory bus, of which one leads: they crash, lose replies, pause in the
-middle of a commit and take over from each other. Workers crash, stall, repeat and delay; samples are asked back,
-weights change in the middle of samples, two jobs share the fleet, the trainer asks again. Nothing may be lost or
-doubled, and everything ends.
+The machine drives two real managers over one in-memory bus, one of them the leader: they crash, lose replies, pause in
+the middle of a commit and take over from each other. Workers crash, stall, repeat and delay frames; samples are
+reclaimed, weights change in the middle of samples, two jobs share the fleet, trainers request groups again. No sample
+may be lost or delivered twice, and every sample ends.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.ledger import FAILURES_LIMIT, WORKERS_LIMIT
-from services.rollout_manager.domain.placing import ask_back
+from services.rollout_manager.domain.scheduler import reclaim
 from services.rollout_manager.domain.world import Now
-from services.rollout_manager.leadership import manager_at
+from services.rollout_manager.leadership import manager_record
 from services.rollout_manager.recovery import read_all
 from shared import names
-from shared.columns import I32, ints, pack
+from shared.columns import I32, ints
 from shared.errors import BusUnavailable, Fenced
 from shared.fakes import MemoryBus
-from shared.ids import SampleId
-from shared.jobspec import parse, to_json
+from shared.job.spec import parse, to_json
 from shared.messages import (
     GroupRequested,
     JobCommand,
     JobReport,
     SampleDropped,
     SampleFinished,
-    Sampling,
     StepReport,
-    WeightsCommitted,
 )
+from tests.support.builders import group_requested, weights_committed
 from tests.support.sim_worker import SimWorker, check_completion
 
 T = TypeVar("T")
@@ -74,7 +72,7 @@ class Spot(RuleBasedStateMachine):
 
     def _new_manager(self, n: int) -> Manager:
         clock = lambda: Now(self.clock, self.clock)  # noqa: E731 - it is one
-        return Manager(self.bus, lease_s=LEASE_S, redis_limit_s=9.0, clock=clock, me=manager_at("h", n, "m"))
+        return Manager(self.bus, lease_s=LEASE_S, redis_limit_s=9.0, clock=clock, record=manager_record("h", n, "m"))
 
     def step(self, manager: Manager) -> None:
         """What the loop of a manager does once."""
@@ -112,8 +110,7 @@ class Spot(RuleBasedStateMachine):
     # --- the trainers ---
 
     def _commit(self, no: int) -> None:
-        message = WeightsCommitted(job_id=JOBS[no], version=self.version[no], manifest_digest="", n_bytes=0, at=0.0)
-        self.run(self.bus.append(names.WEIGHTS_COMMITTED, message))
+        self.run(self.bus.append(names.WEIGHTS_COMMITTED, weights_committed(JOBS[no], self.version[no])))
 
     @precondition(lambda self: sum(map(len, self.requested.values())) < 9)
     @rule(no=st.integers(1, 2), n=st.integers(1, 4), max_tokens=st.integers(1, 12), ahead=st.integers(0, 2))
@@ -122,15 +119,9 @@ class Spot(RuleBasedStateMachine):
         if no not in self.jobs:
             return
         step = self.version[no] + min(ahead, STALENESS[no])
-        request = GroupRequested(
-            job_id=JOBS[no],
-            group=SampleId(no, False, step, len(self.requested[no]), 0).pack(),
-            n=n,
-            prompt=pack([1, 2], I32),
-            sampling=Sampling(max_tokens=max_tokens),
-            version=step,
-            seed=7,
-            max_staleness=STALENESS[no],
+        number, staleness = len(self.requested[no]), STALENESS[no]
+        request = group_requested(
+            number, job_id=JOBS[no], job_no=no, step=step, n=n, max_tokens=max_tokens, max_staleness=staleness
         )
         self.requested[no].append(request)
         self.run(self.bus.append(names.rollouts_requested(JOBS[no]), request))
@@ -138,15 +129,15 @@ class Spot(RuleBasedStateMachine):
     @precondition(lambda self: any(self.requested.values()))
     @rule(data=st.data())
     def request_again(self, data: st.DataObject) -> None:
-        """A trainer that was killed asks for the same groups."""
+        """A restarted trainer requests the same groups."""
         request = data.draw(st.sampled_from([r for rs in self.requested.values() for r in rs]))
         self.run(self.bus.append(names.rollouts_requested(request.job_id), request))
 
     @rule(no=st.integers(1, 2))
     def the_next_version_is_committed(self, no: int) -> None:
-        """Once everything of the step is there, as a trainer does."""
-        wanted = {r.group + i for r in self.requested[no] for i in range(r.n) if r.version <= self.version[no]}
-        if no not in self.jobs or not wanted <= {m.sample for m in self._finished(no)}:
+        """Once all samples of the step are delivered, as a trainer does."""
+        expected = {r.group + i for r in self.requested[no] for i in range(r.n) if r.version <= self.version[no]}
+        if no not in self.jobs or not expected <= {m.sample for m in self._finished(no)}:
             return
         report = StepReport(job_id=JOBS[no], step=self.version[no], metrics={}, wait_s=0.4, train_s=1.0)
         self.version[no] += 1
@@ -165,7 +156,7 @@ class Spot(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 3), turn_first=st.booleans())
     def all_is_well_for_a_moment(self, n: int, turn_first: bool) -> None:
-        """Everybody beats, obeys, makes tokens and flushes, and the manager works."""
+        """Every worker sends a heartbeat, handles commands, generates and flushes, and the managers turn."""
         self.clock += 0.1
         if turn_first:
             self.turn()
@@ -183,7 +174,7 @@ class Spot(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), n=st.integers(1, 9), flush=st.sampled_from(["no", "twice", "late"]))
     def one_works_badly(self, data: st.DataObject, n: int, flush: str) -> None:
-        """Tokens are made and not flushed, or flushed twice, or stay on the way for long."""
+        """Tokens are generated and not flushed, flushed twice, or delayed."""
         worker = data.draw(st.sampled_from(self.workers))
         if not self._has_late(worker):
             self.run(worker.obey())
@@ -201,7 +192,7 @@ class Spot(RuleBasedStateMachine):
     @precondition(lambda self: self.late)
     @rule()
     def late_frames_arrive(self) -> None:
-        """In order for each worker, but long after: perhaps when it is dead already."""
+        """In order for each worker, but late: the worker may be dead already."""
         for _, frame in self.late:
             self.run(self.bus.append(names.TOKEN_LOG, frame))
         self.late.clear()
@@ -209,7 +200,7 @@ class Spot(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
     def kill(self, data: st.DataObject) -> None:
-        """SIGKILL: what was not flushed is gone, and nobody is told."""
+        """SIGKILL: tokens that were not flushed are lost, and no message is sent."""
         self.workers.remove(data.draw(st.sampled_from(self.workers)))
 
     @precondition(lambda self: self.workers)
@@ -223,7 +214,7 @@ class Spot(RuleBasedStateMachine):
     @precondition(lambda self: any(worker.held for worker in self.workers))
     @rule(data=st.data())
     def an_engine_dies(self, data: st.DataObject) -> None:
-        """Whatever it ran may have been the cause."""
+        """Any sample that it ran may be the cause."""
         worker = data.draw(st.sampled_from([worker for worker in self.workers if worker.held]))
         self.late_frames_arrive()
         self.run(worker.flush())
@@ -235,7 +226,7 @@ class Spot(RuleBasedStateMachine):
     @precondition(lambda self: any(worker.held for worker in self.workers))
     @rule(data=st.data(), moments=st.integers(1, 6))
     def engines_refuse_a_sample(self, data: st.DataObject, moments: int) -> None:
-        """Wherever it runs: when that has happened to it often enough, it is dropped."""
+        """On every worker: the sample is dropped at the failure limit."""
         sample = data.draw(st.sampled_from(sorted({i for worker in self.workers for i in worker.held})))
         for _ in range(moments):
             for worker in [worker for worker in self.workers if sample in worker.held]:
@@ -248,7 +239,7 @@ class Spot(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 7.0]), beating=st.booleans())
     def time_passes(self, seconds: float, beating: bool) -> None:
-        """Without beats, workers that live are taken for dead: their later frames must not count."""
+        """Without heartbeats, live workers are declared dead: their later frames must not count."""
         self.clock += seconds
         if beating:
             for worker in self.workers:
@@ -265,8 +256,8 @@ class Spot(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leader)
     @rule(data=st.data())
-    def samples_are_asked_back(self, data: st.DataObject) -> None:
-        """As evening out does, whatever the loads."""
+    def samples_are_reclaimed(self, data: st.DataObject) -> None:
+        """As rebalancing does, independent of the loads."""
         leader = self.leader
         assert leader is not None
         owners = [w for w in leader.world.fleet.workers.values() if len(w.samples) > len(w.releasing)]
@@ -275,7 +266,7 @@ class Spot(RuleBasedStateMachine):
             some = sorted(i for i in worker.samples if i not in worker.releasing)
             samples = [i for i in some if not leader.world.ledger.samples[i].finish]
             if samples:
-                ask_back(leader.world, worker, samples[:2], Now(self.clock, self.clock))
+                reclaim(leader.world, worker, samples[:2], Now(self.clock, self.clock))
 
     @rule(n=st.integers(0, 1))
     def manager_is_killed(self, n: int) -> None:
@@ -289,7 +280,7 @@ class Spot(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 1), seconds=st.sampled_from([0.5, 4.0, 40.0]))
     def manager_pauses_in_the_middle_of_a_commit(self, n: int, seconds: float) -> None:
-        """Long enough, perhaps, for the other one to take over."""
+        """Possibly long enough for the other one to take over."""
 
         def pause() -> None:
             self.clock += seconds
@@ -298,9 +289,9 @@ class Spot(RuleBasedStateMachine):
             self.step(self.managers[1 - n])
             self.step(self.managers[1 - n])
 
-        self.bus.pause_next_sender = pause
+        self.bus.before_next_transaction = pause
         self.step(self.managers[n])
-        self.bus.pause_next_sender = None
+        self.bus.before_next_transaction = None
 
     # --- what must hold ---
 
@@ -315,7 +306,7 @@ class Spot(RuleBasedStateMachine):
         return [e.message for e in entries if isinstance(e.message, SampleFinished | SampleDropped)]
 
     def teardown(self) -> None:
-        """Let good workers come, and everything must be delivered, whole."""
+        """With working workers, every sample must be delivered completely."""
         if any(self.requested.values()):
             self.workers.clear()
             self.clock += 100.0
@@ -347,9 +338,9 @@ class Spot(RuleBasedStateMachine):
         return any(r.version > self.version[no] for no, requests in self.requested.items() for r in requests)
 
     def _check_everything_delivered(self, no: int) -> None:
-        wanted = {r.group + i: r for r in self.requested[no] for i in range(r.n)}
+        expected = {r.group + i: r for r in self.requested[no] for i in range(r.n)}
         finished = self._finished(no)
-        assert {m.sample for m in finished} == set(wanted), "a sample is missing"
+        assert {m.sample for m in finished} == set(expected), "a sample is missing"
         for message in finished:
             if isinstance(message, SampleDropped):
                 where = self.failures[message.sample]
@@ -357,24 +348,24 @@ class Spot(RuleBasedStateMachine):
                     "an innocent sample was dropped"
                 )
                 continue
-            request, tokens = wanted[message.sample], ints(message.tokens, I32)
+            request, tokens = expected[message.sample], ints(message.tokens, I32)
             assert len(tokens) == request.sampling.max_tokens
             check_completion(tokens, message.spans)
             assert all(request.version - STALENESS[no] <= v <= request.version for _, v, _ in message.spans)
         audit = Audit.model_validate_json(self.run(self.bus.hash_get(names.job_audit(JOBS[no]), "counters")) or "{}")
-        elsewhere = sum(audit.tokens_made_again.values()) + audit.serving.tokens_delivered
+        discarded = sum(audit.tokens_regenerated.values()) + audit.serving.tokens_delivered
         assert audit.serving.requested == audit.serving.delivered + sum(audit.serving.dropped.values())
         delivered = [message for message in finished if isinstance(message, SampleFinished)]
-        assert audit.requested == len(wanted)
+        assert audit.requested == len(expected)
         assert audit.delivered == len(delivered)
         assert sum(audit.dropped.values()) == len(finished) - len(delivered)
         assert audit.tokens_delivered == sum(len(ints(m.tokens, I32)) for m in delivered)
-        assert audit.tokens_generated == audit.tokens_delivered + elsewhere
+        assert audit.tokens_generated == audit.tokens_delivered + discarded
         leader = self.leader
         assert leader is not None
         assert not leader.world.ledger.samples
-        assert not leader.world.live
-        assert not leader.world.waiting
+        assert not leader.world.in_flight.by_requirement
+        assert not leader.world.queues
 
 
 TestSpot = pytest.mark.timeout(600)(Spot.TestCase)  # finding is quick, shrinking what was found is not

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from services.rollout_worker.api import notice_routes
-from services.rollout_worker.domain.notices import Notice
-from shared.http import create_app
+from services.rollout_worker.domain.preemption import Notice
+from shared.http.server import create_app
 
 
 async def post(body: str, token: str = "token") -> tuple[int, list[Notice]]:
@@ -40,5 +40,5 @@ async def test_what_is_no_notice_is_refused(body: str) -> None:
     assert await post(body) == (422, [])
 
 
-async def test_without_the_token_nobody_sends_a_worker_away() -> None:
+async def test_notice_without_the_token_is_refused() -> None:
     assert await post("{}", token="another") == (401, [])

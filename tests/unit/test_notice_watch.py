@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 import structlog
 
-from services.rollout_worker.domain.notices import Advice, Notice
-from services.rollout_worker.notices import Watch
+from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from services.rollout_worker.preemption_watch import PreemptionWatch
 from shared.errors import Retryable
 from tests.support.eventually import eventually
 
-Word = Notice | Advice | Retryable | None
+Word = Notice | RebalanceRecommendation | Retryable | None
 
 
 class FakeSource:
@@ -29,11 +29,11 @@ class FakeSource:
         self.looked_for = 0
         self.acknowledged: list[tuple[Notice, float]] = []
 
-    async def found(self) -> bool:
+    async def is_available(self) -> bool:
         self.looked_for += 1
         return self.there
 
-    async def ask(self) -> Notice | Advice | None:
+    async def poll(self) -> Notice | RebalanceRecommendation | None:
         self.asked += 1
         if isinstance(self.word, Retryable):
             raise self.word
@@ -51,21 +51,21 @@ class FakeLeaver:
         self.may_go = asyncio.Event()
         self.may_go.set()
         self.notices: list[Notice] = []
-        self.advice: list[Advice] = []
+        self.advice: list[RebalanceRecommendation] = []
 
-    def take_notice(self, notice: Notice) -> None:
+    def on_preemption_notice(self, notice: Notice) -> None:
         self.notices.append(notice)
         self.stop.set()
 
-    async def take_advice(self, advice: Advice) -> None:
+    async def on_rebalance_recommendation(self, advice: RebalanceRecommendation) -> None:
         self.advice.append(advice)
 
-    async def handed_off(self) -> None:
+    async def wait_handed_off(self) -> None:
         await self.may_go.wait()
 
 
 @asynccontextmanager
-async def watching(watch: Watch, leaver: FakeLeaver) -> AsyncIterator[asyncio.Task[None]]:
+async def watching(watch: PreemptionWatch, leaver: FakeLeaver) -> AsyncIterator[asyncio.Task[None]]:
     """Run the watch until the end of the block."""
     running = asyncio.create_task(watch.run(leaver.stop), name="watch")
     try:
@@ -78,8 +78,8 @@ async def watching(watch: Watch, leaver: FakeLeaver) -> AsyncIterator[asyncio.Ta
 
 def watch_of(
     *sources: FakeSource, leaver: FakeLeaver, candidates: tuple[FakeSource, ...] = (), acknowledge_after_s: float = 0.0
-) -> Watch:
-    return Watch(sources, candidates, leaver, every_s=0.005, acknowledge_after_s=acknowledge_after_s)
+) -> PreemptionWatch:
+    return PreemptionWatch(sources, candidates, leaver, poll_interval_s=0.005, acknowledge_after_s=acknowledge_after_s)
 
 
 def at_least(n: int, count: Callable[[], int]) -> Callable[[], bool]:
@@ -97,17 +97,17 @@ async def test_a_notice_of_any_source_reaches_the_worker() -> None:
     assert (quiet.acknowledged, speaks.acknowledged) == ([], [])
 
 
-async def test_advice_is_passed_on_once_and_the_notice_after_it_too() -> None:
-    leaver, source = FakeLeaver(), FakeSource(word=Advice("likely"))
+async def test_recommendation_is_forwarded_once_and_a_later_notice_too() -> None:
+    leaver, source = FakeLeaver(), FakeSource(word=RebalanceRecommendation("likely"))
     async with watching(watch_of(source, leaver=leaver), leaver) as running:
         await eventually(at_least(5, lambda: source.asked))
-        assert leaver.advice == [Advice("likely")]
+        assert leaver.advice == [RebalanceRecommendation("likely")]
         source.word = Notice("gone")
         await running
     assert leaver.notices == [Notice("gone")]
 
 
-async def test_a_source_that_fails_is_asked_again_and_spoken_of_once() -> None:
+async def test_failing_source_is_polled_again_and_logged_once() -> None:
     leaver, source = FakeLeaver(), FakeSource(word=Retryable("status 503"))
     with structlog.testing.capture_logs() as lines:
         async with watching(watch_of(source, leaver=leaver), leaver) as running:
@@ -117,28 +117,28 @@ async def test_a_source_that_fails_is_asked_again_and_spoken_of_once() -> None:
             await eventually(at_least(answered + 2, lambda: source.asked))
             source.word = Notice("gone")
             await running
-    assert [line["event"] for line in lines] == ["notices_unanswered", "notices_answered_again"]
+    assert [line["event"] for line in lines] == ["metadata_unavailable", "metadata_recovered"]
     assert leaver.notices == [Notice("gone")]
 
 
-async def test_of_the_clouds_only_the_one_that_is_there_is_asked() -> None:
+async def test_only_the_detected_cloud_is_polled() -> None:
     leaver, here, elsewhere = FakeLeaver(), FakeSource("here"), FakeSource("elsewhere", there=False)
     async with watching(watch_of(leaver=leaver, candidates=(elsewhere, here)), leaver):
         await eventually(at_least(3, lambda: here.asked))
     assert (elsewhere.looked_for, elsewhere.asked, here.looked_for) == (1, 0, 1)
 
 
-async def test_where_there_is_no_cloud_it_says_so_and_stops_looking() -> None:
+async def test_missing_cloud_is_logged_and_detection_stops() -> None:
     leaver, elsewhere = FakeLeaver(), FakeSource("elsewhere", there=False)
     with structlog.testing.capture_logs() as lines:
         async with watching(watch_of(leaver=leaver, candidates=(elsewhere,)), leaver):
-            await eventually(lambda: [line["event"] for line in lines] == ["no_notices"])
+            await eventually(lambda: [line["event"] for line in lines] == ["notice_source_missing"])
             looked_for = elsewhere.looked_for
             await asyncio.sleep(0.05)
     assert elsewhere.looked_for == looked_for == 4
 
 
-async def test_a_notice_is_acknowledged_after_the_hand_off_and_not_before_others_had_time_for_theirs() -> None:
+async def test_notice_is_acknowledged_after_hand_off_and_delay() -> None:
     leaver, source = FakeLeaver(), FakeSource(word=Notice("gone", 30.0, "event"))
     leaver.may_go.clear()
     began = time.monotonic()
@@ -160,7 +160,7 @@ async def test_a_stop_without_a_notice_acknowledges_nothing() -> None:
     assert source.acknowledged == []
 
 
-async def test_an_acknowledgement_that_nobody_takes_is_not_a_failure() -> None:
+async def test_failed_acknowledgment_is_not_a_failure() -> None:
     class Deaf(FakeSource):
         async def acknowledge(self, notice: Notice) -> None:
             raise Retryable("status 500")
@@ -171,9 +171,9 @@ async def test_an_acknowledgement_that_nobody_takes_is_not_a_failure() -> None:
     assert [line["event"] for line in lines] == ["notice_not_acknowledged"]
 
 
-async def test_an_error_that_nobody_expected_is_not_hidden() -> None:
+async def test_unexpected_error_of_a_source_is_raised() -> None:
     class Broken(FakeSource):
-        async def ask(self) -> Notice | None:
+        async def poll(self) -> Notice | None:
             raise ZeroDivisionError
 
     leaver = FakeLeaver()

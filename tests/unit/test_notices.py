@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout_worker.domain.notices import (
-    Advice,
+from services.rollout_worker.domain.preemption import (
     Notice,
-    Patience,
-    aws_advice,
+    RebalanceRecommendation,
+    SourceBackoff,
     aws_notice,
+    aws_rebalance_recommendation,
     aws_token,
     azure_machine,
     azure_notice,
@@ -59,9 +59,9 @@ def test_an_unreadable_time_does_not_make_a_notice_less_of_one(time: str) -> Non
     assert notice.lead_s == (120.0 if "T" in time else None)
 
 
-def test_a_rebalance_recommendation_is_advice_and_no_notice() -> None:
-    advice = aws_advice('{"noticeTime": "2026-03-01T08:22:00Z"}')
-    assert advice == Advice("aws: rebalance recommendation of 2026-03-01T08:22:00Z")
+def test_rebalance_recommendation_is_not_a_notice() -> None:
+    advice = aws_rebalance_recommendation('{"noticeTime": "2026-03-01T08:22:00Z"}')
+    assert advice == RebalanceRecommendation("aws: rebalance recommendation of 2026-03-01T08:22:00Z")
 
 
 def test_a_token_is_a_token() -> None:
@@ -114,7 +114,7 @@ def test_a_file_is_a_notice_whatever_is_in_it(content: str, lead_s: float | None
 readers = st.sampled_from(
     [
         lambda body: aws_notice(body, NOW_S),
-        aws_advice,
+        aws_rebalance_recommendation,
         aws_token,
         gcp_notice,
         azure_machine,
@@ -138,33 +138,33 @@ def test_whatever_answers_is_understood_or_refused(reader: Any, body: str) -> No
 
 
 @pytest.mark.parametrize("body", ["<html>sign in to this network</html>", "", "{}"])
-def test_a_page_of_somebody_else_is_no_notice(body: str) -> None:
+def test_unrelated_web_page_is_not_a_notice(body: str) -> None:
     for read in (lambda: aws_notice(body, NOW_S), lambda: gcp_notice(body), lambda: azure_machine(body)):
         with pytest.raises(Retryable, match="not "):
             read()
 
 
-def test_a_source_that_fails_is_asked_less_often_but_within_seconds() -> None:
-    patience = Patience()
+def test_failing_source_is_polled_less_often_within_seconds() -> None:
+    backoff = SourceBackoff()
     waits = []
     for n in range(2000):
-        waits.append(patience.wait_s(1.0))
-        patience.failed(float(n))
+        waits.append(backoff.wait_s(1.0))
+        backoff.on_failure(float(n))
     assert waits[:4] == [1.0, 2.0, 4.0, 4.0]
     assert waits[-1] == 4.0
-    patience.answered()
-    assert patience.wait_s(1.0) == 1.0
+    backoff.on_answer()
+    assert backoff.wait_s(1.0) == 1.0
 
 
-def test_a_failure_is_said_once_and_its_end_once() -> None:
-    patience = Patience()
-    assert [patience.failed(float(n)) for n in range(500)].count(True) == 1
-    assert [patience.answered() for _ in range(5)] == [True, False, False, False, False]
+def test_failure_and_recovery_are_logged_once() -> None:
+    backoff = SourceBackoff()
+    assert [backoff.on_failure(float(n)) for n in range(500)].count(True) == 1
+    assert [backoff.on_answer() for _ in range(5)] == [True, False, False, False, False]
 
 
-def test_a_source_that_fails_every_second_time_gets_a_line_a_minute() -> None:
-    patience, said, over = Patience(), 0, 0
+def test_flapping_source_is_logged_once_a_minute() -> None:
+    backoff, said, over = SourceBackoff(), 0, 0
     for n in range(600):
-        said += patience.failed(float(n))
-        over += patience.answered()
+        said += backoff.on_failure(float(n))
+        over += backoff.on_answer()
     assert said == over == 10

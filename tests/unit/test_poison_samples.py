@@ -1,4 +1,4 @@
-"""Samples that fail wherever they run are put aside; those that were only there when a worker failed are not."""
+"""Samples that fail on every worker are dropped; those that only ran when an engine died are not."""
 
 from __future__ import annotations
 
@@ -10,51 +10,43 @@ from services.rollout_manager.app import Manager
 from services.rollout_manager.domain.audit import Audit
 from services.rollout_manager.domain.ledger import FAILURES_LIMIT
 from services.rollout_manager.domain.world import Now
-from services.rollout_manager.leadership import manager_at
+from services.rollout_manager.leadership import manager_record
 from services.rollout_manager.recovery import read_all
 from shared import names
 from shared.codec import decode
-from shared.columns import I32, ints, pack
+from shared.columns import I32, ints
 from shared.fakes import MemoryBus
 from shared.ids import SampleId
-from shared.jobspec import parse, to_json
-from shared.kv_rows import round_up
 from shared.messages import (
     DeadLetter,
     Event,
-    GroupRequested,
-    JobCommand,
-    JobReport,
     Message,
+    PreemptionNotice,
     Restated,
     SampleDropped,
     SampleFinished,
-    Sampling,
-    WeightsCommitted,
-    WorkerNotice,
 )
+from tests.support.builders import group_requested, job_running
 from tests.support.sim_worker import SimWorker, check_completion
 
 T = TypeVar("T")
 JOB = "job"
-SPEC = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 9}
 TOKENS = 60
 
 
 class Fleet:
-    """A manager and workers that are started again whenever one has ended, all in one thread of control."""
+    """A manager and workers that are restarted whenever one has ended, driven step by step."""
 
     def __init__(self, workers: int, *, groups: int = 6, n: int = 4) -> None:
         self.clock = 100.0
         self.bus = MemoryBus(clock=lambda: self.clock)
         self.lives = Counter[str]()
         self.new_manager()
-        create = JobCommand(command_id="c", action="create", job_id=JOB, job_no=1, spec_json=to_json(parse(SPEC)))
+        create, report, committed = job_running(JOB)
         self.run(self.bus.append(names.JOB_COMMANDS, create))
-        self.run(self.bus.append(names.JOB_REPORTS, JobReport(job_id=JOB, state="running", step=0)))
-        committed = WeightsCommitted(job_id=JOB, version=0, manifest_digest="", n_bytes=0, at=0.0)
+        self.run(self.bus.append(names.JOB_REPORTS, report))
         self.run(self.bus.append(names.WEIGHTS_COMMITTED, committed))
-        self.wanted = [self._request(group, n) + i for group in range(groups) for i in range(n)]
+        self.requested = [self._request(group, n) + i for group in range(groups) for i in range(n)]
         self.workers = [self._hire(f"w{i}") for i in range(workers)]
 
     def run(self, what: Coroutine[Any, Any, T]) -> T:
@@ -68,15 +60,14 @@ class Fleet:
 
     def new_manager(self) -> None:
         clock = lambda: Now(self.clock, self.clock)  # noqa: E731 - it is one
-        self.manager = Manager(self.bus, lease_s=2.0, redis_limit_s=9.0, clock=clock, me=manager_at("h", 1, "m"))
+        self.manager = Manager(
+            self.bus, lease_s=2.0, redis_limit_s=9.0, clock=clock, record=manager_record("h", 1, "m")
+        )
 
     def _request(self, number: int, n: int) -> int:
-        group = SampleId(1, False, 0, number, 0).pack()
-        sampling = Sampling(max_tokens=TOKENS)
-        prompt = pack([1, 2], I32)
-        request = GroupRequested(job_id=JOB, group=group, n=n, prompt=prompt, sampling=sampling, version=0, seed=7)
+        request = group_requested(number, job_id=JOB, n=n, max_tokens=TOKENS)
         self.run(self.bus.append(names.rollouts_requested(JOB), request))
-        return group
+        return request.group
 
     def _hire(self, name: str) -> SimWorker:
         self.lives[name] += 1
@@ -107,25 +98,25 @@ class Fleet:
 
     @property
     def over(self) -> bool:
-        return len(self.finished()) == len(self.wanted)
+        return len(self.finished()) == len(self.requested)
 
     def audit(self) -> Audit:
         return Audit.model_validate_json(self.run(self.bus.hash_get(names.job_audit(JOB), "counters")) or "{}")
 
     def check(self) -> list[SampleDropped]:
         """Check that everything was answered once and adds up; return what was dropped."""
-        assert sorted(m.sample for m in self.finished()) == sorted(self.wanted)
+        assert sorted(m.sample for m in self.finished()) == sorted(self.requested)
         for message in self.finished():
             if isinstance(message, SampleFinished):
                 check_completion(ints(message.tokens, I32), message.spans)
         audit, dropped = self.audit(), [m for m in self.finished() if isinstance(m, SampleDropped)]
         assert audit.requested == audit.delivered + len(dropped)
-        assert audit.tokens_generated == audit.tokens_delivered + sum(audit.tokens_made_again.values())
+        assert audit.tokens_generated == audit.tokens_delivered + sum(audit.tokens_regenerated.values())
         return dropped
 
 
-def kill_whoever_runs(fleet: Fleet, poison: int, at_token: int) -> list[str]:
-    """Let each engine die that has got this sample to this token, until all is over; return which did."""
+def kill_engines_that_run(fleet: Fleet, poison: int, at_token: int) -> list[str]:
+    """Kill each engine that has generated this token of the sample, until all samples ended; return the workers."""
     died: list[str] = []
     for _ in range(600):
         fleet.step()
@@ -139,10 +130,10 @@ def kill_whoever_runs(fleet: Fleet, poison: int, at_token: int) -> list[str]:
     return died
 
 
-def test_a_sample_that_kills_engines_is_found_among_many_after_the_third() -> None:
+def test_sample_that_kills_engines_is_dropped_after_the_third_worker() -> None:
     fleet = Fleet(4)
-    poison = fleet.wanted[5]
-    died = kill_whoever_runs(fleet, poison, at_token=10)
+    poison = fleet.requested[5]
+    died = kill_engines_that_run(fleet, poison, at_token=10)
     (dropped,) = fleet.check()
     assert dropped.sample == poison
     assert len({name.rpartition("-")[0] for name in died}) == len(died) == 3
@@ -150,9 +141,9 @@ def test_a_sample_that_kills_engines_is_found_among_many_after_the_third() -> No
     assert fleet.audit().dropped == {dropped.reason: 1}
 
 
-def test_it_is_found_by_managers_that_come_one_after_the_other() -> None:
+def test_failures_of_a_sample_are_counted_across_manager_restarts() -> None:
     fleet = Fleet(4)
-    poison, died = fleet.wanted[5], 0
+    poison, died = fleet.requested[5], 0
     for _ in range(600):
         fleet.step()
         for worker in list(fleet.workers):
@@ -169,14 +160,14 @@ def test_it_is_found_by_managers_that_come_one_after_the_other() -> None:
     assert (dropped.sample, died) == (poison, 3)
 
 
-def test_an_only_worker_gets_it_some_more_times() -> None:
+def test_poison_sample_with_one_worker_is_dropped_at_the_failure_limit() -> None:
     fleet = Fleet(1)
-    died = kill_whoever_runs(fleet, fleet.wanted[0], at_token=4)
+    died = kill_engines_that_run(fleet, fleet.requested[0], at_token=4)
     assert died == [f"w0-{life}" for life in range(1, FAILURES_LIMIT + 1)]
-    assert [dropped.sample for dropped in fleet.check()] == [fleet.wanted[0]]
+    assert [dropped.sample for dropped in fleet.check()] == [fleet.requested[0]]
 
 
-def test_engines_that_die_of_something_else_cost_no_sample() -> None:
+def test_engines_that_die_of_other_causes_drop_no_sample() -> None:
     fleet = Fleet(3)
     for turn in range(600):
         fleet.step()
@@ -189,19 +180,19 @@ def test_engines_that_die_of_something_else_cost_no_sample() -> None:
     assert fleet.check() == []
 
 
-def test_machines_that_are_taken_away_blame_nobody() -> None:
+def test_preemptions_make_no_sample_a_suspect() -> None:
     fleet = Fleet(2, groups=1, n=2)
     for turn in range(300):
         fleet.step()
         if turn % 3 == 2 and turn < 30:
             worker = fleet.workers[turn // 3 % 2]
             if turn % 2:
-                notice = WorkerNotice(worker=worker.id, lead_s=1.0, reason="spot", at=0.0)
-                fleet.run(fleet.bus.append(names.WORKER_BEATS, notice))
+                notice = PreemptionNotice(worker=worker.id, lead_s=1.0, reason="spot", at=0.0)
+                fleet.run(fleet.bus.append(names.WORKER_HEARTBEATS, notice))
                 fleet.run(worker.die())
             else:
                 worker.held.clear()
-                fleet.clock += 9.0  # nobody hears of it again
+                fleet.clock += 9.0  # its lease runs out
             fleet.replace(worker)
             assert all(not sample.failed_on for sample in fleet.manager.world.ledger.samples.values())
         if fleet.over:
@@ -209,9 +200,9 @@ def test_machines_that_are_taken_away_blame_nobody() -> None:
     assert fleet.check() == []
 
 
-def test_a_sample_that_engines_refuse_is_shown_to_three_of_them_and_kept_for_people_to_look_at() -> None:
+def test_sample_refused_by_three_workers_is_dropped_and_dead_lettered() -> None:
     fleet = Fleet(4, groups=2)
-    poison, refused = fleet.wanted[2], []
+    poison, refused = fleet.requested[2], []
     for _ in range(300):
         fleet.step()
         for worker in fleet.workers:
@@ -233,24 +224,23 @@ def test_a_sample_that_engines_refuse_is_shown_to_three_of_them_and_kept_for_peo
     assert [event.fields["sample"] for event in events] == [str(SampleId.unpack(poison))]
 
 
-def test_a_sample_for_which_a_kv_cache_is_too_small_waits_for_another_however_busy_that_is() -> None:
+def test_long_sample_waits_for_a_worker_that_accepts_its_length() -> None:
     fleet = Fleet(2, groups=8)
     small, large = fleet.workers
-    small.kv_tokens, small.kv_row_tokens = TOKENS, 4096
-    large.kv_tokens, large.kv_row_tokens = 3 * round_up(2 + TOKENS), 4096
+    small.max_request_tokens = TOKENS
     for _ in range(900):
         fleet.step()
-        assert len(large.held) <= 4, "of three rows, and one to come"
         assert not small.held, "it would be refused, which counts as a failure"
         if fleet.over:
             break
+    assert large.id in {worker for m in fleet.finished() if isinstance(m, SampleFinished) for worker, _, _ in m.spans}
     assert fleet.check() == []
 
 
-def test_a_sample_for_which_every_kv_cache_is_too_small_is_dropped_with_the_engines_reason() -> None:
+def test_sample_that_no_engine_accepts_is_dropped_with_the_engines_reason() -> None:
     fleet = Fleet(2, groups=2)
     for worker in fleet.workers:
-        worker.kv_tokens, worker.kv_row_tokens = TOKENS, 4096
+        worker.max_request_tokens = TOKENS
     for _ in range(300):
         fleet.step()
         for worker in fleet.workers:
@@ -259,4 +249,4 @@ def test_a_sample_for_which_every_kv_cache_is_too_small_is_dropped_with_the_engi
         if fleet.over:
             break
     assert {dropped.reason.partition(": ")[2] for dropped in fleet.check()} == {"the engine refuses it"}
-    assert len(fleet.check()) == len(fleet.wanted)
+    assert len(fleet.check()) == len(fleet.requested)

@@ -10,7 +10,7 @@ from tests.support.synthetic_record import AUDIT, STEPS, record, row, unfinished
 
 
 def broken(made: Record) -> list[str]:
-    return [check.promise for check in checks(made) if not check.kept]
+    return [check.guarantee for check in checks(made) if not check.held]
 
 
 def test_a_good_run_keeps_every_promise() -> None:
@@ -27,7 +27,7 @@ def test_an_unfinished_run_keeps_none_but_having_seen_no_duplicate() -> None:
     [
         ({"delivered": 3275}, "Every sample was delivered"),
         ({"in_flight": 1, "delivered": 3275}, "Every sample was delivered"),
-        ({"tokens_made_again": {}}, "Every token is accounted for"),
+        ({"tokens_regenerated": {}}, "Every token is accounted for"),
         ({"preemptions": {"with_notice": 1}}, "Every scheduled preemption"),
         ({"preemptions": {"without_notice": 2}}, "Every scheduled preemption"),
     ],
@@ -37,7 +37,7 @@ def test_an_audit_that_does_not_balance_is_found(change: dict[str, Any], promise
     assert found.startswith(promise)
 
 
-def test_a_dropped_sample_with_a_reason_is_no_loss() -> None:
+def test_a_sample_dropped_with_a_reason_is_not_a_loss() -> None:
     assert broken(record(audit=AUDIT | {"delivered": 3274, "dropped": {"failed 3 times": 2}})) == []
 
 
@@ -61,7 +61,7 @@ def test_a_join_that_did_not_take_place_is_found() -> None:
 
 def test_a_failed_job_is_named_with_its_error() -> None:
     (check, *_) = checks(record(job={"state": "failed", "error": "no worker came"}))
-    assert (check.kept, check.detail) == (False, "failed: no worker came")
+    assert (check.held, check.detail) == (False, "failed: no worker came")
 
 
 def test_a_full_run_must_reach_its_goal_and_a_short_one_must_rise() -> None:
@@ -78,5 +78,5 @@ def test_a_run_of_a_few_steps_promises_no_accuracy_and_a_quiet_one_no_preemption
     made = record()
     made.settings.steps = 3
     made.settings.chaos = False
-    promises = [check.promise for check in checks(made)]
-    assert not any("accuracy" in promise or "scheduled" in promise for promise in promises)
+    guarantees = [check.guarantee for check in checks(made)]
+    assert not any("accuracy" in promise or "scheduled" in promise for promise in guarantees)

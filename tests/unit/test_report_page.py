@@ -21,9 +21,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_has_every_section_and_figure(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     found = re.findall(r'<section id="(\w+)">', text)
-    assert found == ["audit", "learning", "fleet", "steps", "tokens", "journeys", "counters", "processors", "settings"]
+    assert found == ["audit", "learning", "fleet", "steps", "tokens", "journeys", "counters", "cpu_time", "settings"]
     assert text.count("<svg") == text.count("</svg>") == len(SECTIONS) == 4
-    assert "Every promise was kept" in text
+    assert "Every guarantee held" in text
     assert "3,276 requested = 3,276 delivered + 0 dropped" in text
     assert "<b>worker-2</b> 11 tokens → <b>worker-1</b> 9 tokens" in text
 
@@ -65,8 +65,8 @@ def quiet() -> Record:
 @pytest.mark.parametrize("made", [unfinished(), quiet()], ids=["unfinished", "quiet"])
 def test_a_run_with_little_to_show_has_a_report_too(made: Record, tmp_path: Path) -> None:
     text = write(made, tmp_path).read_text(encoding="utf-8")
-    assert ("Not every promise was kept" in text) == (not made.steps)
-    assert "No sample that was kept for viewing had more than one worker" in text
+    assert ("Some guarantees were violated" in text) == (not made.steps)
+    assert "No retained sample had more than one worker" in text
 
 
 def test_what_comes_from_outside_is_escaped() -> None:
@@ -87,7 +87,7 @@ def test_the_command_makes_a_report_from_a_file(tmp_path: Path) -> None:
     assert (out / "index.html").exists()
 
 
-def test_the_command_refuses_what_is_no_record(tmp_path: Path) -> None:
+def test_report_refuses_a_file_that_is_not_a_record(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(tmp_path / "no.json")])
     assert result.exit_code == 2
     assert "name the record.json of a run" in result.stderr

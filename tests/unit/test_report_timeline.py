@@ -98,10 +98,10 @@ def test_a_record_without_events_has_no_rows_but_those_of_the_first_look() -> No
 def test_samples_that_were_finished_meanwhile_are_not_looked_for_in_a_later_step() -> None:
     made = record()
     made.job_events = [
-        told(JOB_AT + 1, "samples_taken", worker="worker-2-aaaa", samples=9, tokens=90, cause="lost"),
-        told(JOB_AT + 1, "samples_moved", worker="worker-1-aaaa", samples=5, tokens=50),
-        told(JOB_AT + 8, "samples_taken", worker="worker-1-aaaa", samples=2, tokens=20, cause="left"),
-        told(JOB_AT + 8, "samples_moved", worker="worker-3-aaaa", samples=2, tokens=20),
+        told(JOB_AT + 1, "samples_unassigned", worker="worker-2-aaaa", samples=9, tokens=90, cause="lost"),
+        told(JOB_AT + 1, "samples_migrated", worker="worker-1-aaaa", samples=5, tokens=50),
+        told(JOB_AT + 8, "samples_unassigned", worker="worker-1-aaaa", samples=2, tokens=20, cause="left"),
+        told(JOB_AT + 8, "samples_migrated", worker="worker-3-aaaa", samples=2, tokens=20),
     ]
     assert [(move.source, move.target, move.samples) for move in migrations(made)] == [
         ("worker-2", "worker-1", 5),

@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 
 from services.rollout_manager.app import Manager
+from services.rollout_manager.completion_waiters import CompletionFailed, CompletionUnavailable, Waiter
 from services.rollout_manager.domain.serving import GRACE_S
 from services.rollout_manager.domain.world import Now
-from services.rollout_manager.serving import Place, Unservable, Unserved
 from shared import names
 from shared.columns import I32, pack
 from shared.fakes import MemoryBus
 from shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
-from shared.jobspec import parse, to_json
+from shared.job.spec import to_json
 from shared.messages import GroupRequested, JobCommand, JobReport, SampleFailed, Sampling, WeightsCommitted
+from tests.support.jobs import job
 from tests.support.sim_worker import SimWorker
-
-SPEC = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 9}
 
 
 class Rig:
@@ -35,7 +34,7 @@ class Rig:
 
     async def start(self, *workers: str, slots: int = 4) -> None:
         await self.manager.recover()
-        create = JobCommand(command_id="c", action="create", job_id="j", job_no=1, spec_json=to_json(parse(SPEC)))
+        create = JobCommand(command_id="c", action="create", job_id="j", job_no=1, spec_json=to_json(job()))
         await self.bus.append(names.JOB_COMMANDS, create)
         await self.bus.append(names.JOB_REPORTS, JobReport(job_id="j", state="running", step=0))
         await self.commit(0)
@@ -75,8 +74,8 @@ class Rig:
         await self.bus.append(names.rollouts_requested("j"), request)
         return request
 
-    def sit(self, request: GroupRequested) -> Place:
-        return self.manager.desk.sit(request, self.manager.world, returns=False)
+    def register(self, request: GroupRequested) -> Waiter:
+        return self.manager.completion_waiters.register(request, self.manager.world, resumable=False)
 
     def held(self) -> dict[str, set[int]]:
         return {name: set(worker.held) for name, worker in self.workers.items()}
@@ -87,7 +86,7 @@ async def rig() -> Rig:
     return Rig()
 
 
-def test_ids_of_requests_are_none_of_the_trainers() -> None:
+def test_request_ids_differ_from_trainer_ids() -> None:
     for number in (0, 1, MAX_REQUESTS - 1):
         group = request_group(7, number)
         assert is_served(group)
@@ -98,22 +97,22 @@ def test_ids_of_requests_are_none_of_the_trainers() -> None:
     assert request_group(7, 1) != request_group(7, 2)
 
 
-async def test_a_conversation_goes_to_the_worker_that_has_its_beginning_while_that_is_there(rig: Rig) -> None:
+async def test_conversation_prefers_the_worker_with_its_prefix(rig: Rig) -> None:
     await rig.start("a", "b")
     for near, chosen in (("b", "b"), ("a", "a"), ("gone", "a")):
-        rig.sit(request := await rig.ask(near=near))
+        rig.register(request := await rig.ask(preferred_worker=near))
         await rig.turn()
         await rig.turn()
         assert request.group in rig.held()[chosen], near
 
 
-async def test_clients_go_first_and_running_samples_stay(rig: Rig) -> None:
+async def test_client_requests_have_priority_over_queued_samples(rig: Rig) -> None:
     await rig.start("a", slots=2)
     trained = await rig.ask(served=False, n=9)
     await rig.turn()
     running = rig.held()["a"]
     assert running
-    rig.sit(request := await rig.ask())
+    rig.register(request := await rig.ask())
     await rig.turn()
     assert rig.held()["a"] == running
     for _ in range(3):
@@ -121,73 +120,73 @@ async def test_clients_go_first_and_running_samples_stay(rig: Rig) -> None:
         if request.group in rig.held()["a"]:
             break
     assert request.group in rig.held()["a"]
-    waiting = rig.manager.world.waiting
+    waiting = rig.manager.world.queues
     assert sum(map(len, waiting.values())) > 0
     assert all(need.version == 0 for need in waiting)
     assert trained.n == 9
 
 
-async def test_a_request_holds_no_version_back(rig: Rig) -> None:
+async def test_client_request_does_not_delay_a_weight_update(rig: Rig) -> None:
     await rig.start("a")
-    place = rig.sit(await rig.ask(sampling=Sampling(max_tokens=12)))
+    waiter = rig.register(await rig.ask(sampling=Sampling(max_tokens=12)))
     await rig.turn()
     await rig.work()
     await rig.commit(1)
     await rig.turn()
     assert rig.workers["a"].version == 1
     await rig.work()
-    sample = place.sample(0)
+    sample = waiter.sample(0)
     assert sample is not None
     assert [version for _, version, _ in sample.spans] == [0, 1]
 
 
-async def test_what_nobody_fetches_is_given_up(rig: Rig) -> None:
+async def test_unattended_requests_are_dropped(rig: Rig) -> None:
     await rig.start("a")
     alone = await rig.ask()
-    place = rig.sit(await rig.ask())
+    waiter = rig.register(await rig.ask())
     for _ in range(4):
         await rig.work()
     assert not rig.held()["a"]
     assert len(rig.manager.world.served) == 2
     rig.clock += GRACE_S + 1.0
     await rig.turn()
-    assert [sample.request.group for sample in rig.manager.world.served.values()] == [place.request.group]
+    assert [sample.request.group for sample in rig.manager.world.served.values()] == [waiter.request.group]
     rig.clock += 90.0
     await rig.turn()
     assert not rig.manager.world.served
-    assert isinstance(place.over, Unserved)
-    assert rig.manager.world.audits["j"].serving.dropped == {"the client did not come back": 1, "out of time": 1}
+    assert isinstance(waiter.error, CompletionUnavailable)
+    assert rig.manager.world.audits["j"].serving.dropped == {"the client did not reconnect": 1, "out of time": 1}
     assert alone.group not in rig.manager.world.ledger.open_in_group
 
 
-async def test_what_cannot_be_generated_is_told_and_what_the_job_ends_too(rig: Rig) -> None:
+async def test_failed_requests_and_ended_jobs_are_reported_to_clients(rig: Rig) -> None:
     await rig.start("a")
-    place, other = rig.sit(await rig.ask()), rig.sit(await rig.ask())
-    while place.over is None:
+    waiter, other = rig.register(await rig.ask()), rig.register(await rig.ask())
+    while waiter.error is None:
         await rig.turn()
-        if (sample := place.sample(0)) is not None and sample.worker:
+        if (sample := waiter.sample(0)) is not None and sample.worker:
             failed = SampleFailed(worker="a", sample=sample.id, attempt=sample.attempt, reason="too long")
             await rig.bus.append(names.TOKEN_LOG, failed)
-    assert isinstance(place.over, Unservable)
-    assert "too long" in str(place.over)
+    assert isinstance(waiter.error, CompletionFailed)
+    assert "too long" in str(waiter.error)
     await rig.bus.append(names.JOB_REPORTS, JobReport(job_id="j", state="completed", step=9))
     await rig.turn()
-    assert isinstance(other.over, Unserved)
-    late = rig.sit(await rig.ask())
+    assert isinstance(other.error, CompletionUnavailable)
+    late = rig.register(await rig.ask())
     await rig.turn()
-    assert isinstance(late.over, Unserved)
+    assert isinstance(late.error, CompletionUnavailable)
 
 
-async def test_requests_open_no_window_and_teach_no_length(rig: Rig) -> None:
+async def test_client_requests_affect_neither_seeding_nor_length_estimates(rig: Rig) -> None:
     await rig.start("a")
-    place = rig.sit(await rig.ask())
+    waiter = rig.register(await rig.ask())
     for _ in range(4):
         await rig.work()
-    rig.manager.desk.content(place, 0)
+    rig.manager.completion_waiters.complete(waiter, 0)
     await rig.turn()
     world = rig.manager.world
     assert not world.served
-    assert not world.windows
-    assert not world.asked
-    assert world.lengths["j"].mean == 0
+    assert not world.progress["j"].window
+    assert not world.in_flight.requested
+    assert world.progress["j"].lengths.mean == 0
     assert (world.audits["j"].requested, world.audits["j"].serving.delivered) == (0, 1)

@@ -1,4 +1,4 @@
-"""What serving reads of a model folder."""
+"""The model of a job as the OpenAI endpoint reads it from a model folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from services.rollout_manager.serving_model import Untranslatable, load
+from services.rollout_manager.adapters.model_files import load_model_files
+from services.rollout_manager.openai.served_model import ServedModel
+from services.rollout_manager.ports import TokenizationError
 from tests.support.model_folder import write_tokenizer
 
 TEMPLATE = (
@@ -19,6 +21,10 @@ TEMPLATE = (
 )
 
 
+def load(folder: Path | str) -> ServedModel:
+    return ServedModel(load_model_files(str(folder)))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_tokenizer(tmp_path_factory.mktemp("model"))
@@ -26,15 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_text_becomes_tokens_as_in_training_and_back(folder: Path) -> None:
-    model = load(str(folder))
-    assert model.encode("t3 t4", special=True) == [1, 3, 4]
+def test_served_model_encodes_and_decodes_text(folder: Path) -> None:
+    model = load(folder)
+    assert model.encode("t3 t4", add_special_tokens=True) == [1, 3, 4]
     assert model.decode([1, 3, 4, 2]) == "t3 t4"
-    assert [model.piece(token) for token in (3, 2)] == ["t3", "<eos>"]
-    assert (model.stop_token_ids, model.vocabulary, model.max_len) == ((2, 5), 96, 8)
+    assert [model.token_text(token) for token in (3, 2)] == ["t3", "<eos>"]
+    assert (model.files.stop_token_ids, model.files.vocab_size, model.files.max_len) == ((2, 5), 96, 8)
 
 
-def test_a_chat_is_rendered_as_transformers_does(folder: Path, tmp_path: Path) -> None:
+def test_encode_chat_matches_transformers(folder: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     messages = [{"role": "user", "content": "t3"}, {"role": "assistant", "content": "t4 t5"}]
     for template in (TEMPLATE, [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": ""}]):
@@ -43,34 +49,34 @@ def test_a_chat_is_rendered_as_transformers_does(folder: Path, tmp_path: Path) -
         theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
             messages, add_generation_prompt=True, chat_template=TEMPLATE, return_dict=True
         )["input_ids"]
-        assert load(str(tmp_path)).chat(messages) == theirs == [1, 3, 2, 1, 4, 5, 2, 7]
+        assert load(tmp_path).encode_chat(messages) == theirs == [1, 3, 2, 1, 4, 5, 2, 7]
     (tmp_path / "chat_template.jinja").write_text("t9")
-    assert load(str(tmp_path)).chat(messages) == [9]
+    assert load(tmp_path).encode_chat(messages) == [9]
 
 
-def test_a_chat_goes_on_behind_the_tokens_that_an_answer_was_made_of(folder: Path, tmp_path: Path) -> None:
+def test_extend_chat_keeps_the_tokens_of_the_answer(folder: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    model = load(str(tmp_path))
+    model = load(tmp_path)
     messages = [{"role": "user", "content": "t3"}, {"role": "assistant", "content": "t4"}]
     messages.append({"role": "user", "content": "t5"})
-    # Tokens that no tokenizer makes of the answer's text stay; the end token stands once, made by the model or not.
-    for made in ([40, 41], [40, 41, 2]):
-        assert model.chat_after([1, 3, 2, *made], messages, 1) == [1, 3, 2, 40, 41, 2, 1, 5, 2, 7]
+    # The answer's tokens stay although no tokenizer yields them; the end token occurs once, generated or not.
+    for completion in ([40, 41], [40, 41, 2]):
+        assert model.extend_chat([1, 3, 2, *completion], messages, 1) == [1, 3, 2, 40, 41, 2, 1, 5, 2, 7]
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(Untranslatable, match="X-Session-ID"):
-        load(str(tmp_path)).chat_after([1], messages, 1)
+    with pytest.raises(TokenizationError, match="X-Session-ID"):
+        load(tmp_path).extend_chat([1], messages, 1)
 
 
-def test_what_can_not_be_translated_says_why(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(Untranslatable, match="has no chat template"):
-        load(str(folder)).chat([{"role": "user", "content": "t3"}])
-    with pytest.raises(Untranslatable, match="send the prompt as token ids"):
-        load("some/where").encode("t3", special=True)
+def test_served_model_errors_say_what_to_do(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TokenizationError, match="has no chat template"):
+        load(folder).encode_chat([{"role": "user", "content": "t3"}])
+    with pytest.raises(TokenizationError, match="send the prompt as token ids"):
+        load("some/where").encode("t3", add_special_tokens=True)
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    with pytest.raises(Untranslatable, match="no tools here"):
-        load(str(tmp_path)).chat([{"role": "tool", "content": "t3"}])
+    with pytest.raises(TokenizationError, match="no tools here"):
+        load(tmp_path).encode_chat([{"role": "tool", "content": "t3"}])
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(Untranslatable, match="cannot be read"):
-        load(str(tmp_path))
+    with pytest.raises(TokenizationError, match="cannot be read"):
+        load(tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from services.rollout_manager.app import Manager
-from services.rollout_manager.serving import Place, Unserved, new_piece
+from services.rollout_manager.completion_waiters import CompletionUnavailable, Waiter, next_chunk
 from shared import names
 from shared.bus import Append
 from shared.columns import I32, pack
@@ -27,24 +27,24 @@ class Client:
     """One connection."""
 
     manager: Manager
-    place: Place
+    waiter: Waiter
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def read(self) -> None:
         """Take what is new of each member: what was there goes on, whatever has happened since."""
-        for member in list(self.place.open):
-            piece = new_piece(self.place, member)
-            if piece is None:
+        for member in list(self.waiter.open):
+            chunk = next_chunk(self.waiter, member)
+            if chunk is None:
                 continue
             tokens = self.tokens.setdefault(member, [])
-            tokens += piece.tokens
-            sample = self.place.sample(member)
+            tokens += chunk.tokens
+            sample = self.waiter.sample(member)
             assert sample is not None
             assert tokens == memoryview(sample.tokens).cast("i").tolist()
             check_completion(tokens, sample.spans)
-            if piece.finish:
-                assert len(tokens) == self.place.request.sampling.max_tokens
-                self.manager.desk.content(self.place, member)
+            if chunk.finish:
+                assert len(tokens) == self.waiter.request.sampling.max_tokens
+                self.manager.completion_waiters.complete(self.waiter, member)
 
 
 class SpotWithClients(Spot):
@@ -54,8 +54,8 @@ class SpotWithClients(Spot):
         self.clients: list[Client] = []
 
     @precondition(lambda self: self.leader and len(self.asked) < 6)
-    @rule(no=st.integers(1, 2), n=st.integers(1, 3), max_tokens=st.integers(1, 12), returns=st.booleans())
-    def a_client_asks(self, no: int, n: int, max_tokens: int, returns: bool) -> None:
+    @rule(no=st.integers(1, 2), n=st.integers(1, 3), max_tokens=st.integers(1, 12), resumable=st.booleans())
+    def a_client_asks(self, no: int, n: int, max_tokens: int, resumable: bool) -> None:
         leader = self.leader
         if no not in self.jobs or leader is None:
             return
@@ -70,7 +70,9 @@ class SpotWithClients(Spot):
             expires_at=self.clock + 60.0,
         )
         self.asked.append(request)
-        self.clients.append(Client(leader, leader.desk.sit(request, leader.world, returns=returns)))
+        self.clients.append(
+            Client(leader, leader.completion_waiters.register(request, leader.world, resumable=resumable))
+        )
         with contextlib.suppress(BusUnavailable, Fenced):
             self.run(leader.write([Append(names.rollouts_requested(request.job_id), request)]))
 
@@ -80,22 +82,22 @@ class SpotWithClients(Spot):
         request = data.draw(st.sampled_from(self.asked))
         leader = self.leader
         if leader is not None and leader.world.ledger.knows(request):
-            place = leader.desk.sit(request, leader.world, returns=True)
-            self.clients.append(Client(leader, place))
+            waiter = leader.completion_waiters.register(request, leader.world, resumable=True)
+            self.clients.append(Client(leader, waiter))
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data())
     def a_client_hangs_up(self, data: st.DataObject) -> None:
         client = data.draw(st.sampled_from(self.clients))
-        client.manager.desk.leave(client.place)
+        client.manager.completion_waiters.unregister(client.waiter)
         self.clients.remove(client)
 
     @rule()
     def clients_read(self) -> None:
         for client in list(self.clients):
-            gone = client.manager not in self.managers or isinstance(client.place.over, Unserved)
-            if gone or not client.place.open:
-                client.manager.desk.leave(client.place)
+            gone = client.manager not in self.managers or isinstance(client.waiter.error, CompletionUnavailable)
+            if gone or not client.waiter.open:
+                client.manager.completion_waiters.unregister(client.waiter)
                 self.clients.remove(client)
             elif client.manager.leads:
                 client.read()
@@ -110,7 +112,7 @@ class SpotWithClients(Spot):
         assert leader is not None
         assert not leader.world.served
         assert not leader.world.unattended_since
-        assert not any(step >= MAX_STEPS for steps in leader.world.delivered.values() for step in steps)
+        assert not any(step >= MAX_STEPS for progress in leader.world.progress.values() for step in progress.delivered)
         assert not any(is_served(message.sample) for message in self._finished(no))
         super()._check_everything_delivered(no)
 

@@ -1,4 +1,4 @@
-"""Text out of tokens as they come: whole characters, and nothing from a stop string on."""
+"""The streaming detokenizer: whole characters only, and no text from a stop string on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout_manager.domain.serving_text import BROKEN, Text
+from services.rollout_manager.openai.detokenizer import REPLACEMENT_CHARACTER, Detokenizer
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -16,46 +16,44 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def shown(text: str, stops: Sequence[str] = ()) -> list[str]:
-    writer = Text(decode, [65, 66], stops)
+    detokenizer = Detokenizer(decode, [65, 66], stops)
     parts = []
     for token in text.encode():
-        parts.append(writer.add(token))
-        if writer.stopped:
+        parts.append(detokenizer.add(token))
+        if detokenizer.stopped:
             return parts
-    return [*parts, writer.end()]
+    return [*parts, detokenizer.flush()]
 
 
 @given(st.text())
-def test_the_parts_make_the_text_and_none_has_half_a_character(text: str) -> None:
+def test_detokenizer_yields_whole_characters_only(text: str) -> None:
     parts = shown(text)
     assert "".join(parts) == text
-    assert BROKEN in text or not any(BROKEN in part for part in parts)
+    assert REPLACEMENT_CHARACTER in text or not any(REPLACEMENT_CHARACTER in part for part in parts)
 
 
-def test_a_character_of_four_bytes_comes_with_its_last() -> None:
+def test_detokenizer_yields_a_character_with_its_last_byte() -> None:
     assert shown("a\U0001f600b") == ["a", "", "", "", "\U0001f600", "b", ""]
 
 
-def test_what_is_no_character_is_shown_in_the_end() -> None:
-    writer = Text(decode, [], [])
-    assert [writer.add(0xF0), writer.add(0x9F)] == ["", ""]
-    assert writer.end() == BROKEN
-    writer = Text(decode, [], [])
-    assert sum(len(writer.add(0xF0)) for _ in range(40)) >= 32
+def test_detokenizer_yields_invalid_bytes_at_the_end() -> None:
+    detokenizer = Detokenizer(decode, [], [])
+    assert [detokenizer.add(0xF0), detokenizer.add(0x9F)] == ["", ""]
+    assert detokenizer.flush() == REPLACEMENT_CHARACTER
+    detokenizer = Detokenizer(decode, [], [])
+    assert sum(len(detokenizer.add(0xF0)) for _ in range(40)) >= 32
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers(0, 3))
-def test_the_text_ends_before_the_first_stop_string_wherever_tokens_end(
-    text: str, stops: list[str], special: int
-) -> None:
-    writer = Text(decode, [65], stops)
+def test_detokenizer_ends_before_the_first_stop_string(text: str, stops: list[str], special: int) -> None:
+    detokenizer = Detokenizer(decode, [65], stops)
     out, so_far = "", ""
     for char in text:
-        out += "".join(writer.add(token) for token in (*[300] * special, ord(char)))
+        out += "".join(detokenizer.add(token) for token in (*[300] * special, ord(char)))
         so_far += char
-        if writer.stopped:
+        if detokenizer.stopped:
             break
-    assert writer.stopped == any(stop in so_far for stop in stops)
-    out += writer.end()
+    assert detokenizer.stopped == any(stop in so_far for stop in stops)
+    out += detokenizer.flush()
     ends = [so_far.find(stop) for stop in stops if stop in so_far]
     assert out == (so_far[: min(ends)] if ends else text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.trainer.fakes import FakeEngine
+from services.trainer.fakes.engine import FakeEngine
 from shared.weights.publisher import Shard
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig
@@ -85,7 +85,7 @@ async def test_without_its_base_a_job_cannot_go_on(tmp_path: Path) -> None:
     async with rig.trainer():
         report = await rig.ended()
     assert report.state == "failed"
-    assert "version 0, the model that the adapters belong to, is gone" in report.error
+    assert "version 0, the base model of the adapters, is no longer in the store" in report.error
 
 
 async def test_a_store_that_lost_everything_gets_the_base_before_the_adapter(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ async def test_a_store_that_lost_everything_gets_the_base_before_the_adapter(tmp
     rig.manager.held = {3}
     async with rig.trainer(killed=True):
         await rig.command("create")
-        await eventually(lambda: len(rig.checkpoints._kept) == 1)
+        await eventually(lambda: len(rig.checkpoints._retained) == 1)
         await rig.waits_for("samples of step 3")
     rig.weights.versions.clear()
     rig.manager.held = set()

@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.adapters.own_loss import own_loss
+from services.trainer.adapters.user_code.loss import load_loss
 from services.trainer.domain.critic import Experience, estimate
 from services.trainer.domain.plan import plan_step
 from services.trainer.domain.tokens import LossFn
-from services.trainer.fakes import FakeEngine
-from services.trainer.ports import NotFinite, RewardBatch, Row, Scores
-from shared.algorithm import PRESETS
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.fakes.engine import FakeEngine
+from services.trainer.ports.engine import NotFinite
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared.columns import F32, I32, length, unpack
 from shared.errors import ConfigError
 from shared.ids import SampleId
+from shared.job.algorithm import PRESETS
 from shared.messages import GroupRequested
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import Rig, spec
@@ -35,7 +37,7 @@ class Recording(FakeEngine):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
-        self.rows: list[Row] = []
+        self.rows: list[TrainingRow] = []
 
     def logprobs(self, batches: Any) -> list[bytes]:
         self.calls.append("logprobs")
@@ -121,7 +123,7 @@ async def test_long_completions_lose_reward_and_what_they_lost_is_told(tmp_path:
     rig = rig_of(tmp_path, engine, algorithm=algorithm)
     rig.reward = lambda batch: Scores((0.0,) * len(batch.completion_ids))
     metrics = await completed(rig)
-    groups: dict[bytes, list[Row]] = {}
+    groups: dict[bytes, list[TrainingRow]] = {}
     for row in engine.rows:
         groups.setdefault(row.prompt, []).append(row)
     lost = {id(row): 3.0 * length(row.completion, I32) / 8 for row in engine.rows}
@@ -246,7 +248,7 @@ async def test_pairs_are_weighed_by_the_weights_of_their_own_update(tmp_path: Pa
     groups = [group for group in scores.values() if group[0] < group[-1]]
     assert len(engine.rows) == 2 * len(groups) > 0
     assert metrics.get("dropped_groups/equal_rewards", 0.0) == 4 - len(groups)
-    pairs: dict[bytes, list[Row]] = {}
+    pairs: dict[bytes, list[TrainingRow]] = {}
     for row in engine.rows:
         pairs.setdefault(row.prompt, []).append(row)
         assert not row.proximal
@@ -316,7 +318,8 @@ async def test_a_loss_that_is_no_number_ends_the_job_on_the_last_good_version_wi
         report = await rig.ended()
     assert report.state == "failed"
     assert f"step 2: {said}; version 2 stays the newest" in report.error
-    assert "it came from are in not-finite-step-2.jsonl: look for bad data there, or lower optimizer.lr" in report.error
+    assert "not-finite-step-2.jsonl" in report.error
+    assert "lower optimizer.lr" in report.error
     assert sorted(rig.weights.versions) == [0, 1, 2]
     [(name, rows)] = rig.folder.batches.items()
     assert name == "not-finite-step-2.jsonl"
@@ -332,7 +335,7 @@ def test_a_trainer_starts_without_waiting_for_torch() -> None:
 
 
 def test_the_users_loss_is_found_by_its_path() -> None:
-    assert own_loss("math:hypot")(3, 4) == 5.0  # type: ignore[arg-type]
+    assert load_loss("math:hypot")(3, 4) == 5.0  # type: ignore[arg-type]
 
 
 def test_a_loss_that_was_edited_since_the_last_job_is_read_again(
@@ -344,7 +347,7 @@ def test_a_loss_that_was_edited_since_the_last_job_is_read_again(
     for number in (1, 22):
         file.write_text(f"def loss(batch):\n    return {number}\n")
         os.utime(file, ns=(number * 10**9, number * 10**9))
-        assert own_loss("edited_loss:loss")(None) == number  # type: ignore[arg-type, comparison-overlap]
+        assert load_loss("edited_loss:loss")(None) == number  # type: ignore[arg-type, comparison-overlap]
 
 
 @pytest.mark.parametrize(
@@ -357,9 +360,4 @@ def test_a_loss_that_was_edited_since_the_last_job_is_read_again(
 )
 def test_a_loss_that_cannot_be_had_is_refused_by_name(path: str, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"algorithm.loss: {path} {text}")):
-        own_loss(path)
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)
+        load_loss(path)

@@ -17,9 +17,9 @@ from services.trainer.domain.loss.importance import masked, truncated
 from services.trainer.domain.loss.kl import k1, k2, k3
 from services.trainer.domain.shaping import overlong_penalty
 from services.trainer.domain.sums import add
-from shared.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
 from shared.errors import ConfigError
-from shared.jobspec import load, parse, to_json
+from shared.job.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
+from shared.job.spec import load, parse, to_json
 
 Groups = list[list[float]]
 rewards = st.floats(-10, 10).map(lambda value: round(value, 3))
@@ -133,9 +133,9 @@ _AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 
 def test_numbers_add_up_and_maxima_stay_maxima() -> None:
     total: dict[str, float] = {}
-    for part in ({"loss": 1.0, "most_ratio": -2.0}, {"loss": 0.5, "most_ratio": -3.0}, {"kl": 1.0, "most_ratio": -2.5}):
+    for part in ({"loss": 1.0, "max_ratio": -2.0}, {"loss": 0.5, "max_ratio": -3.0}, {"kl": 1.0, "max_ratio": -2.5}):
         add(total, part)
-    assert total == {"loss": 1.5, "most_ratio": -2.0, "kl": 1.0}
+    assert total == {"loss": 1.5, "max_ratio": -2.0, "kl": 1.0}
 
 
 # --- the job file -----------------------------------------------------------------------------------------------------

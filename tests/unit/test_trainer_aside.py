@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.trainer import app
-from shared import jobspec, names
+from services.trainer.app import Timing
+from shared import names
 from shared.bus import START
-from shared.jobspec import JobSpec, to_json
+from shared.job import spec as job_spec
+from shared.job.spec import JobSpec, to_json
 from shared.messages import Event, JobCommand, JobReport
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
@@ -44,8 +45,7 @@ async def left_over(rig: Rig) -> list[str]:
 async def test_a_job_that_a_trainer_cannot_read_is_done_by_one_that_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "_LOOK_EVERY_S", 0.01)
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_s=0.05))
     async with rig.trainer(name="older"):
         await create_of_a_later_version(rig)
         await rig.command("create")
@@ -53,24 +53,23 @@ async def test_a_job_that_a_trainer_cannot_read_is_done_by_one_that_can(
         assert await states_of(rig, JOB) == ["running", "completed"]
         assert await states_of(rig, LATER) == []
         (event,) = await was_told(rig)
-        assert event.kind == "job_set_aside"
-        assert "cannot read its job file (invented_later: unknown key" in event.fields["reason"]
+        assert event.kind == "job_quarantined"
+        assert "cannot parse the job file (invented_later: unknown key" in event.fields["reason"]
         assert "start the version of rlboost that wrote it" in event.fields["reason"]
     assert await left_over(rig) == [LATER]
-    assert await rig.bus.holders([names.trainer_lease(LATER)]) == [None]
+    assert await rig.bus.lease_values([names.trainer_lease(LATER)]) == [None]
 
     def newer(raw: Any) -> JobSpec:
-        return jobspec.parse({name: value for name, value in raw.items() if name != "invented_later"})
+        return job_spec.parse({name: value for name, value in raw.items() if name != "invented_later"})
 
-    monkeypatch.setattr(jobspec, "recalled", newer)
+    monkeypatch.setattr(job_spec, "parse_stored", newer)
     async with rig.trainer(name="newer"):
         await eventually(lambda: states_of(rig, LATER))
     assert (await states_of(rig, LATER))[0] == "running"
 
 
-async def test_a_job_that_was_set_aside_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_LOOK_EVERY_S", 0.01)
-    rig = Rig(tmp_path)
+async def test_a_job_that_was_set_aside_can_be_cancelled(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_s=0.05))
     async with rig.trainer():
         await create_of_a_later_version(rig)
         await eventually(lambda: was_told(rig))

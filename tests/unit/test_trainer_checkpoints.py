@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from services.trainer.domain.fingerprint import fingerprint
-from services.trainer.fakes import MemoryCheckpoints
-from services.trainer.ports import Snapshot, TrainState
+from services.trainer.fakes.storage import MemoryCheckpoints
+from services.trainer.ports.engine import Snapshot
+from services.trainer.ports.storage import TrainState
 from shared import names
 from shared.bus import START
 from shared.errors import ConfigError, Fatal
@@ -292,7 +293,7 @@ async def test_a_checkpoint_with_nothing_left_to_train_is_refused(tmp_path: Path
     rig.predecessor = predecessor(tmp_path, TrainState(5, START, 10))
     async with rig.trainer():
         await rig.command("create")
-        assert "nothing is left to train; raise steps" in (await rig.ended()).error
+        assert "raise steps" in (await rig.ended()).error
 
 
 def predecessor(folder: Path, state: TrainState) -> object:
@@ -312,8 +313,3 @@ def test_a_fingerprint_sees_every_change_of_a_row_and_of_the_order() -> None:
     ]
     assert fingerprint(rows) == fingerprint(same)
     assert fingerprint(rows) not in [fingerprint(other) for other in others]
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)

@@ -81,7 +81,7 @@ def test_a_late_sample_of_an_earlier_step_is_counted_and_left() -> None:
     "stranger", [sample_id(2, 0), sample_id(0, 2), sample_id(0, 0, step=STEP + 1), sample_id(0, 0, job=2)]
 )
 def test_a_sample_that_nobody_asked_for_is_fatal(stranger: int) -> None:
-    with pytest.raises(Fatal, match="did not ask"):
+    with pytest.raises(Fatal, match="not requested"):
         collector().fold(finished(stranger))
 
 
@@ -123,15 +123,15 @@ def test_columns_and_spans_that_do_not_add_up_are_fatal(change: dict[str, object
         collector().fold(finished(sample_id(0, 0)).model_copy(update=change))
 
 
-def test_the_device_is_ours_between_the_end_of_seeding_and_its_reopening() -> None:
+def test_the_trainer_has_device_between_the_end_of_seeding_and_its_reopening() -> None:
     collected = collector()
-    assert not collected.device_is_ours
+    assert not collected.trainer_has_device
     collected.fold(SeedingEnded(step=STEP - 1, window_s=1.0, reason="window"))
-    assert not collected.device_is_ours
+    assert not collected.trainer_has_device
     collected.fold(SeedingEnded(step=STEP, window_s=1.0, reason="window"))
-    assert collected.device_is_ours
+    assert collected.trainer_has_device
     collected.fold(SeedingReopened(step=STEP))
-    assert not collected.device_is_ours
+    assert not collected.trainer_has_device
 
 
 @given(st.data())

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fakes_environment import FakeEnvironments, FakeSpeech
-from services.trainer.ports import RewardBatch, Row, Scores, Workshop
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.fakes.environments import FakeChatFormatter, FakeEnvironments
+from services.trainer.ports.resources import JobResources
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared import names
 from shared.bus import START
 from shared.columns import F32, I32, U8, ints, length
-from shared.environment import Environment, Said, Step
 from shared.ids import SampleId
-from shared.jobspec import JobSpec, parse
+from shared.job.environment import Environment, Message, Step
+from shared.job.spec import JobSpec, parse
 from shared.messages import Event, GroupRequested, SampleDropped, SampleFinished, TurnAnswered
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
@@ -34,7 +36,7 @@ GAME: dict[str, Any] = {
 class Echo:
     """Says how many words it heard, for two or three turns."""
 
-    def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+    def reset(self, row: dict[str, Any], seed: int) -> Message | None:
         self.n = 2 + row["row"] % 2
         self.n_turns = 0
         return None
@@ -50,16 +52,16 @@ class TalkRig(Rig):
     def __init__(self, folder: Path, make: Callable[[], Environment] = Echo, **changes: Any) -> None:
         super().__init__(folder, spec(**{**GAME, **changes}))
         self.make = make
-        self.rows: list[Row] = []
+        self.rows: list[TrainingRow] = []
         self.make_engine = lambda: WatchedEngine(self.rows)
         self.environments: list[FakeEnvironments] = []
         self.reward = lambda batch: Scores((0.0,) * len(batch.completions))
 
-    def build(self, _spec: JobSpec, _job_id: str) -> Workshop:
-        workshop = super().build(_spec, _job_id)
+    def build(self, _spec: JobSpec, _job_id: str) -> JobResources:
+        resources = super().build(_spec, _job_id)
         self.environments.append(FakeEnvironments(self.make))
-        data = replace(workshop.data, speech=FakeSpeech())
-        return replace(workshop, data=data, environments=self.environments[-1])
+        data = replace(resources.data, chat_formatter=FakeChatFormatter())
+        return replace(resources, data=data, environments=self.environments[-1])
 
     @property
     def turns(self) -> list[GroupRequested]:
@@ -94,10 +96,10 @@ async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_tra
     assert len(rig.rows) == 8
     by_prompt = {request.group: request for request in rig.turns}
     for row in rig.rows:
-        tokens, trained = ints(row.completion), ints(row.trained, U8)
+        tokens, trained = ints(row.completion), ints(row.loss_mask, U8)
         said = [token for token, mine in zip(tokens, trained, strict=True) if mine]
         told = [token for token, mine in zip(tokens, trained, strict=True) if not mine]
-        assert length(row.logprobs, F32) == len(said) == row.n_trained
+        assert length(row.logprobs, F32) == len(said) == row.n_loss_tokens
         assert told[::2] == [50] * (2 if ints(row.prompt)[1] % 2 else 1)
         # Each later turn was asked for with exactly what stands before it.
         starts = [i for i in range(1, len(trained)) if trained[i] and not trained[i - 1]]
@@ -106,7 +108,7 @@ async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_tra
     for request in rig.turns:
         behind = length(request.prompt, I32) - 2
         assert request.sampling.max_tokens == 40 - behind
-        assert (request.n, request.near) == (1, "w-1")
+        assert (request.n, request.preferred_worker) == (1, "w-1")
     assert sum(environments.held for environments in rig.environments) == 0
     assert rig.environments[0].closed
 
@@ -157,7 +159,7 @@ async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_train
     first = 0 if turn == 0 else 4 + (turn - 1) * 8
 
     def is_late(sample: int) -> bool:
-        """Tell whether a sample is of the turn that nobody sees before the trainer is killed."""
+        """Return True if a sample is of the turn that nobody sees before the trainer is killed."""
         found = SampleId.unpack(sample)
         return found.step == 2 and found.group >= first and (turn > 0 or found.group == 1)
 
@@ -179,7 +181,7 @@ async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_train
     assert all(report.metrics["groups/dropped"] == 0 for report in await rig.steps())
     assert rig.environments[1].held == 0
     rows = [
-        {(row.prompt, row.completion, row.trained, row.advantage) for row in one.rows} for one in (rig, undisturbed)
+        {(row.prompt, row.completion, row.loss_mask, row.advantage) for row in one.rows} for one in (rig, undisturbed)
     ]
     assert rows[0] == rows[1]
 
@@ -253,7 +255,7 @@ async def test_an_environment_that_does_not_do_the_same_again_drops_its_group(tm
     (report,) = await rig.steps()
     odd = {request.group for request in rig.manager.requests if ints(request.prompt)[1] % 2 and request.n == 2}
     assert 0 < len(odd) < 4
-    assert report.metrics["groups/dropped/environment_not_the_same"] == len(odd)
+    assert report.metrics["groups/dropped/environment_nondeterministic"] == len(odd)
 
 
 async def test_an_environment_that_fails_drops_its_group_and_says_why(tmp_path: Path) -> None:
@@ -302,12 +304,12 @@ async def test_an_answer_that_the_model_cannot_read_drops_the_group(tmp_path: Pa
 
     rig = await played(TalkRig(tmp_path, Verbose, steps=1))
     (report,) = await rig.steps()
-    assert report.metrics["groups/dropped/environment_untellable"] > 0
+    assert report.metrics["groups/dropped/environment_unformattable"] > 0
 
 
 async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an_error(tmp_path: Path) -> None:
     class Picky(Echo):
-        def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+        def reset(self, row: dict[str, Any], seed: int) -> Message | None:
             super().reset(row, seed)
             if self.n == 3:
                 raise ValueError("not this row")
@@ -319,7 +321,7 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
     assert all(len(ints(row.prompt)) == 3 for row in rig.rows)
 
     class Closed(Echo):
-        def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+        def reset(self, row: dict[str, Any], seed: int) -> Message | None:
             raise ValueError("we are closed")
 
     rig = TalkRig(tmp_path / "none", Closed, steps=1)
@@ -327,7 +329,7 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
         await rig.command("create")
         ended = await rig.ended()
     assert ended.state == "failed"
-    assert "not one conversation of step 0 could begin" in ended.error
+    assert "no conversation of step 0 could start" in ended.error
     assert "we are closed" in ended.error
     assert "environment.function m:game" in ended.error
 
@@ -337,7 +339,7 @@ async def test_groups_are_asked_for_while_others_are_still_to_begin_and_the_wait
     waited_for: set[str] = set()
 
     class Slow(Echo):
-        async def reset(self, row: dict[str, Any], seed: int) -> Said | None:  # type: ignore[override]
+        async def reset(self, row: dict[str, Any], seed: int) -> Message | None:  # type: ignore[override]
             nonlocal n_begun
             n_begun += 1
             waited_for.update(wait.for_ for wait in rig.waits.current())
@@ -355,7 +357,7 @@ async def test_groups_are_asked_for_while_others_are_still_to_begin_and_the_wait
 
 async def test_a_curriculum_is_recorded_before_its_groups_begin(tmp_path: Path) -> None:
     class Closed(Echo):
-        def reset(self, row: dict[str, Any], seed: int) -> Said | None:
+        def reset(self, row: dict[str, Any], seed: int) -> Message | None:
             raise ValueError("we are closed")
 
     data = {"train": "t", "prompts_per_step": 4, "curriculum": {"skip_solved_above": 1.0}}

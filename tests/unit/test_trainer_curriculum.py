@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.adapters.own_judge import own_judge
-from services.trainer.domain.curriculum import Curriculum, Judge
-from services.trainer.domain.plan import training_rows
-from services.trainer.link import PatientBus
-from services.trainer.ports import RewardBatch, Scores
-from services.trainer.recorded_curriculum import KeptCurriculum
+from services.trainer.adapters.user_code.curriculum import load_skip_function
+from services.trainer.domain.curriculum import Curriculum, SkipFunction
+from services.trainer.domain.plan import prompt_indices
+from services.trainer.job_streams import RetryingBus
+from services.trainer.ports.rewards import RewardBatch, Scores
+from services.trainer.step.curriculum_log import DurableCurriculum
 from shared import names
 from shared.bus import START, Fence
 from shared.columns import I32, unpack
 from shared.errors import ConfigError, Fatal, Fenced
 from shared.fakes import MemoryBus
 from shared.ids import SampleId
-from shared.jobspec import JobSpec
+from shared.job.spec import JobSpec
 from shared.messages import GroupRequested
 from shared.waiting import Waits
 from tests.support.eventually import eventually
@@ -61,7 +61,7 @@ def play(
 def test_the_first_epoch_is_the_one_without_a_curriculum() -> None:
     curriculum = Curriculum(job(), 8, None, {})
     rows = play(curriculum, dict.fromkeys(range(8), 1.0), [0, 1])
-    assert [rows[0], rows[1]] == [tuple(training_rows(0, step, 4, 8)) for step in (0, 1)]
+    assert [rows[0], rows[1]] == [tuple(prompt_indices(0, step, 4, 8)) for step in (0, 1)]
 
 
 def test_prompts_that_were_always_or_never_solved_do_not_come_again() -> None:
@@ -109,11 +109,11 @@ def test_where_all_are_to_be_skipped_a_step_still_has_its_prompts_and_all_come_i
 def test_a_function_sees_the_means_the_step_and_the_row() -> None:
     asked = []
 
-    def judge(means: Sequence[float], step: int, row: int) -> bool:
+    def skip_function(means: Sequence[float], step: int, row: int) -> bool:
         asked.append((tuple(means), step, row))
         return row == 0
 
-    curriculum = Curriculum(job(2, function="m:f"), 4, judge, {})
+    curriculum = Curriculum(job(2, function="m:f"), 4, skip_function, {})
     rows = play(curriculum, dict.fromkeys(range(4), 0.5), range(4))
     assert 0 not in {row for found in rows.values() for row in found}
     assert sum(curriculum.plan(step).metrics()["data/skipped_function"] for step in range(4)) >= 2
@@ -164,7 +164,7 @@ def test_a_record_that_is_gone_is_no_reason_to_guess() -> None:
     records: dict[str, str] = {}
     play(Curriculum(job(), 8, None, {}), dict.fromkeys(range(8), 0.5), range(3), records=records)
     del records["2"]
-    with pytest.raises(Fatal, match="step 2 are recorded nowhere"):
+    with pytest.raises(Fatal, match="step 2 are not recorded"):
         Curriculum(job(), 8, None, records).plan(3)
 
 
@@ -236,33 +236,33 @@ async def test_a_function_that_raises_ends_the_job_and_is_named(tmp_path: Path) 
 
     def with_judge(what: JobSpec, job_id: str) -> Any:
         shop = build(what, job_id)
-        judge: Judge = own_judge("tests.unit.test_trainer_curriculum:broken", shop.data.train)
-        return replace(shop, judge=judge)
+        skip_function: SkipFunction = load_skip_function("tests.unit.test_trainer_curriculum:broken", shop.data.train)
+        return replace(shop, skip_function=skip_function)
 
     rig.build = with_judge  # type: ignore[method-assign]
     async with rig.trainer():
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert "broken raised KeyError: 'difficulty', asked about prompt" in report.error
+    assert "broken raised KeyError: 'difficulty' for prompt" in report.error
 
 
-def kept(bus: MemoryBus, judge: Judge | None, fence: Fence | None = None) -> KeptCurriculum:
+def kept(bus: MemoryBus, skip_function: SkipFunction | None, fence: Fence | None = None) -> DurableCurriculum:
     waits = Waits()
-    rule = {"function": "m:f"} if judge is not None else SOLVED_OR_FAILED
-    curriculum = Curriculum(job(**rule), 8, judge, {})
-    return KeptCurriculum(PatientBus(bus, waits, 1.0), waits, JOB, curriculum, fence)
+    rule = {"function": "m:f"} if skip_function is not None else SOLVED_OR_FAILED
+    curriculum = Curriculum(job(**rule), 8, skip_function, {})
+    return DurableCurriculum(RetryingBus(bus, waits, 1.0), waits, JOB, curriculum, fence)
 
 
 async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
     asked, may_answer = threading.Event(), threading.Event()
 
-    def judge(_means: Sequence[float], _step: int, _row: int) -> bool:
+    def skip_function(_means: Sequence[float], _step: int, _row: int) -> bool:
         asked.set()
         assert may_answer.wait(60), "nothing else happened meanwhile"
         return False
 
-    curriculum = kept(MemoryBus(), judge)
+    curriculum = kept(MemoryBus(), skip_function)
     preparing = asyncio.create_task(curriculum.prepare(0))
     await eventually(asked.is_set)
     may_answer.set()
@@ -273,11 +273,11 @@ async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
 async def test_a_function_that_never_answers_ends_the_job_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.recorded_curriculum.PLAN_LIMIT_S", 0.1)
+    monkeypatch.setattr("services.trainer.step.curriculum_log.PLAN_LIMIT_S", 0.1)
     rig = Rig(tmp_path, job(function="m:f"))
     build, stop = rig.build, threading.Event()
     rig.build = lambda what, job_id: replace(  # type: ignore[method-assign]
-        build(what, job_id), judge=lambda *_: stop.wait(20)
+        build(what, job_id), skip_function=lambda *_: stop.wait(20)
     )
     async with rig.trainer():
         await rig.command("create")
@@ -293,9 +293,9 @@ async def test_a_superseded_trainer_does_not_write_over_what_its_successor_score
     old, new = (kept(bus, None, fence) for fence in fences)
     for curriculum in (old, new):
         await curriculum.prepare(0)
-    await new.score(0, [(row, 0.5) for row in new.plan(0).rows])
+    await new.record_scores(0, [(row, 0.5) for row in new.plan(0).rows])
     with pytest.raises(Fenced):
-        await old.keep(0)
+        await old.persist(0)
     records = await bus.hash_all(names.job_curriculum(JOB))
     assert [mean for _, mean in json.loads(records["0"])["means"]] == [0.5] * 4
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from services.trainer.device import DeviceThread, DeviceTurn
-from services.trainer.fakes import FakeEngine, MemoryWeights
-from services.trainer.ports import Row
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.fakes.engine import FakeEngine
+from services.trainer.fakes.storage import MemoryWeights
 from shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig, spec
@@ -25,23 +26,23 @@ def thread() -> Iterator[DeviceThread]:
     made.close()
 
 
-def turn(thread: DeviceThread, rest: Callable[[], object]) -> DeviceTurn:
-    return DeviceTurn(thread, Waits(), 0, 10.0, rest)
+def turn(thread: DeviceThread, offload: Callable[[], object]) -> DeviceTurn:
+    return DeviceTurn(thread, Waits(), 0, 10.0, offload)
 
 
 async def test_when_the_turn_is_taken_away_the_engine_rests_behind_what_is_under_way(thread: DeviceThread) -> None:
     calls: list[str] = []
-    ours = turn(thread, lambda: calls.append("rest"))
-    ours.give(ours=True)
+    ours = turn(thread, lambda: calls.append("offload"))
+    ours.set_owned(owned=True)
     running = asyncio.create_task(ours.run(lambda: calls.append("first")))
     await asyncio.sleep(0)
-    ours.give(ours=False)
-    ours.give(ours=False)
+    ours.set_owned(owned=False)
+    ours.set_owned(owned=False)
     waiting = asyncio.create_task(ours.run(lambda: calls.append("second")))
     await running
-    ours.give(ours=True)
+    ours.set_owned(owned=True)
     await waiting
-    assert calls == ["first", "rest", "second"]
+    assert calls == ["first", "offload", "second"]
 
 
 async def test_a_device_that_is_ours_is_idle_while_nothing_is_computed(
@@ -51,7 +52,7 @@ async def test_a_device_that_is_ours_is_idle_while_nothing_is_computed(
     monkeypatch.setattr("services.trainer.device.time.monotonic", lambda: float(next(clock)))
     ours = turn(thread, lambda: None)  # 0
     assert ours.idle_s == 0.0  # 1
-    ours.give(ours=True)  # 2
+    ours.set_owned(owned=True)  # 2
     assert ours.idle_s == 1.0  # 3
     during: list[float] = []
     await ours.run(lambda: during.append(ours.idle_s))  # 4, 5 in it, 6
@@ -61,28 +62,28 @@ async def test_a_device_that_is_ours_is_idle_while_nothing_is_computed(
     assert ours.idle_s == ours.held_s - ours.busy_s == 4.0
 
 
-@pytest.mark.parametrize("was_ours", [False, True], ids=["the turn", "the rest"])
+@pytest.mark.parametrize("was_ours", [False, True], ids=["the turn", "the offload"])
 async def test_a_turn_that_is_lost_while_something_is_waited_for_is_waited_for_again(
     thread: DeviceThread, *, was_ours: bool
 ) -> None:
     calls: list[str] = []
     waits = Waits()
-    ours = DeviceTurn(thread, waits, 0, 10.0, lambda: calls.append("rest"))
+    ours = DeviceTurn(thread, waits, 0, 10.0, lambda: calls.append("offload"))
     if was_ours:
-        ours.give(ours=True)
-        ours.give(ours=False)
-        ours.give(ours=True)
+        ours.set_owned(owned=True)
+        ours.set_owned(owned=False)
+        ours.set_owned(owned=True)
     waiting = asyncio.create_task(ours.run(lambda: calls.append("ours")))
     await asyncio.sleep(0)
-    ours.give(ours=True)
-    ours.give(ours=False)
+    ours.set_owned(owned=True)
+    ours.set_owned(owned=False)
     for _ in range(3):
-        await thread(lambda: None)  # behind the rest, and behind what would have been called after it
-    assert set(calls) == {"rest"}
+        await thread(lambda: None)  # behind the offload, and behind what would have been called after it
+    assert set(calls) == {"offload"}
     await eventually(lambda: bool(waits.current()))
-    ours.give(ours=True)
+    ours.set_owned(owned=True)
     await waiting
-    assert calls[-2:] == ["rest", "ours"]
+    assert calls[-2:] == ["offload", "ours"]
 
 
 async def test_an_engine_that_cannot_rest_is_told_by_the_next_call(thread: DeviceThread) -> None:
@@ -90,17 +91,17 @@ async def test_an_engine_that_cannot_rest_is_told_by_the_next_call(thread: Devic
         raise MemoryError("no room")
 
     ours = turn(thread, fail)
-    ours.give(ours=True)
-    ours.give(ours=False)
-    ours.give(ours=True)
+    ours.set_owned(owned=True)
+    ours.set_owned(owned=False)
+    ours.set_owned(owned=True)
     with pytest.raises(MemoryError, match="no room"):
         await ours.run(list)
 
 
 async def test_at_the_end_of_a_step_nothing_moves_before_it_is_published(thread: DeviceThread) -> None:
     calls: list[str] = []
-    ours = turn(thread, lambda: calls.append("rest"))
-    ours.give(ours=True)
+    ours = turn(thread, lambda: calls.append("offload"))
+    ours.set_owned(owned=True)
     ours.end()
     await thread(lambda: None)
     assert calls == []
@@ -108,11 +109,11 @@ async def test_at_the_end_of_a_step_nothing_moves_before_it_is_published(thread:
 
 
 class Watching(MemoryWeights):
-    """Notes whether the engine rests when a version is committed, from which moment on others use its device."""
+    """Notes whether the engine is_offloaded when a version is committed, from which moment on others use its device."""
 
-    def __init__(self, rests: Callable[[], bool]) -> None:
+    def __init__(self, is_offloaded: Callable[[], bool]) -> None:
         super().__init__()
-        self._rests = rests
+        self._rests = is_offloaded
         self.seen: list[bool] = []
 
     async def publish(self, version: int, shards: Any, **more: Any) -> None:
@@ -122,7 +123,7 @@ class Watching(MemoryWeights):
 
 async def test_the_engine_rests_before_a_version_is_committed(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=3))
-    rig.weights = weights = Watching(lambda: rig.engine.rests)
+    rig.weights = weights = Watching(lambda: rig.engine.is_offloaded)
     async with rig.trainer():
         await rig.command("create")
         await rig.ended()
@@ -134,11 +135,11 @@ class Counting(FakeEngine):
 
     asked = trained = 0
 
-    def logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         self.asked += sum(map(len, batches))
         return super().logprobs(batches)
 
-    def accumulate(self, batches: Sequence[Sequence[Row]], loss: Any) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: Any) -> dict[str, float]:
         self.trained += sum(map(len, batches))
         return super().accumulate(batches, loss)
 

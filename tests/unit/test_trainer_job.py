@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fakes import FakeEngine
-from services.trainer.ports import LossFn, RewardBatch, Row, Scores
+from services.trainer.domain.tokens import LossFn
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.fakes.engine import FakeEngine
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared import names
 from shared.bus import START
 from shared.columns import I32, pack
@@ -233,7 +235,7 @@ async def test_a_pause_holds_at_the_next_step_and_outlives_the_trainer(tmp_path:
         await rig.command("create")
         await eventually(lambda: 2 in rig.weights.versions)
         await rig.command("pause")
-        await eventually(lambda: trainer._board.paused(JOB))
+        await eventually(lambda: trainer._table.is_paused(JOB))
         rig.manager.held = set()
         await eventually(lambda: 3 in rig.weights.versions)
         await eventually(lambda: _last_state_is(rig, "paused"))
@@ -261,7 +263,7 @@ async def test_the_lease_says_what_the_trainer_waits_for(tmp_path: Path) -> None
         await rig.command("create")
 
         async def told() -> dict[str, Any] | None:
-            [text] = await rig.bus.holders([names.trainer_lease(JOB)])
+            [text] = await rig.bus.lease_values([names.trainer_lease(JOB)])
             body: dict[str, Any] = json.loads(text) if text else {}
             return body if body.get("step") == 1 and body["waiting"] else None
 
@@ -269,10 +271,10 @@ async def test_the_lease_says_what_the_trainer_waits_for(tmp_path: Path) -> None
         assert body is not None
         assert body["phase"] == "training"
         assert body["waiting"]["for"] == "samples of step 1"
-        assert body["waiting"]["because"] == "0 of 8 samples are there"
+        assert body["waiting"]["because"] == "0 of 8 samples have arrived"
         rig.manager.held = set()
         await rig.ended()
-    assert await rig.bus.holders([names.trainer_lease(JOB)]) == [None]
+    assert await rig.bus.lease_values([names.trainer_lease(JOB)]) == [None]
 
 
 async def test_redis_may_go_away_for_a_while(tmp_path: Path) -> None:
@@ -353,7 +355,7 @@ async def test_a_reward_function_that_never_answers_fails_the_job_and_not_the_tr
         await rig.command("create")
         report = await rig.ended()
         assert report.state == "failed"
-        assert "not one group of step 0 could be scored" in report.error
+        assert "no group of step 0 could be scored" in report.error
         assert "the first: no answer in 5 s" in report.error
         assert "m:f" in report.error
 
@@ -435,9 +437,4 @@ async def test_scored_samples_are_shown_with_their_lineage(tmp_path: Path) -> No
 
 
 def test_rows_know_their_length() -> None:
-    assert Row(pack([1, 2], I32), pack([3], I32), b"", 0.0).n_tokens == 3
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)
+    assert TrainingRow(pack([1, 2], I32), pack([3], I32), b"", 0.0).n_tokens == 3

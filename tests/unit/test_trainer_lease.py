@@ -1,14 +1,15 @@
-"""Whose a job is: the lease is taken in one step, and a trainer that was succeeded says nothing more."""
+"""The lease of a job: one trainer holds it, and a superseded trainer reports nothing."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from services.trainer import app
-from services.trainer.fakes import FakeEngine
+from services.trainer.app import Timing
+from services.trainer.fakes.engine import FakeEngine
 from shared import names
 from shared.bus import Fence, HashSet
 from shared.errors import ConfigError, Conflict
@@ -16,11 +17,12 @@ from shared.messages import JobReport
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 
+QUICK = Timing(block_s=0.01, takeover_check_s=0.02, lease_s=0.02)
 LEASE, EPOCH = names.trainer_lease(JOB), names.trainer_epoch(JOB)
 
 
-async def test_a_trainer_that_finds_itself_succeeded_drops_the_job_without_a_word(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+async def test_superseded_trainer_drops_its_job_without_a_report(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=QUICK)
     rig.manager.held = {2}
     async with rig.trainer(name="first"):
         await rig.command("create")
@@ -30,22 +32,22 @@ async def test_a_trainer_that_finds_itself_succeeded_drops_the_job_without_a_wor
         assert await eventually(lambda: rig.engine.closed)
         rig.manager.held = set()
         await asyncio.sleep(0.2)
-        assert await rig.bus.holders([LEASE]) == ["another's"]
+        assert await rig.bus.lease_values([LEASE]) == ["another's"]
     assert await rig.states() == ["running"]
     assert max(rig.weights.versions) == 2
-    assert await rig.bus.holders([LEASE]) == ["another's"], "a stop, too, leaves it alone"
+    assert await rig.bus.lease_values([LEASE]) == ["another's"], "a stop, too, leaves it alone"
     assert len(await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0)) == 1, "still to be done"
 
 
 async def another_takes_it(rig: Rig) -> None:
     rig.lease_runs_out()
-    epoch = await rig.bus.take(LEASE, "another's", 60.0, epoch=EPOCH, instead_of=None)
+    epoch = await rig.bus.acquire_fenced(LEASE, "another's", 60.0, epoch=EPOCH, replacing=None)
     assert epoch is not None
     await rig.bus.transact([HashSet(names.JOB_TRAINERS, {JOB: "another"})], Fence(EPOCH, epoch))
 
 
-async def test_a_superseded_trainer_takes_the_next_job(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+async def test_superseded_trainer_takes_the_next_job(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=QUICK)
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")
@@ -61,10 +63,10 @@ async def test_a_superseded_trainer_takes_the_next_job(tmp_path: Path) -> None:
         assert await eventually(begun)
 
 
-async def test_a_trainer_of_the_same_name_that_waited_until_the_job_was_done_does_not_do_it_again(
+async def test_waiting_trainer_does_not_repeat_an_ended_job(
     tmp_path: Path,
 ) -> None:
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, timing=QUICK)
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")
@@ -75,16 +77,13 @@ async def test_a_trainer_of_the_same_name_that_waited_until_the_job_was_done_doe
             assert rig.engine is not first
             rig.manager.held = set()
             assert await eventually(lambda: first.closed and rig.engine.closed)
-            assert await rig.bus.holders([LEASE]) == [None]
+            assert await rig.bus.lease_values([LEASE]) == [None]
     assert await rig.states() == ["running", "running", "completed"]
     assert [report.step for report in await rig.steps()] == [0, 1, 2, 3, 4]
 
 
-async def test_a_trainer_that_cannot_build_a_job_that_another_has_says_nothing_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "LEASE_LIMIT_S", 0.3)
-    rig = Rig(tmp_path)
+async def test_trainer_reports_no_failure_of_a_job_it_does_not_hold(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=replace(QUICK, lease_limit_s=0.3))
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")
@@ -101,8 +100,8 @@ async def test_a_trainer_that_cannot_build_a_job_that_another_has_says_nothing_o
     assert "failed" not in await rig.states()
 
 
-async def test_a_lease_that_ran_out_and_that_nobody_took_is_renewed(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+async def test_expired_lease_is_renewed_if_it_is_still_free(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=QUICK)
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")
@@ -114,13 +113,13 @@ async def test_a_lease_that_ran_out_and_that_nobody_took_is_renewed(tmp_path: Pa
 
 
 async def _held(rig: Rig) -> bool:
-    return (await rig.bus.holders([LEASE]))[0] is not None
+    return (await rig.bus.lease_values([LEASE]))[0] is not None
 
 
-async def test_a_taking_whose_answer_was_lost_is_this_trainers(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+async def test_lost_reply_of_a_lease_acquisition_is_retried(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=QUICK)
     await rig.command("create")
-    take = rig.bus.take
+    take = rig.bus.acquire_fenced
     lost: list[int | None] = []
 
     async def losing(*args: str, **kwargs: object) -> int | None:
@@ -128,23 +127,23 @@ async def test_a_taking_whose_answer_was_lost_is_this_trainers(tmp_path: Path) -
         lost.append(1)
         return await take(*args, **kwargs)  # type: ignore[arg-type]
 
-    rig.bus.take = losing  # type: ignore[assignment, method-assign]
+    rig.bus.acquire_fenced = losing  # type: ignore[assignment, method-assign]
     async with rig.trainer():
         assert (await rig.ended()).state == "completed"
     assert len(lost) == 2
 
 
-async def test_an_ended_job_leaves_neither_lease_nor_epoch(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+async def test_ended_job_leaves_neither_lease_nor_epoch(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=QUICK)
     async with rig.trainer():
         await rig.command("create")
         await rig.ended()
-        assert await rig.bus.holders([LEASE]) == [None]
+        assert await rig.bus.lease_values([LEASE]) == [None]
     assert EPOCH not in rig.bus._counters
 
 
-async def test_weights_that_somebody_else_committed_meanwhile_are_for_the_next_process(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+async def test_conflicting_weights_end_the_process_without_a_report(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=QUICK)
     rig.manager.held = {1}
 
     async def until_another_commits() -> None:
@@ -158,9 +157,3 @@ async def test_weights_that_somebody_else_committed_meanwhile_are_for_the_next_p
     with pytest.raises(Conflict, match="the head is 2, not 1"):
         await until_another_commits()
     assert not {"failed", "completed"} & {r.state for r in await rig.reports() if isinstance(r, JobReport)}
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "LEASE_EVERY_S", 0.02)
-    monkeypatch.setattr(app, "_LOOK_EVERY_S", 0.02)

@@ -15,9 +15,9 @@ import torch
 
 from services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
 from services.trainer.domain.tokens import TokenBatch
-from shared.algorithm import PRESETS
 from shared.errors import Fatal
-from shared.jobspec import JobSpec, parse
+from shared.job.algorithm import PRESETS
+from shared.job.spec import JobSpec, parse
 
 MAX_TOKENS = 9
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -296,9 +296,9 @@ def columns(*ratios: float, advantages: tuple[float, ...] = (1.0, 1.0, -1.0, -1.
 def test_the_ratio_is_told_before_and_after_the_clip() -> None:
     _, sums = clipped_loss(0.2, 0.5)(columns(0.5, 3.0, 0.4, 1.0))
     assert sums["ratio"] == pytest.approx(4.9)
-    assert sums["most_ratio"] == pytest.approx(3.0)
+    assert sums["max_ratio"] == pytest.approx(3.0)
     assert sums["ratio_clipped"] == pytest.approx(0.8 + 1.5 + 0.8 + 1.0)
-    assert sums["most_ratio_clipped"] == pytest.approx(1.5)
+    assert sums["max_ratio_clipped"] == pytest.approx(1.5)
     assert (sums["clipped_low"], sums["clipped_high"]) == (1.0, 1.0), "0.5 with an advantage above 0 is not held"
 
 
@@ -353,14 +353,14 @@ def test_a_loss_of_ones_own_takes_the_place_of_ratio_and_clip() -> None:
 @pytest.mark.parametrize(
     ("own", "text"),
     [
-        (lambda given: given.logprobs.sum(), r"one number a token was expected, \[\d+\], not a tensor of shape \[\]"),
-        (lambda _given: 0.0, "not float"),
-        (lambda given: given.advantages, "no gradient"),
+        (lambda given: given.logprobs.sum(), r"a tensor of shape \[\]: return one number per token"),
+        (lambda _given: 0.0, "returned float"),
+        (lambda given: given.advantages, "without a gradient"),
     ],
 )
 def test_a_loss_of_ones_own_that_returns_something_else_is_refused(own: Any, text: str) -> None:
     with pytest.raises(Fatal, match=text):
-        PolicyLoss(own=own)(batch(a_case(0)))
+        PolicyLoss(user_loss=own)(batch(a_case(0)))
 
 
 def test_the_loss_that_the_guide_shows_is_one() -> None:

@@ -40,9 +40,9 @@ def test_the_rows_names_are_the_fields() -> None:
             "abs_log_ratio": 0.6,
             "kl": 0.06,
             "ratio": 9.0,
-            "most_ratio": 4.0,
+            "max_ratio": 4.0,
             "ratio_clipped": 6.6,
-            "most_ratio_clipped": 1.28,
+            "max_ratio_clipped": 1.28,
             "mismatch_kl": 0.5,
             "mismatch_tokens": 2.0,
             "reference_kl": 1.5,
@@ -108,7 +108,7 @@ def test_the_rows_names_are_the_fields() -> None:
 
 
 def test_what_only_some_losses_tell_is_told_where_they_do() -> None:
-    sums = {"tokens": 8.0, "divisor": 8.0, "loss": 0.0, "most_ratio": 1.0}
+    sums = {"tokens": 8.0, "divisor": 8.0, "loss": 0.0, "max_ratio": 1.0}
     row = StepTally(loss_sums=dict(sums)).metrics()
     some = {"off_policy/tis_capped", "clip_ratio/low", "ratio/max_clipped", "mismatch_kl", "kl"}
     assert not some & set(row)

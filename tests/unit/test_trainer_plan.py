@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.domain.advantages import advantages, standard_deviation
-from services.trainer.domain.plan import check, epoch_order, last_step, plan_step, spread, training_rows
+from services.trainer.domain.plan import check, epoch_order, last_step, plan_step, prompt_indices, spread
 from services.trainer.domain.schedule import learning_rate
 from shared.errors import ConfigError
 from shared.ids import SampleId
-from shared.jobspec import EvalSpec, JobSpec, parse
-from shared.training import OptimizerSpec
+from shared.job.spec import EvalSpec, JobSpec, parse
+from shared.job.training import OptimizerSpec
 
 
 def job(**changes: object) -> JobSpec:
@@ -32,7 +32,7 @@ def test_every_epoch_holds_every_row_once(seed: int, epoch: int, n: int) -> None
 
 @given(n=st.integers(1, 20), per_step=st.integers(1, 30), steps=st.integers(1, 6))
 def test_steps_walk_through_the_epochs_without_a_gap(n: int, per_step: int, steps: int) -> None:
-    walked = [row for step in range(steps) for row in training_rows(1, step, per_step, n)]
+    walked = [row for step in range(steps) for row in prompt_indices(1, step, per_step, n)]
     epochs = [row for epoch in range(len(walked) // n + 1) for row in epoch_order(1, epoch, n)]
     assert walked == epochs[: len(walked)]
 

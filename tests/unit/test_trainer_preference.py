@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.loss.preference import best_and_worst, judge, moved, numbers
+from services.trainer.domain.loss.preference import best_and_worst, numbers, pair_losses, sequence_log_ratio
 from services.trainer.domain.tokens import TokenBatch
-from shared.algorithm import PreferenceSpec
-from shared.jobspec import parse
+from shared.job.algorithm import PreferenceSpec
+from shared.job.spec import parse
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 SPECS = {
@@ -43,7 +43,7 @@ def papers(kind: str, h: float) -> float:
 @pytest.mark.parametrize("kind", sorted(SPECS))
 def test_losses_are_their_papers_and_weights_their_derivatives(kind: str) -> None:
     margins = np.linspace(-9, 9, 37)
-    judged = judge(margins, SPECS[kind])
+    judged = pair_losses(margins, SPECS[kind])
     np.testing.assert_allclose(judged.losses, [papers(kind, h) for h in margins], atol=1e-6)
     d = 1e-6
     slopes = [(papers(kind, h + d) - papers(kind, h - d)) / (2 * d) for h in margins]
@@ -51,7 +51,7 @@ def test_losses_are_their_papers_and_weights_their_derivatives(kind: str) -> Non
 
 
 def test_margins_of_any_size_have_finite_losses() -> None:
-    judged = judge(np.array([-1e6, 1e6]), PreferenceSpec(beta=1.0))
+    judged = pair_losses(np.array([-1e6, 1e6]), PreferenceSpec(beta=1.0))
     assert judged.losses.tolist() == [1e6, 0.0]
     assert judged.weights.tolist() == [2.0, 0.0]
 
@@ -64,7 +64,7 @@ def test_the_best_is_preferred_to_the_worst_and_nothing_where_all_are_alike() ->
 
 def test_the_numbers_are_sums_over_pairs_and_the_loss_counts_both_completions() -> None:
     margins = np.array([2.0, -1.0, 0.0])
-    judged = judge(margins, SPECS["dpo"])
+    judged = pair_losses(margins, SPECS["dpo"])
     found = numbers(margins, judged, SPECS["dpo"])
     assert found["pairs"] == 3
     assert found["pairs_right"] == 1
@@ -121,8 +121,10 @@ def trained_gradient(
 ) -> Tensor:
     """Return the gradient as an update has it: weights first, then micro-batches of any completions."""
     with torch.no_grad():
-        gone = [[moved(logprobs(table, y).numpy(), logprobs(start, y).numpy()) for y in pair] for pair in pairs]
-    weights = judge(np.array([best - worst for best, worst in gone]), SPECS[kind]).weights
+        gone = [
+            [sequence_log_ratio(logprobs(table, y).numpy(), logprobs(start, y).numpy()) for y in pair] for pair in pairs
+        ]
+    weights = pair_losses(np.array([best - worst for best, worst in gone]), SPECS[kind]).weights
     divisor = 0.0
     for part in cut:
         completions = [pairs[pair][side] for pair, side in part]

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 from services.trainer.device import DeviceThread
-from services.trainer.domain.canary import Probe, probe
-from services.trainer.fakes import FakeEngine, MemoryWeights
-from services.trainer.publishing import Publishing
-from shared.canary import Canary
+from services.trainer.domain.parity import Probe, build_probe
+from services.trainer.fakes.engine import FakeEngine
+from services.trainer.fakes.storage import MemoryWeights
+from services.trainer.publishing import VersionPublisher
+from shared.model.parity import ParityReference
 
-PROBE = probe(96, temperature=0.8, dtype="bfloat16")
+PROBE = build_probe(96, temperature=0.8, dtype="bfloat16")
 
 
 class Link:
     """Nobody listens."""
 
-    async def tell(self, kind: str, **_: Any) -> None:
+    async def emit_event(self, kind: str, **_: Any) -> None:
         """Forget it."""
 
 
@@ -33,21 +34,21 @@ async def device() -> AsyncIterator[DeviceThread]:
 
 async def publishing(
     device: DeviceThread, weights: MemoryWeights, asked: Probe | None = PROBE, *, adapter_json: str = ""
-) -> Publishing:
+) -> VersionPublisher:
     engine = FakeEngine(adapter_json)
     engine.load_hf(Path("m"))
-    versions = Publishing(engine, weights, device, Link(), asked)  # type: ignore[arg-type]  # all that it needs
-    await versions.look()
+    versions = VersionPublisher(engine, weights, device, Link(), asked)  # type: ignore[arg-type]  # all that it needs
+    await versions.refresh_head()
     return versions
 
 
 async def test_each_version_takes_the_engines_answer_to_the_probe_along(device: DeviceThread) -> None:
     weights = MemoryWeights()
     versions = await publishing(device, weights)
-    await versions.begin(0)
+    await versions.ensure_published(0)
     await versions.publish(1)
     for version in (0, 1):
-        canary = Canary.decode(weights.canaries[version])
+        canary = ParityReference.decode(weights.parity_references[version])
         assert (canary.temperature, canary.dtype) == (0.8, "bfloat16")
         assert [(row.prompt, row.completion) for row in canary.rows] == list(PROBE.rows)
         assert {value for row in canary.rows for value in row.logprobs} == {-1.0}
@@ -55,23 +56,23 @@ async def test_each_version_takes_the_engines_answer_to_the_probe_along(device: 
 
 async def test_without_a_probe_nothing_is_said(device: DeviceThread) -> None:
     weights = MemoryWeights()
-    await (await publishing(device, weights, None)).begin(0)
-    assert weights.canaries == {0: ""}
+    await (await publishing(device, weights, None)).ensure_published(0)
+    assert weights.parity_references == {0: ""}
 
 
 async def test_a_committed_version_keeps_the_answer_that_it_was_committed_with(device: DeviceThread) -> None:
     weights = MemoryWeights()
-    await (await publishing(device, weights)).begin(0)
-    weights.canaries[0] = "of the first trainer"
+    await (await publishing(device, weights)).ensure_published(0)
+    weights.parity_references[0] = "of the first trainer"
     again = await publishing(device, weights)
-    await again.begin(0)
-    assert weights.canaries == {0: "of the first trainer"}
+    await again.ensure_published(0)
+    assert weights.parity_references == {0: "of the first trainer"}
 
 
 async def test_an_adapters_base_is_answered_for_only_where_it_is_served_itself(device: DeviceThread) -> None:
     begun, lost = MemoryWeights(), MemoryWeights()
-    await (await publishing(device, begun, adapter_json="{}")).begin(0)
-    assert begun.canaries[0], "an adapter begins as no change"
-    await (await publishing(device, lost, adapter_json="{}")).begin(3)
-    assert lost.canaries[0] == ""
-    assert lost.canaries[3]
+    await (await publishing(device, begun, adapter_json="{}")).ensure_published(0)
+    assert begun.parity_references[0], "an adapter begins as no change"
+    await (await publishing(device, lost, adapter_json="{}")).ensure_published(3)
+    assert lost.parity_references[0] == ""
+    assert lost.parity_references[3]

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.domain.plan import check
-from services.trainer.domain.resampling import Replacements, teaches
-from services.trainer.fakes import FakeRewards
-from services.trainer.ports import RewardBatch, Row, Scores
-from shared.algorithm import PRESETS
+from services.trainer.domain.resampling import Replacements, has_signal
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.fakes.rewards import FakeRewards
+from services.trainer.ports.rewards import RewardBatch, Scores
 from shared.errors import ConfigError
 from shared.ids import SampleId
-from shared.jobspec import parse, to_json
+from shared.job.algorithm import PRESETS
+from shared.job.spec import parse, to_json
 from tests.support.eventually import eventually
 from tests.support.resampled_job import (
     EQUAL,
@@ -50,7 +51,7 @@ def test_a_place_has_as_many_groups_as_it_may_and_each_a_number_of_its_own(n: in
         number: int | None = first
         while number is not None:
             chain.append(number)
-            number = replacements.number_after(number)
+            number = replacements.replacement_number(number)
         chains.append(chain)
     assert {len(chain) for chain in chains} == {1 + tries}
     assert sorted(one for chain in chains for one in chain) == list(range(n * (1 + tries)))
@@ -68,7 +69,7 @@ def test_a_replacement_has_another_prompt_as_long_as_there_are_others(
 ) -> None:
     replacements = Replacements(n, tries, seed, step, n_rows)
     first = list(range(min(n, n_rows)))
-    spare = replacements.spare(first)
+    spare = replacements.replacement_rows(first)
     rows = [replacements.row(number, spare) for number in range(n, n * (1 + tries))]
     assert set(rows) <= set(spare)
     others = n_rows - len(first)
@@ -77,7 +78,7 @@ def test_a_replacement_has_another_prompt_as_long_as_there_are_others(
         assert not set(first) & set(spare)
     if others >= n * tries:
         assert len(set(rows)) == n * tries
-    assert replacements.spare(first) == spare
+    assert replacements.replacement_rows(first) == spare
 
 
 @given(
@@ -92,7 +93,7 @@ def test_a_prompt_that_is_skipped_comes_only_after_all_others_and_no_prompt_come
 ) -> None:
     replacements = Replacements(n, tries, seed=0, step=step, n_rows=n * (1 + tries) + more)
     first = list(range(n))
-    spare = replacements.spare(first, skipped.__contains__)
+    spare = replacements.replacement_rows(first, skipped.__contains__)
     rows = [replacements.row(number, spare) for number in range(n, n * (1 + tries))]
     assert len({*first, *rows}) == n * (1 + tries)
     fit = set(range(n, replacements.n_rows)) - skipped
@@ -103,7 +104,7 @@ def test_a_prompt_that_is_skipped_comes_only_after_all_others_and_no_prompt_come
 def test_where_there_are_few_prompts_a_place_still_has_another_one_each_time(n_rows: int) -> None:
     replacements = Replacements(4, 2, seed=0, step=1, n_rows=n_rows)
     first = [0, 1, 2, 3]
-    spare = replacements.spare(first)
+    spare = replacements.replacement_rows(first)
     for place in range(4):
         one, other = (replacements.row(place + 4 * again, spare) for again in (1, 2))
         assert one != other
@@ -161,7 +162,7 @@ async def test_however_groups_come_and_are_scored_a_step_trains_on_what_stands_i
     rng = random.Random(seed)
     equal = frozenset(rng.sample(range(ROWS), rng.randrange(ROWS + 1)))
     what = job(rng.randrange(1, 4), elastic={"max_staleness": max_staleness})
-    rows: list[Row] = []
+    rows: list[TrainingRow] = []
     rig = rig_of(tmp_path, what, equal)
     rig.make_engine = lambda: WatchedEngine(rows)
     dawdling(rig, seed)
@@ -215,7 +216,7 @@ async def test_what_waits_for_the_whole_step_or_makes_pairs_gets_what_stands_in_
     if name != "dpo":
         algorithm |= {"equal_groups": "drop", "old_logprobs": "recomputed"}
     what = job(algorithm=algorithm)
-    rows: list[Row] = []
+    rows: list[TrainingRow] = []
     rig = rig_of(tmp_path, what)
     rig.make_engine = lambda: WatchedEngine(rows)
     await completed(rig)
@@ -232,7 +233,7 @@ async def test_what_length_takes_off_a_reward_counts_in_whether_a_group_teaches(
     assert report.metrics["tokens/trained"] > 0
     assert report.metrics["groups/resampled"] < PLACES * TRIES
     assert report.metrics["reward/overlong_penalty"] > 0
-    assert not teaches([1.0, 1.0])
+    assert not has_signal([1.0, 1.0])
 
 
 async def test_a_wait_for_other_prompts_alone_is_told_apart_and_not_said_to_the_manager(tmp_path: Path) -> None:
@@ -271,9 +272,4 @@ async def test_scores_that_never_come_are_waited_for_by_name_and_not_for_ever(tm
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert "for the rewards (3 groups of step 0 may have to be replaced by others)" in report.error
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)
+    assert "for the rewards (3 groups of step 0 may have to be replaced)" in report.error

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from services.trainer.domain.plan import plan_step
-from services.trainer.link import PatientBus
-from services.trainer.ports import RewardBatch, Scores
-from services.trainer.recorded_resampling import KeptResampling
+from services.trainer.job_streams import RetryingBus
+from services.trainer.ports.rewards import RewardBatch, Scores
+from services.trainer.step.resampling_log import DurableResampling
 from shared import names
 from shared.bus import Fence, HashSet, Op
 from shared.columns import I32, unpack
-from shared.environment import Step
 from shared.errors import Fenced
 from shared.fakes import MemoryBus
 from shared.ids import SampleId
+from shared.job.environment import Step
 from shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.resampled_job import (
@@ -229,13 +229,13 @@ async def test_conversations_are_replaced_too_and_are_led_to_their_end_by_whoeve
         "steps": 3,
     }
 
-    def talks(folder: Path) -> TalkRig:
+    def conversations(folder: Path) -> TalkRig:
         rig = TalkRig(folder, Constant, **changes)
         rig.manager.script = done
         rig.reward = by_row()
         return rig
 
-    undisturbed, rig = talks(tmp_path / "a"), talks(tmp_path / "b")
+    undisturbed, rig = conversations(tmp_path / "a"), conversations(tmp_path / "b")
     await completed(undisturbed)
     assert sum(report.metrics["groups/resampled"] for report in await undisturbed.steps()) > 0
     await rig.killed_in(1)
@@ -267,14 +267,9 @@ async def test_steps_that_are_never_trained_again_are_forgotten(tmp_path: Path) 
 async def test_a_superseded_trainer_records_nothing_any_more() -> None:
     bus = MemoryBus()
     fences = await succession(bus)
-    patient = PatientBus(bus, Waits(), 1.0)
-    old, new = (KeptResampling(patient, JOB, 1, job(), ROWS, fence=fence) for fence in fences)
-    await new.keep(256, 1)
+    patient = RetryingBus(bus, Waits(), 1.0)
+    old, new = (DurableResampling(patient, JOB, 1, job(), ROWS, fence=fence) for fence in fences)
+    await new.record(256, 1)
     with pytest.raises(Fenced):
-        await old.keep(256, 2)
+        await old.record(256, 2)
     assert await bus.hash_all(names.job_resampled(JOB)) == {"256": "1"}
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)

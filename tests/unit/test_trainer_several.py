@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer import app
+from services.trainer.app import Timing
 from shared.messages import JobReport
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig
@@ -75,10 +75,9 @@ async def test_a_trainer_with_a_job_leaves_the_next_one_to_another(tmp_path: Pat
 
 @pytest.mark.parametrize("successor", ["first", "second"])
 async def test_the_job_of_a_trainer_that_is_gone_is_finished_by_a_successor_or_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, successor: str
+    tmp_path: Path, successor: str
 ) -> None:
-    monkeypatch.setattr(app, "_LOOK_EVERY_S", 0.01)
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_s=0.05))
     rig.manager.held = {2}
     async with rig.trainer(name="first", killed=True):
         await rig.command("create")

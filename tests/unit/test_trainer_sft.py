@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.domain.sft import SftStep, imitation_loss
-from services.trainer.domain.tokens import TokenBatch
-from services.trainer.fakes import FakeEngine
-from services.trainer.ports import LossFn, NotFinite, Prompt, Workshop
+from services.trainer.domain.sft import SftStep, sft_loss
+from services.trainer.domain.tokens import LossFn, TokenBatch
+from services.trainer.fakes.engine import FakeEngine
+from services.trainer.ports.data import Prompt
+from services.trainer.ports.engine import NotFinite
+from services.trainer.ports.resources import JobResources
 from shared import names
 from shared.columns import I32, pack
-from shared.jobspec import JobSpec, parse
+from shared.job.spec import JobSpec, parse
 from shared.messages import JobCommand
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
@@ -40,7 +42,7 @@ def sft(**changes: Any) -> JobSpec:
 class SftRig(Rig):
     """Rows of a prompt, and three to five tokens to imitate."""
 
-    def build(self, job: JobSpec, job_id: str) -> Workshop:
+    def build(self, job: JobSpec, job_id: str) -> JobResources:
         rows = [Prompt(f"p{i}", pack([1, i], I32), {}, pack([3 + i] * (2 + i % 3) + [2], I32)) for i in range(10)]
         built = super().build(job, job_id)
         return replace(built, data=replace(built.data, train=rows, evaluation=()))
@@ -174,7 +176,8 @@ async def test_a_loss_that_is_no_number_ends_the_job_and_keeps_its_rows(tmp_path
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert report.error.startswith("step 0: the loss is nan; the 4 rows of the step are in not-finite-step-0.jsonl")
+    assert report.error.startswith("step 0: the loss is nan")
+    assert "not-finite-step-0.jsonl" in report.error
     assert len(rig.folder.batches["not-finite-step-0.jsonl"]) == 4
     assert rig.weights.versions == {}
 
@@ -193,7 +196,7 @@ def test_the_loss_is_the_cross_entropy_of_the_completions_tokens() -> None:
     logits = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.tensor([1, 4, 0, 6, 2])
     logprobs = torch.log_softmax(logits, -1)[torch.arange(5), targets]
-    total, sums = imitation_loss(TokenBatch(logprobs, torch.zeros(5), torch.ones(5), (2, 3)))
+    total, sums = sft_loss(TokenBatch(logprobs, torch.zeros(5), torch.ones(5), (2, 3)))
     (ours,) = torch.autograd.grad(total / sums["divisor"], logits)
     mean = torch.nn.functional.cross_entropy(logits, targets)
     (theirs,) = torch.autograd.grad(mean, logits)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fakes import FakeEngine
-from services.trainer.ports import LossFn
+from services.trainer.domain.tokens import LossFn
+from services.trainer.fakes.engine import FakeEngine
 from shared import names
 from shared.bus import START
 from shared.errors import ConfigError
@@ -208,8 +208,3 @@ async def test_what_the_steps_first_weights_say_is_asked_before_they_change(
         await rig.command("create")
         assert (await rig.ended()).state == "completed"
     assert [call for call, _ in itertools.groupby(engine.calls)] == order * 2
-
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.app.LEASE_EVERY_S", 0.05)

@@ -17,12 +17,12 @@ from services.trainer.domain.batching import Accumulate, UpdatePlanner
 from services.trainer.domain.critic import Experience
 from services.trainer.domain.critic import estimate as estimate_tokens
 from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.loss.preference import best_and_worst, judge, moved
+from services.trainer.domain.loss.preference import best_and_worst, pair_losses, sequence_log_ratio
 from services.trainer.domain.loss.value import value_loss
 from services.trainer.domain.sums import add
 from services.trainer.domain.tokens import TokenBatch
-from shared.algorithm import PRESETS
-from shared.jobspec import JobSpec, parse
+from shared.job.algorithm import PRESETS
+from shared.job.spec import JobSpec, parse
 
 VOCABULARY, CONTEXTS, GROUP = 5, 3, 3
 
@@ -75,10 +75,10 @@ class TinyPolicy:
         )
 
 
-Scored = list[tuple[Sample, float]]
+ScoredSequence = list[tuple[Sample, float]]
 
 
-def rows_of(spec: JobSpec, policy: TinyPolicy, groups: list[Scored]) -> list[list[Sample]]:
+def rows_of(spec: JobSpec, policy: TinyPolicy, groups: list[ScoredSequence]) -> list[list[Sample]]:
     """Return each group's rows, as far as they can be known before the update."""
     algorithm, rewards = spec.algorithm, [[reward for _, reward in group] for group in groups]
     if algorithm.critic is not None:
@@ -116,10 +116,10 @@ def weighed(spec: JobSpec, policy: TinyPolicy, batches: list[list[Sample]], pair
     def gone(row: Sample) -> float:
         with torch.no_grad():
             now, start = (policy.logprobs(table, [row]).numpy() for table in (policy.table, policy.reference))
-        return moved(now, start)
+        return sequence_log_ratio(now, start)
 
     margins = np.array([gone(best) - gone(worst) for best, worst in pairs])
-    judged = judge(margins, spec.algorithm.preference)
+    judged = pair_losses(margins, spec.algorithm.preference)
     weights = {
         id(row): by
         for pair, w in zip(pairs, judged.weights, strict=True)
@@ -129,7 +129,7 @@ def weighed(spec: JobSpec, policy: TinyPolicy, batches: list[list[Sample]], pair
         batch[:] = [Sample(row.tokens, row.before, (weights[id(row)],) * row.n_tokens) for row in batch]
 
 
-def update(spec: JobSpec, groups: list[Scored], budget: int) -> tuple[Tensor, dict[str, float]]:
+def update(spec: JobSpec, groups: list[ScoredSequence], budget: int) -> tuple[Tensor, dict[str, float]]:
     """Train one update as a step does, group after group; return its gradient, a critic's too, and its numbers."""
     policy, loss = TinyPolicy(), job_loss(spec)
     planner: UpdatePlanner[Sample] = UpdatePlanner(len(groups), 1, budget)

@@ -81,7 +81,7 @@ def test_an_entry_of_a_step_that_is_not_asked_for_yet_has_to_wait() -> None:
 
 
 def test_a_sample_of_no_open_step_is_one_that_nobody_asked_for() -> None:
-    with pytest.raises(Fatal, match="did not ask"):
+    with pytest.raises(Fatal, match="not requested"):
         window(3, 4).fold("0-0", entry(1, finished(5)))
 
 
@@ -120,7 +120,7 @@ def _take(
                 steps.open(number, collectors[number])
         steps.enter(step)
         checkpoints[step] = (steps.needed_from(f"{at}-0"), f"{at}-0")
-        while not collectors[step].complete or not collectors[step].device_is_ours:
+        while not collectors[step].complete or not collectors[step].trainer_has_device:
             take()
         for _ in range(greed):
             if k and at < len(log) and steps.holds(log[at]):

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from shared.algorithm import CriticSpec, PreferenceSpec
-from shared.curriculum import CurriculumSpec
 from shared.errors import ConfigError
-from shared.jobspec import RlJob, parse
-from shared.reward import EnvironmentSpec, RewardPart
-from shared.runlog import WandbSpec
-from shared.training import LoraSpec
+from shared.job.algorithm import CriticSpec, PreferenceSpec
+from shared.job.curriculum import CurriculumSpec
+from shared.job.reward import EnvironmentSpec, RewardPart
+from shared.job.run_log import WandbSpec
+from shared.job.spec import RlJob, parse
+from shared.job.training import LoraSpec
+from tests.support.jobs import job_file
 
-JOB = {"model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "m:f"}, "steps": 2}
+JOB = job_file(steps=2)
 
 
 def complaint(**changes: Any) -> str:
@@ -80,7 +81,7 @@ def complaint(**changes: Any) -> str:
         ({"log": {"wandb": {"project": "p", "tags": [1]}}}, "log.wandb.tags.0: should be text"),
         ({"log": {"tensorboard": "maybe"}}, "log.tensorboard: should be true or false"),
         ({"trainer": {"backend": "x"}}, "trainer.backend: should be 'torch' or 'megatron'; nothing else is supported"),
-        ({"trainer": {"batch": 1}}, "trainer.batch: unknown key: remove it or mend its spelling"),
+        ({"trainer": {"batch": 1}}, "trainer.batch: unknown key: remove it or fix its spelling"),
     ],
 )
 def test_a_wrong_value_is_answered_with_what_was_expected(changes: dict[str, Any], text: str) -> None:

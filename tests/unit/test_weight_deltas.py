@@ -1,4 +1,4 @@
-"""Deltas over fakes: what the publisher remembers, and what the store makes of its edges."""
+"""Deltas over fakes: the publisher's delta encoder and the store's composition of hops."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shared.errors import NotFound, Undecodable
 from shared.fakes import MemoryBus
 from shared.waiting import Waits
 from shared.weights import codec
-from shared.weights.deltas import Cut, Delta, Memory
-from shared.weights.edges import Route, VersionEdges, lists_of
+from shared.weights.delta_graph import Route, VersionEdges, lists_of
+from shared.weights.deltas import Chunk, Delta, DeltaEncoder
 from shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from shared.weights.plan import plan
 from shared.weights.wire import CommitRequest
@@ -30,29 +30,29 @@ VALUES = 4000
 
 
 def content(version: int) -> bytes:
-    """A few of many values move by a step at every version."""
+    """Return values of which a few move by one step per version."""
     values = np.arange(VALUES, dtype=np.uint16)
     for past in range(1, version + 1):
         values[past::97] += 1
     return values.tobytes()
 
 
-def cut(data: bytes, dtype: str = "bfloat16") -> Cut:
-    return Cut(ChunkRef(digest_of(data), len(data)), memoryview(data), dtype)
+def cut(data: bytes, dtype: str = "bfloat16") -> Chunk:
+    return Chunk(ChunkRef(digest_of(data), len(data)), memoryview(data), dtype)
 
 
-def remembering(data: bytes, dtype: str = "bfloat16") -> Memory:
-    memory = Memory()
-    assert memory.begin(JOB, 0, 0) == -1
-    assert memory.exchange(0, cut(data, dtype)) is None
-    memory.end(0, 1)
-    return memory
+def encoder_with(data: bytes, dtype: str = "bfloat16") -> DeltaEncoder:
+    encoder = DeltaEncoder()
+    assert encoder.begin(JOB, 0, 0) == -1
+    assert encoder.encode(0, cut(data, dtype)) is None
+    encoder.end(0, 1)
+    return encoder
 
 
 class World:
     def __init__(self) -> None:
         self.chunks, self.documents = MemoryChunks(), MemoryDocuments()
-        self.memory = Memory()
+        self.encoder = DeltaEncoder()
         self.now = 1_000_000.0
         self.restart()
 
@@ -71,12 +71,12 @@ class World:
         )
 
     async def publish(self, version: int, *, lists: list[bytes] | None = None) -> None:
-        """Commit `content(version)`, with the edge that the publisher's memory gives, or with other lists."""
+        """Commit `content(version)`, with the edge that the publisher's encoder gives, or with other lists."""
         self.now += 1
         data = content(version)
-        base = self.memory.begin(JOB, 0, version)
-        delta = self.memory.exchange(0, cut(data))
-        self.memory.end(version, 1)
+        base = self.encoder.begin(JOB, 0, version)
+        delta = self.encoder.encode(0, cut(data))
+        self.encoder.end(version, 1)
         if delta:
             await self.store.put_chunk(delta.edge.delta, [delta.data])
         if lists is None:
@@ -137,14 +137,14 @@ def world() -> World:
 
 
 def test_the_next_version_of_a_chunk_is_a_delta_to_the_last_one() -> None:
-    memory = remembering(content(0))
-    assert memory.begin(JOB, 0, 1) == 0
-    delta = memory.exchange(0, cut(content(1)))
+    encoder = encoder_with(content(0))
+    assert encoder.begin(JOB, 0, 1) == 0
+    delta = encoder.encode(0, cut(content(1)))
     assert isinstance(delta, Delta)
     assert (delta.edge.new, delta.edge.base) == (digest_of(content(1)), digest_of(content(0)))
     assert (delta.edge.delta, delta.edge.n_bytes) == (digest_of(delta.data), len(delta.data))
     assert codec.apply(content(0), delta.data) == content(1)
-    assert memory.exchange(0, cut(content(1))) is None, "it is what it was"
+    assert encoder.encode(0, cut(content(1))) is None, "the chunk did not change"
 
 
 @pytest.mark.parametrize(
@@ -157,27 +157,8 @@ def test_the_next_version_of_a_chunk_is_a_delta_to_the_last_one() -> None:
     ],
     ids=["another size", "no float", "half a value", "all of it changed"],
 )
-def test_where_a_delta_makes_no_sense_there_is_none(old: bytes, new: bytes, dtype: str) -> None:
-    assert remembering(old, dtype).exchange(0, cut(new, dtype)) is None
-
-
-def test_for_slow_links_deltas_are_smaller() -> None:
-    rng = np.random.default_rng(0)
-    before = (rng.standard_normal(1 << 18, dtype=np.float32) * np.float32(0.02)).view(np.uint32)
-    likely = 2e-4 / np.abs(before.view(np.float32))  # as under Adam: small values change their rounding the most
-    moved = before + (rng.random(1 << 18) < likely) * np.uint32(1 << 16)
-    old, new = ((bits >> 16).astype(np.uint16).tobytes() for bits in (before, moved))
-    sizes = {}
-    for small in (False, True):
-        memory = Memory(small=small)
-        memory.begin(JOB, 0, 0)
-        memory.exchange(0, cut(old))
-        memory.end(0, 1)
-        delta = memory.exchange(0, cut(new))
-        assert delta is not None
-        assert codec.apply(old, delta.data) == new
-        sizes[small] = len(delta.data)
-    assert sizes[True] < 0.95 * sizes[False]
+def test_delta_encoder_skips_chunks_that_do_not_pay(old: bytes, new: bytes, dtype: str) -> None:
+    assert encoder_with(old, dtype).encode(0, cut(new, dtype)) is None
 
 
 @pytest.mark.parametrize(
@@ -185,25 +166,25 @@ def test_for_slow_links_deltas_are_smaller() -> None:
     [(JOB, 1, 1), ("job-2", 0, 1), (JOB, 0, 0)],
     ids=["another rank", "another job", "the same version again"],
 )
-def test_what_was_published_last_is_not_always_a_base(job: str, rank: int, version: int) -> None:
-    memory = remembering(content(0))
-    assert memory.begin(job, rank, version) == -1
-    assert memory.exchange(0, cut(content(1))) is None
+def test_delta_encoder_ignores_a_base_of_another_part(job: str, rank: int, version: int) -> None:
+    encoder = encoder_with(content(0))
+    assert encoder.begin(job, rank, version) == -1
+    assert encoder.encode(0, cut(content(1))) is None
 
 
-def test_what_is_forgotten_or_no_longer_there_is_no_base() -> None:
-    memory = remembering(content(0))
-    memory.forget()
-    assert memory.begin(JOB, 0, 1) == -1
-    assert memory.exchange(0, cut(content(1))) is None
-    memory.end(1, 0)
-    assert memory.exchange(0, cut(content(2))) is None
+def test_delta_encoder_after_a_reset_has_no_base() -> None:
+    encoder = encoder_with(content(0))
+    encoder.reset()
+    assert encoder.begin(JOB, 0, 1) == -1
+    assert encoder.encode(0, cut(content(1))) is None
+    encoder.end(1, 0)
+    assert encoder.encode(0, cut(content(2))) is None
 
 
 # What the store makes of it.
 
 
-async def test_nobody_sees_edges_before_the_commit_and_everybody_after_it(world: World) -> None:
+async def test_edges_become_visible_with_the_commit(world: World) -> None:
     await world.publish(0)
     with pytest.raises(NotFound):
         await world.store.edges(JOB, 0)
@@ -228,7 +209,7 @@ async def with_hops(world: World, versions: int, *, pinned: bool = False) -> Non
         await world.composing(world.has_hops(version, *bases(version), first=from_first))
 
 
-async def test_hops_of_two_four_and_eight_versions_are_composed_and_lead_where_they_say(world: World) -> None:
+async def test_hops_over_two_four_and_eight_versions_are_composed_exactly(world: World) -> None:
     await with_hops(world, 10)
     found = await world.document(9)
     assert [hop.base for hop in found.hops] == [8, 7, 5, 1]
@@ -246,7 +227,7 @@ async def test_a_route_has_the_documents_along_the_longest_hops(world: World) ->
         await world.store.route(JOB, 13, 0)
 
 
-async def test_every_eighth_version_can_be_had_from_the_first_one_if_that_is_pinned(world: World) -> None:
+async def test_every_eighth_version_has_a_hop_from_a_pinned_first_one(world: World) -> None:
     await with_hops(world, 26, pinned=True)
     found = await world.document(24)
     assert found.from_base is not None
@@ -256,19 +237,19 @@ async def test_every_eighth_version_can_be_had_from_the_first_one_if_that_is_pin
     route = Route.decode(await world.store.route(JOB, 25, 0))
     edges = [edge for document in route.documents for edge in document.edges()]
     large = ChunkRef(digest_of(content(25)), 4 << 20)  # so that any delta is cheaper
-    ways = plan([large], edges, {digest_of(content(0))})
-    assert len(ways.ways[0].path) == 2, "from the first version to the 24th, and on from there"
+    chunk_plans = plan([large], edges, {digest_of(content(0))})
+    assert len(chunk_plans.chunk_plans[0].path) == 2, "from the first version to the 24th, and on from there"
 
 
-async def test_a_loop_that_is_late_leaves_out_the_versions_that_have_gone(world: World) -> None:
+async def test_late_compose_loop_skips_removed_versions(world: World) -> None:
     for version in range(6):
         await world.publish(version)
     await world.store.collect_once()
     await world.composing(world.has_hops(5, 4, 3))
-    assert await world.hops(3) == [2], "version 3 is not kept"
+    assert await world.hops(3) == [2], "version 3 is not retained"
 
 
-async def test_what_a_killed_process_had_not_composed_is_composed_by_the_next_one(world: World) -> None:
+async def test_hops_missing_after_a_kill_are_composed_at_start(world: World) -> None:
     for version in range(3):
         await world.publish(version)
     assert await world.hops(2) == [1]
@@ -277,7 +258,7 @@ async def test_what_a_killed_process_had_not_composed_is_composed_by_the_next_on
     await world.composing(world.has_hops(2, 1, 0))
 
 
-async def test_a_delta_that_rotted_is_not_composed_any_further(world: World) -> None:
+async def test_corrupt_delta_is_not_composed(world: World) -> None:
     await world.publish(0)
     await world.publish(1)
     (edge,) = (await world.document(1)).edges()
@@ -288,7 +269,7 @@ async def test_a_delta_that_rotted_is_not_composed_any_further(world: World) -> 
     assert [len(hop.edges) for hop in (await world.document(2)).hops] == [1, 0]
 
 
-async def test_a_composed_delta_that_does_not_lead_there_is_not_published(
+async def test_composed_delta_with_a_wrong_result_is_not_published(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.publish(0)
@@ -320,7 +301,7 @@ async def test_a_full_disk_stops_composing_and_nothing_else(world: World, monkey
     await world.composing(world.has_hops(3, 2, 1))
 
 
-async def test_edges_outlive_their_versions_and_go_in_the_end_with_their_deltas(world: World) -> None:
+async def test_edges_outlive_their_versions_and_are_removed_with_their_deltas(world: World) -> None:
     await with_hops(world, 14)
     await world.store.collect_once()
     assert await world.documents.edge_versions(JOB) == list(range(2, 14))
@@ -350,24 +331,24 @@ async def test_a_commit_with_bad_edges_is_refused_and_the_head_stays(world: Worl
     with pytest.raises(Undecodable):
         await world.publish(1, lists=[data])
     assert world.store.model(JOB).head == 0
-    world.memory.forget()
+    world.encoder.reset()
     await world.publish(1)
     assert world.store.model(JOB).head == 1
 
 
 async def test_edges_whose_delta_is_not_there_are_left_out(world: World) -> None:
     await world.publish(0)
-    delta = remembering(content(0)).exchange(0, cut(content(1)))
+    delta = encoder_with(content(0)).encode(0, cut(content(1)))
     assert delta is not None
     lost = delta.edge._replace(delta="0" * 64)
     await world.publish(1, lists=lists_of(0, [lost]))
     assert list((await world.document(1)).edges()) == []
 
 
-async def test_a_document_of_edges_that_rotted_counts_as_none(world: World) -> None:
+async def test_corrupt_edges_document_counts_as_none(world: World) -> None:
     for version in range(3):
         await world.publish(version)
-    await world.documents.put_edges(JOB, 2, b"rotten")
+    await world.documents.put_edges(JOB, 2, b"corrupt")
     with pytest.raises(NotFound):
         await world.store.edges(JOB, 2)
     await world.store.collect_once()

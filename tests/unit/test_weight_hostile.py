@@ -1,4 +1,4 @@
-"""Documents about weights that somebody has tampered with: refused with a typed error, or as good as any other."""
+"""Manipulated weight documents: refused with a typed error, or harmless."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import Undecodable
-from shared.weights.edges import Edge, EdgeList, VersionEdges
+from shared.weights.delta_graph import Edge, EdgeList, VersionEdges
 from shared.weights.manifest import CHUNK_BYTES, ChunkRef, Document, Manifest, Part, TensorEntry, digest_of
 from shared.weights.peers.directory import Peer
 
@@ -82,7 +82,7 @@ def test_a_document_cut_off_is_refused(data: st.DataObject) -> None:
         type(document).decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
-def test_a_tensor_in_too_many_shards_is_refused_before_they_are_compared() -> None:
+def test_tensor_with_too_many_shards_is_refused() -> None:
     shards = tuple(
         ENTRY.model_copy(
             update={"global_shape": (10_000,), "offset": (row,), "local_shape": (1,), "start": 2 * row, "n_bytes": 2}
@@ -96,6 +96,6 @@ def test_a_tensor_in_too_many_shards_is_refused_before_they_are_compared() -> No
 
 
 @pytest.mark.parametrize("url", ["http://a/b", "file:///etc/passwd", "http://a b", "http://a?x", "", "ftp://a"])
-def test_a_peer_with_an_address_that_is_none_is_refused(url: str) -> None:
+def test_peer_with_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="url"):
         Peer(name="p", url=url, host="h")

@@ -37,13 +37,13 @@ def test_each_pair_changes_the_weight_of_its_layer() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_plain_lora_is_refused_by_name(change: dict[str, object]) -> None:
+def test_adapter_other_than_plain_lora_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"adapter_config\.json: {next(iter(change))}"):
         adapter_of(json.dumps(CONFIG | change), TENSORS, MODEL)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])
-def test_what_is_no_configuration_is_refused(text: str) -> None:
+def test_adapter_of_invalid_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"adapter_config\.json"):
         adapter_of(text, TENSORS, MODEL)
 
@@ -56,8 +56,8 @@ def test_what_is_no_configuration_is_refused(text: str) -> None:
         ({**TENSORS, f"{Q}.lora_A.weight": (2, 4)}, "do not fit"),
         ({"base_model.model.other.lora_A.weight": (3, 4)}, "do not fit other.weight"),
         ({"base_model.model.model.norm.lora_A.weight": (3, 4)}, "do not fit model.norm.weight"),
-        ({**TENSORS, f"{Q}.lora_magnitude_vector": (6,)}, "no LoRA tensor"),
-        ({"model.q.weight": (6, 4)}, "no LoRA tensor"),
+        ({**TENSORS, f"{Q}.lora_magnitude_vector": (6,)}, "not a LoRA tensor"),
+        ({"model.q.weight": (6, 4)}, "not a LoRA tensor"),
     ],
 )
 def test_tensors_that_do_not_belong_to_the_model_are_refused(tensors: dict[str, tuple[int, ...]], why: str) -> None:

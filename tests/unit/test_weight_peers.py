@@ -1,4 +1,4 @@
-"""Catalogues and the picker: who has what, and what to fetch next from whom."""
+"""Blob indexes, the peer directory and peer selection."""
 
 from __future__ import annotations
 
@@ -15,177 +15,192 @@ from shared.bus import HashSet, Renew
 from shared.fakes import MemoryBus
 from shared.names import WEIGHT_PEERS, weight_peer
 from shared.weights.manifest import digest_of
-from shared.weights.peers.catalogue import ALL, Catalogue, blobs, holdings
-from shared.weights.peers.directory import CLAIM_S, Directory
-from shared.weights.peers.picker import AT_STORE, PATIENCE_S, PER_PEER, FromPeer, FromStore, Move, Picker, Wait
+from shared.weights.peers.blob_index import ALL, BlobIndex, bitmaps_of, blobs_in
+from shared.weights.peers.directory import CLAIM_S, PeerDirectory
+from shared.weights.peers.selection import (
+    MAX_FROM_STORE,
+    MAX_IDLE_S,
+    MAX_PER_PEER,
+    Decision,
+    FromPeer,
+    FromStore,
+    PeerSelection,
+    Wait,
+)
 
 DIGESTS = [digest_of(bytes([number])) for number in range(20)]
 
 
 @given(st.lists(st.sampled_from(DIGESTS), unique=True), st.sets(st.sampled_from(DIGESTS)))
-def test_marks_say_what_is_held(digests: list[str], held: set[str]) -> None:
-    catalogue = Catalogue(digests)
-    there, here = holdings([catalogue], held), Catalogue(digests)
-    assert blobs([here], there) == held & set(digests)
+def test_bitmap_round_trip_returns_the_held_blobs(digests: list[str], held: set[str]) -> None:
+    index = BlobIndex(digests)
+    there, here = bitmaps_of([index], held), BlobIndex(digests)
+    assert blobs_in([here], there) == held & set(digests)
 
 
-def test_a_catalogue_that_differs_is_another_one() -> None:
-    holds = holdings([Catalogue(DIGESTS)], set(DIGESTS))
+def test_blob_index_in_another_order_has_another_id() -> None:
+    holds = bitmaps_of([BlobIndex(DIGESTS)], set(DIGESTS))
     assert list(holds.values()) == [ALL]
-    assert blobs([Catalogue(DIGESTS[::-1])], holds) == set()
+    assert blobs_in([BlobIndex(DIGESTS[::-1])], holds) == set()
 
 
-@pytest.mark.parametrize("marks", ["", "?", "AAAA", "AA=", "A" * 1000, "\x00"])
-def test_marks_that_make_no_sense_stand_for_nothing(marks: str) -> None:
-    catalogue = Catalogue(DIGESTS[:7])
-    assert blobs([catalogue], {catalogue.id: marks}) == set()
+@pytest.mark.parametrize("bitmap", ["", "?", "AAAA", "AA=", "A" * 1000, "\x00"])
+def test_invalid_bitmap_counts_as_none(bitmap: str) -> None:
+    index = BlobIndex(DIGESTS[:7])
+    assert blobs_in([index], {index.id: bitmap}) == set()
 
 
-async def test_a_record_that_cannot_be_read_hides_only_its_own_peer() -> None:
+async def test_invalid_record_hides_only_its_own_peer() -> None:
     bus = MemoryBus()
-    me, other = Directory(bus, "me", "here"), Directory(bus, "other", "there")
-    await other.tell("http://10.0.0.2:8000", {"c": ALL})
+    me, other = PeerDirectory(bus, "me", "here"), PeerDirectory(bus, "other", "there")
+    await other.publish("http://10.0.0.2:8000", {"c": ALL})
     for name, record in {"odd": "{", "path": '{"name": "path", "url": "http://a/b?c", "host": "x"}'}.items():
         await bus.transact([HashSet(WEIGHT_PEERS, {name: ""}), Renew(weight_peer(name), record, 9.0)])
-    assert [(peer.name, peer.holds) for peer in await me.look()] == [("other", {"c": ALL})]
+    assert [(peer.name, peer.holds) for peer in await me.peers()] == [("other", {"c": ALL})]
 
 
-async def test_a_loopback_address_is_of_use_on_its_own_machine_only() -> None:
+async def test_loopback_peer_is_visible_on_its_own_machine_only() -> None:
     bus = MemoryBus()
-    await Directory(bus, "a", "here").tell("http://127.0.0.1:8000", {})
-    assert [peer.name for peer in await Directory(bus, "b", "here").look()] == ["a"]
-    assert await Directory(bus, "c", "there").look() == []
+    await PeerDirectory(bus, "a", "here").publish("http://127.0.0.1:8000", {})
+    assert [peer.name for peer in await PeerDirectory(bus, "b", "here").peers()] == ["a"]
+    assert await PeerDirectory(bus, "c", "there").peers() == []
 
 
-async def test_a_peer_that_says_nothing_any_more_leaves_the_directory() -> None:
+async def test_peer_with_an_expired_lease_leaves_the_directory() -> None:
     now = [0.0]
     bus = MemoryBus(clock=lambda: now[0])
-    await Directory(bus, "a", "here").tell("http://127.0.0.1:8000", {})
+    await PeerDirectory(bus, "a", "here").publish("http://127.0.0.1:8000", {})
     now[0] = 60.0
-    assert await Directory(bus, "b", "here").look() == []
+    assert await PeerDirectory(bus, "b", "here").peers() == []
     assert await bus.hash_all(WEIGHT_PEERS) == {}
 
 
-def moves(picker: Picker, now: float = 0.0) -> list[Move]:
+def moves(selection: PeerSelection, now: float = 0.0) -> list[Decision]:
     found = []
-    while not isinstance(move := picker.next(now), Wait):
-        found.append(move)
+    while not isinstance(fetch := selection.next(now), Wait):
+        found.append(fetch)
     return found
 
 
-def test_the_rarest_blob_comes_first_and_no_peer_is_asked_for_too_much() -> None:
-    picker = Picker(DIGESTS, seed=1)
+def test_rarest_blob_comes_first_with_a_limit_per_peer() -> None:
+    selection = PeerSelection(DIGESTS, seed=1)
     common, rare = set(DIGESTS[:-1]), {DIGESTS[-1]}
-    picker.see({"a": common, "b": common, "c": rare}, 0.0)
-    found = moves(picker)
+    selection.update({"a": common, "b": common, "c": rare}, 0.0)
+    found = moves(selection)
     assert found[0] == FromPeer(DIGESTS[-1], "c")
-    assert sorted(move.peer for move in found if isinstance(move, FromPeer)) == [*"a" * PER_PEER, *"b" * PER_PEER, "c"]
+    assert sorted(fetch.peer for fetch in found if isinstance(fetch, FromPeer)) == [
+        *"a" * MAX_PER_PEER,
+        *"b" * MAX_PER_PEER,
+        "c",
+    ]
 
 
-def test_what_nobody_holds_is_claimed_from_the_store_beside_what_peers_have() -> None:
-    picker = Picker(DIGESTS, seed=1)
-    picker.see({"a": set(DIGESTS[:10])}, 0.0)
-    found = [picker.next(0.0) for _ in range(AT_STORE + 1)]
-    assert [type(move) for move in found] == [FromStore] * AT_STORE + [FromPeer]
-    assert {move.digest for move in found[:AT_STORE] if isinstance(move, FromStore)} <= set(DIGESTS[10:])
-    assert len(moves(picker)) == PER_PEER - 1
+def test_unheld_blobs_are_claimed_from_the_store_during_peer_fetches() -> None:
+    selection = PeerSelection(DIGESTS, seed=1)
+    selection.update({"a": set(DIGESTS[:10])}, 0.0)
+    found = [selection.next(0.0) for _ in range(MAX_FROM_STORE + 1)]
+    assert [type(fetch) for fetch in found] == [FromStore] * MAX_FROM_STORE + [FromPeer]
+    assert {fetch.digest for fetch in found[:MAX_FROM_STORE] if isinstance(fetch, FromStore)} <= set(DIGESTS[10:])
+    assert len(moves(selection)) == MAX_PER_PEER - 1
 
 
-def test_who_is_alone_fetches_everything_from_the_store() -> None:
-    assert {move.digest for move in moves(Picker(DIGESTS, seed=1)) if isinstance(move, FromStore)} == set(DIGESTS)
+def test_puller_without_peers_fetches_everything_from_the_store() -> None:
+    assert {fetch.digest for fetch in moves(PeerSelection(DIGESTS, seed=1)) if isinstance(fetch, FromStore)} == set(
+        DIGESTS
+    )
 
 
 def test_two_pullers_begin_with_different_blobs() -> None:
-    assert Picker(DIGESTS, seed=1).next(0.0) != Picker(DIGESTS, seed=3).next(0.0)
+    assert PeerSelection(DIGESTS, seed=1).next(0.0) != PeerSelection(DIGESTS, seed=3).next(0.0)
 
 
 def test_a_claimed_blob_is_left_to_the_other_for_a_while() -> None:
-    picker = Picker(DIGESTS[:1], seed=0)
-    move = picker.next(0.0)
-    assert move == FromStore(DIGESTS[0])
-    picker.refused(move, 0.0)
-    assert isinstance(picker.next(0.1), Wait)
-    assert picker.next(CLAIM_S) == move
+    selection = PeerSelection(DIGESTS[:1], seed=0)
+    fetch = selection.next(0.0)
+    assert fetch == FromStore(DIGESTS[0])
+    selection.on_claim_refused(fetch, 0.0)
+    assert isinstance(selection.next(0.1), Wait)
+    assert selection.next(CLAIM_S) == fetch
 
 
-def test_whoever_waits_too_long_for_the_others_fetches_for_himself() -> None:
-    picker = Picker(DIGESTS[:1], seed=0)
+def test_puller_idle_for_too_long_fetches_without_a_claim() -> None:
+    selection = PeerSelection(DIGESTS[:1], seed=0)
     now = 0.0
-    while isinstance(move := picker.next(now), Wait) or (isinstance(move, FromStore) and move.claim):
-        if isinstance(move, FromStore):
-            picker.refused(move, now)
+    while isinstance(fetch := selection.next(now), Wait) or (isinstance(fetch, FromStore) and fetch.claim):
+        if isinstance(fetch, FromStore):
+            selection.on_claim_refused(fetch, now)
         now += 0.1
-    assert now == pytest.approx(2 * PATIENCE_S, abs=2 * CLAIM_S)
+    assert now == pytest.approx(2 * MAX_IDLE_S, abs=2 * CLAIM_S)
 
 
-def test_what_a_liar_holds_counts_for_nothing_even_in_the_next_pull() -> None:
-    left: dict[str, float] = {}
-    picker = Picker(DIGESTS[:2], seed=0, left=left)
-    picker.see({"liar": set(DIGESTS[:2])}, 0.0)
-    move = picker.next(0.0)
-    assert isinstance(move, FromPeer)
-    picker.leave(move, math.inf)
-    assert all(isinstance(move, FromStore) for move in moves(picker))
-    again = Picker(DIGESTS[2:], seed=0, left=left)
-    again.see({"liar": set(DIGESTS[2:]), "other": {DIGESTS[2]}}, 0.0)
-    assert {move.peer for move in moves(again, 1e9) if isinstance(move, FromPeer)} == {"other"}
+def test_excluded_peer_is_ignored_even_in_the_next_pull() -> None:
+    excluded: dict[str, float] = {}
+    selection = PeerSelection(DIGESTS[:2], seed=0, excluded=excluded)
+    selection.update({"excluded-peer": set(DIGESTS[:2])}, 0.0)
+    fetch = selection.next(0.0)
+    assert isinstance(fetch, FromPeer)
+    selection.exclude(fetch, math.inf)
+    assert all(isinstance(fetch, FromStore) for fetch in moves(selection))
+    again = PeerSelection(DIGESTS[2:], seed=0, excluded=excluded)
+    again.update({"excluded-peer": set(DIGESTS[2:]), "other": {DIGESTS[2]}}, 0.0)
+    assert {fetch.peer for fetch in moves(again, 1e9) if isinstance(fetch, FromPeer)} == {"other"}
 
 
-def test_what_failed_on_its_way_from_one_peer_comes_from_another() -> None:
-    picker = Picker(DIGESTS[:1], seed=0)
+def test_blob_that_failed_at_one_peer_is_fetched_from_another() -> None:
+    selection = PeerSelection(DIGESTS[:1], seed=0)
     holds = {"a": set(DIGESTS[:1]), "b": set(DIGESTS[:1])}
-    picker.see(holds, 0.0)
-    first = picker.next(0.0)
-    picker.see(holds, 1.0)  # while it is under way
+    selection.update(holds, 0.0)
+    first = selection.next(0.0)
+    selection.update(holds, 1.0)  # while it is under way
     assert isinstance(first, FromPeer)
-    picker.rest(first, 9.0)
-    assert picker.next(2.0) == FromPeer(DIGESTS[0], "b" if first.peer == "a" else "a")
+    selection.back_off(first, 9.0)
+    assert selection.next(2.0) == FromPeer(DIGESTS[0], "b" if first.peer == "a" else "a")
 
 
-def test_what_a_resting_peer_holds_is_waited_for() -> None:
-    picker = Picker(DIGESTS[:1], seed=0)
-    picker.see({"busy": set(DIGESTS[:1])}, 0.0)
-    move = picker.next(0.0)
-    assert isinstance(move, FromPeer)
-    picker.rest(move, 1.0)
-    assert isinstance(picker.next(0.5), Wait)
-    assert picker.next(1.0) == move
-    picker.rest(move, math.inf)
-    assert isinstance(picker.next(1.0 + PATIENCE_S / 2), Wait)
-    assert picker.next(1.0 + PATIENCE_S) == FromStore(DIGESTS[0])
+def test_blobs_of_a_peer_in_backoff_are_waited_for() -> None:
+    selection = PeerSelection(DIGESTS[:1], seed=0)
+    selection.update({"busy": set(DIGESTS[:1])}, 0.0)
+    fetch = selection.next(0.0)
+    assert isinstance(fetch, FromPeer)
+    selection.back_off(fetch, 1.0)
+    assert isinstance(selection.next(0.5), Wait)
+    assert selection.next(1.0) == fetch
+    selection.back_off(fetch, math.inf)
+    assert isinstance(selection.next(1.0 + MAX_IDLE_S / 2), Wait)
+    assert selection.next(1.0 + MAX_IDLE_S) == FromStore(DIGESTS[0])
 
 
 @given(st.integers(0, 2**32), st.integers(1, 20), st.lists(st.sets(st.sampled_from(DIGESTS)), max_size=4))
-def test_whatever_goes_wrong_every_blob_comes_once(seed: int, n_blobs: int, held: list[set[str]]) -> None:
+def test_every_blob_arrives_once_whatever_fails(seed: int, n_blobs: int, held: list[set[str]]) -> None:
     rng, wanted = random.Random(seed), DIGESTS[:n_blobs]
-    picker, now, came, under_way = Picker(wanted, seed), 0.0, [], []
+    selection, now, arrived, in_flight = PeerSelection(wanted, seed), 0.0, [], []
     for _ in range(5000):
-        if picker.done:
+        if selection.is_done:
             break
         now += rng.random()
         if rng.random() < 0.2:
-            picker.see({f"peer-{number}": set(digests) for number, digests in enumerate(held)}, 0.0)
-        move = picker.next(now)
-        if isinstance(move, FromPeer | FromStore):
-            under_way.append(move)
-        elif under_way:
-            move = under_way.pop(rng.randrange(len(under_way)))
+            selection.update({f"peer-{number}": set(digests) for number, digests in enumerate(held)}, 0.0)
+        fetch = selection.next(now)
+        if isinstance(fetch, FromPeer | FromStore):
+            in_flight.append(fetch)
+        elif in_flight:
+            fetch = in_flight.pop(rng.randrange(len(in_flight)))
             bad = rng.random() < 0.4
-            if isinstance(move, FromStore) and move.claim and bad:
-                picker.refused(move, now)
-            elif isinstance(move, FromPeer) and bad:
+            if isinstance(fetch, FromStore) and fetch.claim and bad:
+                selection.on_claim_refused(fetch, now)
+            elif isinstance(fetch, FromPeer) and bad:
                 unlucky = [
-                    picker.lacks,
-                    picker.failed,
-                    partial(picker.leave, until=now + 5),
-                    partial(picker.rest, until=now + 5),
+                    selection.on_not_held,
+                    selection.on_failed,
+                    partial(selection.exclude, until=now + 5),
+                    partial(selection.back_off, until=now + 5),
                 ]
-                rng.choice(unlucky)(move)
+                rng.choice(unlucky)(fetch)
             else:
-                picker.arrived(move)
-                came.append(move.digest)
-    assert picker.done
-    assert sorted(came) == sorted(wanted)
+                selection.on_arrived(fetch)
+                arrived.append(fetch.digest)
+    assert selection.is_done
+    assert sorted(arrived) == sorted(wanted)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +213,9 @@ def test_whatever_goes_wrong_every_blob_comes_once(seed: int, n_blobs: int, held
         ("https://worker-7.example:443/", "127.0.0.1", "https://worker-7.example:443"),
     ],
 )
-def test_where_others_reach_a_worker(setting: str, host: str, url: str) -> None:
+def test_peer_url_by_setting_and_host(setting: str, host: str, url: str) -> None:
     assert peer_url(setting, host, 9000, "http://127.0.0.1:8700") == url
 
 
-def test_without_a_way_to_the_manager_no_address_is_told() -> None:
+def test_peer_url_without_a_route_to_the_manager_is_empty() -> None:
     assert peer_url("", "0.0.0.0", 9000, "http://host.invalid:8700") == ""

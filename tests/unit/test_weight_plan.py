@@ -1,4 +1,4 @@
-"""The cheapest way to every chunk, against brute force."""
+"""The cheapest chunk_plan to every chunk, against brute force."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.weights.edges import Edge, EdgeList, VersionEdges
+from shared.weights.delta_graph import Edge, EdgeList, VersionEdges
 from shared.weights.manifest import CHUNK_BYTES, ChunkRef
-from shared.weights.plan import FETCH_BYTES, Way, next_stop, plan
+from shared.weights.plan import FETCH_BYTES, ChunkPlan, next_stop, plan
 
 
 def digest(name: int | str) -> str:
@@ -24,37 +24,39 @@ def chunk(name: int | str, n_bytes: int = CHUNK_BYTES) -> ChunkRef:
     return ChunkRef(digest(name), n_bytes)
 
 
-def way(wanted: ChunkRef, edges: list[Edge], *held: int | str) -> Way:
-    return plan([wanted], edges, {digest(name) for name in held}).ways[0]
+def chunk_plan(wanted: ChunkRef, edges: list[Edge], *held: int | str) -> ChunkPlan:
+    return plan([wanted], edges, {digest(name) for name in held}).chunk_plans[0]
 
 
-def test_what_is_held_costs_nothing() -> None:
-    assert way(chunk("a"), [edge("b", "a", 10)], "a", "b") == Way(chunk("a"), held=True)
-    assert way(chunk("a"), [], "a").n_bytes == 0
+def test_plan_of_a_held_chunk_costs_nothing() -> None:
+    assert chunk_plan(chunk("a"), [edge("b", "a", 10)], "a", "b") == ChunkPlan(chunk("a"), held=True)
+    assert chunk_plan(chunk("a"), [], "a").n_bytes == 0
 
 
-def test_what_cannot_be_reached_is_fetched_whole() -> None:
-    assert way(chunk("a"), [edge("b", "a", 10)], "c") == Way(chunk("a"))
-    assert way(chunk("a"), [edge("b", "a", 10)]).n_bytes == CHUNK_BYTES
+def test_plan_of_an_unreachable_chunk_fetches_it_whole() -> None:
+    assert chunk_plan(chunk("a"), [edge("b", "a", 10)], "c") == ChunkPlan(chunk("a"))
+    assert chunk_plan(chunk("a"), [edge("b", "a", 10)]).n_bytes == CHUNK_BYTES
 
 
-def test_a_delta_from_what_is_held_is_taken() -> None:
-    assert way(chunk("a"), [edge("b", "a", 10)], "b") == Way(chunk("a"), path=(edge("b", "a", 10),))
+def test_plan_uses_a_delta_from_a_held_chunk() -> None:
+    assert chunk_plan(chunk("a"), [edge("b", "a", 10)], "b") == ChunkPlan(chunk("a"), path=(edge("b", "a", 10),))
 
 
 def test_a_chain_and_a_longer_hop_are_compared_by_bytes() -> None:
     chain = [edge("a", "b", 1000), edge("b", "c", 1000)]
-    assert way(chunk("c"), [*chain, edge("a", "c", 2400)], "a").path == (edge("a", "c", 2400),)
-    assert way(chunk("c"), [*chain, edge("a", "c", 1000 + 1000 + FETCH_BYTES + 1)], "a").path == tuple(chain)
+    assert chunk_plan(chunk("c"), [*chain, edge("a", "c", 2400)], "a").path == (edge("a", "c", 2400),)
+    assert chunk_plan(chunk("c"), [*chain, edge("a", "c", 1000 + 1000 + FETCH_BYTES + 1)], "a").path == tuple(chain)
 
 
-def test_deltas_that_cost_more_than_the_chunk_are_left_alone() -> None:
-    assert way(chunk("c", 1500), [edge("a", "b", 1000), edge("b", "c", 1000)], "a") == Way(chunk("c", 1500))
+def test_deltas_larger_than_the_chunk_are_not_used() -> None:
+    assert chunk_plan(chunk("c", 1500), [edge("a", "b", 1000), edge("b", "c", 1000)], "a") == ChunkPlan(
+        chunk("c", 1500)
+    )
 
 
 def test_cycles_self_loops_and_edges_to_nowhere_do_no_harm() -> None:
     edges = [edge("a", "b", 1), edge("b", "a", 1), edge("b", "b", 1), edge("b", "x", 1), edge("b", "c", 1)]
-    assert way(chunk("c"), edges, "a").path == (edge("a", "b", 1), edge("b", "c", 1))
+    assert chunk_plan(chunk("c"), edges, "a").path == (edge("a", "b", 1), edge("b", "c", 1))
 
 
 def test_a_plan_adds_up() -> None:
@@ -79,9 +81,9 @@ def paths(target: str, edges: list[Edge], held: set[str], seen: frozenset[str]) 
 
 @settings(deadline=None)
 @given(edges=EDGES, held=st.sets(NODES.map(digest)), wanted=NODES, n_bytes=st.integers(1, 9000))
-def test_no_way_is_cheaper_than_the_planned_one(edges: list[Edge], held: set[str], wanted: int, n_bytes: int) -> None:
+def test_no_path_is_cheaper_than_the_plan(edges: list[Edge], held: set[str], wanted: int, n_bytes: int) -> None:
     target = chunk(wanted, n_bytes)
-    found = plan([target], edges, held).ways[0]
+    found = plan([target], edges, held).chunk_plans[0]
     if target.digest in held:
         assert found.held
         return
@@ -101,7 +103,7 @@ def document(version: int, *bases: int) -> VersionEdges:
     return VersionEdges(version=version, at=0.0, hops=tuple(EdgeList(base=base, edges=()) for base in bases))
 
 
-def test_the_way_back_takes_the_longest_hops_that_do_not_overshoot() -> None:
+def test_next_stop_is_the_longest_hop_that_does_not_overshoot() -> None:
     stops, at = [], 107
     while (stop := next_stop(document(at, at - 1, at - 2, at - 4, at - 8), have=80)) is not None:
         stops.append(stop)
@@ -109,7 +111,7 @@ def test_the_way_back_takes_the_longest_hops_that_do_not_overshoot() -> None:
     assert stops == [99, 91, 83, 81]
 
 
-def test_the_way_back_ends_where_there_is_nothing_nearer() -> None:
+def test_next_stop_is_none_without_a_nearer_version() -> None:
     assert next_stop(document(7), have=3) is None
     assert next_stop(document(7, 2), have=3) is None
     assert next_stop(document(7, 6, 5, 3), have=3) is None

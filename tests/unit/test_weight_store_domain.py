@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.weight_store.domain.garbage import garbage
-from services.weight_store.domain.ranges import requested
+from services.weight_store.domain.ranges import parse_range
 from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
 from shared.errors import Conflict, NotFound
 
@@ -73,11 +73,11 @@ def test_the_base_of_an_adapter_stays_as_long_as_the_adapter() -> None:
 @pytest.mark.parametrize("base", [0, 2, 4])
 def test_a_base_is_a_whole_model_that_is_kept(base: int) -> None:
     model = commit(with_versions(0, 1, keep=1), version(2, base=1), keep=2)
-    with pytest.raises(Conflict, match=f"version 5 of job job-1: its base {base} is no whole model"):
+    with pytest.raises(Conflict, match=f"version 5 of job job-1: its base {base} is not"):
         check_commit(model, 5, 2, base=base)
 
 
-def test_what_is_not_kept_cannot_be_pinned() -> None:
+def test_pin_of_an_unknown_version_is_refused() -> None:
     with pytest.raises(NotFound):
         pin(with_versions(0, 1, 2, 3), 0)
 
@@ -114,7 +114,7 @@ def test_an_unreferenced_chunk_waits_for_the_grace() -> None:
     assert garbage(used, {"referenced"}, {}, now=100.0, grace_s=60.0) == {"old": 39.0}
 
 
-def test_a_chunk_of_a_retired_version_goes_at_once_unless_somebody_asked_for_it_since() -> None:
+def test_garbage_of_a_retired_version_is_removed_unless_used_since() -> None:
     used = {"untouched": 90.0, "asked for": 95.0, "shared with the head": 90.0}
     retired = dict.fromkeys(used, 90.0)
     found = garbage(used, {"shared with the head"}, retired, now=100.0, grace_s=60.0)
@@ -140,9 +140,9 @@ def test_a_chunk_of_a_retired_version_goes_at_once_unless_somebody_asked_for_it_
     ],
 )
 def test_a_range_is_understood_or_the_whole_is_sent(header: str | None, wanted: range | None) -> None:
-    assert requested(header, 10) == wanted
+    assert parse_range(header, 10) == wanted
 
 
-def test_nothing_can_be_asked_of_an_empty_chunk() -> None:
-    assert requested(None, 0) == range(0)
-    assert requested("bytes=0-", 0) is None
+def test_parse_range_of_an_empty_chunk_is_empty_or_none() -> None:
+    assert parse_range(None, 0) == range(0)
+    assert parse_range("bytes=0-", 0) is None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout_worker.domain.frames import UNSENT_BYTES, Outbox, frames
-from services.rollout_worker.ports import Emission
+from services.rollout_worker.domain.requests import Emission
 from shared.columns import U8, U32, U64, floats, ints
 from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SampleFailed, TokenFrame
 
@@ -48,7 +48,7 @@ def n_bytes(frame: TokenFrame) -> int:
     return sum(len(value) for value in frame.model_dump().values() if isinstance(value, bytes))
 
 
-def test_one_flush_of_many_samples_is_one_frame() -> None:
+def test_flush_of_many_samples_is_one_frame() -> None:
     made = [piece(sample, [sample, 7], offset=3 * sample, attempt=2, version=9) for sample in range(64)]
     (frame,) = frames("w", 5, made)
     assert (frame.worker, frame.seq) == ("w", 5)
@@ -57,17 +57,17 @@ def test_one_flush_of_many_samples_is_one_frame() -> None:
     ]
 
 
-def test_nothing_made_is_no_frame() -> None:
+def test_no_emissions_make_no_frame() -> None:
     assert list(frames("w", 0, [])) == []
     assert list(frames("w", 0, [piece(1, [], error="too long")])) == []
 
 
-def test_a_finish_without_tokens_is_a_row() -> None:
+def test_finish_without_tokens_is_a_row() -> None:
     (frame,) = frames("w", 0, [piece(1, [], offset=4, finish=FINISH_LENGTH)])
     assert rows(frame) == [(1, 1, 4, 0, FINISH_LENGTH, (), ())]
 
 
-def test_a_long_row_is_split_and_only_its_last_part_has_the_finish() -> None:
+def test_long_emission_is_split_and_only_its_last_row_has_the_finish() -> None:
     made = [piece(1, list(range(100)), offset=10, finish=FINISH_STOP)]
     parts = [row for frame in frames("w", 0, made, max_bytes=25 + 8 * 40) for row in rows(frame)]
     assert [(offset, finish, len(tokens)) for _, _, offset, _, finish, tokens, _ in parts] == [
@@ -108,7 +108,7 @@ def test_frames_carry_every_token_once_in_order_within_the_limit(made: list[Emis
     assert left == []
 
 
-def test_the_outbox_keeps_what_was_not_sent_in_order_and_numbers_frames_once() -> None:
+def test_outbox_preserves_unsent_order_and_numbers_frames_once() -> None:
     outbox = Outbox("w")
     outbox.add([piece(1, [1])])
     outbox.add([piece(1, [2], offset=1), piece(2, [], error="the prompt is too long")])
@@ -123,7 +123,7 @@ def test_the_outbox_keeps_what_was_not_sent_in_order_and_numbers_frames_once() -
     assert (len(outbox), outbox.unsent_bytes) == (0, 0)
 
 
-def test_the_outbox_gives_batches_of_bounded_size_but_never_an_empty_one() -> None:
+def test_outbox_batches_are_bounded_and_never_empty() -> None:
     outbox = Outbox("w")
     for offset in range(5):
         outbox.add([piece(1, [1], offset=offset)])
@@ -131,10 +131,10 @@ def test_the_outbox_gives_batches_of_bounded_size_but_never_an_empty_one() -> No
     assert len(outbox.batch(max_bytes=1)) == 1
 
 
-def test_an_outbox_over_its_bound_says_that_it_is_full() -> None:
+def test_outbox_over_its_limit_is_full() -> None:
     outbox = Outbox("w")
     outbox.add([piece(1, [0] * (UNSENT_BYTES // 8))])
-    assert outbox.full
+    assert outbox.is_full
     while batch := outbox.batch():
         outbox.sent(len(batch))
-    assert not outbox.full
+    assert not outbox.is_full

@@ -46,13 +46,13 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return fake
 
 
-def test_this_process_has_memory_and_a_cpu_none_of_its_own() -> None:
+def test_cpu_probe_reports_process_memory_only() -> None:
     now = MemoryProbe("cpu")()
     assert 10e6 < now.resident_bytes < 1e12
     assert (now.device_used_bytes, now.device_total_bytes) == (0, 0)
 
 
-def test_where_the_system_does_not_tell_it_is_0(tmp_path: Path) -> None:
+def test_resident_bytes_without_proc_is_0(tmp_path: Path) -> None:
     assert resident_bytes(tmp_path / "none") == 0
 
 
@@ -65,7 +65,7 @@ def test_where_the_system_does_not_tell_it_is_0(tmp_path: Path) -> None:
         ("cuda:1", "GPU-aaaa,GPU-bbbb", b"GPU-bbbb"),
     ],
 )
-def test_the_device_is_the_one_that_cuda_means(
+def test_probe_finds_the_device_by_cuda_index(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, device: str, visible: str, asked: int | bytes
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -76,11 +76,11 @@ def test_the_device_is_the_one_that_cuda_means(
 
 
 @pytest.mark.parametrize("failing", ["init", "info"])
-def test_a_device_that_does_not_answer_is_unknown(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_probe_of_a_failing_device_is_unknown(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: FakeNvml(failing))
     assert MemoryProbe("cuda")() == Memory(resident_bytes=pytest.approx(resident_bytes(), rel=0.5))
 
 
-def test_without_the_library_it_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_without_the_library_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LIBRARY", "libnothing.so.0")
     assert MemoryProbe("cuda")().device_total_bytes == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from services.rollout_worker.startup import Startup, process_age_s
+from services.rollout_worker.startup_timer import StartupTimer, process_age_s
 
 
 class Clock:
@@ -25,18 +25,18 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_the_laps_add_up_to_the_time_since_the_process_began(clock: Clock) -> None:
-    startup = Startup(age_s=2.0, clock=clock)
+def test_phases_add_up_to_the_age_of_the_process(clock: Clock) -> None:
+    startup = StartupTimer(age_s=2.0, clock=clock)
     startup.end("import")
-    took = {"join": 1.0, "version": 0.5, "pull": 4.0, "load": 3.0, "canary": 0.5, "assignment": 0.25}
+    took = {"join": 1.0, "version": 0.5, "pull": 4.0, "load": 3.0, "parity": 0.5, "assignment": 0.25}
     for lap, seconds in took.items():
         clock.now += seconds
         startup.end(lap)  # type: ignore[arg-type]
     clock.now += 0.125
     with capture_logs() as logs:
-        startup.flushed(0)
-        startup.flushed(3)
-        startup.flushed(9)
+        startup.on_flush(0)
+        startup.on_flush(3)
+        startup.on_flush(9)
     (line,) = logs
     assert line["event"] == "first_token"
     laps = {key: value for key, value in line.items() if key.endswith("_s") and key != "after_s"}
@@ -46,29 +46,29 @@ def test_the_laps_add_up_to_the_time_since_the_process_began(clock: Clock) -> No
         "version_s": 0.5,
         "pull_s": 4.0,
         "load_s": 3.0,
-        "canary_s": 0.5,
+        "parity_s": 0.5,
         "assignment_s": 0.25,
         "step_s": 0.125,
     }
     assert line["after_s"] == sum(laps.values())
 
 
-def test_what_happens_again_is_part_of_the_next_lap(clock: Clock) -> None:
-    startup = Startup(clock=clock)
+def test_repeated_phase_counts_toward_the_next(clock: Clock) -> None:
+    startup = StartupTimer(clock=clock)
     for lap in ("pull", "load", "pull", "load", "assignment"):
         clock.now += 1.0
         startup.end(lap)  # type: ignore[arg-type]
     with capture_logs() as logs:
-        startup.flushed(1)
+        startup.on_flush(1)
     assert (logs[0]["pull_s"], logs[0]["load_s"], logs[0]["assignment_s"], logs[0]["after_s"]) == (1.0, 1.0, 3.0, 5.0)
 
 
-def test_a_process_knows_how_old_it_is() -> None:
+def test_process_age_of_a_new_process() -> None:
     began = time.monotonic()
-    program = "from services.rollout_worker.startup import process_age_s; print(process_age_s())"
+    program = "from services.rollout_worker.startup_timer import process_age_s; print(process_age_s())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 0.0 < float(done.stdout) < time.monotonic() - began + 0.05
 
 
-def test_where_the_system_does_not_tell_the_age_is_0(tmp_path: Path) -> None:
+def test_process_age_without_proc_is_0(tmp_path: Path) -> None:
     assert process_age_s(tmp_path / "none") == 0.0

@@ -23,7 +23,7 @@ def test_an_idle_worker_soon_reports_no_speed() -> None:
     assert latest == 0.0
 
 
-def test_a_new_engine_starts_the_count_anew() -> None:
+def test_counter_reset_restarts_the_measurement() -> None:
     speed = Throughput()
     speed.update(1000, 0.0)
     assert speed.update(0, 1.0) == 0.0

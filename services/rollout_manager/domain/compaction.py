@@ -1,6 +1,6 @@
-"""Keeping log and memory short: they follow the work in flight, not history.
+"""Bounds the token log and the manager's memory by the work in flight.
 
-In the log, what runs long is written again at the tail, and all that is older may go.
+Samples that have been in flight for long are restated at the tail of the log, so that older entries can be trimmed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from services.rollout_manager.domain.world import World
 from shared.messages import FINISH_NONE
 
 MIN_LOG_TOKENS = 1 << 20
-"""The log is not compacted below this many tokens."""
+"""A log with fewer tokens is not compacted."""
 MAX_LOG_RATIO = 4
-"""The log is compacted when it holds so many times the tokens in flight."""
+"""The log is compacted when it holds this many times the tokens in flight."""
 AUDIT_OPEN_S = 60.0
-"""How long after a job's end late frames of it are still counted: longer than any worker goes on without a word."""
-RESTATED_AT_ONCE = 1024
-"""Samples that one call restates at most."""
-RESTATED_TOKENS_AT_ONCE = 1 << 20
-"""About how many tokens one call restates at most: 8 MiB in the log, a few milliseconds of the manager."""
+"""How long after a job's end late frames are audited: longer than a worker generates without contact."""
+MAX_RESTATED = 1024
+"""Maximum number of samples that one call restates."""
+MAX_RESTATED_TOKENS = 1 << 20
+"""Approximate maximum of tokens that one call restates: 8 MiB in the log, a few milliseconds of the manager."""
 
-ENDED_JOB_KEPT_S = 7 * 24 * 3600.0
-"""How long people find a job that has ended, and everything of it."""
+ENDED_JOB_RETENTION_S = 7 * 24 * 3600.0
+"""How long an ended job and its streams are retained."""
 
 
 def compact(world: World, read_to: str) -> str:
     """Restate the oldest samples when the log is long; return the oldest entry that a replay needs.
 
-    Amortised, the log carries each token a bounded number of times: a sample is written again only after the log has
-    grown by `MAX_LOG_RATIO` times all tokens in flight.
+    Amortized, each token is written a bounded number of times: a sample is restated only after the log has grown by
+    `MAX_LOG_RATIO` times all tokens in flight.
     """
     ledger = world.ledger
     oldest = ledger.oldest(1)
@@ -39,9 +39,7 @@ def compact(world: World, read_to: str) -> str:
 
 
 def forget_ended(world: World, wall: float) -> None:
-    """Forget what nobody needs of jobs that are over.
-
-    The audit goes when no frame of the job can be on its way any more (Redis has it), the job itself with its streams.
+    """Drop the audits of ended jobs once no late frame can arrive (Redis has them), and later the jobs themselves.
 
     Args:
         world: changed in place.
@@ -53,15 +51,15 @@ def forget_ended(world: World, wall: float) -> None:
         if job is None or (job.finished_at is not None and wall - job.finished_at > AUDIT_OPEN_S):
             del world.audits[job_id]
     for job in list(world.jobs.values()):
-        if job.finished_at is not None and wall - job.finished_at > ENDED_JOB_KEPT_S:
+        if job.finished_at is not None and wall - job.finished_at > ENDED_JOB_RETENTION_S:
             world.forget_job(job)
 
 
 def _restate(world: World, ledger: Ledger, older_than: int) -> None:
     tokens = 0
-    for sample in ledger.oldest(RESTATED_AT_ONCE):
-        if sample.first_mark >= older_than or tokens > RESTATED_TOKENS_AT_ONCE:
+    for sample in ledger.oldest(MAX_RESTATED):
+        if sample.first_mark >= older_than or tokens > MAX_RESTATED_TOKENS:
             break
         if sample.finish == FINISH_NONE:
             tokens += sample.n_tokens
-            world.record(ledger.restated(sample))
+            world.outbox.record(ledger.restated(sample))

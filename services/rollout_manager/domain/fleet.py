@@ -1,21 +1,35 @@
-"""The fleet: who is there, in what state, with which samples. Death is a lease that ran out and beats that stopped."""
+"""The workers: their state, what they serve, their load, and which of them stopped sending heartbeats."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from services.rollout_manager.domain.profile import Profile, speed_after
-from shared.kv_rows import rows_in
-from shared.messages import WorkerBeat, WorkerJoined
+from services.rollout_manager.domain.kv_usage import KvUsage
+from services.rollout_manager.domain.ledger import Sample
+from services.rollout_manager.domain.throughput_model import Profile, speed_after
+from shared.messages import WorkerHeartbeat, WorkerJoined
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
+Serving = tuple[str, int]
+"""What a worker serves: (job id, weight version)."""
 
 DISTURBED_S = 2.0
-"""How long moved samples show in a worker's speed: reading them in takes time, and speeds are of the last second."""
-GONE_KEPT = 200
-"""How many workers that are gone stay in the list for people."""
+"""How long the prefill of migrated samples shows in a worker's measured throughput."""
+GONE_RETAINED = 200
+"""How many departed workers stay in the list that the REST API shows."""
+
+
+class FleetCounts(NamedTuple):
+    """Numbers of workers allocated to a job and not draining."""
+
+    reserved: int = 0
+    reserved_awake: int = 0
+    """Not suspended."""
+    preemptible: int = 0
+    preemptible_ready: int = 0
+    """Can generate for a step in flight now."""
 
 
 @dataclass(slots=True)
@@ -23,55 +37,48 @@ class Worker:
     """One incarnation of a worker."""
 
     joined: WorkerJoined
-    heard_at: float
-    """Manager's clock: when its last beat was read."""
+    last_seen_at: float
+    """When its last heartbeat was read (manager's clock)."""
     state: State = "joining"
     job_id: str = ""
     version: int = -1
-    """What its engine serves, as it says itself."""
+    """The weight version that its engine has loaded, as it reports."""
     tokens_per_s: float = 0.0
-    last_beat_at: float = 0.0
+    last_heartbeat_at: float = 0.0
     """Worker's clock, Unix seconds."""
     resident_bytes: int = 0
     device_used_bytes: int = 0
     device_total_bytes: int = 0
-    """Memory as of its last beat: of its process, and of its device; 0 where it is not known."""
+    """Memory as of its last heartbeat: of its process, and of its device; 0 where it is not known."""
     known: bool = False
-    """False until it has said something since this manager began: its state is a guess."""
-    told_version: tuple[str, int] | None = None
-    """The last (job, version) it was told to use."""
-    told_active: bool | None = None
-    """A reserved worker: whether it was last told to generate; None before the first word."""
+    """False until this manager has read a heartbeat of it: until then its state is a guess."""
+    assigned_version: Serving | None = None
+    """The last (job, version) it was commanded to use."""
+    assigned_active: bool | None = None
+    """A reserved worker: whether it was last commanded to generate; None before the first command."""
     noticed: bool = False
+    """It has sent a preemption notice."""
     samples: set[int] = field(default_factory=set)
     releasing: dict[int, float] = field(default_factory=dict)
-    """Those of `samples` that it was asked to hand back -> when (manager's clock)."""
+    """Members of `samples` that it was asked to release -> when (manager's clock)."""
     profile: Profile = field(default_factory=Profile)
     """Of its kind."""
     speed: float = 1.0
     """Relative to its kind."""
-    batch: int = 0
-    """How many samples it should run at once: its slots, or the batching plateau where that is less."""
-    spare: int = 0
-    """How many more it holds, so that a slot that becomes free is filled without a round trip."""
-    kv_held: int = 0
-    """Tokens that its samples keep in the KV cache, as of its last beat, with those placed since."""
-    kv_common: int = 0
-    """How many of them its engine keeps only once, because a sample of the same group has them too, likewise."""
-    longest: int = 0
-    """Length at which the longest of its samples ends at the latest, likewise."""
-    kv_tokens: int = 0
-    kv_row_tokens: int = 0
-    kv_page_tokens: int = 0
-    """As of its last beat: see `WorkerBeat`."""
+    batch_cap: int = 0
+    """Samples it should run at once: its slots, or the batching plateau where that is less."""
+    headroom: int = 0
+    """Samples it queues in addition, so that a free slot is filled without a round trip."""
+    kv: KvUsage = field(default_factory=KvUsage)
+    max_request_tokens: int = 0
+    """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
     disturbed_at: float = -math.inf
-    """When it last got samples with tokens to read in (manager's clock): for a while its speed is not that of
-    generating alone."""
-    _ran: int = 0
+    """When it was last assigned samples that need a long prefill (manager's clock)."""
+    _last_running: int = 0
 
     def __post_init__(self) -> None:
-        """Know what it said when it joined."""
-        self.kv_tokens = self.joined.kv_tokens
+        """Take the capacity from the join message."""
+        self.kv.capacity = self.joined.kv_tokens
 
     @property
     def id(self) -> str:
@@ -80,77 +87,77 @@ class Worker:
 
     @property
     def reserved(self) -> bool:
-        """Tell whether it shares its device with the trainer."""
+        """Return True if it shares its device with the trainer."""
         return self.joined.role == "reserved"
 
     @property
     def load(self) -> int:
-        """Return how many samples it has and keeps."""
+        """Return how many samples it holds and is not asked to release."""
         return len(self.samples) - len(self.releasing)
 
     @property
     def job(self) -> str:
-        """Return the job that it was last told to serve."""
-        return self.told_version[0] if self.told_version else ""
+        """Return the job that it was last commanded to serve; empty if none."""
+        return self.assigned_version[0] if self.assigned_version else ""
 
     @property
     def pending(self) -> int:
-        """Return how many of its samples cannot run yet for want of a slot, or of a row in the KV cache."""
-        return max(0, len(self.samples) - self.slots())
-
-    def slots(self, limit: int = 0) -> int:
-        """Return how many samples can run at once, with one more that ends at this length at the latest."""
-        longest = min(max(self.longest, limit), self.kv_row_tokens)
-        return min(self.joined.slots, rows_in(self.kv_tokens, longest)) if longest else self.joined.slots
-
-    def at_once(self, limit: int = 0) -> int:
-        """Return how many of them should: no more than the batch, either."""
-        return min(self.batch, self.slots(limit))
+        """Return how many of its samples wait for a slot."""
+        return max(0, len(self.samples) - self.joined.slots)
 
     @property
     def generates(self) -> bool:
-        """Tell whether it can take samples now, of the job and for the version that it serves."""
-        wanted = self.told_version is None or self.told_version == (self.job_id, self.version)
-        return self.state == "ready" and self.known and wanted and self.told_active is not False
+        """Return True if it can take samples now, of the job and for the version that it serves."""
+        settled = self.assigned_version is None or self.assigned_version == (self.job_id, self.version)
+        return self.state == "ready" and self.known and settled and self.assigned_active is not False
 
-    def could_make_per_s(self) -> float:
-        """Return the tokens a second that it would make with a full batch, as far as its kind is known."""
+    def expected_tokens_per_s(self) -> float:
+        """Return the throughput with a full batch, 0 while its kind is not profiled."""
         if not self.profile.known or self.state == "draining":
             return 0.0
-        tokens_each = self.kv_held / len(self.samples) if self.samples else 0.0
-        return self.profile.tokens_per_s(self.at_once(), self.at_once() * tokens_each) * self.speed
+        tokens_each = self.kv.held / len(self.samples) if self.samples else 0.0
+        return self.profile.tokens_per_s(self.batch_cap, self.batch_cap * tokens_each) * self.speed
 
     def serves(self, job_id: str, oldest: int, newest: int) -> bool:
-        """Tell whether it can generate for this job with one of these versions now."""
+        """Return True if it can generate for this job with one of these versions now."""
         return self.generates and self.job_id == job_id and oldest <= self.version <= newest
 
-    def hear(self, beat: WorkerBeat, now: float) -> State | None:
-        """Take a beat; return the state it left when the beat changed it."""
+    def add(self, sample: Sample) -> None:
+        """Take a sample, and count its tokens."""
+        request = sample.request
+        self.kv.add(sample, has_sibling=not self.samples.isdisjoint(range(request.group, request.group + request.n)))
+        self.samples.add(sample.id)
+
+    def on_heartbeat(self, heartbeat: WorkerHeartbeat, now: float) -> State | None:
+        """Apply a heartbeat; return the previous state if the heartbeat changed it."""
         before = self.state
-        self.heard_at, self.known, self.last_beat_at = now, True, beat.at
-        self.job_id, self.version, self.tokens_per_s = beat.job_id, beat.version, beat.tokens_per_s
-        self.resident_bytes = beat.resident_bytes
-        self.device_used_bytes, self.device_total_bytes = beat.device_used_bytes, beat.device_total_bytes
-        self.kv_tokens, self.kv_row_tokens = beat.kv_tokens or self.joined.kv_tokens, beat.kv_row_tokens
-        self.kv_page_tokens = beat.kv_page_tokens
-        self.state = "draining" if self.noticed else beat.state
-        self._learn(beat, now)
+        self.last_seen_at, self.known, self.last_heartbeat_at = now, True, heartbeat.at
+        self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
+        self.resident_bytes = heartbeat.resident_bytes
+        self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
+        self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
+        self.max_request_tokens = heartbeat.max_request_tokens
+        self.state = "draining" if self.noticed else heartbeat.state
+        self._observe_throughput(heartbeat, now)
         return before if before != self.state else None
 
-    def _learn(self, beat: WorkerBeat, now: float) -> None:
-        # The speed is of the last moments: only a batch that has hardly changed says what made it.
+    def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:
+        # The throughput is of the last moments: only a nearly constant batch tells which batch size caused it.
         undisturbed = now - self.disturbed_at > DISTURBED_S
-        steady = undisturbed and beat.running and abs(beat.running - self._ran) <= max(1, self._ran // 10)
-        self._ran = beat.running
-        if steady and beat.tokens_per_s > 0 and beat.state == "ready":
+        steady = (
+            undisturbed
+            and heartbeat.running
+            and abs(heartbeat.running - self._last_running) <= max(1, self._last_running // 10)
+        )
+        self._last_running = heartbeat.running
+        if steady and heartbeat.tokens_per_s > 0 and heartbeat.state == "ready":
             if self.profile.known:
-                expected = self.profile.tokens_per_s(beat.running, self.kv_held)
-                self.speed = speed_after(self.speed, expected, beat.tokens_per_s)
-            self.profile.observe(beat.running, self.kv_held, beat.tokens_per_s)
+                expected = self.profile.tokens_per_s(heartbeat.running, self.kv.held)
+                self.speed = speed_after(self.speed, expected, heartbeat.tokens_per_s)
+            self.profile.observe(heartbeat.running, self.kv.held, heartbeat.tokens_per_s)
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""
-        running = min(len(self.samples), self.slots())
         return {
             "id": self.id,
             "role": self.joined.role,
@@ -159,10 +166,10 @@ class Worker:
             "job_id": self.job_id or None,
             "weight_version": self.version if self.version >= 0 else None,
             "slots": self.joined.slots,
-            "running": running,
+            "running": min(len(self.samples), self.joined.slots),
             "pending": self.pending,
             "tokens_per_s": self.tokens_per_s,
-            "batch": self.batch or self.joined.slots,
+            "batch": self.batch_cap or self.joined.slots,
             "speed": round(self.speed, 3),
             "resident_bytes": self.resident_bytes or None,
             "device_used_bytes": self.device_used_bytes or None,
@@ -171,22 +178,24 @@ class Worker:
             "host": self.joined.host,
             "pid": self.joined.pid,
             "joined_at": self.joined.at,
-            "last_beat_at": self.last_beat_at or self.joined.at,
+            "last_beat_at": self.last_heartbeat_at or self.joined.at,
         }
 
 
 class Fleet:
-    """All workers that are there, and the last that are gone."""
+    """All present workers, and the most recent of the departed ones."""
 
     def __init__(self, lease_s: float) -> None:
-        """Start empty. A worker is a suspect when it was not heard for `lease_s`."""
+        """Start empty. A worker is a suspect after `lease_s` without a heartbeat."""
         self.lease_s = lease_s
         self.workers: dict[str, Worker] = {}
         self.gone: dict[str, Worker] = {}
         self.profiles: dict[str, Profile] = {}
-        """Kind -> what its workers have shown, those that are gone too."""
-        self.borrowed = Profile()
-        """For workers of a kind of which nothing is known: the best known profile of another kind."""
+        """Kind -> throughput of its workers, departed ones included."""
+        self.fallback_profile = Profile()
+        """For workers of a kind without a profile: the most observed profile of another kind."""
+        self.revision = 0
+        """Rises with every change of who is present, in which state, serving what."""
         self._suspects_at = -math.inf
 
     def join(self, joined: WorkerJoined, now: float) -> Worker | None:
@@ -194,34 +203,49 @@ class Fleet:
         if joined.worker in self.workers or joined.worker in self.gone:
             return None
         profile = self.profiles.setdefault(joined.kind, Profile())
-        worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch=joined.slots)
+        worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch_cap=joined.slots)
+        self.revision += 1
         return worker
 
-    def hear(self, worker: Worker, beat: WorkerBeat, now: float) -> State | None:
-        """Take a beat; return the state that the worker left when the beat changed it."""
-        before = worker.hear(beat, now)
-        if worker.profile.known and worker.profile.observed > self.borrowed.observed:
-            self.borrowed = worker.profile
+    def on_heartbeat(self, worker: Worker, heartbeat: WorkerHeartbeat, now: float) -> State | None:
+        """Apply a heartbeat; return the previous state if the heartbeat changed it."""
+        serving = worker.job_id, worker.version, worker.known
+        before = worker.on_heartbeat(heartbeat, now)
+        if before is not None or serving != (worker.job_id, worker.version, worker.known):
+            self.revision += 1
+        if worker.profile.known and worker.profile.observed > self.fallback_profile.observed:
+            self.fallback_profile = worker.profile
         return before
 
+    def on_notice(self, worker: Worker) -> None:
+        """Mark a worker as about to be preempted."""
+        worker.noticed, worker.state = True, "draining"
+        self.revision += 1
+
+    def assign(self, worker: Worker, serving: Serving) -> None:
+        """Note that a worker is commanded to use a version."""
+        worker.assigned_version = serving
+        self.revision += 1
+
     def remove(self, worker: Worker, state: Literal["lost", "left"]) -> None:
-        """Move a worker to those that are gone."""
+        """Move a worker to the departed ones."""
         worker.state, worker.tokens_per_s = state, 0.0
         self.gone[worker.id] = self.workers.pop(worker.id)
-        while len(self.gone) > GONE_KEPT:
+        self.revision += 1
+        while len(self.gone) > GONE_RETAINED:
             self.gone.pop(next(iter(self.gone)))
 
     def suspects(self, now: float) -> list[str]:
-        """Return the workers not heard for a lease's time; each is lost if its lease has run out too.
+        """Return the workers silent for a lease's time; each is lost if its lease has run out too.
 
-        Looks once in a while only: the answer to a call soon after another is empty.
+        Looks at most twenty times per lease; a call in between returns an empty list.
         """
         if now - self._suspects_at < self.lease_s / 20:
             return []
         self._suspects_at = now
-        return [worker.id for worker in self.workers.values() if now - worker.heard_at > self.lease_s]
+        return [worker.id for worker in self.workers.values() if now - worker.last_seen_at > self.lease_s]
 
-    def give_everyone_time(self, now: float) -> None:
-        """Forget the silence so far, after a time in which nobody could be heard."""
+    def reset_liveness(self, now: float) -> None:
+        """Give every worker a full lease from now on, after a time in which no heartbeat could be read."""
         for worker in self.workers.values():
-            worker.heard_at = now
+            worker.last_seen_at = now

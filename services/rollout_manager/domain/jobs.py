@@ -1,4 +1,4 @@
-"""A job's record and its states."""
+"""The stored record of a job, and its states."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from services.rollout_manager.domain.offload import Offload
-from shared.jobspec import StoredJob
+from services.rollout_manager.domain.window_tuner import WindowTuner
+from shared.job.spec import StoredJob
 from shared.messages import JobState
 
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
@@ -20,12 +20,12 @@ _ALLOWED: dict[str, frozenset[JobState]] = {
     "resume": frozenset({"pending", "running", "paused"}),
     "cancel": frozenset({"pending", "running", "paused", "cancelled"}),
 }
-"""From which states a command makes sense; repeating one is no error."""
+"""The states in which a command is allowed; repeating a command is no error."""
 
 
 @dataclass(slots=True)
 class Job:
-    """What is known of one job. Times are Unix seconds."""
+    """The stored record of one job. Times are Unix seconds."""
 
     id: str
     no: int
@@ -33,28 +33,28 @@ class Job:
     created_at: float
     state: JobState = "pending"
     step: int = 0
-    """Steps done."""
+    """Completed steps."""
     started_at: float | None = None
     finished_at: float | None = None
     error: str = ""
     latest: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last step, and of the evaluation behind it."""
+    """Metrics of the last step, and of the evaluation after it."""
     checkpointed_step: int = 0
     trainer: str = ""
     """Name of the trainer that runs it."""
-    offload: Offload = field(default_factory=Offload)
+    window_tuner: WindowTuner = field(default_factory=WindowTuner)
 
     @property
     def ended(self) -> bool:
-        """Tell whether the job will never run again."""
+        """Return True if the job will never run again."""
         return self.state in ENDED
 
     def allows(self, action: str) -> bool:
-        """Tell whether `pause`, `resume` or `cancel` makes sense now."""
+        """Return True if `pause`, `resume` or `cancel` is allowed now."""
         return self.state in _ALLOWED[action]
 
     def enter(self, state: JobState, at: float, error: str = "") -> bool:
-        """Change the state; tell whether it changed. An ended job stays as it ended."""
+        """Change the state; return True if it changed. The state of an ended job is final."""
         if self.ended or state == self.state:
             return False
         self.state = state
@@ -65,8 +65,8 @@ class Job:
             self.error = error
         return True
 
-    def note(self, step: int, metrics: dict[str, float]) -> None:
-        """Take in a step's metrics; behind the last step comes an evaluation, which leaves what training said."""
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Take a step's metrics; the evaluation after the last step leaves the training metrics as they are."""
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self.latest = metrics if step < self.spec.steps else metrics | self.latest | evaluation
 
@@ -87,64 +87,64 @@ class Job:
 
 
 _LATEST = 1e11
-"""Unix seconds that are still a date."""
+"""Larger numbers are not taken for Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class AsideJob:
-    """What can be told of a job whose stored data cannot be read: see `aside`."""
+class QuarantinedJob:
+    """What is known of a job whose stored data cannot be parsed: see `quarantine`."""
 
     id: str
     reason: str
     """Why, and what to do."""
-    said: dict[str, Any] = field(default_factory=dict)
-    """Its record, as far as it is one."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """Its stored record; empty if that is not a JSON object."""
 
     @classmethod
-    def of(cls, job_id: str, text: str, reason: str) -> AsideJob:
-        """Return what is left of a record."""
+    def from_text(cls, job_id: str, text: str, reason: str) -> QuarantinedJob:
+        """Return the quarantined job with as much of its record as can be parsed."""
         try:
-            said = json.loads(text.encode(errors="replace"))
+            record = json.loads(text.encode(errors="replace"))
         except (ValueError, RecursionError):
-            said = None
-        return cls(job_id, reason, said if isinstance(said, dict) else {})
+            record = None
+        return cls(job_id, reason, record if isinstance(record, dict) else {})
 
     @property
     def _ending(self) -> JobState | None:
-        return next((state for state in ENDED if state == self.said.get("state")), None)
+        return next((state for state in ENDED if state == self.record.get("state")), None)
 
     @property
     def state(self) -> JobState:
-        """Return how it ended, before it could not be read any more; `failed` where it had not."""
+        """Return the ended state in its record, `failed` if it has none."""
         return self._ending or "failed"
 
     @property
     def ended(self) -> bool:
-        """Tell that nothing happens to it: whoever follows it has seen all."""
+        """Return True: nothing happens to it, so clients that follow it may stop."""
         return True
 
     @property
     def no(self) -> int:
-        """Return its number, 0 where that cannot be read either."""
-        return int(_number(self.said, "no") or 0)
+        """Return its number, 0 if that cannot be parsed either."""
+        return int(_number(self.record, "no") or 0)
 
     @property
     def had_ended(self) -> bool:
-        """Tell whether it had ended before."""
+        """Return True if it had ended before it was quarantined."""
         return self._ending is not None
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""
-        spec = self.said.get("spec")
+        spec = self.record.get("spec")
         spec = spec if isinstance(spec, dict) else {}
         name = spec.get("name")
         return {
             "id": self.id,
             "name": name.encode(errors="replace").decode() if isinstance(name, str) else self.id,
             "state": self.state,
-            "step": int(_number(self.said, "step") or 0),
+            "step": int(_number(self.record, "step") or 0),
             "steps": int(_number(spec, "steps") or 0),
-            **{at: _number(self.said, at) for at in ("created_at", "started_at", "finished_at")},
+            **{at: _number(self.record, at) for at in ("created_at", "started_at", "finished_at")},
             "latest": {},
             "error": self.reason,
         }
@@ -169,7 +169,7 @@ def from_json(text: str) -> Job:
     """Return the record in a JSON text.
 
     Raises:
-        ValueError, ConfigError: it is none, or not one of this version.
+        ValueError, ConfigError: the text is no record of this version.
 
     """
     return _ADAPTER.validate_json(text)

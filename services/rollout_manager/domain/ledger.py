@@ -1,14 +1,14 @@
 """The token ledger: a fold over the token log (invariants 1 to 4).
 
-The log is one stream in one order. Every record may be applied again without effect, so replaying the log from its
-oldest entry gives the same ledger as having lived through it, whatever the manager had already done about it:
+The log is one ordered stream. Applying a record twice has no effect, so a replay of the log from its oldest entry gives
+the same ledger as the live run, whatever the manager had already done:
 
 - `Admitted` adds a group's samples;
-- `Placed` begins an attempt of a sample at `offset` tokens: the new owner has exactly these, so whatever an earlier
-  owner flushed beyond them is cut, and frames of earlier attempts no longer count;
+- `Placed` begins an attempt of a sample at `offset` tokens: the new owner has exactly these, so tokens that an earlier
+  owner flushed after them are cut, and frames of earlier attempts no longer count;
 - `TokenFrame` extends samples; a row counts only under the current attempt and where it meets the ledger's length;
 - `Closed` ends samples that were delivered or dropped;
-- `Restated` repeats one sample whole, so that the log may be trimmed behind it.
+- `Restated` repeats one whole sample, so that the log before it may be trimmed.
 """
 
 from __future__ import annotations
@@ -17,32 +17,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
-
-from services.rollout_manager.domain.rows import (
+from services.rollout_manager.domain.frame_columns import (
     NO_VERSION,
-    Expected,
-    Ints,
-    Rows,
-    changes,
-    first_of_each,
-    rows_of,
-    sort_out,
-    stretches,
+    TOKEN_BYTES,
+    ExpectedRows,
+    Row,
+    Selection,
+    decode_frames,
 )
-from shared.columns import I32, U32, U64, ints, length
-from shared.errors import Bury
-from shared.ids import JOB_SHIFT, MAX_GROUP_SIZE, job_of
+from shared.columns import U32, U64, ints, length
+from shared.errors import Unprocessable
+from shared.ids import MAX_GROUP_SIZE, job_of
 from shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, Placed, Restated, SampleFailed, TokenFrame
 
-TOKEN_BYTES = I32.itemsize
 WORKERS_LIMIT = 3
-"""A sample that failed on so many different workers is dropped with the reason; preemptions do not count."""
+"""A sample that failed on this many different workers is dropped with the reason; preemptions do not count."""
 FAILURES_LIMIT = 6
-"""Or so often in all, where there are fewer workers."""
+"""Or this many times in all, where there are fewer workers."""
 PAST_TOKENS = 16
-"""So many tokens behind the place where a sample failed, it is past that: more than a flush interval may lose."""
+"""A sample is past the position of its failure after this many more tokens: more than a flush interval may lose."""
 
 
 @dataclass(slots=True)
@@ -58,20 +51,20 @@ class Sample:
     attempt: int = 0
     """The current attempt; 0 before the first placement."""
     worker: str = ""
-    """The current owner; empty while it waits."""
+    """The current owner; empty while it is queued."""
     tokens: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
-    stretches: list[tuple[str, int, int]] = field(default_factory=list)
-    """(worker, weight version, index of the first token), in order: who made what follows, up to the next."""
+    span_starts: list[tuple[str, int, int]] = field(default_factory=list)
+    """(worker, weight version, index of the first token) of each span, in order."""
     finish: int = FINISH_NONE
     failed_on: list[str] = field(default_factory=list)
-    """Of each time that it failed at about the same place, the name of the worker."""
+    """Names of the workers on which it failed at about the same position, one for each failure."""
     failed_at: int = 0
-    """How many tokens it had when it failed last."""
+    """How many tokens it had at its last failure."""
     offset: int = 0
-    """How many tokens its owner began this attempt with."""
+    """How many tokens it had at the start of this attempt."""
     placed_at: float = 0.0
-    """When its owner got it (manager's clock)."""
+    """When it was assigned to its owner (manager's clock)."""
 
     @property
     def n_tokens(self) -> int:
@@ -80,49 +73,49 @@ class Sample:
 
     @property
     def past_failure(self) -> bool:
-        """Tell whether it has got past the place where it failed last."""
+        """Return True if it is past the position of its last failure."""
         return self.n_tokens >= self.failed_at + PAST_TOKENS
 
     def is_over_limit(self, more: int = 0) -> bool:
-        """Tell whether it is to be dropped for its failures, with so many `more` on other workers."""
+        """Return True if it must be dropped for its failures, after `more` failures on other workers."""
         workers = len(set(self.failed_on))
         return workers + more >= WORKERS_LIMIT or len(self.failed_on) + more >= FAILURES_LIMIT
 
     @property
     def spans(self) -> list[tuple[str, int, int]]:
         """Return (worker, weight version, number of tokens), in order."""
-        starts = [start for _, _, start in self.stretches] + [self.n_tokens]
-        return [(worker, version, starts[i + 1] - start) for i, (worker, version, start) in enumerate(self.stretches)]
+        starts = [start for _, _, start in self.span_starts] + [self.n_tokens]
+        return [(worker, version, starts[i + 1] - start) for i, (worker, version, start) in enumerate(self.span_starts)]
 
-    def begin_stretch(self, worker: str, version: int, start: int) -> None:
-        """Note who makes the tokens from `start` on."""
-        if not self.stretches or self.stretches[-1][:2] != (worker, version):
-            self.stretches.append((worker, version, start))
+    def begin_span(self, worker: str, version: int, start: int) -> None:
+        """Start a span at token `start`, unless it continues the last one."""
+        if not self.span_starts or self.span_starts[-1][:2] != (worker, version):
+            self.span_starts.append((worker, version, start))
 
     def cut(self, n_tokens: int) -> int:
-        """Keep the first `n_tokens` and return how many went."""
+        """Keep the first `n_tokens` tokens and return how many were cut."""
         gone = self.n_tokens - n_tokens
         if gone > 0:
             del self.tokens[n_tokens * TOKEN_BYTES :], self.logprobs[n_tokens * TOKEN_BYTES :]
-            self.stretches = [stretch for stretch in self.stretches if stretch[2] < n_tokens]
+            self.span_starts = [span for span in self.span_starts if span[2] < n_tokens]
             self.finish = FINISH_NONE
         return max(0, gone)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one record did, for the audit and for who must act on it."""
+    """What a batch of frames did, for the audit and for the world."""
 
     accepted: dict[int, int] = field(default_factory=dict)
     """Job number -> tokens that extended samples."""
     refused: list[tuple[int, str, int]] = field(default_factory=list)
-    """(job number, cause, tokens) that were thrown away."""
+    """(job number, cause, tokens) that were discarded."""
     duplicates: dict[int, int] = field(default_factory=dict)
     """Job number -> rows that repeated what the ledger had."""
     gaps: list[int] = field(default_factory=list)
-    """Samples whose frame began beyond the ledger's end: tokens are missing, so they must be placed anew."""
+    """Samples whose frame began after the ledger's end: tokens are missing, so they must be placed again."""
     released: list[int] = field(default_factory=list)
-    """Samples that their owner has handed back as it was asked to, with all that it had made."""
+    """Samples that their owner has released with all their tokens."""
 
 
 class Ledger:
@@ -136,28 +129,30 @@ class Ledger:
         self.finished: dict[int, None] = {}
         """Complete samples that are not closed yet, in order of finishing."""
         self.failed: dict[int, str] = {}
-        """Samples whose worker reported a failure of the sample itself, to be placed anew or dropped."""
+        """Samples whose worker reported a failure of the sample itself, to be placed again or dropped."""
         self.tokens_in_log = 0
-        """Tokens that the log has carried since the fold began."""
+        """Tokens written to the log since the fold began."""
         self.tokens_live = 0
         self._by_slot: dict[int, Sample] = {}
-        self._expected = Expected()
+        self._expected = ExpectedRows()
         self._by_age: dict[int, None] = {}
         """Samples in the order of their oldest log entries, once these are known."""
 
     def knows(self, request: GroupRequested) -> bool:
-        """Tell whether any sample of the group is in flight."""
+        """Return True if any sample of the group is in flight."""
         return any(request.group + i in self.samples for i in range(request.n))
 
     def admit(self, request: GroupRequested, entry_id: str) -> list[Sample]:
-        """Add the group's samples that are not there yet and return them.
+        """Add the group's samples that are not in flight yet and return them.
 
         Raises:
-            Bury: the request's group id or size is not one.
+            Unprocessable: the request has no valid group id or size, or an empty prompt.
 
         """
         if request.group % MAX_GROUP_SIZE or not 1 <= request.n <= MAX_GROUP_SIZE or not request.prompt:
-            raise Bury(f"group {request.group} of {request.n}: not a group's id and size, or an empty prompt")
+            raise Unprocessable(
+                f"group {request.group} of {request.n}: invalid group id, invalid size, or empty prompt"
+            )
         added = []
         for i in range(request.n):
             sample_id = request.group + i
@@ -169,7 +164,7 @@ class Ledger:
         return added
 
     def recorded(self, request: GroupRequested, entry_id: str) -> None:
-        """Note where in the log an admission stands that was decided before it was written."""
+        """Note the log entry of an admission that was decided before it was written."""
         for i in range(request.n):
             sample = self.samples.get(request.group + i)
             if sample is not None and not sample.first_id:
@@ -191,10 +186,10 @@ class Ledger:
         """Begin attempts; return each sample whose attempt rose, with the number of tokens that were cut.
 
         Raises:
-            Bury: the columns do not fit each other.
+            Unprocessable: the columns differ in length.
 
         """
-        rows = list(_rows(message.samples, message.attempts, message.offsets))
+        rows = list(_placements(message.samples, message.attempts, message.offsets))
         placed = []
         for sample_id, attempt, offset in rows:
             sample = self.samples.get(sample_id)
@@ -211,89 +206,70 @@ class Ledger:
         return placed
 
     def extend(self, *frames: TokenFrame) -> Outcome:
-        """Apply workers' tokens: frames that stand one behind the other in the log.
+        """Apply workers' tokens: consecutive frames of the log.
 
         Raises:
-            Bury: the columns of a frame do not fit each other, and nothing was changed; with several frames, give them
-                one by one to know which.
+            Unprocessable: the columns of a frame differ in length, and nothing was changed; apply frames one by one
+                to find which.
 
         """
-        rows = rows_of(frames)
-        slots = self._expected.slots(frames)
-        out = Outcome()
+        rows = decode_frames(frames)
         self.tokens_in_log += len(rows.tokens)
-        found = sort_out(rows, slots, self._expected)
-        for row in found.refused.tolist():
-            sample_id = int(rows.samples[row])
-            cause = "late" if sample_id in self.samples else "sample_over"
-            out.refused.append((job_of(sample_id), cause, int(rows.counts[row])))
-        self._extend_regular(rows, found.regular, slots, out)
-        for row in found.odd.tolist():
-            self._extend_odd(rows, row, self._by_slot[int(slots[row])], out)
-        return out
+        return self._apply(self._expected.select(rows))
 
-    def _extend_regular(self, rows: Rows, regular: Ints, slots: Ints, out: Outcome) -> None:
-        made = regular[rows.counts[regular] > 0]
-        slot, counts, versions = slots[made], rows.counts[made], rows.versions[made]
-        first = first_of_each(slot)
-        for i in changes(first, self._expected.version[slot], versions).tolist():
-            row = int(made[i])
-            sample = self._by_slot[int(slot[i])]
-            sample.begin_stretch(rows.worker(row), int(versions[i]), int(rows.offsets[row]))
-        tokens, logprobs = rows.gather(made)
-        start = 0
-        for key, n in stretches(first, slot, counts):
-            sample, end = self._by_slot[key], start + n * TOKEN_BYTES
+    def _apply(self, rows: Selection) -> Outcome:
+        out = Outcome(accepted=rows.accepted)
+        self.tokens_live += sum(rows.accepted.values())
+        for sample_id, count in rows.refused:
+            cause = "late" if sample_id in self.samples else "sample_over"
+            out.refused.append((job_of(sample_id), cause, count))
+        for slot, worker, version, start in rows.new_spans:
+            self._by_slot[slot].begin_span(worker, version, start)
+        tokens, logprobs = rows.tokens, rows.logprobs
+        for slot, start, end in rows.appends:
+            sample = self._by_slot[slot]
             sample.tokens += tokens[start:end]
             sample.logprobs += logprobs[start:end]
-            start = end
-        # Of several rows of one slot, the last is written last.
-        self._expected.length[slot] = rows.offsets[made] + counts
-        self._expected.version[slot] = versions
-        self._accept(rows.samples[made], counts, out)
-        for row in np.sort(regular[rows.finish[regular] != FINISH_NONE]).tolist():
-            self._end(self._by_slot[int(slots[row])], int(rows.finish[row]), out)
+        for slot, finish in rows.ended:
+            self._end(self._by_slot[slot], finish, out)
+        for row in rows.irregular:
+            self._apply_irregular(self._by_slot[row.slot], row, out)
+        return out
 
-    def _extend_odd(self, rows: Rows, row: int, sample: Sample, out: Outcome) -> None:
-        """Apply one row of a sample that is current but does not simply go on."""
-        offset, count, have = int(rows.offsets[row]), int(rows.counts[row]), sample.n_tokens
+    def _apply_irregular(self, sample: Sample, row: Row, out: Outcome) -> None:
+        """Apply one row of a sample that does not simply continue: skip what is known, refuse what leaves a gap."""
+        count, have = len(row.tokens) // TOKEN_BYTES, sample.n_tokens
         job = job_of(sample.id)
-        if offset > have:
+        if row.offset > have:
             out.refused.append((job, "gap", count))
             out.gaps.append(sample.id)
             return
-        known = count if sample.finish else min(count, have - offset)
+        known = count if sample.finish else min(count, have - row.offset)
         if known:
             out.duplicates[job] = out.duplicates.get(job, 0) + 1
         if known < count:
-            version = int(rows.versions[row])
-            sample.begin_stretch(rows.worker(row), version, have)
-            tokens, logprobs = rows.gather(np.array([row]))
-            sample.tokens += tokens[known * TOKEN_BYTES :]
-            sample.logprobs += logprobs[known * TOKEN_BYTES :]
-            self._expect(sample, version)
-            self._accept(rows.samples[row : row + 1], np.array([count - known]), out)
-        if rows.finish[row]:
-            self._end(sample, int(rows.finish[row]), out)
+            sample.begin_span(row.worker, row.version, have)
+            sample.tokens += row.tokens[known * TOKEN_BYTES :]
+            sample.logprobs += row.logprobs[known * TOKEN_BYTES :]
+            self.tokens_live += count - known
+            out.accepted[job] = out.accepted.get(job, 0) + count - known
+            self._expect(sample, row.version)
+        if row.finish and self._end(sample, row.finish, out):
+            self._expect(sample)
 
-    def _accept(self, samples: npt.NDArray[np.uint64], counts: Ints, out: Outcome) -> None:
-        self.tokens_live += int(counts.sum())
-        jobs = samples >> JOB_SHIFT
-        while jobs.size:
-            job, same = int(jobs[0]), jobs == jobs[0]
-            out.accepted[job] = out.accepted.get(job, 0) + int(counts[same].sum())
-            jobs, counts = jobs[~same], counts[~same]
-
-    def _end(self, sample: Sample, finish: int, out: Outcome) -> None:
+    def _end(self, sample: Sample, finish: int, out: Outcome) -> bool:
+        """Note the end of a sample's tokens at a worker; return True if the sample is complete by that."""
         if finish == FINISH_RELEASED:
             out.released.append(sample.id)
-        elif not sample.finish:
-            sample.finish = finish
-            self._expect(sample)
-            self.finished[sample.id] = None
+            return False
+        if sample.finish:
+            return False
+        sample.finish = finish
+        self.finished[sample.id] = None
+        return True
 
     def fail(self, message: SampleFailed) -> bool:
-        """Note that a sample failed, or may have been why its worker did; tell whether the message counts."""
+        """Count a failure of a sample, or one that it may have caused; return True if the message counts."""
         sample = self.samples.get(message.sample)
         if sample is None or sample.attempt != message.attempt or message.sample in self.failed or sample.finish:
             return False
@@ -324,7 +300,7 @@ class Ledger:
         return closed
 
     def restate(self, message: Restated, entry_id: str) -> None:
-        """Take a restated sample as the log's new beginning for it, or as the sample itself in a trimmed log."""
+        """Make the entry the oldest one that a replay needs for the sample; add the sample if the log was trimmed."""
         mark = self.tokens_in_log
         self.tokens_in_log += length(message.tokens)
         sample = self.samples.get(message.sample)
@@ -343,13 +319,13 @@ class Ledger:
             )
             start = 0
             for worker, version, n in message.spans:
-                sample.begin_stretch(worker, version, start)
+                sample.begin_span(worker, version, start)
                 start += n
             self._add(sample)
             self.tokens_live += sample.n_tokens
         elif sample.attempt == message.attempt and len(sample.tokens) == len(message.tokens):
             # A frame or a placement between the decision to restate and the entry itself makes the entry
-            # insufficient: then the older entries stay needed, and it is restated another time.
+            # insufficient: the older entries stay needed until the sample is restated again.
             sample.first_id, sample.first_mark = entry_id, mark
             self._by_age.pop(sample.id, None)
             self._by_age[sample.id] = None
@@ -369,7 +345,7 @@ class Ledger:
         )
 
     def oldest(self, n: int) -> list[Sample]:
-        """Return the `n` samples whose entries reach back farthest in the log, the oldest first."""
+        """Return the `n` samples with the oldest first entries in the log, the oldest first."""
         return [self.samples[sample_id] for sample_id in islice(self._by_age, n)]
 
 
@@ -378,8 +354,8 @@ def name_of(worker_id: str) -> str:
     return worker_id.rpartition("-")[0] or worker_id
 
 
-def _rows(samples: bytes, attempts: bytes, offsets: bytes) -> zip[tuple[int, int, int]]:
+def _placements(samples: bytes, attempts: bytes, offsets: bytes) -> zip[tuple[int, int, int]]:
     columns = ints(samples, U64), ints(attempts, U32), ints(offsets, U32)
     if len({len(column) for column in columns}) != 1:
-        raise Bury("a placement's columns do not fit each other")
+        raise Unprocessable("a placement's columns differ in length")
     return zip(*columns, strict=True)

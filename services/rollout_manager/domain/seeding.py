@@ -1,9 +1,9 @@
 """The seeding window (paper, section 4.1): how long the reserved engines generate at the start of each step.
 
-A step's phases: `open` (everybody generates), `closing` (the reserved engines were told to suspend), `ended` (they are
-suspended; the device is the trainer's). With no preemptible worker the window is endless: it closes when everything is
-generated, which is a plain co-located trainer. When preemptible workers go away, and those that are left would keep the
-trainer waiting for long, or none is left, the window stays open or opens again. How long it is, `offload` decides.
+A step's phases: `open` (all engines generate), `closing` (the reserved engines are commanded to suspend), `ended` (they
+are suspended; the device is the trainer's). Without preemptible workers the window closes when all samples are
+generated, which is a plain co-located trainer. When preemptible workers leave and the remaining ones are too slow, or
+none remains, the window stays open or reopens. `window_tuner` decides the length.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.rollout_manager.domain.offload import Meter
+from services.rollout_manager.domain.window_tuner import Meter
 
 Reason = Literal["window", "finished", "no_reserved"]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a decision looks at."""
+    """The inputs of a decision."""
 
     now: float
-    live: int
-    """Samples of the step still in flight."""
-    asked: int
+    in_flight: int
+    """Samples of the step in flight."""
+    requested: int
     """Samples of the step in all."""
     reserved_awake: int
-    """Reserved workers that are there and not suspended."""
+    """Reserved workers that are present and not suspended."""
     reserved: int
     preemptible_ready: int
     """Preemptible workers that can generate for the step now."""
     preemptible: int
-    """Preemptible workers that are there, ready or about to be."""
-    left_behind: bool = False
-    """The preemptible workers that are left would keep the trainer waiting for long."""
+    """Preemptible workers that are present, ready or about to be."""
+    too_slow: bool = False
+    """Preemptible workers left, and the remaining ones would keep the trainer waiting for long."""
 
 
 @dataclass(slots=True)
@@ -48,18 +48,18 @@ class Window:
     """When the step's first sample was placed."""
     reason: Reason = "window"
     lasted_s: float = 0.0
-    """How long it was, once it has ended: the first time, should it open again."""
+    """How long it lasted until it closed for the first time."""
     reopened: bool = False
-    crew: int = 0
-    """The most preemptible workers that the step has had."""
-    left_behind: bool = False
-    """Whether those that are left would keep the trainer waiting for long, when that was last looked at."""
-    looked_at: float = 0.0
+    max_fleet: int = 0
+    """The largest number of preemptible workers during the step."""
+    too_slow: bool = False
+    """See `View`; as of the last check."""
+    checked_at: float = 0.0
     meter: Meter | None = None
     """Measures the step; None after a restart in its middle."""
 
-    def placed(self, now: float) -> None:
-        """Note that a sample was placed: the window begins with the first."""
+    def on_placed(self, now: float) -> None:
+        """Note that a sample was placed: the window begins with the first one."""
         if self.began_at is None:
             self.began_at = now
 
@@ -67,15 +67,15 @@ class Window:
         """Return the seconds since the window began."""
         return 0.0 if self.began_at is None else now - self.began_at
 
-    def seeds(self, preemptible: int) -> bool:
-        """Tell whether the reserved engines should generate now."""
+    def uses_reserved(self, preemptible: int) -> bool:
+        """Return True if the reserved engines should generate now."""
         return self.phase == "open" and (self.length_s != 0 or preemptible == 0)
 
     def advance(self, view: View) -> Literal["close", "end", "reopen"] | None:
-        """Decide what happens now, if anything, and enter the phase."""
+        """Enter the next phase if it is due, and return the transition."""
         match self.phase:
             case "open":
-                reason = self._why_close(view)
+                reason = self._close_reason(view)
                 if reason is not None:
                     self.phase, self.reason = "closing", reason
                     if not self.reopened:
@@ -86,19 +86,19 @@ class Window:
                     self.phase = "ended"
                     return "end"
             case "ended":
-                if view.live and view.reserved and (view.preemptible == 0 or view.left_behind):
+                if view.in_flight and view.reserved and (view.preemptible == 0 or view.too_slow):
                     self.phase, self.began_at, self.reopened = "open", view.now, True
                     return "reopen"
         return None
 
-    def _why_close(self, view: View) -> Reason | None:
-        if view.live == 0:
+    def _close_reason(self, view: View) -> Reason | None:
+        if view.in_flight == 0:
             return "finished"
         if view.reserved == 0 and view.preemptible:
             return "no_reserved"
-        return "window" if view.preemptible_ready and not view.left_behind and self._over(view) else None
+        return "window" if view.preemptible_ready and not view.too_slow and self._time_is_over(view) else None
 
-    def _over(self, view: View) -> bool:
+    def _time_is_over(self, view: View) -> bool:
         if self.length_s is None:
-            return view.live * 2 <= view.asked
+            return view.in_flight * 2 <= view.requested
         return self.length_s == 0 or (self.began_at is not None and view.now - self.began_at >= self.length_s)

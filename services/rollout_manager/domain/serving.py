@@ -1,7 +1,7 @@
-"""Samples that clients ask for over REST: the same ledger and placement as the trainer's, another end.
+"""Ends clients' samples (OpenAI endpoint): they share ledger and placement with the trainer's, but are not delivered.
 
-A finished sample stays in the ledger until its client has it. So the ledger is the only buffer there is: a client that
-reads slowly costs nothing else, and one that lost its connection may come back for what was made meanwhile.
+A finished sample stays in the ledger until its client has it. The ledger is the only buffer: a slow client costs no
+other memory, and a client that lost its connection may reconnect and read what was generated since.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from dataclasses import dataclass, field
 from services.rollout_manager.domain.world import Now, World
 
 GRACE_S = 30.0
-"""How long the samples of a client that may come back go on without it."""
+"""How long the samples of a disconnected client that may reconnect continue."""
 
 
 @dataclass(slots=True)
 class Clients:
-    """What is known of the clients, as of now."""
+    """The state of the clients at this moment."""
 
     attended: set[int] = field(default_factory=set)
-    """Groups whose client is there."""
-    content: set[int] = field(default_factory=set)
-    """Samples of which the client has all that it wants: to the end, or to a stop string."""
+    """Groups whose client is connected."""
+    satisfied: set[int] = field(default_factory=set)
+    """Samples that the client has received completely: to the end, or to a stop string."""
     gone: set[int] = field(default_factory=set)
-    """Groups whose client went and can not come back."""
+    """Groups whose client disconnected and can not reconnect."""
 
 
-NOBODY = Clients()
+NO_CLIENTS = Clients()
 
 
-def serve(world: World, clients: Clients, now: Now) -> None:
-    """End what clients have, and what they will not fetch any more."""
+def close_served(world: World, clients: Clients, now: Now) -> None:
+    """Close the samples that clients have received, and drop those that no client will fetch."""
     for sample in list(world.served.values()):
         group = sample.request.group
-        if sample.id in clients.content:
-            world.hand_over(sample)
+        if sample.id in clients.satisfied:
+            world.close_served(sample)
         elif group in clients.gone:
-            world.drop(sample, "the client went")
+            world.drop(sample, "the client disconnected")
         elif now.wall >= sample.request.expires_at:
             world.drop(sample, "out of time")
-        elif group not in clients.attended and _over(world, group, now):
-            world.drop(sample, "the client did not come back")
+        elif group not in clients.attended and _grace_is_over(world, group, now):
+            world.drop(sample, "the client did not reconnect")
     for group in [g for g in world.unattended_since if g in clients.attended or g not in world.ledger.open_in_group]:
         del world.unattended_since[group]
 
 
-def _over(world: World, group: int, now: Now) -> bool:
+def _grace_is_over(world: World, group: int, now: Now) -> bool:
     return now.mono - world.unattended_since.setdefault(group, now.mono) > GRACE_S

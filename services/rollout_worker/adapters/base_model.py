@@ -1,7 +1,7 @@
-"""A model folder on this machine, such as the public model in a machine image, as a version that need not be pulled.
+"""Fills the cache from a model folder on this machine, such as the public model in a machine image.
 
-The first version of a job is mostly that model, so its chunks can be made of the folder's files. Each is kept only if
-it has its digest: a folder with another model costs the reading of it and nothing else.
+The first version of a job is usually that model, so its chunks can be built from the folder's files. A chunk is cached
+only if its digest matches: a folder with another model costs the time to read it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BaseModel:
         self._folder = folder
 
     def __call__(self, manifest: Manifest, cache: Cache) -> int:
-        """Put those of a version's chunks into the cache that can be made of the folder; return how many."""
+        """Add the chunks of a version that the folder contains to the cache; return their number."""
         with ExitStack() as stack:
             tensors = _open(self._folder, stack)
             n_chunks = sum(_seed_part(part, tensors, cache) for part in manifest.parts)
@@ -39,7 +39,7 @@ class BaseModel:
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return name -> slice of every tensor in the folder."""
+    """Return a lazy slice of every tensor in the folder, by name."""
     from safetensors import safe_open  # noqa: PLC0415 - torch is imported after joining
 
     files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
@@ -49,17 +49,17 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _seed_part(part: Part, tensors: dict[str, Any], cache: Cache) -> int:
     n_chunks, chunks, buffer = 0, iter(part.chunks), bytearray()
     chunk = next(chunks, None)
-    for piece in _stream(part.tensors, tensors):
-        buffer += piece
+    for data in _stream(part.tensors, tensors):
+        buffer += data
         while chunk is not None and len(buffer) >= chunk.n_bytes:
-            n_chunks += cache.holds(chunk) or cache.keep(chunk, buffer[: chunk.n_bytes])
+            n_chunks += cache.holds(chunk) or cache.store(chunk, buffer[: chunk.n_bytes])
             del buffer[: chunk.n_bytes]
             chunk = next(chunks, None)
     return n_chunks
 
 
 def _stream(entries: tuple[TensorEntry, ...], tensors: dict[str, Any]) -> Iterator[bytes]:
-    """Yield a part's bytes; zeros where the folder has no such tensor."""
+    """Yield a part's bytes; zeros for tensors that the folder does not have."""
     for entry in entries:
         data = _bytes(entry, tensors.get(entry.name))
         yield data if len(data) == entry.n_bytes else bytes(entry.n_bytes)
@@ -70,7 +70,7 @@ def _bytes(entry: TensorEntry, found: Any) -> bytes:
 
     if found is None or tuple(found.get_shape()) != entry.global_shape:
         return b""
-    box = tuple(slice(low, low + size) for low, size in zip(entry.offset, entry.local_shape, strict=True))
-    # Rounded as the trainer rounds the model that it begins with.
-    tensor: torch.Tensor = (found[box] if box else found[:]).to(getattr(torch, entry.dtype))
+    region = tuple(slice(low, low + size) for low, size in zip(entry.offset, entry.local_shape, strict=True))
+    # Rounded as the trainer rounds its initial model.
+    tensor: torch.Tensor = (found[region] if region else found[:]).to(getattr(torch, entry.dtype))
     return b"" if not tensor.numel() else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Joining: the one thing that a worker asks the rollout manager over HTTP."""
+"""Joins the manager: the worker's only HTTP request to it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import stamina
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared.errors import ConfigError, Conflict, Retryable
+from shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
-from shared.redirect import MAX_REDIRECTS, redirected
 
 JOIN_LIMIT_S = 300.0
-"""How long a worker looks for a manager that does not answer."""
+"""How long a worker retries while the manager does not answer."""
 _TIMEOUT_S = 5.0
 
 
 class Joined(BaseModel):
-    """The manager's answer: where everything else is."""
+    """The manager's answer: the URLs of the other services."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -25,28 +25,30 @@ class Joined(BaseModel):
     protocol: int = UNNUMBERED
 
 
-class _ManagerAway(Retryable):
+class _ManagerUnavailable(Retryable):
     pass
 
 
 async def join(url: str, token: str, limit_s: float = JOIN_LIMIT_S) -> Joined:
-    """Ask the manager at `url` where Redis and the weight store are, for as long as it is away.
+    """Get the URLs of Redis and of the weight store from the manager at `url`; retry while it is unavailable.
 
     Raises:
-        ConfigError: the token is wrong, nothing answered within the limit, what answered is not a manager, or it speaks
-            another protocol.
+        ConfigError: the token is wrong, the manager did not answer within the limit, its answer is not a manager's, or
+            its protocol differs.
 
     """
     address = f"{url.rstrip('/')}/v1/join"
     headers = {"Authorization": f"Bearer {token}", PROTOCOL_HEADER: str(PROTOCOL)}
     try:
         async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=headers) as client:
-            async for attempt in stamina.retry_context(on=_ManagerAway, attempts=None, timeout=limit_s, wait_max=2.0):
+            async for attempt in stamina.retry_context(
+                on=_ManagerUnavailable, attempts=None, timeout=limit_s, wait_max=2.0
+            ):
                 with attempt:
                     response = await _get(client, address)
-    except _ManagerAway as error:
+    except _ManagerUnavailable as error:
         raise ConfigError(
-            f"{error}; no answer for {limit_s:.0f} s: is the manager running, and is RLBOOST_WORKER_URL right?"
+            f"{error}; no answer for {limit_s:.0f} s: start the manager, or correct RLBOOST_WORKER_URL"
         ) from error
     except httpx.InvalidURL as error:
         raise ConfigError(f"manager URL {url!r}: {error}; give http://host:port") from error
@@ -56,7 +58,7 @@ async def join(url: str, token: str, limit_s: float = JOIN_LIMIT_S) -> Joined:
         raise ConfigError(f"{address} is not a rollout manager's; set RLBOOST_WORKER_URL to its URL") from error
     if joined.protocol != PROTOCOL:
         raise ConfigError(
-            f"manager at {address}: it speaks protocol {joined.protocol} and this worker {PROTOCOL}: install the same "
+            f"manager at {address}: it has protocol {joined.protocol} and this worker {PROTOCOL}: install the same "
             f"version of rlboost on both"
         )
     return joined
@@ -68,20 +70,20 @@ async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response:
     except httpx.UnsupportedProtocol as error:
         raise ConfigError(f"manager URL: {error}; give http://host:port") from error
     except httpx.TransportError as error:
-        raise _ManagerAway(f"manager at {address}: {str(error) or type(error).__name__}") from error
+        raise _ManagerUnavailable(f"manager at {address}: {str(error) or type(error).__name__}") from error
     if response.status_code in {401, 403}:
         raise ConfigError(f"wrong token for the manager at {address}: set RLBOOST_TOKEN to the manager's token")
     if response.status_code == httpx.codes.CONFLICT:
         raise ConfigError(f"manager at {address}: {_detail(response)}")
     if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code == httpx.codes.NOT_FOUND:
-        raise _ManagerAway(f"manager at {address}: status {response.status_code}")
+        raise _ManagerUnavailable(f"manager at {address}: status {response.status_code}")
     if response.is_error:
         raise ConfigError(f"manager at {address}: status {response.status_code}; is RLBOOST_WORKER_URL right?")
     return response
 
 
 def _detail(response: httpx.Response) -> str:
-    """Return what the manager says is wrong; it comes from elsewhere, so it may be anything."""
+    """Return the error of an untrusted answer."""
     try:
         return str(response.json()["detail"])
     except (ValueError, TypeError, KeyError):
@@ -89,14 +91,14 @@ def _detail(response: httpx.Response) -> str:
 
 
 async def _get_from_leader(client: httpx.AsyncClient, address: str) -> httpx.Response:
-    asked = address
+    target = address
     for _ in range(1 + MAX_REDIRECTS):
-        response = await client.get(asked)
+        response = await client.get(target)
         try:
-            origin = redirected(asked, response.status_code, response.headers.get("location", ""))
+            origin = redirected_origin(target, response.status_code, response.headers.get("location", ""))
         except Conflict as error:
             raise ConfigError(f"{error}: set RLBOOST_WORKER_URL to it") from error
         if origin is None:
             return response
-        asked = f"{origin}{httpx.URL(address).path}"
-    raise _ManagerAway(f"manager at {address}: the managers send requests to each other")
+        target = f"{origin}{httpx.URL(address).path}"
+    raise _ManagerUnavailable(f"manager at {address}: the managers redirect to each other")

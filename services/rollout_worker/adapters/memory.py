@@ -1,7 +1,7 @@
-"""How much memory the worker's process has, and how much of its device's is in use.
+"""Measures the memory of the worker's process and of its device.
 
-The device's is asked of NVIDIA's management library and not of CUDA: that needs no CUDA context in this process, waits
-for no kernel, and cannot disturb an engine that is recording a graph on another thread.
+Device memory is read through NVIDIA's management library, not CUDA: it needs no CUDA context, waits for no kernel, and
+cannot disturb an engine that records a graph on another thread.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Info(ctypes.Structure):
 
 
 class MemoryProbe:
-    """Called, it returns the memory now; 0 for what cannot be known here.
+    """Returns the memory in use when called; 0 for values that are unknown on this machine.
 
     Args:
-        device: the engine's, as torch names it: `cpu`, `cuda`, `cuda:1`.
+        device: the engine's device in torch's notation: `cpu`, `cuda`, `cuda:1`.
 
     """
 
@@ -51,7 +51,7 @@ class MemoryProbe:
         return Memory(resident_bytes()) if failed else Memory(resident_bytes(), info.used, info.total)
 
     def _open(self, index: int) -> None:
-        """Load the library and find the device that CUDA knows under this number."""
+        """Load the library and find the device with this CUDA index."""
         try:
             nvml = ctypes.CDLL(_LIBRARY)
             failed = nvml.nvmlInit_v2() or _find(nvml, index, self._handle)
@@ -64,7 +64,7 @@ class MemoryProbe:
 
 
 def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
-    """Return this process's resident memory; 0 where `/proc` does not tell."""
+    """Return this process's resident memory; 0 if `/proc` does not tell."""
     try:
         return int(statm.read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
     except OSError:
@@ -72,7 +72,7 @@ def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
 
 
 def _find(nvml: Any, index: int, handle: ctypes.c_void_p) -> int:
-    """Look a device up; return NVML's error code, 0 for success."""
+    """Find a device; return NVML's error code, 0 for success."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     name = visible[index] if index < len(visible) else str(index)
     if name.isdigit():

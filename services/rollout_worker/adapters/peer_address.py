@@ -1,4 +1,4 @@
-"""Where other workers reach this one."""
+"""Determines the URL at which other workers reach this one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import socket
 from urllib.parse import urlsplit
 
 OFF = "off"
-_ANY_PORT = 9  # discard: a UDP socket that is connected sends nothing
+_ANY_PORT = 9  # discard; connecting a UDP socket sends nothing
 
 
 def peer_url(setting: str, host: str, port: int, manager_url: str) -> str:
-    """Return the URL to tell other workers, empty for none.
+    """Return the URL for other workers, empty for none.
 
     Args:
-        setting: the URL itself, `off`, or nothing: then it follows from the rest.
-        host: that the worker listens on; of a wildcard it is the address that packets to the manager leave from.
-        port: that it listens on.
-        manager_url: who shows which of the machine's networks is meant.
+        setting: the URL itself, `off`, or empty: then it is derived.
+        host: the address that the worker listens on; for a wildcard, the source address toward the manager is used.
+        port: the port that it listens on.
+        manager_url: selects the network for a wildcard.
 
     """
     if setting:

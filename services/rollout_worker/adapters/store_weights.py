@@ -1,4 +1,4 @@
-"""Weights from the weight store, by way of this machine's cache."""
+"""Pulls weights from the weight store into this machine's cache."""
 
 from __future__ import annotations
 

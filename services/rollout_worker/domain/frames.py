@@ -1,7 +1,7 @@
-"""From what the engine has made to what the token log gets: frames, numbered, bounded in size, in order.
+"""Packs emissions into frames for the token log: numbered, bounded in size, in order.
 
-Nothing leaves the outbox before the log has it, so a broker that was away finds every token in order: sent twice
-perhaps (the ledger cuts an overlap), never with a gap (invariants 2 and 3).
+Messages stay in the outbox until the log has them. After an outage of Redis the log gets every token in order: possibly
+twice (the ledger drops the overlap), never with a gap (invariants 2 and 3).
 """
 
 from __future__ import annotations
@@ -9,41 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from services.rollout_worker.domain.requests import Emission
 from shared.columns import F32, I32, U8, U32, U64, pack
 from shared.messages import FINISH_NONE, Message, SampleFailed, TokenFrame
 
 FRAME_BYTES = 1 << 20
-"""Size of the columns of one frame at most."""
+"""Maximum size of the columns of one frame."""
 BATCH_BYTES = 4 << 20
-"""How much is sent in one transaction, about."""
+"""Approximate size of one transaction."""
 UNSENT_BYTES = 64 << 20
-"""With more than this unsent the engine has to stand still: some minutes of a fast engine without a broker."""
+"""With more than this unsent the engine is paused: some minutes of a fast engine without Redis."""
 
 _ROW_BYTES = sum(column.itemsize for column in (U64, U32, U32, U32, U32, U8))
 _TOKEN_BYTES = I32.itemsize + F32.itemsize
-
-
-class Made(Protocol):
-    """What an engine hands out about one sample (`ports.Emission`): tokens of one weight version, from `offset` on."""
-
-    @property
-    def sample(self) -> int: ...  # noqa: D102 - the fields are described at ports.Emission
-    @property
-    def attempt(self) -> int: ...  # noqa: D102
-    @property
-    def offset(self) -> int: ...  # noqa: D102
-    @property
-    def tokens(self) -> list[int]: ...  # noqa: D102
-    @property
-    def logprobs(self) -> list[float]: ...  # noqa: D102
-    @property
-    def version(self) -> int: ...  # noqa: D102
-    @property
-    def finish(self) -> int: ...  # noqa: D102
-    @property
-    def error(self) -> str: ...  # noqa: D102
 
 
 @dataclass(slots=True)
@@ -55,11 +34,13 @@ class _Columns:
     logprobs: list[float] = field(default_factory=list)
     n_bytes: int = 0
 
-    def add(self, made: Made, start: int, end: int) -> None:
-        finish = made.finish if end == len(made.tokens) else FINISH_NONE
-        self.rows.append((made.sample, made.attempt, made.offset + start, end - start, made.version, finish))
-        self.tokens += made.tokens[start:end]
-        self.logprobs += made.logprobs[start:end]
+    def add(self, emission: Emission, start: int, end: int) -> None:
+        finish = emission.finish if end == len(emission.tokens) else FINISH_NONE
+        self.rows.append(
+            (emission.sample, emission.attempt, emission.offset + start, end - start, emission.version, finish)
+        )
+        self.tokens += emission.tokens[start:end]
+        self.logprobs += emission.logprobs[start:end]
         self.n_bytes += _ROW_BYTES + (end - start) * _TOKEN_BYTES
 
     def frame(self, worker: str, seq: int) -> TokenFrame:
@@ -78,28 +59,30 @@ class _Columns:
         )
 
 
-def frames(worker: str, first_seq: int, made: Sequence[Made], max_bytes: int = FRAME_BYTES) -> Iterator[TokenFrame]:
-    """Yield the frames that carry `made`: one, unless its columns would be larger than `max_bytes`.
+def frames(
+    worker: str, first_seq: int, emissions: Sequence[Emission], max_bytes: int = FRAME_BYTES
+) -> Iterator[TokenFrame]:
+    """Yield the frames that carry `emissions`: one, unless its columns would be larger than `max_bytes`.
 
-    A row too long for one frame goes on in the next, and only its last part carries the finish.
+    An emission too long for one frame continues in the next; only its last row carries the finish.
     """
-    longest = max(1, (max_bytes - _ROW_BYTES) // _TOKEN_BYTES)
+    max_tokens = max(1, (max_bytes - _ROW_BYTES) // _TOKEN_BYTES)
     columns, seq = _Columns(), first_seq
-    for item in made:
-        if not item.tokens and item.finish == FINISH_NONE:
+    for emission in emissions:
+        if not emission.tokens and emission.finish == FINISH_NONE:
             continue
-        for start in range(0, max(1, len(item.tokens)), longest):
-            end = min(start + longest, len(item.tokens))
+        for start in range(0, max(1, len(emission.tokens)), max_tokens):
+            end = min(start + max_tokens, len(emission.tokens))
             if columns.rows and columns.n_bytes + _ROW_BYTES + (end - start) * _TOKEN_BYTES > max_bytes:
                 yield columns.frame(worker, seq)
                 columns, seq = _Columns(), seq + 1
-            columns.add(item, start, end)
+            columns.add(emission, start, end)
     if columns.rows:
         yield columns.frame(worker, seq)
 
 
 class Outbox:
-    """What one incarnation owes the token log, in order."""
+    """The unsent messages of one incarnation to the token log, in order."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -111,24 +94,26 @@ class Outbox:
         return len(self._unsent)
 
     @property
-    def full(self) -> bool:
-        """Tell whether the engine must stand still until the log has taken some."""
+    def is_full(self) -> bool:
+        """Return True if the engine must be paused until some messages have been sent."""
         return self.unsent_bytes > UNSENT_BYTES
 
-    def add(self, made: Sequence[Made]) -> None:
-        """Take what the engine has handed out: tokens in frames, then what failed."""
-        for frame in frames(self._worker, self._seq, made):
+    def add(self, emissions: Sequence[Emission]) -> None:
+        """Queue emissions: tokens in frames, then failures."""
+        for frame in frames(self._worker, self._seq, emissions):
             self._seq = frame.seq + 1
             self._put(
                 frame, len(frame.tokens) + len(frame.logprobs) + _ROW_BYTES * (len(frame.samples) // U64.itemsize)
             )
-        for item in made:
-            if item.error:
-                failed = SampleFailed(worker=self._worker, sample=item.sample, attempt=item.attempt, reason=item.error)
-                self._put(failed, _ROW_BYTES + len(item.error))
+        for emission in emissions:
+            if emission.error:
+                failed = SampleFailed(
+                    worker=self._worker, sample=emission.sample, attempt=emission.attempt, reason=emission.error
+                )
+                self._put(failed, _ROW_BYTES + len(emission.error))
 
     def batch(self, max_bytes: int = BATCH_BYTES) -> list[Message]:
-        """Return the oldest unsent messages, at least one if there is any, up to about `max_bytes`."""
+        """Return the oldest unsent messages of about `max_bytes`, at least one if there is any."""
         chosen: list[Message] = []
         for message, n_bytes in self._unsent:
             max_bytes -= n_bytes
@@ -138,7 +123,7 @@ class Outbox:
         return chosen
 
     def sent(self, n: int) -> None:
-        """Forget the `n` oldest: the log has them."""
+        """Remove the `n` oldest messages: the log has them."""
         for _ in range(n):
             self.unsent_bytes -= self._unsent.popleft()[1]
 

@@ -1,52 +1,53 @@
-"""Whether an engine that has something to do gets on with it.
+"""Detects a hanging engine: one that has requests and makes no tokens.
 
-A hanging engine cannot say so, and its process beats on: only the tokens that do not come show it. How long they may
-take depends on what the engine has to do before the next one, never on the clock of the wall: time in which the whole
-process stood still is nobody's fault.
+A hanging engine cannot report itself, and the process's heartbeats continue: only the missing tokens show it. The time
+allowed for the next token depends on the engine's work. It is counted in `elapsed_s`, not by the wall clock, so that
+time in which the whole process was stopped does not count.
 """
 
 from __future__ import annotations
 
-FIRST_STEPS = 5.0
-"""The first token after a standstill may take so many times the limit: kernels are compiled, caches made anew."""
-READ_IN_PER_S = 100.0
-"""Tokens a second that any engine reads in, by caution."""
+FIRST_TOKEN_FACTOR = 5.0
+"""The first token after a start or a pause may take this multiple of the limit: kernels compile and caches fill."""
+PREFILL_TOKENS_PER_S = 100.0
+"""Lower bound of any engine's prefill speed, in tokens per second."""
 
 
 class Progress:
-    """Looked at regularly, it adds up how long no token has come."""
+    """Adds up the time without a new token. Call `update` regularly."""
 
     def __init__(self) -> None:
         self.silent_s = 0.0
-        """For how long the engine has had something to do and has made nothing."""
+        """Time for which the engine has had requests and made no token."""
         self._made = 0
         self._first = True
-        self._longest = 0
+        self._longest_prefill = 0
 
-    def given(self, tokens: int) -> None:
-        """Note a request of so many tokens, which the engine must read in before it makes the first."""
-        self._longest = max(self._longest, tokens)
+    def on_submit(self, tokens: int) -> None:
+        """Record a request whose first token needs a prefill of `tokens` tokens."""
+        self._longest_prefill = max(self._longest_prefill, tokens)
 
-    def went_on(self) -> None:
-        """Note that the engine begins, or goes on after it stood still."""
+    def on_resume(self) -> None:
+        """Record that the engine starts, or resumes after a pause."""
         self.silent_s, self._first = 0.0, True
 
-    def look(self, *, busy: bool, made: int, elapsed_s: float) -> None:
-        """Take the engine's state now.
+    def update(self, *, busy: bool, made: int, elapsed_s: float) -> None:
+        """Record the engine's state.
 
         Args:
-            busy: whether it has requests, and does not stand still.
-            made: tokens that it has made so far.
-            elapsed_s: since the last look.
+            busy: True if it has requests and is not paused.
+            made: total tokens that it has made.
+            elapsed_s: time since the last call.
 
         """
         if made != self._made:
-            self._made, self.silent_s, self._first, self._longest = made, 0.0, False, 0
+            self._made, self.silent_s, self._first, self._longest_prefill = made, 0.0, False, 0
         elif busy:
             self.silent_s += elapsed_s
         else:
             self.silent_s = 0.0
 
     def hangs(self, limit_s: float) -> bool:
-        """Tell whether this is too long where a token may take `limit_s`."""
-        return self.silent_s > limit_s * (FIRST_STEPS if self._first else 1.0) + self._longest / READ_IN_PER_S
+        """Return True if no token has come for longer than allowed, where a decode step may take `limit_s`."""
+        prefill_s = self._longest_prefill / PREFILL_TOKENS_PER_S
+        return self.silent_s > limit_s * (FIRST_TOKEN_FACTOR if self._first else 1.0) + prefill_s

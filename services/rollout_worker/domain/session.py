@@ -1,30 +1,29 @@
-"""One incarnation of a worker, as the manager sees it: what it was told, what it serves, which samples it holds.
+"""The state of one incarnation of a worker: assigned and loaded weights, held samples. Decides what each command does.
 
-Commands come in the order of their stream and each is answered at once with what is to be done. A pull of weights goes
-on beside later commands; what it made possible is submitted when it is done, so the outcome is that of handling every
-command to its end before the next.
+`on_command` takes commands in the order of their stream and returns effects at once. A weight update runs in the
+background while later commands are taken; samples that it makes possible are submitted when it is done. The outcome is
+the same as if every command were executed to its end before the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.rollout_worker.domain.actions import (
-    Abort,
-    Action,
-    Complain,
-    Continue,
-    Halt,
-    HandBack,
-    Key,
-    Leave,
-    Pull,
+from services.rollout_worker.domain.effects import (
+    AbortRequests,
+    CancelPull,
+    DeadLetterCommand,
+    DrainWorker,
+    Effect,
+    PullWeights,
     Rejoin,
-    Return,
-    StopPulling,
-    Submit,
+    ReleaseRequests,
+    ReleaseUnstarted,
+    ResumeEngine,
+    SubmitSamples,
+    SuspendEngine,
 )
-from services.rollout_worker.domain.frames import Made
+from services.rollout_worker.domain.requests import Emission, Key
 from shared.columns import U32, U64, ints
 from shared.messages import (
     FINISH_NONE,
@@ -58,158 +57,158 @@ class Session:
     def __init__(self, worker: str, serving: Weights | None = None) -> None:
         self.worker = worker
         self.serving = serving
-        self.wanted: Weights | None = None
-        """What the manager told it to serve; unlike `serving`, a pull is under way."""
+        self.target: Weights | None = None
+        """The weights that the manager has assigned; they differ from `serving` while an update is under way."""
         self.held: dict[int, int] = {}
-        """Sample -> attempt, of what the engine has or will get."""
-        self._early: dict[int, Assignment] = {}
-        """Those of `held` that wait for the weights they were assigned for."""
-        self._taken: dict[int, int] = {}
-        """Sample -> highest attempt taken since the weights changed: a repeated assignment is not generated again."""
+        """Sample -> attempt, of the samples that the engine has or will get."""
+        self._awaiting_weights: dict[int, Assignment] = {}
+        """The held samples whose weights are not loaded yet."""
+        self._accepted: dict[int, int] = {}
+        """Sample -> highest attempt accepted since the weights changed: a repeated assignment is ignored."""
         self._suspended = False
-        self._quiet = False
+        self._engine_suspended = False
         self._draining = False
 
     @property
     def state(self) -> WorkerState:
-        """Return what a beat says."""
+        """Return the state that heartbeats report."""
         if self._draining:
             return "draining"
-        if self._quiet:
+        if self._engine_suspended:
             return "suspended"
-        if self.wanted is None:
+        if self.target is None:
             return "joining"
-        return "ready" if self.serving == self.wanted else "pulling"
+        return "ready" if self.serving == self.target else "pulling"
 
     @property
-    def started(self) -> int:
-        """Return how many held samples the engine has."""
-        return len(self.held) - len(self._early)
+    def n_submitted(self) -> int:
+        """Return the number of held samples that the engine has."""
+        return len(self.held) - len(self._awaiting_weights)
 
     @property
-    def early(self) -> int:
-        """Return how many assigned samples wait for their weights."""
-        return len(self._early)
+    def n_awaiting_weights(self) -> int:
+        """Return the number of held samples whose weights are not loaded yet."""
+        return len(self._awaiting_weights)
 
-    def handle(self, command: Message) -> list[Action]:
-        """Take the next command."""
+    def on_command(self, command: Message) -> list[Effect]:
+        """Take the next command; return what to do. A draining session ignores all commands."""
         if self._draining:
             return []
-        actions: list[Action]
+        effects: list[Effect]
         match command:
             case UseVersion():
-                actions = self._use((command.job_id, command.version), command.in_flight)
+                effects = self._use_version((command.job_id, command.version), command.in_flight)
             case Assign():
-                actions = self._assign(command)
+                effects = self._assign(command)
             case Revoke():
-                actions = self._revoke(command)
+                effects = self._revoke(command)
             case Release():
-                actions = self._release(command)
+                effects = self._release(command)
             case Suspend():
-                actions = self._suspend()
+                effects = self._suspend()
             case Resume():
-                actions = self._resume()
+                effects = self._resume()
             case Drain():
-                actions = [*self.drain(), Leave(command.reason or "drained")]
+                effects = [*self.drain(), DrainWorker(command.reason or "drained")]
             case Dismissed():
-                actions = [Rejoin(command.reason)]
+                effects = [Rejoin(command.reason)]
             case _:
-                actions = [Complain(f"{command.tag} is not a worker's command")]
-        return actions
+                effects = [DeadLetterCommand(f"{command.tag} is not a worker's command")]
+        return effects
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _use(self, weights: Weights, in_flight: InFlight) -> list[Action]:
-        if weights == self.wanted:
+    def _use_version(self, weights: Weights, in_flight: InFlight) -> list[Effect]:
+        if weights == self.target:
             return []
-        gone: list[Action] = []
-        if self.wanted is not None and self.wanted[0] != weights[0]:
-            # Another job's model makes nothing of what is held: it goes on where its own is served.
-            gone = self._hand_back(list(self.held.items()))
-        self.wanted = weights
+        released: list[Effect] = []
+        if self.target is not None and self.target[0] != weights[0]:
+            # Another job's model cannot continue the held samples: they resume on a worker that serves theirs.
+            released = self._release_keys(list(self.held.items()))
+        self.target = weights
         if weights == self.serving:
-            return [*gone, StopPulling(), *self._submit_early()]
-        return [*gone, Pull(*weights, in_flight)]
+            return [*released, CancelPull(), *self._submit_awaiting()]
+        return [*released, PullWeights(*weights, in_flight)]
 
-    def _assign(self, command: Assign) -> list[Action]:
+    def _assign(self, command: Assign) -> list[Effect]:
         if self._suspended:
-            return []  # it crossed the suspension: the manager moves it when it hears `suspended`
-        if (command.job_id, command.version) != self.wanted:
+            return []  # sent before the manager saw `suspended`; it reassigns these samples then
+        if (command.job_id, command.version) != self.target:
             reason = (
                 f"{len(command.samples)} samples were assigned for version {command.version} of job {command.job_id}, "
-                f"but the worker was told to serve {_describe(self.wanted)}"
+                f"but the worker is assigned {_describe(self.target)}"
             )
-            return [Complain(reason), Rejoin(reason)]
-        stale: list[Key] = []
-        fresh: dict[int, Assignment] = {}
+            return [DeadLetterCommand(reason), Rejoin(reason)]
+        replaced: list[Key] = []
+        accepted: dict[int, Assignment] = {}
         for assignment in command.samples:
-            if assignment.attempt <= self._taken.get(assignment.sample, 0):
+            if assignment.attempt <= self._accepted.get(assignment.sample, 0):
                 continue
             if assignment.sample in self.held:
-                stale.append((assignment.sample, self.held[assignment.sample]))
-            fresh[assignment.sample] = assignment
-        aborts = self._forget(stale)
-        for sample, assignment in fresh.items():
-            self.held[sample] = self._taken[sample] = assignment.attempt
-        if self.serving == self.wanted:
-            return [*aborts, *([Submit(tuple(fresh.values()))] if fresh else [])]
-        self._early |= fresh
+                replaced.append((assignment.sample, self.held[assignment.sample]))
+            accepted[assignment.sample] = assignment
+        aborts = self._abort_keys(replaced)
+        for sample, assignment in accepted.items():
+            self.held[sample] = self._accepted[sample] = assignment.attempt
+        if self.serving == self.target:
+            return [*aborts, *([SubmitSamples(tuple(accepted.values()))] if accepted else [])]
+        self._awaiting_weights |= accepted
         return aborts
 
-    def _revoke(self, command: Revoke) -> list[Action]:
+    def _revoke(self, command: Revoke) -> list[Effect]:
         keys = zip(ints(command.samples, U64), ints(command.attempts, U32), strict=False)
         held = self.held
-        return self._forget([(i, held[i]) for i, attempt in keys if i in held and held[i] <= attempt])
+        return self._abort_keys([(i, held[i]) for i, attempt in keys if i in held and held[i] <= attempt])
 
-    def _release(self, command: Release) -> list[Action]:
+    def _release(self, command: Release) -> list[Effect]:
         keys = dict(zip(ints(command.samples, U64), ints(command.attempts, U32), strict=False))
-        return self._hand_back([key for key in keys.items() if self.held.get(key[0]) == key[1]])
+        return self._release_keys([key for key in keys.items() if self.held.get(key[0]) == key[1]])
 
-    def _suspend(self) -> list[Action]:
+    def _suspend(self) -> list[Effect]:
         if self._suspended:
             return []
         self._suspended = True
         keys = list(self.held.items())
-        self._forget(keys)
-        return [Halt(tuple(keys))]
+        self._drop(keys)
+        return [SuspendEngine(tuple(keys))]
 
-    def _resume(self) -> list[Action]:
+    def _resume(self) -> list[Effect]:
         if not self._suspended:
             return []
-        self._suspended = self._quiet = False
-        return [Continue()]
+        self._suspended = self._engine_suspended = False
+        return [ResumeEngine()]
 
-    def drain(self) -> list[Action]:
-        """Take nothing new from now on."""
+    def drain(self) -> list[Effect]:
+        """Ignore all commands from now on."""
         self._draining = True
-        return [StopPulling()]
+        return [CancelPull()]
 
-    # --- what came of the actions -------------------------------------------------------------------------------------
+    # --- outcomes -----------------------------------------------------------------------------------------------------
 
-    def halted(self) -> None:
-        """Note that the engine stands still and that all it has made is in the log: now a beat may say `suspended`."""
-        self._quiet = True
+    def on_engine_suspended(self) -> None:
+        """Record that the engine is suspended and the log has all its tokens: heartbeats now report `suspended`."""
+        self._engine_suspended = True
 
-    def unloaded(self) -> None:
-        """Note that the engine's weights are being replaced: until `loaded` it serves nothing."""
+    def on_weights_unloaded(self) -> None:
+        """Record that the engine's weights are being replaced: it serves none until `on_weights_loaded`."""
         self.serving = None
 
-    def loaded(self, weights: Weights) -> list[Action]:
-        """Note that the engine holds these weights and that their digests were right (invariant 5)."""
+    def on_weights_loaded(self, weights: Weights) -> list[Effect]:
+        """Record that the engine has loaded these weights and that their digests match (invariant 5)."""
         self.serving = weights
-        self._taken = dict(self.held)
-        return self._submit_early() if weights == self.wanted else []
+        self._accepted = dict(self.held)
+        return self._submit_awaiting() if weights == self.target else []
 
-    def unavailable(self, weights: Weights, reason: str) -> list[Action]:
-        """Note that these weights cannot be had any more; stay with the old ones until the next command."""
-        if weights != self.wanted:
+    def on_weights_unavailable(self, weights: Weights, reason: str) -> list[Effect]:
+        """Record that these weights cannot be pulled; keep the current ones until the next command."""
+        if weights != self.target:
             return []
-        self.wanted = self.serving
-        stranded = self._early or (self.held and self.serving is None)
+        self.target = self.serving
+        stranded = self._awaiting_weights or (self.held and self.serving is None)
         return [Rejoin(reason)] if stranded else []
 
-    def made(self, emissions: Iterable[Made]) -> None:
-        """Note what the engine handed out: what has ended is not held any more."""
+    def on_emissions(self, emissions: Iterable[Emission]) -> None:
+        """Record drained emissions: samples that have ended are not held any more."""
         for emission in emissions:
             ended = emission.finish != FINISH_NONE or emission.error
             if ended and self.held.get(emission.sample) == emission.attempt:
@@ -217,24 +216,27 @@ class Session:
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def _submit_early(self) -> list[Action]:
-        early, self._early = tuple(self._early.values()), {}
-        return [Submit(early)] if early else []
+    def _submit_awaiting(self) -> list[Effect]:
+        samples, self._awaiting_weights = tuple(self._awaiting_weights.values()), {}
+        return [SubmitSamples(samples)] if samples else []
 
-    def _forget(self, keys: Sequence[Key]) -> list[Action]:
-        started, _ = self._let_go(keys)
-        return [Abort(started)] if started else []
+    def _abort_keys(self, keys: Sequence[Key]) -> list[Effect]:
+        submitted, _ = self._drop(keys)
+        return [AbortRequests(submitted)] if submitted else []
 
-    def _hand_back(self, keys: Sequence[Key]) -> list[Action]:
-        started, early = self._let_go(keys)
-        return [*([HandBack(started)] if started else []), *([Return(early)] if early else [])]
+    def _release_keys(self, keys: Sequence[Key]) -> list[Effect]:
+        submitted, unstarted = self._drop(keys)
+        return [
+            *([ReleaseRequests(submitted)] if submitted else []),
+            *([ReleaseUnstarted(unstarted)] if unstarted else []),
+        ]
 
-    def _let_go(self, keys: Sequence[Key]) -> tuple[tuple[Key, ...], tuple[Assignment, ...]]:
-        """Hold these no more; return those that the engine has, and those that it was not given yet."""
+    def _drop(self, keys: Sequence[Key]) -> tuple[tuple[Key, ...], tuple[Assignment, ...]]:
+        """Stop holding samples; return those that the engine has, and those that it does not have yet."""
         for sample, _ in keys:
             del self.held[sample]
-        early = {sample: self._early.pop(sample) for sample, _ in keys if sample in self._early}
-        return tuple(key for key in keys if key[0] not in early), tuple(early.values())
+        unstarted = {s: self._awaiting_weights.pop(s) for s, _ in keys if s in self._awaiting_weights}
+        return tuple(key for key in keys if key[0] not in unstarted), tuple(unstarted.values())
 
 
 def _describe(weights: Weights | None) -> str:

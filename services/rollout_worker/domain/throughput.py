@@ -1,4 +1,4 @@
-"""Speed from a counter that only grows."""
+"""Computes a speed from a growing counter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Throughput:
         self._seen: deque[tuple[float, int]] = deque()
 
     def update(self, total: int, now: float) -> float:
-        """Take the counter's value at `now` (seconds of any clock) and return the speed; 0 after a counter's reset."""
+        """Record the counter's value at `now` (seconds of any clock); return the speed, 0 after a counter reset."""
         if self._seen and total < self._seen[-1][1]:
             self._seen.clear()
         self._seen.append((now, total))

@@ -1,8 +1,8 @@
-"""One uniform random number per (seed, offset): the randomness of a sample has no state that could be lost.
+"""One uniform random number per (seed, offset), so that the randomness of a sample needs no state.
 
-A worker that continues somebody else's sample from offset o needs only the seed. The generator is SplitMix64 (Steele,
-Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), entered at any offset directly and started
-from a hash of the seed, so that neighbouring seeds share nothing.
+A worker that resumes a sample at offset o needs only the seed. The generator is SplitMix64 (Steele, Lea, Flood: "Fast
+splittable pseudorandom number generators", OOPSLA 2014), evaluated directly at any offset and started from a hash of
+the seed, so that neighboring seeds are independent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts, or examples to imitate, from rows of data, as the model's own tokenizer has them; the model's directory."""
+"""Loads a job's prompts or SFT examples as token ids, and finds the model's directory."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from services.trainer.adapters.environment_text import TokenizerSpeech
-from services.trainer.adapters.tokens import Tokens
-from services.trainer.ports import Data, Prompt
+from services.trainer.adapters.environment_text import TokenizerChatFormatter
+from services.trainer.adapters.tokens import RowTokenizer
+from services.trainer.ports.data import Data, Prompt
 from shared.columns import I32, pack
+from shared.data.examples import TextExample, example_of, without_nulls
+from shared.data.rows import Row, is_messages, read_rows
+from shared.data.shards import Source, shown
 from shared.errors import ConfigError
-from shared.examples import TextExample, example_of, without_nulls
-from shared.jobspec import JobSpec
-from shared.jobspec_data import SftDataSpec
-from shared.model_folder import check_tokenizer
-from shared.reward_call import TRL_ARGUMENTS
-from shared.rows import Row, is_messages, read_rows
-from shared.shards import Source, shown
+from shared.job.data import SftDataSpec
+from shared.job.spec import JobSpec
+from shared.model.folder import require_tokenizer
+from shared.user_code.reward_call import TRL_ARGUMENTS
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 def find_model(model: str) -> Path:
-    """Return the local directory of a Hugging Face model, downloading it when `model` is no directory.
+    """Return the local directory of a Hugging Face model, downloaded if `model` is not a directory.
 
     Raises:
-        ConfigError: it is neither a directory here nor a model that can be downloaded.
+        ConfigError: it is neither a directory nor a model that can be downloaded.
 
     """
     if Path(model).is_dir():
         return Path(model)
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ConfigError(f"model: {model!r} is no directory here, where the trainer runs: mend the path")
+        raise ConfigError(f"model: {model!r} is not a directory on the trainer's machine: correct the path")
     try:
         return Path(snapshot_download(model, allow_patterns=_MODEL_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"model: {model!r} is no directory here, and Hugging Face does not give it ({reason}): name a directory "
+            f"model: {model!r} is not a directory and cannot be downloaded ({reason}): name a directory "
             "with config.json and *.safetensors, or an id such as Qwen/Qwen3-0.6B (HF_TOKEN for private ones)"
         ) from error
 
@@ -54,17 +54,17 @@ def load_data(spec: JobSpec, model: Path) -> Data:
     """Read and tokenize all prompts of a job.
 
     Raises:
-        ConfigError: a file, a line or the tokenizer is wrong; the text names it.
+        ConfigError: a file, a line or the tokenizer is invalid; the text names it.
 
     """
-    check_tokenizer(model)
+    require_tokenizer(model)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
         config: Any = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
     end_ids = _stop_token_ids(model, tokenizer, config)
-    reader = _Reader(spec, Tokens(tokenizer, config, end_ids))
+    reader = _Reader(spec, RowTokenizer(tokenizer, config, end_ids))
     train: list[Prompt] = []
     evaluation: list[Prompt] = []
     n_long = n_long_eval = 0
@@ -79,12 +79,12 @@ def load_data(spec: JobSpec, model: Path) -> Data:
         n_too_long_eval=n_long_eval,
         stop_token_ids=end_ids,
         decode=lambda tokens, skip_special: str(tokenizer.decode(tokens, skip_special_tokens=skip_special)),
-        speech=TokenizerSpeech(tokenizer, config, end_ids) if spec.environment is not None else None,
+        chat_formatter=TokenizerChatFormatter(tokenizer, config, end_ids) if spec.environment is not None else None,
     )
 
 
 class _Reader:
-    def __init__(self, spec: JobSpec, tokens: Tokens) -> None:
+    def __init__(self, spec: JobSpec, tokens: RowTokenizer) -> None:
         self._spec = spec.data
         self._row: Callable[[Row, str], Prompt | None] = (
             partial(self._example, spec.data) if spec.kind == "sft" else self._prompt
@@ -93,7 +93,7 @@ class _Reader:
         self._tokens = tokens
 
     def read(self, source: Source, split: str) -> tuple[list[Prompt], int]:
-        """Return what the rows of a source say, and how many were left out for their length."""
+        """Return the prompts of a source, and the number of rows left out for their length."""
         found, n_long = [], 0
         for row in read_rows(source, split, self._spec.subset):
             prompt = self._row(row, f"{row.source}, {row.place}")
@@ -105,49 +105,49 @@ class _Reader:
             return found, n_long
         if n_long:
             raise ConfigError(f"{shown(source)}: all {n_long} prompts have {self._spec.limits}: raise it")
-        raise ConfigError(f"{shown(source)} has no prompts: give one JSON object a line, or one row a problem")
+        raise ConfigError(f"{shown(source)} has no prompts: give one JSON object per line, or one row per prompt")
 
-    def _prompt(self, row: Row, place: str) -> Prompt | None:
-        """Return the row as a prompt, None where it is to be left out."""
+    def _prompt(self, row: Row, location: str) -> Prompt | None:
+        """Return the row as a prompt, None if it is too long."""
         key = self._spec.prompt_key
         if key not in row.values:
             known = ", ".join(row.values) or "none"
-            raise ConfigError(f"{place}: no key {key!r} (keys: {known}): mend the line or set data.prompt_key")
+            raise ConfigError(f"{location}: no key {key!r} (keys: {known}): correct the line or set data.prompt_key")
         for name in TRL_ARGUMENTS:
             if name in row.values and name != key:
-                raise ConfigError(f"{place}: a column named {name!r} hides the reward function's argument: rename it")
+                raise ConfigError(f"{location}: a column named {name!r} hides a reward function argument: rename it")
         given = row.values[key]
         if is_messages(given):
             given = without_nulls(given)
-        ids = self._tokens.prompt(given, key, place)
+        ids = self._tokens.prompt(given, key, location)
         if _is_longer(ids, self._spec.max_prompt_tokens):
             return None
         if not self._tokens.fit(len(ids) + self._max_tokens):
             raise ConfigError(
-                f"{place}: {len(ids)} prompt tokens and sampling.max_tokens {self._max_tokens} do not fit the model's "
-                f"{self._tokens.max_length} positions: shorten the prompt, lower sampling.max_tokens, or set "
+                f"{location}: {len(ids)} prompt tokens and sampling.max_tokens {self._max_tokens} do not fit the "
+                f"model's {self._tokens.max_length} positions: shorten the prompt, lower sampling.max_tokens, or set "
                 "data.max_prompt_tokens to leave such prompts out"
             )
         columns = {name: value for name, value in row.values.items() if name != key}
-        _check_columns(columns, place)
+        _check_columns(columns, location)
         return Prompt(given, pack(ids, I32), columns)
 
-    def _example(self, spec: SftDataSpec, row: Row, place: str) -> Prompt | None:
-        """Return the row as a prompt with its completion, None where it is to be left out."""
+    def _example(self, spec: SftDataSpec, row: Row, location: str) -> Prompt | None:
+        """Return the row as a prompt with its completion, None if it is too long."""
         try:
             example = example_of(row.values, spec.prompt_key, spec.completion_key)
         except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from error
-        ids = self._tokens.prompt(example.prompt, spec.prompt_key, place)
+            raise ConfigError(f"{location}: {error}") from error
+        ids = self._tokens.prompt(example.prompt, spec.prompt_key, location)
         if isinstance(example, TextExample):
-            target = self._tokens.completion(example.completion, place)
+            target = self._tokens.completion(example.completion, location)
         else:
-            target = self._tokens.answer(example.prompt, example.completion, place)
+            target = self._tokens.answer(example.prompt, example.completion, location)
         if _is_longer(ids, spec.max_prompt_tokens) or _is_longer(target, spec.max_completion_tokens):
             return None
         if not self._tokens.fit(len(ids) + len(target)):
             raise ConfigError(
-                f"{place}: {len(ids)} prompt and {len(target)} completion tokens do not fit the model's "
+                f"{location}: {len(ids)} prompt and {len(target)} completion tokens do not fit the model's "
                 f"{self._tokens.max_length} positions: shorten them, or set data.max_prompt_tokens and "
                 "data.max_completion_tokens to leave such rows out"
             )
@@ -158,20 +158,20 @@ def _is_longer(ids: list[int], most: int | None) -> bool:
     return most is not None and len(ids) > most
 
 
-def _check_columns(columns: dict[str, Any], place: str) -> None:
-    """Refuse what a row may hold and a reward function cannot be sent, such as a date."""
+def _check_columns(columns: dict[str, Any], location: str) -> None:
+    """Reject values that cannot be sent to a reward function, such as dates."""
     for name, value in columns.items():
         try:
             msgpack.packb(value)
         except (OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{place}: column {name!r} cannot be given to the reward function ({error}): make it text, a number, "
+                f"{location}: column {name!r} cannot be sent to the reward function ({error}): make it text, a number, "
                 "or lists and structs of these, or leave it out"
             ) from error
 
 
 def _stop_token_ids(model: Path, tokenizer: Any, config: Any) -> tuple[int, ...]:
-    """Return the tokenizer's end token and those that the model's generation settings add."""
+    """Return the end tokens of the tokenizer, the model's config and its generation config."""
     found = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     sources = [config.eos_token_id]
     if (model / "generation_config.json").is_file():
@@ -186,6 +186,6 @@ def _stop_token_ids(model: Path, tokenizer: Any, config: Any) -> tuple[int, ...]
     if outside:
         raise ConfigError(
             f"model {model}: the end token {outside[0]} is outside the model's vocabulary of {config.vocab_size}: the "
-            "tokenizer and the model in this directory do not belong together"
+            "tokenizer and the model in this directory do not match"
         )
     return tuple(sorted(found))

@@ -1,12 +1,12 @@
-"""A reward function for jobs that have none."""
+"""The reward function of jobs without one."""
 
 from __future__ import annotations
 
-from services.trainer.ports import RewardBatch, Scores
+from services.trainer.ports.rewards import RewardBatch, Scores
 
 
 class NoReward:
-    """`RewardFunction` that adds nothing."""
+    """`RewardFunction` that returns 0 for each completion."""
 
     async def start(self) -> None:
         """See `RewardFunction.start`."""

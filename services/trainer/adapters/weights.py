@@ -1,4 +1,4 @@
-"""The trainer's side of the weight store: a thin layer over `shared.weights`."""
+"""Publishes weights to the weight store and fetches them, with the client of `shared.weights`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from shared.errors import NotFound
 from shared.waiting import Waits
 from shared.weights.cache import Cache
-from shared.weights.client import StoreClient, persistently
+from shared.weights.client import StoreClient, retry_unavailable
 from shared.weights.manifest import Manifest, digest_of
 from shared.weights.publisher import Publisher, Shard
 from shared.weights.puller import Puller
@@ -25,25 +25,23 @@ class StorePublisher:
     """`WeightPublisher` for one job whose trainer is one process (rank 0)."""
 
     client: StoreClient
-    """An open one; closed by `close`."""
+    """An open client; closed by `close`."""
     job_id: str
-    """Whose weights."""
+    """The job whose weights these are."""
     config_json: str
     """The model's Hugging Face `config.json`."""
     cache: Path
-    """A directory for what `fetch` brings; removed by `close`."""
+    """Directory for the chunks that `fetch` downloads; removed by `close`."""
     waits: Waits
-    """Where waits for the store are listed."""
+    """Registry of waits, for waits on the store."""
     limit_s: float
-    """How long the store may be away."""
+    """How long the store may be unavailable."""
     deltas: bool = field(default=False, kw_only=True)
-    """Publish deltas beside the chunks, and keep a copy of the weights in host memory for that."""
-    small: bool = field(default=False, kw_only=True)
-    """The smallest deltas, for workers behind slow links."""
+    """Publish deltas alongside the chunks, which needs a copy of the weights in host memory."""
 
     def __post_init__(self) -> None:
-        """Connect to nothing yet."""
-        self._publisher = Publisher(self.client, self.waits, limit_s=self.limit_s, deltas=self.deltas, small=self.small)
+        """Create the publisher; connects at the first call."""
+        self._publisher = Publisher(self.client, self.waits, limit_s=self.limit_s, deltas=self.deltas)
         self._puller: Puller | None = None
 
     async def head(self) -> int:
@@ -59,7 +57,7 @@ class StorePublisher:
         expect: int,
         base_version: int | None = None,
         adapter_json: str = "",
-        canary_json: str = "",
+        parity_json: str = "",
     ) -> None:
         """See `WeightPublisher.publish`."""
         part_digests = await self._upload(version, shards)
@@ -71,23 +69,23 @@ class StorePublisher:
             config_json=self.config_json,
             base_version=base_version,
             adapter_json=adapter_json,
-            canary_json=canary_json,
+            parity_json=parity_json,
         )
         if self.deltas and expect < 0:
-            # It stays, so that whoever has the model that everything began with gets deltas from there.
+            # Pinned, so that workers that have the base model get deltas from it.
             waiting = self.waits.on("the weight store", because=f"pin version {version}", limit_s=self.limit_s)
             async with waiting:
-                await persistently(lambda: self.client.pin(self.job_id, version))
+                await retry_unavailable(lambda: self.client.pin(self.job_id, version))
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         """See `WeightPublisher.equals`."""
         waiting = self.waits.on("the weight store", because=f"manifest of version {version}", limit_s=self.limit_s)
         try:
             async with waiting:
-                manifest = await persistently(lambda: self.client.manifest(self.job_id, version))
+                manifest = await retry_unavailable(lambda: self.client.manifest(self.job_id, version))
         except NotFound:
             return None
-        return _held(manifest) == await self._digests(shards)
+        return _digests_in(manifest) == await self._digests(shards)
 
     async def fetch(self, version: int) -> Iterator[Shard]:
         """See `WeightPublisher.fetch`."""
@@ -116,7 +114,7 @@ class StorePublisher:
         return await asyncio.to_thread(_digests_of, shards)
 
 
-def _held(manifest: Manifest) -> Digests:
+def _digests_in(manifest: Manifest) -> Digests:
     return {
         (entry.name, entry.offset, entry.local_shape, entry.dtype): entry.digest
         for part in manifest.parts

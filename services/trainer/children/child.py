@@ -1,7 +1,7 @@
-"""What a process that runs the user's code does with its streams; `adapters.own_process` is the other side.
+"""The transport of a process that runs user code; `adapters.user_code.process` is the other side.
 
-It reads requests from standard input and answers on standard output, each a 4-byte big-endian length and a msgpack
-map. The user's own prints go to standard error. It ends with its input, or when its parent is gone.
+It reads requests from standard input and writes answers to standard output, each a 4-byte big-endian length and a
+msgpack map. The user's prints go to standard error. The process ends with its input, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Pipe:
     """Requests in, answers out."""
 
     def __init__(self) -> None:
-        """Take the standard streams: whoever else reads gets nothing, whoever prints, prints errors."""
-        threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+        """Take over the standard streams: user code reads an empty input, and its prints go to standard error."""
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
         self._requests: BinaryIO = os.fdopen(os.dup(0), "rb")
         self._answers: BinaryIO = os.fdopen(os.dup(1), "wb")
         with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path
@@ -45,10 +45,10 @@ class Pipe:
         self._answers.flush()
 
 
-def _leave_with_parent(parent: int) -> None:
-    # Code that hangs would not notice that the input has ended.
+def _exit_with_parent(parent: int) -> None:
+    # User code that hangs would not notice the end of the input.
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
     if os.getsid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # with all that it has started
+        os.killpg(0, signal.SIGKILL)  # with all processes that it started
     os._exit(1)

@@ -1,8 +1,11 @@
 """A process that runs environments: `python -m services.trainer.children.environment SPEC`.
 
-SPEC is JSON, the fields of `EnvironmentSpec`. `child` has how it is asked. A request has `forget`: ids
-of conversations that are over. One without a `talk` has a `row` and a `seed`, and asks what conversations begin with.
-One with a talk, its id, has `texts`: those that it has not heard yet; if it is not here, all, and `row` and `seed`.
+SPEC is JSON: the fields of `EnvironmentSpec`. `child` describes the transport. A request is a map:
+
+- `release`: ids of conversations whose environments to discard first.
+- `conversation`: None asks for the start of a conversation, with `row` and `seed`. Otherwise the id of one, with
+  `texts`: the turns that its environment has not processed. Without an environment for it here, `texts` has all turns
+  and `row` and `seed` are given, too.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from typing import Any
 import msgpack
 
 from services.trainer.children.child import Pipe
-from shared.environment import Step, end, maker
-from shared.reward_call import why_not
+from shared.job.environment import Step, close, environment_factory
+from shared.user_code.reward_call import describe_import_error
 
 
 def main() -> int:
@@ -28,9 +31,9 @@ def main() -> int:
     spec = json.loads(sys.argv[1])
     function = spec["function"]
     try:
-        make = maker(function, spec["arguments"])
+        make = environment_factory(function, spec["arguments"])
     except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
-        pipe.write({"failed": why_not(function, "environment", error)})
+        pipe.write({"failed": describe_import_error(function, "environment", error)})
         return 1
     pipe.write({"ready": True})
     with asyncio.Runner() as runner:
@@ -44,53 +47,53 @@ def main() -> int:
 
 
 class _Host:
-    """The environments of the conversations that are led here."""
+    """The environments of this process's conversations."""
 
     def __init__(self, runner: asyncio.Runner, make: Callable[[], Any]) -> None:
         self._runner = runner
         self._make = make
-        self._held: dict[int, Any] = {}
+        self._environments: dict[int, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return what a request is answered with, which can be sent."""
-        for talk in request["forget"]:
-            self.forget(talk)
+        """Return the serializable answer to a request."""
+        for conversation in request["release"]:
+            self.release(conversation)
         try:
-            answer = self.open(request) if request["talk"] is None else self.hear(request)
+            answer = self.reset(request) if request["conversation"] is None else self.step(request)
             _check_sendable(answer)
         except Exception as error:  # noqa: BLE001 - the user's environment may raise anything
-            self.forget(request["talk"])
+            self.release(request["conversation"])
             text = f"{type(error).__name__}: {error}"
             return {"raised": text.encode(errors="backslashreplace").decode()}
         return answer
 
-    def open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return what a conversation begins with; its environment is made when the model has spoken."""
+    def reset(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the start of a conversation. Its own environment is created with its first turn."""
         environment = self._make()
         try:
             prompt = self._call(environment.reset, request["row"], request["seed"])
             tools = list(getattr(environment, "tools", None) or ())
         finally:
-            end(environment, self._runner.run)
-        return {"prompt": None if prompt is None else _said(prompt, "reset"), "tools": tools}
+            close(environment, self._runner.run)
+        return {"prompt": None if prompt is None else _checked_message(prompt, "reset"), "tools": tools}
 
-    def hear(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return what each text is answered with."""
+    def step(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the environment's result for each text."""
         if "row" in request:
-            environment = self._held[request["talk"]] = self._make()
+            environment = self._environments[request["conversation"]] = self._make()
             self._call(environment.reset, request["row"], request["seed"])
-        environment = self._held[request["talk"]]
-        return {"replies": [_reply(self._call(environment.step, text)) for text in request["texts"]]}
+        environment = self._environments[request["conversation"]]
+        return {"results": [_step_result(self._call(environment.step, text)) for text in request["texts"]]}
 
-    def forget(self, talk: int | None) -> None:
-        """End the environment of a conversation, if it is here."""
-        if talk is not None and (environment := self._held.pop(talk, None)) is not None:
-            end(environment, self._runner.run)
+    def release(self, conversation: int | None) -> None:
+        """Close the environment of a conversation, if it is here."""
+        if conversation is not None and (environment := self._environments.pop(conversation, None)) is not None:
+            close(environment, self._runner.run)
 
     def close(self) -> None:
-        """End all that are here."""
-        for talk in list(self._held):
-            self.forget(talk)
+        """Close all environments."""
+        for conversation in list(self._environments):
+            self.release(conversation)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         # Called outside the event loop: the environment may run one of its own.
@@ -104,25 +107,27 @@ class _Host:
         return result
 
 
-def _reply(step: object) -> list[Any]:
+def _step_result(step: object) -> list[Any]:
     if not isinstance(step, Step):
         raise TypeError(f"step returned {type(step).__name__}, not rlboost.environments.Step")
     if not math.isfinite(reward := float(step.reward)):
-        raise ValueError(f"step gave the reward {step.reward}")
-    return [_said(step.observation, "step"), reward, bool(step.done)]
+        raise ValueError(f"step returned the reward {step.reward}: return a finite number")
+    return [_checked_message(step.observation, "step"), reward, bool(step.done)]
 
 
 def _check_sendable(answer: dict[str, Any]) -> None:
     try:
-        msgpack.unpackb(msgpack.packb(answer))  # the other side refuses some of what can be packed
+        msgpack.unpackb(msgpack.packb(answer))  # unpacking rejects some values that can be packed
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"what it gave cannot be sent, give text and what JSON has: {error}") from error
+        raise ValueError(
+            f"the environment returned a value that cannot be sent, use text and JSON values: {error}"
+        ) from error
 
 
-def _said(value: object, who: str) -> Any:
+def _checked_message(value: object, who: str) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and all(_is_message(one) for one in value)):
         return value
-    raise TypeError(f"{who} gave {type(value).__name__}, neither text nor a list of chat messages with a role")
+    raise TypeError(f"{who} returned {type(value).__name__}: return text or a list of chat messages with a role")
 
 
 def _is_message(value: object) -> bool:

@@ -1,8 +1,8 @@
-"""A reward that another service gives: one POST a group.
+"""A reward function served over HTTP: one POST per group.
 
-The request is JSON, `{"rows": [{"prompt", "completion", "completion_ids", "solution", "columns": {...}}, ...]}`: one
-row a completion; `solution` is its text without special tokens. The answer is `{"rewards": [...]}`, a number or null a
-row.
+The request is JSON, `{"rows": [{"prompt", "completion", "completion_ids", "solution", "columns": {...}}, ...]}`, one
+row per completion; `solution` is its text without special tokens. The answer is `{"rewards": [...]}`, a number or null
+per row.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from typing import Any
 from services.trainer.children.reward_styles import Caller, rows_of
 
 _BUSY = {429, 502, 503, 504}
-"""What passes."""
+"""Status codes that are retried."""
 _FIRST_PAUSE_S = 0.1
-_MOST_PAUSE_S = 2.0
-_OF_THE_LIMIT = 0.9
-"""So much of `reward.timeout_s` is for asking, again and again where it must be; then it is said what went wrong. At
-the limit itself the process is killed."""
+_LONGEST_PAUSE_S = 2.0
+_RETRY_FRACTION = 0.9
+"""Part of `reward.timeout_s` for requests and retries, so that the error is reported before the process is killed."""
 _SHOWN_CHARS = 200
 TOKEN_VARIABLE = "REWARD_TOKEN"  # noqa: S105 - a name
-"""Where it is set in the trainer's environment, its value goes along as a bearer token."""
+"""Environment variable of the trainer with the bearer token, if the service needs one."""
 
 
 class RemoteFailed(Exception):
-    """The service gave no rewards."""
+    """The service returned no rewards."""
 
 
 def remote(part: Mapping[str, Any]) -> Caller:
-    """Return how to ask the service at `part["url"]`, within `part["timeout_s"]`.
+    """Return a caller of the service at `part["url"]` with the limit `part["timeout_s"]`.
 
-    What is asked again, with growing pauses: a connection that fails or breaks, and answers 429, 502, 503 and 504.
+    Retried with exponential backoff: connections that fail or break, and status 429, 502, 503 and 504.
     """
-    import httpx  # noqa: PLC0415 - most reward processes ask nobody
+    import httpx  # noqa: PLC0415 - most reward processes need no HTTP client
 
     token = os.environ.get(TOKEN_VARIABLE)
     client = httpx.Client(headers={"authorization": f"Bearer {token}"} if token else {})
@@ -48,7 +47,7 @@ def _ask(client: Any, url: str, request: Mapping[str, Any], timeout_s: float) ->
     import httpx  # noqa: PLC0415 - as above
 
     body = json.dumps({"rows": _rows(request)}).encode()
-    until = time.monotonic() + timeout_s * _OF_THE_LIMIT
+    until = time.monotonic() + timeout_s * _RETRY_FRACTION
     pause_s = _FIRST_PAUSE_S
     while True:
         left_s = until - time.monotonic()
@@ -62,12 +61,12 @@ def _ask(client: Any, url: str, request: Mapping[str, Any], timeout_s: float) ->
             if answer.status_code not in _BUSY:
                 return _rewards(url, answer)
             wrong = _shown(answer)
-        # Apart from each other, where many processes were refused at once.
+        # Jitter, for many processes that were rejected at once.
         wait_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - nothing secret
         if time.monotonic() + wait_s >= until:
-            raise RemoteFailed(f"{url} gave no rewards within {timeout_s:g} s; at last {wrong}")
+            raise RemoteFailed(f"{url} gave no rewards within {timeout_s:g} s; last error: {wrong}")
         time.sleep(wait_s)
-        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _rewards(url: str, answer: Any) -> list[Any]:

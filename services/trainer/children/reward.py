@@ -1,6 +1,6 @@
 """A process that runs the user's reward functions: `python -m services.trainer.children.reward PARTS`.
 
-PARTS is JSON, a list of the fields of `RewardPart`, with `timeout_s`. `child` has how it is asked.
+PARTS is JSON, a list of the fields of `RewardPart`, with `timeout_s`. `child` describes the transport.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from services.trainer.children.child import Pipe
 from services.trainer.children.remote_reward import remote
 from services.trainer.children.reward_styles import Caller, caller
-from shared.reward_call import load, why_not
+from shared.user_code.reward_call import describe_import_error, load
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
         try:
             callers.append(remote(part) if part["url"] else caller(load(part["function"]), part))
         except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
-            pipe.write({"failed": why_not(part["function"], "reward function", error)})
+            pipe.write({"failed": describe_import_error(part["function"], "reward function", error)})
             return 1
     pipe.write({"ready": True})
     with asyncio.Runner() as runner:
@@ -36,11 +36,11 @@ def main() -> int:
 
 
 def _answer(runner: asyncio.Runner, callers: Sequence[Caller], request: dict[str, Any]) -> dict[str, Any]:
-    """Return `rewards`, a list for each function; or what one of them `raised`."""
+    """Return `rewards`, a list per function; or `raised`, the error of the first that failed."""
     rewards = []
     for name, call, number in callers:
         try:
-            # Called outside the event loop: a function may run one of its own.
+            # Called outside the event loop: a function may run its own.
             result = call(request)
             if inspect.isawaitable(result):
                 result = runner.run(_wait_for(result))

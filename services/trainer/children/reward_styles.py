@@ -1,4 +1,4 @@
-"""A user's reward function behind one call, whichever signature it has."""
+"""Calls a user's reward function with TRL's or verl's signature."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from shared.reward_call import ground_truth, style_of
+from shared.user_code.reward_call import detect_style, ground_truth
 
 
 class Caller(NamedTuple):
     """One reward function."""
 
     name: str
-    """Empty for a job's only one."""
+    """Empty if the job has only one."""
     call: Callable[[dict[str, Any]], Any]
-    """From a request, whose keys are the fields of `RewardBatch`, to its rewards, one a completion, or to something to
-    wait for that becomes them."""
+    """A request, whose keys are the fields of `RewardBatch` -> its rewards, one per completion, or an awaitable of
+    them."""
     number: Callable[[Any], float]
-    """From what it says of one completion to a number."""
+    """The function's result for one completion -> a number."""
 
 
 def caller(function: Callable[..., Any], part: Mapping[str, Any]) -> Caller:
-    """Return how to call a function.
+    """Return the caller of a function.
 
     Args:
         function: the user's.
         part: the fields of `RewardPart`.
 
     Raises:
-        Unfit: it has neither signature.
+        InvalidUserFunction: it has neither signature.
 
     """
-    style = style_of(function, part["arguments"], part["style"])
+    style = detect_style(function, part["arguments"], part["style"])
     bound = partial(function, **part["arguments"]) if part["arguments"] else function
     if style == "verl":
         return Caller(part["name"], lambda request: _verl(bound, request), _verl_number)
@@ -71,7 +71,7 @@ async def _together(results: list[Awaitable[Any]]) -> list[Any]:
 
 
 def _verl_number(value: Any) -> float:
-    # A mapping holds what is to be logged beside the score.
+    # A mapping may have further entries for logging.
     return float(value["score"] if isinstance(value, Mapping) else value)
 
 

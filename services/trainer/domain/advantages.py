@@ -1,4 +1,4 @@
-"""From rewards to advantages. Pure arithmetic on Python floats: the order of groups changes no bit of it."""
+"""From rewards to advantages, on Python floats. The order of groups does not change any bit of the result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 _EPSILON = 1e-4
-"""As in TRL: keeps a tiny deviation from making huge advantages."""
+"""As in TRL: bounds advantages if the deviation is tiny."""
 _BATCH_EPSILON = 1e-8
 
 Rewards = Sequence[float]
@@ -15,7 +15,7 @@ Rewards = Sequence[float]
 def advantages(rewards: Rewards) -> list[float] | None:
     """Return (r - mean) / (std + 1e-4) for each sample of one group, std with n - 1 in the denominator.
 
-    GRPO, arXiv 2402.03300, section 4.1.2. None when all rewards are equal: such a group teaches nothing.
+    GRPO, arXiv 2402.03300, section 4.1.2. None if all rewards are equal: such a group has no learning signal.
     """
     if min(rewards) == max(rewards):
         return None
@@ -45,25 +45,25 @@ def over_batch(groups: Sequence[Rewards]) -> list[list[float]]:
 
 
 def estimate(kind: str, groups: Sequence[Rewards], *, drop_equal: bool) -> list[list[float] | None]:
-    """Return the advantages of some groups' samples by one of the estimators of a job file.
+    """Return the advantages of groups by one of the estimators of a job file.
 
     Args:
-        kind: `algorithm.advantage`, one that compares rewards alone. Those in `NEED_THE_STEP` compare across groups and
-            want all of a step's at once; for the others it makes no difference which groups come together.
+        kind: `algorithm.advantage`, except `gae`. Estimators in `NEED_THE_STEP` compare across groups and need all
+            groups of a step; the others work on each group alone.
         groups: the rewards of each group.
-        drop_equal: whether a group whose rewards are all equal is left out; else it counts, with what comes out.
+        drop_equal: whether to leave out a group whose rewards are all equal.
 
     Returns:
-        One list a group, or None for a group that is left out.
+        One list per group, None for a group that is left out.
 
     """
-    kept = [group for group in groups if not (drop_equal and min(group) == max(group))]
+    used = [group for group in groups if not (drop_equal and min(group) == max(group))]
     if kind == "batch_std":
-        estimated = over_batch(kept)
+        estimated = over_batch(used)
     elif kind == "group_mean_batch_std":
-        estimated = over_batch([centred(group) for group in kept])
+        estimated = over_batch([centred(group) for group in used])
     else:
-        estimated = [_IN_GROUP[kind](group) for group in kept]
+        estimated = [_IN_GROUP[kind](group) for group in used]
     found = iter(estimated)
     return [None if drop_equal and min(group) == max(group) else next(found) for group in groups]
 
@@ -90,4 +90,4 @@ _IN_GROUP: dict[str, Callable[[Rewards], list[float]]] = {
     "leave_one_out": leave_one_out,
 }
 NEED_THE_STEP = frozenset({"batch_std", "group_mean_batch_std", "gae"})
-"""Estimators that want all groups of a step before the first advantage is known: nothing is trained meanwhile."""
+"""Estimators that need all groups of a step before the first advantage is known, so training starts late."""

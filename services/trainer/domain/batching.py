@@ -1,7 +1,7 @@
-"""From groups, in the order in which they came, to micro-batches and optimizer steps.
+"""From groups, in order of completion, to micro-batches and optimizer steps.
 
-What is computed depends only on that order, never on when something came: a step that is trained again from recorded
-samples gives the same bits. Forward and backward can begin before the last group is there.
+The computation depends only on that order, never on timing: a step that is trained again from recorded samples
+gives the same bits. Forward and backward start before the last group is complete.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 _FLUSH_BATCHES = 6
-"""How many micro-batches' worth of tokens to gather before sorting by length: more pads less, but begins later and
-leaves more to do when the last group has come."""
+"""Number of micro-batches to gather before sorting by length. More means less padding, but a later start and more work
+after the last group."""
 _SHORTEST = 0.5
-"""A row shorter than this part of a micro-batch's longest is not in it: so much of it is padding at most."""
+"""Minimal length of a row relative to the longest of its micro-batch; bounds padding."""
 
 
 class Sized(Protocol):
@@ -22,7 +22,7 @@ class Sized(Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """Prompt and completion together."""
+        """Number of tokens of prompt and completion."""
 
 
 R = TypeVar("R", bound=Sized)
@@ -37,16 +37,16 @@ class Accumulate(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Apply what was accumulated."""
+    """Apply the accumulated gradients."""
 
 
 class UpdatePlanner(Generic[R]):
     """Splits one step's groups into updates, in order of completion, and an update's rows into micro-batches."""
 
     def __init__(self, n_groups: int, n_updates: int, micro_batch_tokens: int) -> None:
-        """Prepare for `n_groups` groups, `n_updates` optimizer steps and so many padded tokens a micro-batch at most.
+        """Prepare for `n_groups` groups, `n_updates` optimizer steps and `micro_batch_tokens` padded tokens at most.
 
-        A row that is longer than that gets a micro-batch of its own.
+        A longer row gets its own micro-batch.
         """
         self._ends = {(i + 1) * n_groups // n_updates for i in range(n_updates)}
         self._budget = micro_batch_tokens
@@ -54,7 +54,7 @@ class UpdatePlanner(Generic[R]):
         self._rows: list[R] = []
 
     def add(self, rows: Sequence[R]) -> list[Accumulate[R] | OptimizerStep]:
-        """Take the rows of the next group (none, if it is not trained on) and return what can be done now."""
+        """Add the rows of the next group (empty if it is not trained on) and return the work that is ready."""
         self._rows += rows
         self._n_added += 1
         update_ends = self._n_added in self._ends
@@ -84,5 +84,5 @@ def pack(rows: Sequence[R], max_tokens: int) -> list[list[R]]:
 
 
 def n_padded(batch: Sequence[Sized]) -> int:
-    """Return how many tokens a micro-batch has with its padding."""
+    """Return the number of tokens of a micro-batch, including padding."""
     return len(batch) * max(row.n_tokens for row in batch)

@@ -1,7 +1,7 @@
-"""From finished samples to whole groups: the fold over `rollouts.finished` for one step.
+"""From finished samples to complete groups: the fold over `rollouts.finished` for one step.
 
-Invariants: every sample counts once (1); every token is of the step's weight version, or at most as many versions older
-as the job allows (4); a group comes whole or not at all, and then with the reason (6).
+Invariants: every sample counts once (1); every token is at most `max_staleness` weight versions old (4); a group is
+complete, or dropped with a reason (6).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.trainer.domain.conversation import Talk
+from services.trainer.domain.conversation import Conversation
 from shared.columns import F32, I32, length
 from shared.errors import Fatal
 from shared.ids import SampleId, group_of
@@ -22,18 +22,23 @@ class WholeGroup:
 
     group: int
     samples: tuple[SampleFinished, ...]
-    talks: tuple[Talk, ...] = ()
-    """Where there is an environment, the conversation of each sample."""
+    conversations: tuple[Conversation, ...] = ()
+    """The conversation of each sample, if the job has an environment."""
+
+    @property
+    def completions(self) -> list[bytes]:
+        """Return everything after the prompt of each sample, an int32 column each."""
+        return [one.completion for one in self.conversations] or [sample.tokens for sample in self.samples]
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A group that will not be used."""
+    """A group without a score."""
 
     group: int
     reason: str
-    """`generation`: a sample could not be made; `stale`: a token is of a weight version that may not be trained on;
-    `environment_...`: what became of its environment."""
+    """`generation`: a sample could not be generated; `stale`: a token is of a weight version that is too old;
+    `environment_...`: see `EnvironmentFault`."""
     detail: str
 
 
@@ -47,11 +52,11 @@ class StepCollector:
         """Expect `sizes[group id]` samples of each group.
 
         Args:
-            job_no: the job.
-            step: the step, and the weight version that is trained on it.
+            job_no: number of the job.
+            step: the step, which is also the weight version that it trains.
             sizes: group id -> number of samples.
-            max_staleness: training groups may be made by versions from `step - max_staleness` on, evaluation groups by
-                version `step` only. With 0 another version is a broken promise; above, the group is dropped.
+            max_staleness: training groups may have tokens of versions from `step - max_staleness` on, evaluation groups
+                of version `step` only. With 0, another version is an error; above 0, the group is dropped.
 
         """
         self._job_no = job_no
@@ -61,19 +66,19 @@ class StepCollector:
         self._sizes = dict(sizes)
         self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
         self._seen: set[int] = set()
-        self.device_is_ours = False
+        self.trainer_has_device = False
         """True between the end of the step's seeding and its reopening."""
         self.duplicates = 0
-        """Samples that came again, and samples of earlier steps."""
+        """Repeated samples, and samples of earlier steps."""
 
     def add(self, group: int, n: int) -> None:
-        """Expect `n` samples of one more group, from now on."""
+        """Expect `n` samples of one more group."""
         self._open[group] = self._sizes[group] = n
         self._arrived[group] = {}
 
     @property
     def complete(self) -> bool:
-        """Tell whether every group came whole or was dropped."""
+        """Return True if every group is complete or dropped."""
         return not self._open
 
     @property
@@ -83,15 +88,15 @@ class StepCollector:
 
     @property
     def n_arrived(self) -> int:
-        """Return how many samples of the step have arrived or were dropped."""
+        """Return how many samples of the step arrived or were dropped."""
         return len(self._seen)
 
     def fold(self, message: Message) -> Outcome | None:
-        """Take in one message and return the group that it decides, if any.
+        """Apply one message and return the group that it completes or drops, if any.
 
         Raises:
-            Fatal: the stream breaks a promise: a sample nobody asked for, a column of the wrong length, or, where no
-                staleness is allowed, a token of another weight version.
+            Fatal: the stream is inconsistent: a sample that was not requested, a column of the wrong length, or, with
+                `max_staleness` 0, a token of another weight version.
 
         """
         match message:
@@ -100,21 +105,21 @@ class StepCollector:
             case SampleDropped():
                 return self._dropped(message) if self._is_new(message.sample) else None
             case SeedingEnded(step=self._step):
-                self.device_is_ours = True
+                self.trainer_has_device = True
             case SeedingReopened(step=self._step):
-                self.device_is_ours = False
+                self.trainer_has_device = False
             case _:
                 pass
         return None
 
     def is_open(self, group: int) -> bool:
-        """Tell whether a group has neither come whole nor been dropped."""
+        """Return True if a group is neither complete nor dropped."""
         return group in self._open
 
     def _is_new(self, sample: int) -> bool:
         if self._is_late(sample):
             return False
-        self._expects(sample)
+        self._check_requested(sample)
         if sample in self._seen:
             self.duplicates += 1
             return False
@@ -127,10 +132,12 @@ class StepCollector:
         self.duplicates += late
         return late
 
-    def _expects(self, sample: int) -> None:
+    def _check_requested(self, sample: int) -> None:
         sample_id = SampleId.unpack(sample)
         if sample_id.member >= self._sizes.get(group_of(sample), 0):
-            raise Fatal(f"sample {sample_id} came, but step {self._step} of job {self._job_no} did not ask for it")
+            raise Fatal(
+                f"received sample {sample_id}, which was not requested by step {self._step} of job {self._job_no}"
+            )
 
     def _finished(self, sample: SampleFinished) -> Outcome | None:
         self._check(sample)
@@ -143,7 +150,7 @@ class StepCollector:
             return None
         del self._open[group], self._arrived[group]
         samples = tuple(arrived[i] for i in sorted(arrived))
-        # Only now: what is decided earlier has members that come after it.
+        # Not before the group is complete: a dropped group would get further samples.
         stale = next((name for name in map(self._staleness, samples) if name), None)
         return DroppedGroup(group, "stale", stale) if stale else WholeGroup(group, samples)
 
@@ -168,7 +175,7 @@ class StepCollector:
             raise Fatal(stale)
 
     def _staleness(self, sample: SampleFinished) -> str:
-        """Say what is wrong with the versions of a sample's tokens, nothing if they may be used."""
+        """Return an error text if a sample has tokens of a weight version that is not allowed, otherwise ""."""
         name = SampleId.unpack(sample.sample)
         oldest = self._step - (0 if name.is_eval else self._max_staleness)
         versions = sorted({version for _, version, n_tokens in sample.spans if n_tokens})

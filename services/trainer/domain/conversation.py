@@ -1,4 +1,4 @@
-"""One sample's conversation: what the model said in its turns, and what the environment answered."""
+"""One sample's conversation: the model's turns, and the environment's answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.messages import SampleFinished, TurnAnswered
 
 
 @dataclass(slots=True)
-class Talk:
-    """A conversation so far. Turn and answer take turns; the tokens of both stay what they were."""
+class Conversation:
+    """A conversation so far: turns and answers alternate, and their tokens never change."""
 
     sample: int
     """Its id, which is that of its first turn."""
@@ -26,48 +26,48 @@ class Talk:
 
     @property
     def completion(self) -> bytes:
-        """Return everything behind the prompt, an int32 column."""
-        return b"".join(said + told for said, told in self._parts())
+        """Return everything after the prompt, an int32 column."""
+        return b"".join(turn + observation for turn, observation in self._tokens())
 
     @property
-    def trained(self) -> bytes:
-        """Return a uint8 column beside `completion`: 1 for a token of the model, 0 for one of the environment."""
-        parts = ([1] * length(said, I32) + [0] * length(told, I32) for said, told in self._parts())
-        return b"".join(pack(part, U8) for part in parts)
+    def loss_mask(self) -> bytes:
+        """Return a uint8 column aligned with `completion`: 1 for the model's tokens, 0 for the environment's."""
+        masks = ([1] * length(turn, I32) + [0] * length(observation, I32) for turn, observation in self._tokens())
+        return b"".join(pack(mask, U8) for mask in masks)
 
     @property
-    def n_told(self) -> int:
+    def n_observation_tokens(self) -> int:
         """Return how many tokens are the environment's."""
-        return sum(length(told, I32) for _, told in self._parts())
+        return sum(length(observation, I32) for _, observation in self._tokens())
 
-    def _parts(self) -> list[tuple[bytes, bytes]]:
-        said = [turn.tokens for turn in self.turns]
-        return list(zip_longest(said, [answer.tokens for answer in self.answers], fillvalue=b""))
+    def _tokens(self) -> list[tuple[bytes, bytes]]:
+        turns = [turn.tokens for turn in self.turns]
+        return list(zip_longest(turns, [answer.tokens for answer in self.answers], fillvalue=b""))
 
-    def answered(
-        self, told: Sequence[int], reward: float, *, done: bool, max_tokens: int, max_turns: int
+    def answer(
+        self, observation: Sequence[int], reward: float, *, done: bool, max_tokens: int, max_turns: int
     ) -> TurnAnswered:
-        """Return what an answer to the last turn comes to.
+        """Return the message that answers the last turn, and that ends the conversation where a limit is reached.
 
         Args:
-            told: the tokens that the next turn's prompt would have behind this turn.
-            reward: what the environment gave.
-            done: whether it has ended the conversation.
-            max_tokens: how long everything behind the prompt may get, the model's tokens and the environment's.
-            max_turns: how often the model may speak.
+            observation: token ids between this turn and the next one.
+            reward: of the environment, for this turn.
+            done: whether the environment ends the conversation.
+            max_tokens: limit of everything after the prompt, the model's tokens and the environment's.
+            max_turns: limit of the model's turns.
 
         """
         last = self.turns[-1]
-        fits = length(self.completion, I32) + len(told) < max_tokens
+        fits = length(self.completion, I32) + len(observation) < max_tokens
         if done:
             return TurnAnswered(sample=last.sample, reward=reward, over="done")
-        # A turn without a token says nothing: what followed it would be no answer.
+        # After a turn without a token the environment has nothing to answer.
         if last.finish == "length" or not last.tokens or len(self.turns) >= max_turns or not fits:
             return TurnAnswered(sample=last.sample, reward=reward, over="cut")
-        return TurnAnswered(sample=last.sample, tokens=pack(told, I32), reward=reward)
+        return TurnAnswered(sample=last.sample, tokens=pack(observation, I32), reward=reward)
 
-    def whole(self) -> SampleFinished:
-        """Return the conversation as one sample, of the model's own tokens."""
+    def as_sample(self) -> SampleFinished:
+        """Return the conversation as one sample, with the model's tokens only."""
         return SampleFinished(
             sample=self.sample,
             tokens=b"".join(turn.tokens for turn in self.turns),

@@ -1,4 +1,4 @@
-"""From rewards and a critic's values to advantages of single tokens. Pure numpy, in float64."""
+"""From rewards and a critic's values to advantages per token, in float64."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-"""A column, one entry a completion token."""
+"""A column with one entry per completion token."""
 
 _EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """One completion, before its advantages are known."""
+    """One completion, without advantages."""
 
     reward: float
     values: Array
-    """What the critic expected before each token was drawn."""
+    """The critic's value before each token, [tokens]."""
     penalties: Array | None = None
-    """What is taken off each token's reward; None: nothing."""
+    """Penalty subtracted from each token's reward, [tokens]; None: no penalty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a whole step's completions teach, completion after completion."""
+    """Advantages and critic targets of a step, one column per completion."""
 
     advantages: list[Array]
     """Whitened over all tokens of the step."""
     returns: list[Array]
-    """What the critic should have said: advantages before they were whitened, plus values."""
+    """The critic's targets: advantages before whitening, plus values."""
     advantage_mean: float
-    """Over tokens, before they were whitened."""
+    """Over tokens, before whitening."""
     advantage_std: float
     explained_variance: float
-    """Of the returns, by the values: 1 for a critic that knows them, 0 for one that says the same of all."""
+    """Of the returns by the values: 1 for a perfect critic, 0 for a constant one."""
 
 
 def token_rewards(reward: float, n_tokens: int, penalties: Array | None = None) -> Array:
-    """Return each token's reward: the completion's at the last one, less a penalty of each, [n_tokens].
+    """Return each token's reward: the completion's reward at its last token, minus penalties, [n_tokens].
 
     As in InstructGPT, arXiv 2203.02155, equation 2, with log p - log p_start times a coefficient as the penalty.
     """
@@ -55,13 +55,13 @@ def gae(rewards: Array, values: Array, gamma: float, lam: float) -> Array:
     """Return the advantage of each token of one completion, whose last token ends the episode.
 
     Generalised advantage estimation, arXiv 1506.02438, equation 16: the sum over l of (gamma lam)^l delta_(t+l), with
-    delta_t = r_t + gamma V_(t+1) - V_t, and nothing beyond the end.
+    delta_t = r_t + gamma V_(t+1) - V_t, and V = 0 after the end.
 
     Args:
         rewards: of each token, [tokens].
-        values: what the critic expects before each token is drawn, [tokens].
-        gamma: what a reward is worth one token earlier.
-        lam: 0 for one token ahead of the critic, 1 for the rewards alone.
+        values: the critic's value before each token, [tokens].
+        gamma: discount per token.
+        lam: 0 for one-step advantages, 1 for Monte Carlo returns.
 
     """
     deltas = rewards - values
@@ -73,15 +73,14 @@ def gae(rewards: Array, values: Array, gamma: float, lam: float) -> Array:
 
 
 def estimate(step: Sequence[Experience], gamma: float, lam: float) -> Estimate:
-    """Return what a step's completions teach. The order in which they came changes no bit of it.
+    """Return the advantages and returns of a step. The order of completions does not change any bit of them.
 
-    Advantages are whitened over the step's tokens, each of which counts alike: (a - mean) / std, as in PPO's usual
-    implementations.
+    Advantages are whitened over the step's tokens: (a - mean) / std, as in common PPO implementations.
     """
     raw = [gae(token_rewards(one.reward, len(one.values), one.penalties), one.values, gamma, lam) for one in step]
     returns = [advantages + one.values for advantages, one in zip(raw, step, strict=True)]
     mean, std = _moments(raw)
-    # The returns are the values plus the advantages, so these are what the values leave unexplained.
+    # Returns minus values are the advantages, so their variance is what the values do not explain.
     unexplained, spread = std**2, _moments(returns)[1] ** 2
     return Estimate(
         advantages=[(advantages - mean) / (std + _EPSILON) for advantages in raw],
@@ -93,7 +92,7 @@ def estimate(step: Sequence[Experience], gamma: float, lam: float) -> Estimate:
 
 
 def metrics(found: Estimate) -> dict[str, float]:
-    """Return a step's numbers under their names in the run log."""
+    """Return the metrics of a step."""
     return {
         "advantage/mean": found.advantage_mean,
         "advantage/std": found.advantage_std,
@@ -102,7 +101,7 @@ def metrics(found: Estimate) -> dict[str, float]:
 
 
 def _moments(columns: Sequence[Array]) -> tuple[float, float]:
-    """Return mean and standard deviation over all entries, exactly rounded sums: no order matters."""
+    """Return mean and standard deviation over all entries, with exactly rounded sums, independent of the order."""
     n = sum(map(len, columns))
     if not n:
         return 0.0, 0.0

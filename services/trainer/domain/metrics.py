@@ -1,4 +1,4 @@
-"""The metrics of one step, under the names that the field uses."""
+"""The metrics of one step, under the names that other trainers use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.trainer.domain.advantages import standard_deviation
-from services.trainer.domain.conversation import Talk
+from services.trainer.domain.conversation import Conversation
 from services.trainer.domain.pass_at_k import pass_rates
 from services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
 from shared.columns import I32, floats, length
@@ -25,77 +25,83 @@ _TOKEN_MEANS = {
     "value/loss": "value_loss",
     "value/clip_ratio": "value_clipped",
 }
-"""Metric -> the sum over tokens that it is the mean of, where there is one."""
+"""Metric -> the sum that it is the mean of, over tokens."""
 _PAIR_MEANS = {"dpo/loss": "pair_losses", "dpo/margin": "pair_margins", "dpo/accuracy": "pairs_right"}
-"""The same over pairs."""
+"""Metric -> the sum that it is the mean of, over pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A whole group with a reward for each sample."""
+    """A complete group with a reward for each sample."""
 
     samples: tuple[SampleFinished, ...]
     rewards: tuple[float, ...]
     parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """What each of several reward functions said of each sample; None: it does not apply."""
-    talks: tuple[Talk, ...] = ()
-    """Where there is an environment, the conversation of each sample."""
+    """Reward function -> its reward per sample, if there are several; None where it does not apply."""
+    conversations: tuple[Conversation, ...] = ()
+    """The conversation of each sample, if the job has an environment."""
+    prompt: bytes = b""
+    """int32 column of token ids, of all samples."""
+
+    @property
+    def completions(self) -> list[bytes]:
+        """Return everything after the prompt of each sample, an int32 column each."""
+        return [one.completion for one in self.conversations] or [sample.tokens for sample in self.samples]
 
 
 @dataclass(slots=True)
 class Durations:
-    """Where a step's time went, in seconds."""
+    """How long the phases of a step took, in seconds."""
 
     seeding_s: float = 0.0
-    """From the step's begin until its device was the trainer's."""
+    """From the start of the step until the trainer got the device."""
     wait_s: float = 0.0
-    """With the device in hand, without anything to train on."""
+    """The trainer had the device, but nothing to train on."""
     resample_s: float = 0.0
-    """The part of `wait_s` in which nothing was awaited but groups in place of others: no earlier generation of what
-    the step began with would have made it shorter."""
+    """The part of `wait_s` in which only replacement groups were pending; generating the initial groups earlier would
+    not shorten it."""
     train_s: float = 0.0
-    """On the device."""
+    """Computing on the device."""
     publish_s: float = 0.0
     step_s: float = 0.0
-    """All of it."""
+    """The whole step."""
 
 
 @dataclass(slots=True)
 class StepTally:
-    """What happened in one step, gathered as it happens."""
+    """The counts and sums of one step, collected while it runs."""
 
     step: int = 0
     """The weight version that was trained."""
-    asked_before: bool = False
-    """A trainer before this one may have asked for it: when its tokens were made is not known."""
+    requested_before: bool = False
+    """An earlier trainer process may have requested it, so the time in which its tokens were generated is unknown."""
     scored: list[ScoredGroup] = field(default_factory=list)
     evaluated: list[ScoredGroup] = field(default_factory=list)
     pass_reward: float = 1.0
-    """The least reward of a completion that passes an evaluation."""
+    """The lowest reward with which a completion passes an evaluation."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> groups, training and evaluation."""
     first_detail: str = ""
-    """What was said of the first of them."""
+    """Detail of the first dropped group."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Reason -> training groups that were scored and are not in the loss."""
+    """Reason -> scored training groups that are not in the loss."""
     resampled: int | None = None
-    """Groups that replaced others; None where none may."""
+    """Number of replacement groups; None if the job replaces no group."""
     penalties: list[float] = field(default_factory=list)
-    """What their length took off the training samples' rewards; empty where nothing does."""
+    """Length penalty of each training sample; empty without one."""
     duplicates: int = 0
     loss_sums: dict[str, float] = field(default_factory=dict)
-    """Numbers of the tokens trained on, as the loss function gives them; `tokens` counts them. `mismatch_tokens` are
-    those among them that `mismatch_kl` is about, `all_tokens` has their prompts' beside, and
-    `padded_tokens` the padding, where there is any, too."""
+    """The loss function's sums over loss tokens; `tokens` counts these. `mismatch_tokens` counts the tokens that
+    `mismatch_kl` covers, `all_tokens` includes prompts, and `padded_tokens` includes padding, if there is any."""
     measured: dict[str, float] = field(default_factory=dict)
-    """Metrics that are known as such, by name."""
+    """Further metrics, by name."""
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     durations: Durations = field(default_factory=Durations)
     machine: Machine = UNKNOWN_MACHINE
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's row of the run log; what did not take place is left out."""
+        """Return the step's row of the run log, without metrics that do not apply."""
         row = _rollout(self.scored, self.step) | _training(self) | _evaluation(self.evaluated, self.pass_reward)
         row |= self.measured
         row |= {"samples/duplicates": self.duplicates, "groups/dropped": self.dropped.total()}
@@ -114,7 +120,7 @@ class StepTally:
             "time/train_s": times.train_s,
             "time/publish_s": times.publish_s,
         }
-        if not self.asked_before:
+        if not self.requested_before:
             row["perf/tokens_per_s"] = tokens / times.step_s if times.step_s else 0.0
         if trained := self.loss_sums.get("all_tokens"):
             row |= self.machine.metrics(trained, times.step_s, times.train_s)
@@ -128,7 +134,7 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     lengths = [length(sample.tokens, I32) for sample in samples]
     n_tokens = sum(lengths)
-    late = [(step - version, n) for sample in samples for _, version, n in sample.spans if n]
+    ages = [(step - version, n) for sample in samples for _, version, n in sample.spans if n]
     # The mean of -log p over tokens drawn from p estimates the policy's entropy without another pass.
     surprise = -sum(sum(floats(sample.logprobs)) for sample in samples)
     return {
@@ -141,22 +147,22 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         "completions/clipped_ratio": _mean([sample.finish == "length" for sample in samples]),
         "tokens/completion": n_tokens,
         "entropy": surprise / n_tokens if n_tokens else 0.0,
-        "off_policy/staleness": sum(age * n for age, n in late) / n_tokens if n_tokens else 0.0,
-        "off_policy/staleness_max": max((age for age, _ in late), default=0),
+        "off_policy/staleness": sum(age * n for age, n in ages) / n_tokens if n_tokens else 0.0,
+        "off_policy/staleness_max": max((age for age, _ in ages), default=0),
         **_parts("reward", groups),
         **_turns(groups),
     }
 
 
 def _turns(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    talks = [talk for group in groups for talk in group.talks]
-    if not talks:
+    conversations = [conversation for group in groups for conversation in group.conversations]
+    if not conversations:
         return {}
-    turns = [len(talk.turns) for talk in talks]
+    turns = [len(conversation.turns) for conversation in conversations]
     return {
         "turns/mean": _mean(turns),
         "turns/max": max(turns),
-        "tokens/observation": sum(talk.n_told for talk in talks),
+        "tokens/observation": sum(conversation.n_observation_tokens for conversation in conversations),
     }
 
 
@@ -166,7 +172,7 @@ def _training(tally: StepTally) -> dict[str, float]:
         return {}
     row = {
         "loss": sums["loss"] / sums["divisor"],
-        "ratio/max": sums["most_ratio"],
+        "ratio/max": sums["max_ratio"],
         "tokens/trained": n_tokens,
         "grad_norm": _mean(tally.grad_norms) if tally.grad_norms else 0.0,
         "lr": tally.learning_rate,
@@ -176,8 +182,8 @@ def _training(tally: StepTally) -> dict[str, float]:
         row |= {name: sums[key] / pairs for name, key in _PAIR_MEANS.items()}
     if padded := sums.get("padded_tokens"):
         row["perf/padding_ratio"] = 1 - sums["all_tokens"] / padded
-    if "most_ratio_clipped" in sums:
-        row["ratio/max_clipped"] = sums["most_ratio_clipped"]
+    if "max_ratio_clipped" in sums:
+        row["ratio/max_clipped"] = sums["max_ratio_clipped"]
     if tokens := sums.get("mismatch_tokens"):
         row["mismatch_kl"] = sums["mismatch_kl"] / tokens
     return row
@@ -196,7 +202,7 @@ def _evaluation(groups: Sequence[ScoredGroup], pass_reward: float) -> dict[str, 
 
 
 def _parts(prefix: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Return the mean of each of several reward functions, over the samples that it applies to."""
+    """Return the mean of each reward function over the samples that it applies to, if there are several functions."""
     found: dict[str, list[float]] = {}
     for group in groups:
         for name, values in group.parts.items():

@@ -1,4 +1,4 @@
-"""How likely one of k completions of a problem passes, estimated from n completions of which some passed."""
+"""pass@k: the probability that at least one of k completions of a problem passes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ def pass_at_k(n: int, n_passed: int, k: int) -> float:
     """Return the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1): 1 - C(n - c, k) / C(n, k).
 
     Args:
-        n: how many completions there are, `k` at least.
-        n_passed: how many of them passed (c).
-        k: how many completions one of which shall pass, 1 at least.
+        n: number of completions, at least `k`.
+        n_passed: number of completions that passed (c).
+        k: number of attempts, at least 1.
 
     Raises:
-        ValueError: there are fewer than `k` completions, or it is asked for none.
+        ValueError: `k` is below 1 or above `n`.
 
     """
     if not 1 <= k <= n:
@@ -27,7 +27,7 @@ def pass_rates(problems: Sequence[Sequence[bool]]) -> dict[int, float]:
     """Return k -> the mean of pass@k over problems, for k = 1, 2, 4, 8, ... up to the fewest completions of a problem.
 
     Args:
-        problems: for each problem, whether each of its completions passed; none is without a completion.
+        problems: for each problem, whether each of its completions passed; at least one completion per problem.
 
     """
     if not problems:

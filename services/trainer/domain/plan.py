@@ -1,6 +1,6 @@
-"""Which prompts a step asks for: a pure function of the job, the step and the sizes of the data.
+"""Which groups a step requests: a pure function of the job, the step and the sizes of the data.
 
-A trainer that was killed and starts again derives the same groups, ids and seeds, so nothing of this needs storing.
+A restarted trainer derives the same groups, ids and seeds, so none of this is stored.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hashlib import blake2b
 from services.trainer.domain.turns import TurnIds
 from shared.errors import ConfigError
 from shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
-from shared.jobspec import GeneratingJob, RlJob
-from shared.jobspec_fleet import EvalSpec
+from shared.job.fleet import EvalSpec
+from shared.job.spec import GeneratingJob, RlJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,14 @@ class PlannedGroup:
     row: int
     """Index of its prompt in the training or the evaluation data."""
     n: int
-    """How many completions."""
+    """Number of completions."""
     seed: int
+    number: int
+    """Its number in the step, from 0, counted separately for training and evaluation groups."""
 
 
 def check(spec: GeneratingJob, n_eval: int) -> None:
-    """Refuse a job that cannot be planned.
+    """Check that every step of a job can be planned.
 
     Args:
         spec: the job.
@@ -70,9 +72,9 @@ def check(spec: GeneratingJob, n_eval: int) -> None:
 def plan_step(
     spec: GeneratingJob, job_no: int, step: int, n_train: int, n_eval: int, rows: Sequence[int] | None = None
 ) -> list[PlannedGroup]:
-    """Return the groups of one step: training groups, then evaluation groups where they are due.
+    """Return the groups of one step: training groups, then evaluation groups if they are due.
 
-    The step numbered `spec.steps` trains nothing and evaluates what came out.
+    The step numbered `spec.steps` trains nothing and evaluates the final weights.
 
     Args:
         spec: the job.
@@ -80,13 +82,13 @@ def plan_step(
         step: the step.
         n_train: number of training prompts.
         n_eval: number of evaluation prompts.
-        rows: the training prompts that a curriculum has chosen; None where there is none, and their turn decides.
+        rows: the training prompts that a curriculum chose; None: the next ones of the epoch order.
 
     """
     groups = []
     if isinstance(spec, RlJob) and step < spec.steps:
         if rows is None:
-            rows = training_rows(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
+            rows = prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
         groups = [training_group(spec, job_no, step, g, row) for g, row in enumerate(rows)]
     if spec.eval is not None and (step % spec.eval.every == 0 or step == spec.steps):
         counts = enumerate(spread(spec.eval, n_eval))
@@ -100,12 +102,12 @@ def training_group(spec: GeneratingJob, job_no: int, step: int, number: int, row
 
 
 def n_training_groups(spec: GeneratingJob) -> int:
-    """Return how many training groups a step can have in all, with those that replace others."""
+    """Return the maximal number of training groups of a step, including replacements."""
     return spec.data.prompts_per_step * (1 + (spec.algorithm.resample or 0))
 
 
 def turn_ids(spec: GeneratingJob, n_eval: int) -> dict[bool, TurnIds]:
-    """Return the ids of a step's turns: of training groups, and under True of evaluation groups."""
+    """Return the ids of a step's turns: under False of training groups, under True of evaluation groups."""
     turns = spec.environment.max_turns if spec.environment is not None else 1
     ids = dict[bool, TurnIds]()
     if isinstance(spec, RlJob):
@@ -117,24 +119,24 @@ def turn_ids(spec: GeneratingJob, n_eval: int) -> dict[bool, TurnIds]:
 
 
 def last_step(spec: GeneratingJob) -> int:
-    """Return the number of the last step: one that only evaluates, where the job evaluates."""
+    """Return the number of the last step: the final evaluation, if the job evaluates."""
     return spec.steps if spec.eval is not None else spec.steps - 1
 
 
-def training_rows(seed: int, step: int, per_step: int, n_rows: int) -> list[int]:
-    """Return the indices of a step's prompts: epoch after epoch, each in an order of its own."""
+def prompt_indices(seed: int, step: int, per_step: int, n_rows: int) -> list[int]:
+    """Return the indices of a step's training prompts: epoch after epoch, each shuffled differently."""
     first = step * per_step
     return [epoch_order(seed, p // n_rows, n_rows)[p % n_rows] for p in range(first, first + per_step)]
 
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, n_rows: int) -> tuple[int, ...]:
-    """Return the order of the rows in one epoch: sorted by a hash, so the same in every process and release."""
+    """Return the shuffled row indices of one epoch: sorted by a hash, so equal in every process and release."""
     return tuple(sorted(range(n_rows), key=lambda row: _hash(f"{seed}/{epoch}/{row}")))
 
 
 def spread(evaluation: EvalSpec, n_prompts: int) -> list[int]:
-    """Return how many completions each evaluation prompt gets: as evenly as possible, the first ones one more."""
+    """Return the number of completions of each evaluation prompt: as even as possible, the first ones get one more."""
     each, more = divmod(evaluation.samples, n_prompts)
     return [each + (i < more) for i in range(n_prompts)]
 
@@ -143,8 +145,9 @@ def _planned(
     spec: GeneratingJob, job_no: int, step: int, group: int, row: int, n: int, *, is_eval: bool = False
 ) -> PlannedGroup:
     packed = SampleId(job_no, is_eval, step, group, 0).pack()
-    # 48 bits: whoever derives a sample's seed from its group's has room to add.
-    return PlannedGroup(packed, is_eval, row, n, int.from_bytes(_hash(f"{spec.trainer.seed}/{packed}")[:6], "big"))
+    # 48 bits: sample seeds are derived by addition, and must not overflow 64 bits.
+    seed = int.from_bytes(_hash(f"{spec.trainer.seed}/{packed}")[:6], "big")
+    return PlannedGroup(packed, is_eval, row, n, seed, group)
 
 
 def _hash(text: str) -> bytes:

@@ -1,10 +1,11 @@
-"""Other prompts in place of groups that teach nothing: the dynamic sampling of DAPO, arXiv 2503.14476, section 3.2.
+"""Replaces groups without a learning signal by groups of other prompts.
 
-A step has as many places as `data.prompts_per_step`. A group whose rewards are all equal is replaced by a group of
-another prompt, and that one by the next, up to `algorithm.resample` times a place. What replaces a group depends on
-that group alone, and on what a curriculum knew before the step was asked for: neither on the order in which groups are
-scored nor on the other places. So each is replaced as soon as it is scored, and whoever replaces it again, as a killed
-trainer's successor may, asks for the same.
+This is the dynamic sampling of DAPO, arXiv 2503.14476, section 3.2.
+
+A step has `data.prompts_per_step` slots. A group whose rewards are all equal is replaced by a group of another prompt,
+up to `algorithm.resample` times per slot. The replacement depends on the replaced group alone, and on the state of the
+curriculum before the step was requested, but not on the order of scoring or on other slots. So each group is replaced
+as soon as it is scored, and a restarted trainer requests the same replacements.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.trainer.domain.plan import epoch_order
-from shared.jobspec import GeneratingJob
+from shared.job.spec import GeneratingJob
 
 
-def teaches(rewards: Sequence[float]) -> bool:
-    """Tell whether some sample of a group is better than another, by rewards as they are trained on."""
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Return True if the rewards of a group, after shaping, are not all equal."""
     return min(rewards) != max(rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class Replacements:
-    """Which groups of one step may replace which, and with which prompts."""
+    """The rules of one step: which group replaces which, and with which prompt."""
 
     n: int
-    """How many places the step has."""
+    """Number of slots of the step."""
     tries: int
-    """How many replacements a place may have, one after the other."""
+    """Maximal number of replacements per slot."""
     seed: int
     step: int
     n_rows: int
@@ -36,41 +37,42 @@ class Replacements:
 
     @classmethod
     def of(cls, spec: GeneratingJob, step: int, n_rows: int) -> Replacements:
-        """Return those of a step of a job with so many training prompts."""
+        """Return the rules of a step of a job with `n_rows` training prompts."""
         tries = spec.algorithm.resample or 0
         return cls(spec.data.prompts_per_step, tries, spec.trainer.seed, step, n_rows)
 
-    def number_after(self, number: int) -> int | None:
-        """Return the number of the group that replaces group `number` in its place; None: there were enough."""
+    def replacement_number(self, number: int) -> int | None:
+        """Return the number of the group that replaces group `number`, None if its slot has no tries left."""
         return number + self.n if number // self.n < self.tries else None
 
-    def spare(self, first: Sequence[int], is_skipped: Callable[[int], bool] = lambda _: False) -> list[int]:
-        """Return the prompts that are in the step only in place of others, each once, and those to be skipped last.
+    def replacement_rows(
+        self, initial: Sequence[int], is_skipped: Callable[[int], bool] = lambda _: False
+    ) -> list[int]:
+        """Return the prompts of replacement groups, each once, those that the curriculum skips last.
 
-        They are taken from an order of their own, in which step follows step: what the steps begin with stays the walk
-        through the epochs that it is without them.
+        They come from a separate shuffled order, so that resampling does not change the initial prompts of later steps.
 
         Args:
-            first: the prompts that the step begins with. Where the data have no others, these are given back.
-            is_skipped: tells of a prompt whether others are to be taken as long as there are any.
+            initial: the initial prompts of the step. They are returned, rotated by one, if the data has no others.
+            is_skipped: whether to prefer other prompts to this one.
 
         """
-        most, seen = self.n * self.tries, set(first)
+        most, seen = self.n * self.tries, set(initial)
         found: list[int] = []
         skipped: list[int] = []
-        # Two epochs hold a whole one from wherever the step begins.
+        # Two epochs contain a whole one from any starting position.
         for position in range(self.step * most, self.step * most + 2 * self.n_rows):
             if len(found) == most:
                 break
-            epoch, place = divmod(position, self.n_rows)
-            row = epoch_order(self.seed, -1 - epoch, self.n_rows)[place]
+            epoch, offset = divmod(position, self.n_rows)
+            row = epoch_order(self.seed, -1 - epoch, self.n_rows)[offset]
             if row not in seen:
                 seen.add(row)
                 (skipped if is_skipped(row) else found).append(row)
-        return [*found, *skipped][:most] or list(dict.fromkeys([*first[1:], *first[:1]]))
+        return [*found, *skipped][:most] or list(dict.fromkeys([*initial[1:], *initial[:1]]))
 
-    def row(self, number: int, spare: Sequence[int]) -> int:
-        """Return the prompt of the replacement `number`: another one for each, where there are enough."""
-        again, place = divmod(number - self.n, self.n)
-        # Where there are too few for all, a place still has another prompt each time, for as long as there is one.
-        return spare[(place + again * min(self.n, max(1, len(spare) // self.tries))) % len(spare)]
+    def row(self, number: int, rows: Sequence[int]) -> int:
+        """Return the prompt of replacement group `number`: a different one for each, if `rows` has enough."""
+        attempt, slot = divmod(number - self.n, self.n)
+        # With too few rows, a slot still gets a different prompt in each attempt, as long as there is one.
+        return rows[(slot + attempt * min(self.n, max(1, len(rows) // self.tries))) % len(rows)]

@@ -1,4 +1,4 @@
-"""Several reward functions' answers made one reward a completion."""
+"""Combines the rewards of several functions into one per completion."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def combine(parts: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float | None]:
-    """Return the weighted sum of what each function said of each completion.
+    """Return the weighted sum of the functions' rewards for each completion.
 
-    A function that gave None does not apply to that completion and is left out of its sum, as in TRL; where none
-    applies there is no reward, None.
+    A function that returned None does not apply to that completion and is left out of its sum, as in TRL. The reward is
+    None if no function applies.
     """
     rewards: list[float | None] = []
     for values in zip(*parts, strict=True):

@@ -12,15 +12,15 @@ from services.trainer.domain.tokens import TokenBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_NATS = 700.0
-"""Beyond it a perplexity is no float any more."""
+_MAX_NATS = 700.0
+"""Above it a perplexity overflows a float."""
 
 
-def imitation_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
+def sft_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
     """Return the summed cross entropy of the completions' tokens, and the sums; a `LossFn`.
 
-    The divisor is the number of tokens, so an update's loss is the mean over all tokens of its step, however the step
-    is cut into micro-batches. Prompts have no part in it.
+    The divisor is the number of tokens, so an update's loss is the mean over all tokens of its step, independent of
+    micro-batches. Prompts have no loss.
     """
     total = -batch.logprobs.sum()
     n_tokens = float(sum(batch.lengths))
@@ -29,12 +29,12 @@ def imitation_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class SftStep:
-    """What happened in one step."""
+    """The results of one step."""
 
     sums: Mapping[str, float]
-    """The loss's, over all micro-batches."""
+    """The loss function's sums over all micro-batches."""
     lengths: Sequence[int]
-    """How many tokens each completion has."""
+    """Number of tokens of each completion."""
     grad_norm: float
     """Before clipping."""
     learning_rate: float
@@ -45,7 +45,7 @@ class SftStep:
         loss, n_tokens = self.sums["loss"] / self.sums["divisor"], self.sums["tokens"]
         return {
             "loss": loss,
-            "perplexity": math.exp(min(loss, _MOST_NATS)),
+            "perplexity": math.exp(min(loss, _MAX_NATS)),
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
             "tokens/trained": n_tokens,

@@ -1,38 +1,35 @@
-"""What is done to rewards before they become advantages."""
+"""Reward shaping: length penalties, before rewards become advantages."""
 
 from __future__ import annotations
 
 from services.trainer.domain.metrics import ScoredGroup
-from shared.algorithm import AlgorithmSpec
 from shared.columns import I32, length
+from shared.job.algorithm import AlgorithmSpec
 
 
-def shaped(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:
-    """Return the rewards of a group's samples as they are trained on; `max_tokens` is `sampling.max_tokens`."""
-    taken = penalties(group, spec, max_tokens) or [0.0] * len(group.rewards)
+def shaped_rewards(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:
+    """Return the rewards of a group's samples minus length penalties; `max_tokens` is `sampling.max_tokens`."""
+    taken = length_penalties(group, spec, max_tokens) or [0.0] * len(group.rewards)
     return [reward - penalty for reward, penalty in zip(group.rewards, taken, strict=True)]
 
 
-def penalties(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:
-    """Return what each sample's length takes off its reward, nothing where the job punishes no length."""
+def length_penalties(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:
+    """Return the length penalty of each sample, of a conversation as a whole; an empty list if the job has none."""
     fraction, most = spec.overlong_fraction, spec.overlong_penalty
     if fraction is None:
         return []
-    # Of a conversation everything counts, as for the limit.
-    completions = [talk.completion for talk in group.talks] or [sample.tokens for sample in group.samples]
-    return [overlong_penalty(length(one, I32), max_tokens, fraction, most) for one in completions]
+    return [overlong_penalty(length(one, I32), max_tokens, fraction, most) for one in group.completions]
 
 
 def overlong_penalty(n_tokens: int, max_tokens: int, fraction: float, most: float) -> float:
-    """Return what a completion's length takes off its reward: DAPO's soft overlong punishment.
+    """Return the length penalty of a completion: DAPO's soft overlong punishment.
 
-    arXiv 2503.14476, equation 13: nothing up to where the last `fraction` of `max_tokens` begins, then a straight line
-    to `most` at `max_tokens`.
+    arXiv 2503.14476, equation 13: 0 up to the last `fraction` of `max_tokens`, then linear, `most` at `max_tokens`.
 
     Args:
         n_tokens: the completion's length.
         max_tokens: `sampling.max_tokens`.
-        fraction: the punished part of it, above 0.
+        fraction: the penalized part of `max_tokens`, above 0.
         most: the penalty at full length.
 
     """

@@ -1,4 +1,4 @@
-"""Sharing out the rows of one micro-batch among processes that compute at the same time."""
+"""Distributes the rows of a micro-batch over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 def spread(sizes: Sequence[int], n_parts: int) -> list[list[int]]:
-    """Share out items so that the parts' sums are close; the same sizes give the same parts.
+    """Partition items so that the sums of the parts are close; deterministic.
 
-    The longest item first, each to the part with the least so far (Graham's LPT rule, SIAM J. Appl. Math. 17, 1969:
+    Longest item first, each to the part with the lowest sum so far (Graham's LPT rule, SIAM J. Appl. Math. 17, 1969:
     never above 4/3 of the best).
 
     Args:
         sizes: of the items.
-        n_parts: how many parts.
+        n_parts: number of parts.
 
     Returns:
-        For each part the items' indices, ascending; empty where there are fewer items than parts.
+        The items' indices of each part, ascending; empty for some parts if there are fewer items than parts.
 
     """
     parts: list[list[int]] = [[] for _ in range(n_parts)]

@@ -1,4 +1,4 @@
-"""What a loss function is given: one micro-batch, as columns."""
+"""The input of a loss function: one micro-batch, as columns."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Whole completions, one after the other; every column is float32 with one entry a completion token."""
+    """Concatenated completions; every column is float32, [tokens], with one entry per loss token."""
 
     logprobs: Tensor
     """Log-probabilities under the weights being trained; the only column with a gradient."""
     sampled: Tensor
-    """Log-probabilities of the same tokens, as the engine told them when it drew them."""
+    """Log-probabilities of the same tokens, reported by the inference engine that generated them."""
     advantages: Tensor
     """The advantage of the token's completion."""
     lengths: tuple[int, ...]
-    """How many tokens each completion has; they add up to the columns' length, and none is 0."""
+    """Number of tokens of each completion, above 0; their sum is the length of the columns."""
     proximal: Tensor | None = None
-    """Log-probabilities under the weights that the step began with; None where nobody asked, or these are still the
-    ones being trained."""
+    """Log-probabilities under the weights at the start of the step; None if not needed, or if these are the current
+    weights."""
     reference: Tensor | None = None
-    """Log-probabilities under the weights that the job began with; None where these are not asked."""
+    """Log-probabilities under the job's initial weights; None if not needed."""
 
 
 LossFn = Callable[[TokenBatch], tuple["Tensor", dict[str, float]]]
-"""A micro-batch -> its loss, not yet divided by anything, and numbers that `sums.add` adds up; one of them,
-`divisor`, is what the gradients of an update are divided by once they are added up."""
+"""A micro-batch -> its summed loss, and sums that `sums.add` adds up. One of these, `divisor`, divides the accumulated
+gradients of an update."""
 
 TokenLoss = Callable[[TokenBatch], "Tensor"]
-"""`algorithm.loss`: a micro-batch -> the loss of each token, before it is weighted and added up."""
+"""`algorithm.loss`: a micro-batch -> the loss of each token, before weights and aggregation."""

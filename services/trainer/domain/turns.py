@@ -1,8 +1,8 @@
-"""Which turn of which sample: the ids under which a conversation's turns are generated.
+"""The ids under which the turns of conversations are generated.
 
-A sample's first turn has the sample's own id, and is asked for together with those of its group: they begin alike. Each
-later turn is a group of one, whose number lies behind those of the step's groups. Ids are derived, never drawn, so a
-trainer that was killed asks for the same turns again.
+A sample's first turn has the sample's own id, and is requested with its group, which shares the prompt. Each later turn
+is a group of one, numbered after the step's groups. Ids are derived, never random, so a restarted trainer requests the
+same turns.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class TurnIds:
 
     n_groups: int
     group_size: int
-    """Of the largest group."""
+    """Size of the largest group."""
     max_turns: int
 
     @property
     def n_numbers(self) -> int:
-        """Return how many group numbers there are; they must fit an id."""
+        """Return the number of group numbers, which must fit into an id."""
         return self.n_groups * (1 + (self.max_turns - 1) * self.group_size)
 
     def id_of(self, sample: int, turn: int) -> int:
-        """Return the packed id under which a turn of a sample is generated; turn 0 is the first."""
+        """Return the packed id of a turn of a sample; turn 0 is the first."""
         if turn == 0:
             return sample
         first = SampleId.unpack(sample)
@@ -39,6 +39,6 @@ class TurnIds:
         found = SampleId.unpack(packed)
         if found.group < self.n_groups:
             return packed, 0
-        rest, member = divmod(found.group - self.n_groups, self.group_size)
-        turn, group = divmod(rest, self.n_groups)
+        index, member = divmod(found.group - self.n_groups, self.group_size)
+        turn, group = divmod(index, self.n_groups)
         return found._replace(group=group, member=member).pack(), turn + 1

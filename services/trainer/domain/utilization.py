@@ -1,4 +1,4 @@
-"""What part of its devices' arithmetic a step has used: model FLOPs utilization (PaLM, arXiv 2204.02311, B)."""
+"""Model FLOPs utilization of a step (PaLM, arXiv 2204.02311, appendix B)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _PEAK_TFLOPS = {
     "L40S": 362.0,
     "L4": 121.0,
 }
-"""Dense bfloat16 on tensor cores, from NVIDIA's data sheets; the first that a device's name has in it."""
+"""Dense bfloat16 on tensor cores, from NVIDIA's data sheets; the first entry that a device's name contains applies."""
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Return floating point operations a second that a device can do at most, None where that is not known.
+    """Return the peak floating point operations per second of a device, None if unknown.
 
     Args:
-        device_name: as the driver tells it, such as `NVIDIA H100 80GB HBM3`.
-        dtype: in which matrices are multiplied; only `bfloat16` is known.
+        device_name: as reported by the driver, such as `NVIDIA H100 80GB HBM3`.
+        dtype: of matrix multiplications; only `bfloat16` is known.
 
     """
     if dtype != "bfloat16":
@@ -38,16 +38,16 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a model is trained on."""
+    """The devices that a model is trained on."""
 
     n_devices: int = 1
     flops_per_token: float = 0.0
-    """Of one forward and backward pass; 0 where that is not known."""
+    """Of one forward and backward pass; 0 if unknown."""
     peak_flops: float | None = None
-    """Of one device, a second."""
+    """Of one device, per second."""
 
     def metrics(self, n_tokens: float, step_s: float, train_s: float) -> dict[str, float]:
-        """Return what is said of a step that trained on so many tokens, prompts included."""
+        """Return the metrics of a step that trained on `n_tokens` tokens, prompts included."""
         row: dict[str, float] = {}
         if step_s:
             row["perf/throughput"] = n_tokens / step_s / self.n_devices
@@ -57,13 +57,13 @@ class Machine:
 
 
 UNKNOWN_MACHINE = Machine()
-"""One device, of which nothing more is known."""
+"""One device of unknown kind."""
 
 
 def flops_per_token(n_parameters: int, *, frozen: bool) -> float:
-    """Return 6 operations a parameter: 2 forward, 2 for the gradient of activations, 2 for that of the weights.
+    """Return 6 operations per parameter: 2 forward, 2 for activation gradients, 2 for weight gradients.
 
-    The last 2 are not needed where the weights are `frozen` below an adapter. Attention to earlier tokens comes on top
-    and is not counted, so that long sequences use more than is said.
+    The last 2 are not needed if the weights are `frozen` below an adapter. Attention is not counted, so the
+    result is too low for long sequences.
     """
     return (4.0 if frozen else 6.0) * n_parameters

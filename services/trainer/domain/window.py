@@ -1,7 +1,7 @@
-"""Several steps at once: the one being trained, and those whose groups were asked for ahead of it.
+"""The open steps: the one being trained, and those whose groups are requested ahead of it.
 
-`rollouts.finished` has one order for all of them. What a step gets, and in which order, follows from that order alone,
-whenever it is read: a step that is trained again from the recorded samples gets the same.
+`rollouts.finished` has one order for all steps. That order alone determines which groups a step gets and in which
+order, so a step that is trained again from the stream gets the same.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ from shared.messages import (
 
 
 class StepWindow:
-    """Gives each entry to its step, and knows from where the open steps would have to be read again."""
+    """Routes each entry to the collector of its step, and tracks the position that open steps must be read from."""
 
     def __init__(self, read_until: str) -> None:
-        """Start without a step; up to `read_until` a predecessor has counted what was late."""
+        """Start without a step; an earlier process has counted late samples up to `read_until`."""
         self._read_until = position(read_until)
         self._open: dict[int, StepCollector] = {}
-        self._begins: dict[int, str] = {}
+        self._first_position: dict[int, str] = {}
         """Step -> position before its first entry, in the order of these positions."""
         self._current = 0
 
     def open(self, step: int, collector: StepCollector) -> None:
-        """Keep from now on what comes for `step`."""
+        """Route entries of `step` to `collector` from now on."""
         self._open[step] = collector
 
     def enter(self, step: int) -> None:
-        """Note that `step`, which is open, is being trained: nothing is needed any more of those before it."""
+        """Set the open step that is being trained, and close the steps before it."""
         self._current = step
         for done in [number for number in self._open if number < step]:
             del self._open[done]
-            self._begins.pop(done, None)
+            self._first_position.pop(done, None)
 
     def holds(self, message: Message) -> bool:
-        """Tell whether a message is of an open step or an earlier one; what is of a later one has to wait."""
+        """Return True if a message is of an open step or an earlier one; False if its step is not requested yet."""
         step = _step_of(message)
         return step is None or step <= max(self._open)
 
     def fold(self, before: str, entry: Entry) -> tuple[int, Outcome] | None:
-        """Take in the next entry; `before` is the position of the one before it.
+        """Apply the next entry; `before` is the position of the entry before it.
 
         Returns:
-            The step and the group that are decided with it, if one is.
+            The step and the outcome of the group that the entry completes or drops, if any.
 
         Raises:
-            Fatal: see `StepCollector.fold`; a sample of a step that is not open is one that nobody asked for.
+            Fatal: see `StepCollector.fold`; a sample of a step that is not open was not requested.
 
         """
         step = _step_of(entry.message)
         if step in self._open:
-            self._begins.setdefault(step, before)
+            self._first_position.setdefault(step, before)
         else:
             if step is not None and step < self._current and position(entry.id) <= self._read_until:
                 return None
-            step = self._current  # which counts what is late, and refuses what nobody asked for
+            step = self._current  # its collector counts late samples, and rejects unrequested ones
         outcome = self._open[step].fold(entry.message)
         return None if outcome is None else (step, outcome)
 
     def needed_from(self, cursor: str) -> str:
-        """Return the position behind which everything lies that the open steps need, `cursor` if nothing came yet."""
-        return next(iter(self._begins.values()), cursor)
+        """Return the position before the first entry that an open step needs, `cursor` if there is none yet."""
+        return next(iter(self._first_position.values()), cursor)
 
 
 def _step_of(message: Message) -> int | None:

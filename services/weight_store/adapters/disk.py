@@ -1,15 +1,14 @@
-"""The weight store's directory.
+"""Chunks and documents of the weight store in a local directory.
 
-    chunks/ab/abcdef...           a chunk, named by its digest; its time of change is when it was last used
+    chunks/ab/abcdef...           a chunk, named by its digest; its modification time is that of its last use
     models/JOB/model.json         the model: what is visible
     models/JOB/manifests/7.json   manifest of version 7
-    models/JOB/edges/7.json       which deltas lead to the chunks of version 7
-    models/JOB/parts/7-0.json     rank 0's part of version 7, waiting for the commit
+    models/JOB/edges/7.json       deltas that lead to the chunks of version 7
+    models/JOB/parts/7-0.json     rank 0's part of version 7, staged for the commit
     tmp/                          files being written; emptied at start
-    lock                          held by the process that uses the directory
+    lock                          locked by the process that uses the directory
 
-Every file is written under `tmp`, forced to disk, and renamed: whenever the process is killed, it is there whole or
-not at all.
+Every file is written under `tmp`, flushed to disk and renamed: it is complete or absent, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from blake3 import blake3
 from pydantic import TypeAdapter
 
 from services.weight_store.domain.versions import Model
-from services.weight_store.ports import BadChunk, InFile, StagedPart, StoreFull
+from services.weight_store.ports import BadChunk, LocalFile, StagedPart, StoreFull
+from shared.atomic_file import sync_path, temporary_file
 from shared.errors import Fatal, NotFound
-from shared.ids import new_token
-from shared.weights.exclusive import hold
+from shared.weights.directory_lock import lock_directory
 from shared.weights.manifest import ChunkRef
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MODEL = TypeAdapter(Model)
 
 
-class Directory:
-    """A directory that this process alone uses, with atomic writes."""
+class StoreDirectory:
+    """The root directory, locked by this process, with atomic writes."""
 
     def __init__(self, root: Path) -> None:
-        """Take the directory, made where it is missing, and remove what a killed process left half-written.
+        """Create the directory if needed, lock it, and remove partial files of a killed process.
 
         Raises:
-            ConfigError: it cannot be used, or another process uses it.
+            ConfigError: it is not writable, or another process uses it.
 
         """
         self.root = root
         self.chunks, self.models, self._tmp = root / "chunks", root / "models", root / "tmp"
-        self._lock = hold(root)
+        self._lock = lock_directory(root)
         with self.errors():
             for path in (self.models, self._tmp, *(self.chunks / f"{number:02x}" for number in range(256))):
                 path.mkdir(parents=True, exist_ok=True)
@@ -56,40 +55,31 @@ class Directory:
                 leftover.unlink()
 
     def close(self) -> None:
-        """Give the directory back."""
+        """Release the directory."""
         self._lock.close()
 
     @contextmanager
     def written(self, blocks: Sequence[bytes], now: float | None) -> Iterator[Path]:
-        """Give a temporary file with this content, and time of change, forced to disk, to be renamed in the body.
+        """Write a temporary file with this content and modification time, flushed to disk, for the body to rename.
 
         Raises:
-            StoreFull: there is no room; nothing remains.
+            StoreFull: the disk is full; the file is removed.
 
         """
-        temporary = self._tmp / new_token(8)
-        try:
-            with self.errors():
-                with temporary.open("wb") as file:
-                    file.writelines(blocks)
-                    file.flush()
-                    if now is not None:
-                        _set_time(file.fileno(), now)
-                    os.fsync(file.fileno())
-                yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
+        mtime_ns = None if now is None else _nanoseconds(now)
+        with self.errors(), temporary_file(self._tmp, blocks, sync=True, mtime_ns=mtime_ns) as temporary:
+            yield temporary
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Translate what the file system says."""
+        """Translate errors of the file system."""
         try:
             yield
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in _DISK_FULL:
                 raise StoreFull(
-                    f"no room in the weight store's directory {self.root} ({error.strerror}): free space, "
-                    "or keep fewer versions"
+                    f"no space left in the weight store's directory {self.root} ({error.strerror}): free space, "
+                    "or retain fewer versions"
                 ) from error
             raise Fatal(f"the weight store's directory {self.root}: {error}") from error
 
@@ -97,18 +87,18 @@ class Directory:
 class DiskChunks:
     """`ports.Chunks` on files."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: StoreDirectory) -> None:
         """Use an open directory."""
         self._directory = directory
-        self._changing = threading.Lock()
-        """Held while a chunk appears, is marked or vanishes, so that none vanishes that was just said to be there."""
+        self._locks = threading.Lock()
+        """Held while a chunk is added, marked or removed: a chunk reported as present is not removed concurrently."""
 
     def path(self, digest: str) -> Path:
-        """Return where a chunk is, if it is there."""
+        """Return the path of a chunk, which may not exist."""
         return self._directory.chunks / digest[:2] / digest
 
     async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
-        """See `Chunks.put`. Bytes with another digest never reach the disk."""
+        """See `Chunks.put`. The digest is checked before anything is written."""
         await asyncio.to_thread(self._put, digest, blocks, now)
 
     def _put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
@@ -117,7 +107,7 @@ class DiskChunks:
             hasher.update(block)
         if hasher.hexdigest() != digest:
             raise BadChunk(f"the bytes have the digest {hasher.hexdigest()}, not {digest}: send them again")
-        with self._directory.written(blocks, now) as temporary, self._changing:
+        with self._directory.written(blocks, now) as temporary, self._locks:
             temporary.replace(self.path(digest))
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
@@ -125,15 +115,15 @@ class DiskChunks:
         return await asyncio.to_thread(self._missing, chunks, now)
 
     def _missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
-        lacking = []
+        missing = []
         for chunk in chunks:
             path = self.path(chunk.digest)
-            with self._directory.errors(), self._changing:
+            with self._directory.errors(), self._locks:
                 if path.exists() and path.stat().st_size == chunk.n_bytes:
-                    _set_time(path, now)
+                    os.utime(path, ns=(_nanoseconds(now), _nanoseconds(now)))
                 else:
-                    lacking.append(chunk.digest)
-        return lacking
+                    missing.append(chunk.digest)
+        return missing
 
     async def read(self, digest: str) -> bytes:
         """See `Chunks.read`."""
@@ -146,11 +136,11 @@ class DiskChunks:
             except FileNotFoundError as error:
                 raise NotFound(f"there is no chunk {digest}") from error
 
-    async def source(self, digest: str) -> InFile:
+    async def source(self, digest: str) -> LocalFile:
         """See `Chunks.source`."""
         path = self.path(digest)
         try:
-            return InFile(path, await asyncio.to_thread(path.stat))
+            return LocalFile(path, await asyncio.to_thread(path.stat))
         except FileNotFoundError as error:
             raise NotFound(f"there is no chunk {digest}") from error
 
@@ -169,7 +159,7 @@ class DiskChunks:
     def _remove(self, unused_since: Mapping[str, float]) -> None:
         for digest, used_at in unused_since.items():
             path = self.path(digest)
-            with self._directory.errors(), self._changing:
+            with self._directory.errors(), self._locks:
                 if path.exists() and _time(path) <= used_at:
                     path.unlink()
 
@@ -177,7 +167,7 @@ class DiskChunks:
 class DiskDocuments:
     """`ports.Documents` on files."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: StoreDirectory) -> None:
         """Use an open directory."""
         self._directory = directory
 
@@ -274,17 +264,12 @@ class DiskDocuments:
         with self._directory.written([data], now) as temporary:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.replace(path)
-            entry = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(entry)
-            finally:
-                os.close(entry)
+            sync_path(path.parent)
 
 
-def _set_time(path: Path | int, now: float) -> None:
-    """Set a file's time of change, in whole microseconds, which `_time` gives back exactly."""
-    nanoseconds = round(now * 1e6) * 1000
-    os.utime(path, ns=(nanoseconds, nanoseconds))
+def _nanoseconds(now: float) -> int:
+    """Round a time to whole microseconds, which `_time` gives back exactly."""
+    return round(now * 1e6) * 1000
 
 
 def _time(path: Path) -> float:

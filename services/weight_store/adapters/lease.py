@@ -1,12 +1,13 @@
-"""One process at a time writes to a prefix of an object store, as `exclusive.hold` does for a folder.
+"""A lease on a prefix of an object store: one process at a time writes to it.
 
-The holder writes `owner.json` again and again, each time over its own last version. Who finds another's document waits
-for as long as that one says: if it was written meanwhile, its writer lives, and the newcomer gives up. If not, the
-newcomer writes over it. No two clocks are compared. A holder that was thought dead and comes back finds its lease
-spent, does nothing more, and at its next write learns that it was succeeded. What it had sent before cannot harm: each
-document is written conditionally. Only the removal of an object knows no condition. It is broken off when the lease
-ends, some time before the next holder may begin; but a holder that is paused for all of that time between its last look
-at the clock and the sending of a removal would still remove what was garbage in its own time.
+The holder renews the lease by a conditional write of `owner.json` over its own last version. A process that finds
+another owner waits for the lease time that is in the document. If the document changed meanwhile, its owner is alive
+and the process gives up; otherwise it overwrites the document. Clocks of two machines are never compared.
+
+A paused holder finds its lease expired, stops writing, and is fenced at its next conditional write. All documents are
+written conditionally, so its late writes have no effect. Removals are unconditional: they are cancelled when the lease
+expires, some time before the next holder may start. A holder that is paused for that whole time between the check and
+the request could still remove chunks that were garbage during its own lease.
 """
 
 from __future__ import annotations
@@ -32,27 +33,31 @@ log = structlog.get_logger(__name__)
 
 _PATH = "owner.json"
 _SPARE_S = 60.0
-"""How long reading another's document may take beyond its lease."""
+"""Extra time, beyond the lease, for reading the owner document."""
 
 
 class _Owner(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     owner: str
-    """Who it is, for people: host and process id."""
+    """Host and process id, for error messages."""
     run: str
-    """Tells one run of a process from the next."""
+    """Distinguishes runs of a process."""
     renewed: int
-    """How often."""
+    """Number of renewals."""
     lease_s: float
-    """Unchanged for so long, its writer counts as dead; 0 once it has left."""
+    """Without a change for this time the owner counts as dead; 0 after a release."""
 
 
 class Lease:
-    """The right to write to a bucket, to be renewed by the loop `hold`."""
+    """The exclusive right to write to a bucket; the loop `hold` renews it.
+
+    `hold` consumes nothing and produces a renewal every third of the lease time. It waits for the object store, and
+    ends at the stop, or with `Fenced` when another process has taken over.
+    """
 
     def __init__(self, bucket: Bucket, register: Register, lease_s: float) -> None:
-        """Hold nothing yet: use `take`."""
+        """Use `acquire`."""
         self._bucket = bucket
         self._register = register
         self._lease_s = lease_s
@@ -61,17 +66,17 @@ class Lease:
         self._valid_until = 0.0
 
     @classmethod
-    async def take(cls, bucket: Bucket, lease_s: float, waits: Waits) -> Self:
-        """Take the lease, after waiting for that of a process that may have died.
+    async def acquire(cls, bucket: Bucket, lease_s: float, waits: Waits) -> Self:
+        """Acquire the lease; wait for the lease of a previous process to expire.
 
         Raises:
-            ConfigError: another process uses the bucket, or the server does not keep to conditional writes.
+            ConfigError: another process holds the lease, or the server ignores write conditions.
             StoreUnavailable: the object store does not answer.
 
         """
         found = await _read(bucket)
         if found is not None:
-            found = await _outlived(bucket, found, waits)
+            found = await _wait_until_expired(bucket, found, waits)
         lease = cls(bucket, Register(bucket, _PATH, found.version if found else None), lease_s)
         try:
             await lease._renew()
@@ -81,21 +86,21 @@ class Lease:
         return lease
 
     def check(self) -> None:
-        """Make sure that this process may write, and may promise.
+        """Check that this process holds the lease.
 
         Raises:
-            StoreUnavailable: the lease is spent; it may be renewed soon.
+            StoreUnavailable: the lease has expired; it may be renewed soon.
 
         """
-        if lack := self.lack():
-            raise StoreUnavailable(lack)
+        if not_ready_reason := self.not_ready_reason():
+            raise StoreUnavailable(not_ready_reason)
 
     @asynccontextmanager
-    async def limiting(self) -> AsyncIterator[None]:
-        """Break the body off when the lease ends, as it is now.
+    async def within_lease(self) -> AsyncIterator[None]:
+        """Cancel the body when the current lease expires.
 
         Raises:
-            StoreUnavailable: the lease is spent, or was before the body was done.
+            StoreUnavailable: the lease has expired, or expired during the body.
 
         """
         self.check()
@@ -105,8 +110,8 @@ class Lease:
         except TimeoutError as error:
             raise StoreUnavailable(f"object store {self._bucket.url} did not answer within the lease") from error
 
-    def lack(self) -> str | None:
-        """Return why this process may not write just now, None when it may."""
+    def not_ready_reason(self) -> str | None:
+        """Return why this process may not write now, None if it may."""
         if time.monotonic() < self._valid_until:
             return None
         return f"the lease on object store {self._bucket.url} could not be renewed in time"
@@ -124,23 +129,23 @@ class Lease:
                 async with asyncio.timeout(interval_s):
                     await self._renew()
             except (Retryable, TimeoutError) as error:
-                log.warning("lease_not_renewed", store=self._bucket.url, error=str(error) or "no answer in time")
+                log.warning("lease_renewal_failed", store=self._bucket.url, error=str(error) or "no answer in time")
             await until_stop(stop, interval_s)
 
     async def release(self) -> None:
-        """Let the next process begin at once, if the object store answers."""
+        """Release the lease, so that the next process need not wait, if the object store answers."""
         self._valid_until = 0.0
         try:
             async with asyncio.timeout(self._lease_s / 3):
                 await self._register.write(self._document(0.0))
         except (Retryable, Fenced, TimeoutError) as error:
-            log.warning("lease_not_given_back", store=self._bucket.url, error=str(error) or "no answer in time")
+            log.warning("lease_release_failed", store=self._bucket.url, error=str(error) or "no answer in time")
 
     async def _renew(self) -> None:
         began = time.monotonic()
         self._renewed += 1
         await self._register.write(self._document(self._lease_s))
-        # The next holder waits for the whole of it.
+        # The next holder waits for the whole lease time.
         self._valid_until = began + self._lease_s * 2 / 3
 
     async def _check_conditions(self) -> None:
@@ -149,8 +154,8 @@ class Lease:
         except Changed:
             return
         raise ConfigError(
-            f"object store {self._bucket.url}: its server does not keep to conditional writes (If-None-Match: *), "
-            "so two weight stores could not be kept apart: use one that does"
+            f"object store {self._bucket.url}: its server ignores conditional writes (If-None-Match: *), "
+            "so two weight stores could corrupt it: use an object store that supports them"
         )
 
     def _document(self, lease_s: float) -> bytes:
@@ -158,7 +163,7 @@ class Lease:
         return _Owner(owner=owner, run=self._run, renewed=self._renewed, lease_s=lease_s).model_dump_json().encode()
 
 
-_ADVICE = "stop it, or give each weight store a prefix of its own"
+_ADVICE = "stop it, or give each weight store its own prefix"
 
 
 async def _read(bucket: Bucket) -> Found | None:
@@ -168,12 +173,12 @@ async def _read(bucket: Bucket) -> Found | None:
         return None
 
 
-async def _outlived(bucket: Bucket, found: Found, waits: Waits) -> Found | None:
-    """Return what is there when the writer of `found` is surely gone."""
+async def _wait_until_expired(bucket: Bucket, found: Found, waits: Waits) -> Found | None:
+    """Wait until the lease of `found` has expired; return the current document."""
     holder = _decoded(bucket, found)
     if holder.lease_s == 0:
         return found
-    log.info("waiting_for_lease", store=bucket.url, holder=holder.owner, lease_s=holder.lease_s)
+    log.info("lease_awaited", store=bucket.url, holder=holder.owner, lease_s=holder.lease_s)
     because = f"start on {bucket.url}"
     async with waits.on(f"the lease of {holder.owner}", because=because, limit_s=holder.lease_s + _SPARE_S):
         await asyncio.sleep(holder.lease_s)
@@ -188,5 +193,5 @@ def _decoded(bucket: Bucket, found: Found) -> _Owner:
         return _Owner.model_validate_json(found.data)
     except ValidationError as error:
         raise ConfigError(
-            f"object store {bucket.url}: {_PATH} is not a weight store's: give it a prefix of its own"
+            f"object store {bucket.url}: {_PATH} was not written by a weight store: use another prefix"
         ) from error

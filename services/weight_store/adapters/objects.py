@@ -1,15 +1,15 @@
-"""The weight store below a URL of an object store.
+"""Chunks and documents of the weight store in an object store.
 
     chunks/abcdef...              a chunk, named by its digest
     models/JOB/model.json         the model: what is visible
     models/JOB/manifests/7.json   manifest of version 7
-    models/JOB/edges/7.json       which deltas lead to the chunks of version 7
-    models/JOB/parts/7-0.json     rank 0's part of version 7, waiting for the commit
-    owner.json                    the process that uses the prefix: see `lease`
+    models/JOB/edges/7.json       deltas that lead to the chunks of version 7
+    models/JOB/parts/7-0.json     rank 0's part of version 7, staged for the commit
+    owner.json                    the process that holds the lease: see `lease`
 
-Every object appears whole or not at all. When a chunk was last used is known only to the process that holds the lease:
-an object has no time that can be set, and to copy it onto itself for each question would cost a request a chunk. What
-was there when the process began counts as used at that moment, since its predecessor may have promised it to somebody.
+Every object is written atomically. The process that holds the lease keeps the time of a chunk's last use in memory:
+the time of an object cannot be set, and copying it onto itself would cost one request per chunk. Chunks found at start
+count as used at that moment, since the previous process may have reported them as present to a publisher.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from services.weight_store.adapters.lease import Lease
 from services.weight_store.domain.versions import Model
-from services.weight_store.ports import BadChunk, Elsewhere, StagedPart, Through
+from services.weight_store.ports import BadChunk, Proxied, Redirect, StagedPart
 from shared.bucket import Bucket, Register
 from shared.errors import NotFound, StoreUnavailable
 from shared.weights.manifest import ChunkRef
@@ -43,30 +43,30 @@ class _Held:
 class ObjectChunks:
     """`ports.Chunks` in an object store.
 
-    What is there is kept in memory, and compared with the object store whenever garbage is looked for.
+    The list of chunks is cached in memory and refreshed from the object store at each garbage collection.
     """
 
     def __init__(self, bucket: Bucket, lease: Lease, began_at: float, *, redirect: bool) -> None:
-        """Use `opened`, which finds out what is there."""
+        """Use `opened`, which lists the chunks."""
         self._bucket = bucket
         self._lease = lease
-        self._began_at = began_at
+        self._started_at = began_at
         self._redirect = redirect
         self._held: dict[str, _Held] = {}
-        self._sending: dict[str, float] = {}
-        """Since when: uploads under way, and those of which nobody knows whether they took place."""
-        self._leaving: set[str] = set()
-        """Being removed, or maybe removed: neither promised nor taken until the object store has said that it is so."""
+        self._uploading: dict[str, float] = {}
+        """Digest -> start of uploads in progress or with an unknown outcome."""
+        self._removing: set[str] = set()
+        """Being removed, or with an unknown outcome: neither present nor accepted until the removal is confirmed."""
 
     @classmethod
     async def opened(cls, bucket: Bucket, lease: Lease, now: float, *, redirect: bool) -> Self:
-        """Find out what is there; all of it counts as used now.
+        """List the chunks; all of them count as used now.
 
         Args:
-            bucket: where the chunks are.
+            bucket: the object store.
             lease: held by this process.
-            now: the time, in Unix seconds.
-            redirect: send those who read a chunk to the object store.
+            now: the time in Unix seconds.
+            redirect: redirect readers of chunks to the object store.
 
         Raises:
             StoreUnavailable: the object store does not answer.
@@ -77,29 +77,29 @@ class ObjectChunks:
         return chunks
 
     async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
-        """See `Chunks.put`. Bytes with another digest are never sent on."""
+        """See `Chunks.put`. The digest is checked before anything is sent."""
         data = await asyncio.to_thread(_verified, digest, blocks)
         self._lease.check()
-        if digest in self._leaving:
+        if digest in self._removing:
             raise StoreUnavailable(f"chunk {digest} is being removed as garbage")
-        self._sending[digest] = now
+        self._uploading[digest] = now
         if digest in self._held:
             self._held[digest].used_at = now
         await self._bucket.put(_chunk(digest), data)
         self._held[digest] = _Held(len(data), now)
-        self._sending.pop(digest, None)
+        self._uploading.pop(digest, None)
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
         """See `Chunks.missing`."""
         self._lease.check()
-        lacking = []
+        missing = []
         for chunk in chunks:
             held = self._held.get(chunk.digest)
-            if held is None or held.n_bytes != chunk.n_bytes or chunk.digest in self._leaving:
-                lacking.append(chunk.digest)
+            if held is None or held.n_bytes != chunk.n_bytes or chunk.digest in self._removing:
+                missing.append(chunk.digest)
             else:
                 held.used_at = now
-        return lacking
+        return missing
 
     async def read(self, digest: str) -> bytes:
         """See `Chunks.read`."""
@@ -108,21 +108,21 @@ class ObjectChunks:
         except NotFound as error:
             raise NotFound(f"there is no chunk {digest}") from error
 
-    async def source(self, digest: str) -> Elsewhere | Through:
+    async def source(self, digest: str) -> Redirect | Proxied:
         """See `Chunks.source`."""
         held = self._held.get(digest)
         if held is None:
             raise NotFound(f"there is no chunk {digest}")
         if self._redirect:
-            return Elsewhere(await self._bucket.link(_chunk(digest)), held.n_bytes)
+            return Redirect(await self._bucket.link(_chunk(digest)), held.n_bytes)
 
         async def blocks(start: int, stop: int) -> AsyncIterator[bytes]:
             return await self._bucket.blocks(_chunk(digest), start, stop)
 
-        return Through(held.n_bytes, blocks)
+        return Proxied(held.n_bytes, blocks)
 
     async def last_used(self) -> dict[str, float]:
-        """See `Chunks.last_used`. Forgets what somebody else has removed."""
+        """See `Chunks.last_used`. Chunks that disappeared from the object store are dropped."""
         before = set(self._held)
         sizes = await self._bucket.sizes(_CHUNKS)
         for digest in before - sizes.keys():
@@ -130,31 +130,31 @@ class ObjectChunks:
         for digest, n_bytes in sizes.items():
             if digest in self._held:
                 self._held[digest].n_bytes = n_bytes
-            elif digest not in self._leaving:
-                self._held[digest] = _Held(n_bytes, self._sending.pop(digest, self._began_at))
-        return {digest: held.used_at for digest, held in self._held.items() if digest not in self._leaving}
+            elif digest not in self._removing:
+                self._held[digest] = _Held(n_bytes, self._uploading.pop(digest, self._started_at))
+        return {digest: held.used_at for digest, held in self._held.items() if digest not in self._removing}
 
     async def remove(self, unused_since: Mapping[str, float]) -> None:
-        """See `Chunks.remove`. What may not have gone the last time is removed again."""
+        """See `Chunks.remove`. Removals with an unknown outcome are repeated."""
         self._lease.check()
-        self._leaving |= {
+        self._removing |= {
             digest
             for digest, used_at in unused_since.items()
             if digest in self._held and self._held[digest].used_at <= used_at
         }
-        if self._leaving:
-            async with self._lease.limiting():
-                await self._bucket.remove([_chunk(digest) for digest in sorted(self._leaving)])
-        for digest in self._leaving:
+        if self._removing:
+            async with self._lease.within_lease():
+                await self._bucket.remove([_chunk(digest) for digest in sorted(self._removing)])
+        for digest in self._removing:
             self._held.pop(digest, None)
-        self._leaving.clear()
+        self._removing.clear()
 
 
 class ObjectDocuments:
     """`ports.Documents` in an object store."""
 
     def __init__(self, bucket: Bucket, lease: Lease) -> None:
-        """Use an object store to which this process holds the lease."""
+        """Use an object store of which this process holds the lease."""
         self._bucket = bucket
         self._lease = lease
         self._models: dict[str, Register] = {}
@@ -174,7 +174,7 @@ class ObjectDocuments:
         return _MODEL.validate_json(found.data)
 
     async def save_model(self, model: Model) -> None:
-        """See `Documents.save_model`. A compare-and-set with what this process has read or written last."""
+        """See `Documents.save_model`. A compare-and-set against the version that this process read or wrote last."""
         self._lease.check()
         register = self._models.setdefault(model.job_id, Register(self._bucket, _model(model.job_id), None))
         await register.write(_MODEL.dump_json(model))

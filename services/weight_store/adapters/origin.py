@@ -1,4 +1,4 @@
-"""Where the weights are kept: a folder, or an object store."""
+"""Open the storage of the weights: a local folder or an object store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import structlog
 
-from services.weight_store.adapters.disk import Directory, DiskChunks, DiskDocuments
+from services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
 from services.weight_store.adapters.lease import Lease
 from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from services.weight_store.ports import Chunks, Documents
@@ -27,17 +27,17 @@ _PROBE = "probe"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The ports, open, and what their owner must do meanwhile."""
+    """The open ports, and the loops to run while they are open."""
 
     chunks: Chunks
     documents: Documents
     loops: Mapping[str, Loop] = field(default_factory=dict)
-    lack: Callable[[], str | None] = lambda: None
-    """Why nothing can be written just now."""
+    not_ready_reason: Callable[[], str | None] = lambda: None
+    """Returns why nothing can be written now, or None."""
 
 
 @asynccontextmanager
-async def opened(
+async def open_origin(
     url: str,
     directory: Path,
     waits: Waits,
@@ -46,44 +46,44 @@ async def opened(
     redirect: Literal["auto", "off"],
     clock: Callable[[], float],
 ) -> AsyncIterator[Origin]:
-    """Open the origin that `url` names, `directory` where it is empty, for this process alone.
+    """Open the origin at `url`, or `directory` if the URL is empty, exclusively for this process.
 
     Args:
         url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, `file:///folder` or `memory:///`.
-        directory: the folder where there is no URL.
-        waits: where the wait for a predecessor's lease is shown.
-        lease_s: an object store's writer that is silent for so long may be succeeded.
-        redirect: `auto` sends readers to the object store where that can be.
-        clock: gives Unix seconds.
+        directory: the folder to use without a URL.
+        waits: registry in which the wait for a previous lease is listed.
+        lease_s: lease time on an object store.
+        redirect: `auto` redirects readers to the object store if it can sign URLs.
+        clock: returns Unix seconds.
 
     Raises:
-        ConfigError: it cannot be used, or another process uses it.
+        ConfigError: the origin is invalid or not writable, or another process uses it.
         StoreUnavailable: the object store does not answer.
 
     """
     scheme = urlsplit(url).scheme
     if not url or scheme == "file":
-        folder = Directory(_folder(url) if url else directory)
+        folder = StoreDirectory(_folder(url) if url else directory)
         try:
             yield Origin(DiskChunks(folder), DiskDocuments(folder))
         finally:
             folder.close()
         return
     if scheme not in SCHEMES:
-        raise ConfigError(f"origin {url!r}: give s3://bucket/prefix, gs://, az:// or file:///folder")
+        raise ConfigError(f"origin {url!r}: use s3://bucket/prefix, gs://, az:// or file:///folder")
     bucket = Bucket(url)
     with configuration():
-        lease = await Lease.take(bucket, lease_s, waits)
+        lease = await Lease.acquire(bucket, lease_s, waits)
     try:
         with configuration():
-            # The lease has tried to read and to write.
+            # The lease has tested reading and writing; this tests listing and removing.
             await bucket.sizes(_PROBE)
             await bucket.remove([_PROBE])
         links = redirect == "auto" and await _has_links(bucket)
-        # After the lease was taken: until then another process may have made promises.
+        # After the lease was acquired: until then another process may have reported chunks as present.
         chunks = await ObjectChunks.opened(bucket, lease, clock(), redirect=links)
         log.info("origin_opened", store=url, redirect=links)
-        yield Origin(chunks, ObjectDocuments(bucket, lease), {"lease": lease.hold}, lease.lack)
+        yield Origin(chunks, ObjectDocuments(bucket, lease), {"lease": lease.hold}, lease.not_ready_reason)
     finally:
         await lease.release()
 
@@ -91,7 +91,7 @@ async def opened(
 def _folder(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise ConfigError(f"origin {url!r}: a folder is file:///and/its/path")
+        raise ConfigError(f"origin {url!r}: use file:///path for a folder")
     return Path(unquote(parts.path))
 
 
@@ -99,6 +99,6 @@ async def _has_links(bucket: Bucket) -> bool:
     try:
         await bucket.link(_PROBE)
     except (Fatal, StoreUnavailable) as error:
-        log.warning("no_signed_urls", store=bucket.url, error=str(error))
+        log.warning("signed_urls_unavailable", store=bucket.url, error=str(error))
         return False
     return True

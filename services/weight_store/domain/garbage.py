@@ -1,8 +1,8 @@
-"""Which chunks may go.
+"""Select the chunks that garbage collection may remove.
 
 A chunk is *used* when it is uploaded, when a publisher asks whether the store has it, and when a commit checks for it.
-An upload in progress has used its chunks within the grace. A chunk of a retired version that nobody has used since
-that version's commit is not part of any upload, so it need not wait.
+An upload in progress has used its chunks within the grace period. A chunk of a retired version that was not used since
+that version's commit is not part of an upload, so it is removed without waiting.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def garbage(
     now: float,
     grace_s: float,
 ) -> dict[str, float]:
-    """Return the digests that may be removed, each with the last use that this was decided on.
+    """Return digest -> time of last use of the chunks that may be removed.
 
     Args:
-        last_used: digest -> when it was used last, of every chunk held.
-        referenced: digests in a visible manifest or in a part that waits for its commit.
-        retired: digest -> when it was committed, of the chunks of retired versions.
-        now: the time.
-        grace_s: how long an unreferenced chunk is kept.
+        last_used: digest -> time of last use, of every chunk in the store.
+        referenced: digests in visible manifests and staged parts.
+        retired: digest -> time of commit, of the chunks of retired versions.
+        now: the current time.
+        grace_s: how long an unreferenced chunk is retained.
 
     """
     return {

@@ -1,4 +1,4 @@
-"""Which bytes of a chunk a request asks for."""
+"""Parse the `Range` header of a request for a chunk."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 _FROM = re.compile(r"bytes=(\d{1,19})-(\d{1,19})?")
 
 
-def requested(header: str | None, n_bytes: int) -> range | None:
-    """Return the positions that a `Range` header asks for (RFC 9110, section 14.2), None when there are none there.
+def parse_range(header: str | None, n_bytes: int) -> range | None:
+    """Return the requested positions (RFC 9110, section 14.2), None if they start after the end of the chunk.
 
-    One range that has a first byte is understood; of anything else the whole is sent, as the RFC allows.
+    A single range with a first byte is supported; for anything else the whole chunk is sent, as the RFC allows.
 
     Args:
-        header: its value, None without one.
+        header: value of the header; None if absent.
         n_bytes: the chunk's size.
 
     """

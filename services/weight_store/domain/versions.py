@@ -1,4 +1,4 @@
-"""Which versions of one job's weights exist: commit by compare-and-set, pins, retention."""
+"""The versions of one job's weights: commit by compare-and-set, pins, retention."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from shared.errors import Conflict, NotFound
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A committed version; `digest` is its manifest's."""
+    """A committed version; `digest` is that of its manifest."""
 
     version: int
     digest: str
     n_bytes: int
     committed_at: float
     base: int | None = None
-    """An adapter version: the one with the model below the adapter, which stays as long as this one."""
+    """Of an adapter version: the version of its model, which is retained as long as this one."""
     delta_bytes: int | None = None
-    """Of the deltas from the version before it; None where there are none."""
+    """Total size of the deltas from the previous version; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One job's weights. This state, replaced as a whole, decides what is visible."""
+    """The versions of one job. This state is replaced atomically and decides what is visible."""
 
     job_id: str
     versions: tuple[Version, ...] = ()
     """Visible, oldest first; the last one is the head."""
     pins: frozenset[int] = frozenset()
     retired: tuple[Version, ...] = ()
-    """No longer visible, their files not yet removed."""
+    """No longer visible; their files are not yet removed."""
 
     @property
     def head(self) -> int:
@@ -39,7 +39,7 @@ class Model:
 
     @property
     def base(self) -> int | None:
-        """Return the first version if it stays: pinned, with the model that everything began with."""
+        """Return the first version if it is pinned: the model that training started from."""
         first = min(self.pins, default=None)
         return first if first is not None and self.versions and first == self.versions[0].version else None
 
@@ -52,20 +52,19 @@ def check_commit(model: Model, version: int, expect: int, base: int | None = Non
     """Check that a new version may become the head.
 
     Raises:
-        Conflict: the head is not the expected one, or not below the version; or the base is no whole model that is
-            kept.
+        Conflict: the head is not the expected one or not below the version, or the base is not a retained model.
 
     """
     if model.head != expect:
-        raise Conflict(f"the head of job {model.job_id} is {model.head}, not {expect}: somebody else has committed")
+        raise Conflict(f"the head of job {model.job_id} is {model.head}, not {expect}: another process has committed")
     if version <= expect:
         raise Conflict(f"version {version} of job {model.job_id} is not above the head {expect}")
     if base is not None and ((found := model.find(base)) is None or found.base is not None):
-        raise Conflict(f"version {version} of job {model.job_id}: its base {base} is no whole model that is kept")
+        raise Conflict(f"version {version} of job {model.job_id}: its base {base} is not a retained model")
 
 
 def commit(model: Model, new: Version, *, keep: int) -> Model:
-    """Return the model with a new head, and what is not among the `keep` newest, pinned or a base of these retired."""
+    """Return the model with a new head; versions that are not among the `keep` newest, pinned or a base are retired."""
     return _retire(replace(model, versions=(*model.versions, new)), keep)
 
 
@@ -77,23 +76,23 @@ def pin(model: Model, version: int) -> Model:
 
     """
     if model.find(version) is None:
-        raise NotFound(f"version {version} of job {model.job_id} is not kept")
+        raise NotFound(f"version {version} of job {model.job_id} is not retained")
     return replace(model, pins=model.pins | {version})
 
 
 def unpin(model: Model, version: int, *, keep: int) -> Model:
-    """Return the model with a version unpinned, and retired when it is old."""
+    """Return the model with a version unpinned, and retired if it is not among the newest."""
     return _retire(replace(model, pins=model.pins - {version}), keep)
 
 
 def forget_retired(model: Model, removed: tuple[Version, ...]) -> Model:
-    """Return the model without those retired versions whose files are gone."""
+    """Return the model without the retired versions whose files were removed."""
     return replace(model, retired=tuple(version for version in model.retired if version not in removed))
 
 
 def _retire(model: Model, keep: int) -> Model:
-    wanted = {version.version for version in model.versions[-keep:]} | model.pins
-    wanted |= {version.base for version in model.versions if version.version in wanted and version.base is not None}
-    stays = tuple(version for version in model.versions if version.version in wanted)
-    goes = tuple(version for version in model.versions if version not in stays)
-    return replace(model, versions=stays, retired=(*model.retired, *goes))
+    retained = {version.version for version in model.versions[-keep:]} | model.pins
+    retained |= {version.base for version in model.versions if version.version in retained and version.base is not None}
+    visible = tuple(version for version in model.versions if version.version in retained)
+    retired = tuple(version for version in model.versions if version not in visible)
+    return replace(model, versions=visible, retired=(*model.retired, *retired))

@@ -1,8 +1,8 @@
-/* The codec's inner loops; `kernels.py` says what each does and `numpy_kernels.py` does the same, slowly.
+/* The codec's inner loops. `kernels.py` documents each function; `numpy_kernels.py` is the reference implementation.
  *
- * Whatever the arguments hold, no function reads or writes outside the buffers it is given: sizes are checked before a
- * loop, contents within it. Functions return None for bits that no encoder writes. The GIL is released while they work.
- * SIMD is chosen at run time: LEVEL is 0 for plain C, 1 for AVX2, 2 for AVX-512 with VBMI2 (Ice Lake, Zen 4).
+ * No function reads or writes outside its buffers, whatever their content: sizes are checked before a loop, contents
+ * within it. Functions return None for bits that no encoder writes. The GIL is released during the work. SIMD is
+ * selected at run time: LEVEL is 0 for plain C, 1 for AVX2, 2 for AVX-512 with VBMI2 (Ice Lake, Zen 4).
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -24,8 +24,8 @@ typedef uint16_t u16;
 typedef uint32_t u32;
 typedef uint64_t u64;
 
-enum { SLACK = 64 }; /* elements that an output has beyond what is asked for: vectors are stored whole */
-enum { BLOCK = 4096 }; /* changes that are decoded at a time, where they need not all be held */
+enum { SLACK = 64 }; /* extra elements of an output array: whole vectors are stored */
+enum { BLOCK = 4096 }; /* changes decoded at a time */
 enum { MAX_K = 24, MAX_FIELD = 31, MAX_VALUES = 1 << 30, PARAMS_BYTES = 24 };
 static int level = 0;
 
@@ -37,13 +37,13 @@ static inline void st32(u8 *p, u32 v) { memcpy(p, &v, 4); }
 static inline void st64(u8 *p, u64 v) { memcpy(p, &v, 8); }
 static inline u64 padded(u64 bits) { return (bits + 63) / 64 * 8; }
 
-/* Bit patterns <-> integers ordered as the numbers are. */
+/* Map bit patterns to integers in the order of the numbers, and back. */
 static inline u16 map16(u16 x) { return x ^ (u16)(((int16_t)x >> 15) | 0x8000); }
 static inline u16 unmap16(u16 u) { return u ^ (u16)(((int16_t)~u >> 15) | 0x8000); }
 static inline u32 map32(u32 x) { return x ^ ((u32)((int32_t)x >> 31) | 0x80000000u); }
 static inline u32 unmap32(u32 u) { return u ^ ((u32)((int32_t)~u >> 31) | 0x80000000u); }
 
-/* ---- diff: where two arrays differ, and by which steps ---- */
+/* ---- diff: positions and steps of the differences between two arrays ---- */
 
 static size_t diff_from(const u8 *a, const u8 *b, size_t from, size_t n, int width, size_t m, u32 *pos, u8 *steps) {
     for (size_t i = from; i < n;) {
@@ -123,7 +123,7 @@ AVX512 static inline __m512i iota32(void) {
 AVX512 static inline __m512i upper16_of16(__m512i x) { return _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(x, 1)); }
 AVX512 static inline __m512i lower16_of16(__m512i x) { return _mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)); }
 
-/* A block is compared first and its differing vectors are listed, so that taking them apart has no branch to miss. */
+/* Compares a block first and lists its differing vectors, which avoids branch misses while they are unpacked. */
 AVX512 static size_t diff_avx512(const u8 *a, const u8 *b, size_t n, int width, u32 *pos, u8 *steps) {
     enum { VECTORS = 128 };
     const size_t per = 64 / (size_t)width, whole = n / per;
@@ -173,7 +173,7 @@ AVX512 static size_t diff_avx512(const u8 *a, const u8 *b, size_t n, int width, 
 }
 #endif
 
-/* ---- add: take steps ---- */
+/* ---- add: apply steps ---- */
 
 static void add_at(u8 *w, const u32 *pos, const u8 *steps, size_t m, int width) {
     enum { AHEAD = 64 };
@@ -216,7 +216,7 @@ AVX512 static u32 largest_avx512(const u32 *pos, size_t m) {
     return one > other ? one : other;
 }
 
-/* Steps of 16 bits only; they have SLACK elements behind them. */
+/* Steps of 16 bits only; they are followed by SLACK elements. */
 AVX512 static void add_marked_avx512(u8 *w, size_t n, const u8 *bits, size_t bytes, const u8 *steps) {
     size_t i = 0;
     for (; i + 64 <= n; i += 64) {
@@ -238,7 +238,7 @@ AVX512 static void add_marked_avx512(u8 *w, size_t n, const u8 *bits, size_t byt
 /* ---- bits: fields of some width, unary codes ---- */
 
 typedef struct { u8 *p; u64 held; unsigned bits; } Writer;
-/* Writes 8 bytes at most behind what was written; takes 32 bits at most at a time. */
+/* Appends at most 32 bits; may write up to 8 bytes past the end of the written data. */
 __attribute__((always_inline)) static inline void put(Writer *w, u64 field, unsigned bits) {
     w->held |= field << w->bits;
     w->bits += bits;
@@ -255,12 +255,12 @@ static inline size_t finish(Writer *w, u8 *start) {
     if ((size_t)(w->p - start) + 8 < bytes) memset(w->p + 8, 0, bytes - (size_t)(w->p - start) - 8);
     return bytes;
 }
-/* Reads a field of 31 bits at most; 8 bytes from its first one on are there. */
+/* Reads a field of at most 31 bits; 8 bytes from its first byte must be readable. */
 static inline u32 field_at(const u8 *p, u64 bit, unsigned bits) {
     return (u32)(ld64(p + (bit >> 3)) >> (bit & 7)) & (((u32)1 << bits) - 1);
 }
 
-/* A unary code: zeros, then a one, for each number. `out` was zeroed. Branches on where a word ends would be missed. */
+/* A unary code: zeros, then a one, for each number. `out` is zeroed. Has no branch on the end of a word. */
 typedef struct { u8 *out; size_t size; u64 word, at, bit; int full; } Unary;
 __attribute__((always_inline)) static inline void put_unary(Unary *u, u64 zeros) {
     u64 one = u->bit + zeros, at = one >> 6;
@@ -271,7 +271,7 @@ __attribute__((always_inline)) static inline void put_unary(Unary *u, u64 zeros)
     u->bit = one + 1;
 }
 
-/* What is above the low k bits of the gaps. */
+/* The high bits of the gaps, above the low k bits. */
 static Unary pack_high(const u32 *pos, size_t m, int k, Unary u) {
     u32 next = 0;
     memset(u.out, 0, u.size);
@@ -282,7 +282,7 @@ static Unary pack_high(const u32 *pos, size_t m, int k, Unary u) {
     return u;
 }
 
-/* The low k bits of the gaps: by eights while they fit two words. Needs 16 bytes behind the section. */
+/* The low k bits of the gaps, eight at a time while they fit in two words. Needs 16 bytes after the section. */
 static void pack_low(const u32 *pos, size_t m, int k, u8 *out) {
     const u32 mask = ((u32)1 << k) - 1;
     Writer w = {out, 0, 0};
@@ -309,7 +309,7 @@ static void pack_low(const u32 *pos, size_t m, int k, u8 *out) {
     finish(&w, out);
 }
 
-/* Positions from a Rice code, value by value; what came before ends at `bit` and `next`. 0: no such code. */
+/* Decode positions from a Rice code, one by one, continuing at `at`. Returns 0 for an invalid code. */
 typedef struct { u64 next, ended; size_t i; } Place;
 
 static int rice_tail(const u8 *low, size_t count, int k, u64 n, u32 *out, Place *at) {
@@ -362,7 +362,7 @@ AVX512 static int ones_avx512(const u8 *unary, size_t bytes, size_t count, u32 *
     return i == count;
 }
 
-/* The next ones, from where the last call ended, until `out` has `enough`; it has room for SLACK more. */
+/* Appends the next ones to `out` until it has `enough`; `out` has room for SLACK more. */
 typedef struct { const u8 *bits; size_t bytes, at; } Words;
 AVX512 static size_t ones_until(Words *words, u32 *out, size_t held, size_t enough) {
     for (; held < enough && words->at < words->bytes; words->at += 8) {
@@ -374,7 +374,7 @@ AVX512 static size_t ones_until(Words *words, u32 *out, size_t held, size_t enou
     return held;
 }
 
-/* Sixteen fields of k bits at a time: they begin at a whole byte. */
+/* Sixteen fields of k bits at a time: they start at a byte boundary. */
 typedef struct { __m512i bytes, shift, mask; } Fields;
 AVX512 static inline Fields fields_of(int k) {
     __m512i bit = _mm512_mullo_epi32(iota32(), _mm512_set1_epi32(k));
@@ -408,7 +408,7 @@ AVX512 static int rice_blocks_avx512(const u8 *low, size_t low_bytes, size_t cou
         __m512i pos = _mm512_add_epi32(_mm512_add_epi32(high, sum), _mm512_add_epi32(index, _mm512_set1_epi32((int)at->next)));
         u32 last_sum = (u32)_mm_extract_epi32(_mm512_extracti32x4_epi32(sum, 3), 3);
         u64 last = at->next + ((last_one - at->ended - 15) << k) + last_sum + 15;
-        /* Positions ascend, so that no lane wrapped when the last, computed in 64 bits, is in range. */
+        /* Positions ascend, so no lane wrapped if the last one, computed in 64 bits, is in range. */
         if (last >= n) return 0;
         _mm512_storeu_si512(out + at->i, pos);
         at->next = last + 1;
@@ -418,7 +418,7 @@ AVX512 static int rice_blocks_avx512(const u8 *low, size_t low_bytes, size_t cou
 }
 #endif
 
-/* Where the ones of a unary code are, all of them; no word follows the last. */
+/* All ones of a unary code, which ends with the word of the last one. */
 static int unary_ones(const u8 *unary, size_t bytes, size_t count, u32 *out) {
 #ifdef X86
     if (level >= 2) {
@@ -441,7 +441,7 @@ static int rice_decode(const u8 *low, size_t low_bytes, const u8 *unary, size_t 
 
 #ifdef X86
 /* A Rice code of parameter 1 as a bitmap of n bits. Of the unary code a zero stands for two unchanged values and a one
- * for "1" or "01", as its low bit says: every bit gets two places, and those that it does not need are squeezed out.
+ * for "1" or "01", as its low bit says: every bit is expanded to two, and the unneeded ones are compressed out.
  * `out` has 32 bytes more than the bitmap. */
 AVX512 static int rice1_bitmap(const u8 *low, const u8 *unary, size_t bytes, size_t count, u64 n, u8 *out) {
     const u64 even = 0x5555555555555555ull, limit = padded(n) * 8 + 128;
@@ -484,7 +484,7 @@ AVX512 static u64 sum_of_fields(const u8 *low, size_t low_bytes, size_t count, i
     return sum;
 }
 
-/* Magnitudes from their code, sixteen at a time while their fields are within 64 bytes; `out` has where the ones are. */
+/* Decode magnitudes, sixteen at a time while their fields are within 64 bytes; `out` has the positions of the ones. */
 AVX512 static int golomb_blocks_avx512(const u8 *fields, size_t size, size_t count, int k, u64 limit, u32 *out, Place *at) {
     const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1), seven = _mm512_set1_epi32(7);
     const __m512i bias = _mm512_set1_epi32(1 << k), most = _mm512_set1_epi32((int)limit);
@@ -515,7 +515,7 @@ AVX512 static int golomb_blocks_avx512(const u8 *fields, size_t size, size_t cou
 }
 #endif
 
-/* `fields` has `bytes` bytes and can be read up to `size`. */
+/* `fields` has `bytes` bytes and is readable up to `size`. */
 static int golomb_decode(const u8 *unary, size_t unary_bytes, const u8 *fields, size_t bytes, size_t size, size_t count,
                          int k, int width, u32 *out) {
     const u64 limit = ((u64)1 << (8 * width - 1)) - 2, end = (u64)bytes * 8;
@@ -600,8 +600,8 @@ AVX512 static void join16_avx512(u8 *steps, size_t m, const u8 *signs) {
 #endif
 
 #ifdef X86
-/* Takes steps at the positions of a Rice code, block by block, so that what is decoded stays in the nearest caches.
- * All of the code is checked before. Escapes ascend below `count`. */
+/* Adds steps at the positions of a Rice code, block by block, so that decoded data stays in the L1 and L2 caches.
+ * The whole code is validated first. Escapes ascend and are below `count`. */
 AVX512 static int add_rice_avx512(u8 *w, u64 n, const u8 *low, size_t low_bytes, const u8 *unary, size_t bytes, size_t count,
                                   int k, const u8 *signs, const u32 *escapes, const u32 *mags, size_t e, int width) {
     u64 ones = 0;
@@ -651,8 +651,6 @@ static size_t merge(const u32 *p, const u8 *s, size_t np, const u32 *q, const u8
     return m;
 }
 
-#include "_classes.h"
-
 static int best_level(void) {
 #ifdef X86
     __builtin_cpu_init();
@@ -665,7 +663,7 @@ static int best_level(void) {
     return 0;
 }
 
-/* ---- what Python calls: buffers in, buffers out, a length or None back ---- */
+/* ---- Python functions: buffers in, buffers out; return a length or None ---- */
 
 typedef struct { Py_buffer b[8]; int n; } Held;
 static void release(Held *h) { while (h->n) PyBuffer_Release(&h->b[--h->n]); }
@@ -984,66 +982,16 @@ static PyObject *py_merge(PyObject *self, PyObject *args) {
     return answer(&h, 1, m);
 }
 
-static int are_exponents(const Exponents *x) {
-    return is_width(x->width) && x->shift >= 0 && x->shift < 8 * x->width && x->mask <= 255 && x->top <= x->mask;
-}
-
-static PyObject *py_rank(PyObject *self, PyObject *args) {
-    Held h = {.n = 6};
-    Exponents x;
-    int good;
-    if (!PyArg_ParseTuple(args, "y*y*y*iiIIw*w*w*", &h.b[0], &h.b[1], &h.b[2], &x.width, &x.shift, &x.mask, &x.top, &h.b[3],
-                          &h.b[4], &h.b[5])) return NULL;
-    size_t m = (size_t)h.b[1].len / 4, n = is_width(x.width) ? (size_t)h.b[0].len / (size_t)x.width : 0;
-    if (!are_exponents(&x) || n > (size_t)MAX_VALUES || (size_t)h.b[2].len < m * (size_t)x.width ||
-        (size_t)h.b[3].len < 2 * CLASSES * 4 || (size_t)h.b[4].len < m * 4 || (size_t)h.b[5].len < m * (size_t)x.width)
-        return refuse(&h, "rank: buffers of the wrong size");
-    int (*rank)(RANK_ARGS) = rank_scalar;
-#ifdef X86
-    if (level >= 2) rank = rank_avx512;
-    else if (level == 1) rank = rank_avx2;
-#endif
-    Py_BEGIN_ALLOW_THREADS
-    good = rank(h.b[0].buf, n, &x, h.b[1].buf, h.b[2].buf, m, h.b[3].buf, h.b[4].buf, h.b[5].buf);
-    Py_END_ALLOW_THREADS
-    if (!good) return refuse(&h, "rank: positions that do not ascend within the base");
-    return answer(&h, 1, m);
-}
-
-static PyObject *py_unrank(PyObject *self, PyObject *args) {
-    Held h = {.n = 6};
-    Exponents x;
-    int good;
-    u64 m = 0;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*iiIIw*w*", &h.b[0], &h.b[1], &h.b[2], &h.b[3], &x.width, &x.shift, &x.mask, &x.top,
-                          &h.b[4], &h.b[5])) return NULL;
-    size_t n = is_width(x.width) ? (size_t)h.b[0].len / (size_t)x.width : 0;
-    for (int c = 0; c < CLASSES && (size_t)h.b[1].len >= CLASSES * 4; c++) m += ((const u32 *)h.b[1].buf)[c];
-    if (!are_exponents(&x) || n > (size_t)MAX_VALUES || (size_t)h.b[1].len < CLASSES * 4 || m > n ||
-        (size_t)h.b[2].len < m * 4 || (size_t)h.b[3].len < m * (u64)x.width || (size_t)h.b[4].len < m * 4 ||
-        (size_t)h.b[5].len < m * (u64)x.width)
-        return refuse(&h, "unrank: buffers of the wrong size");
-    int (*unrank)(UNRANK_ARGS) = unrank_scalar;
-#ifdef X86
-    if (level >= 2) unrank = unrank_avx512;
-    else if (level == 1) unrank = unrank_avx2;
-#endif
-    Py_BEGIN_ALLOW_THREADS
-    good = unrank(h.b[0].buf, n, &x, h.b[1].buf, h.b[2].buf, h.b[3].buf, (size_t)m, h.b[4].buf, h.b[5].buf);
-    Py_END_ALLOW_THREADS
-    return answer(&h, good, (size_t)m);
-}
-
 static PyObject *py_best_level(PyObject *self, PyObject *none) { return PyLong_FromLong(best_level()); }
 
 static PyObject *py_use_level(PyObject *self, PyObject *arg) {
-    long wanted = PyLong_AsLong(arg);
-    if (wanted == -1 && PyErr_Occurred()) return NULL;
-    if (wanted < 0 || wanted > best_level()) {
+    long requested = PyLong_AsLong(arg);
+    if (requested == -1 && PyErr_Occurred()) return NULL;
+    if (requested < 0 || requested > best_level()) {
         PyErr_SetString(PyExc_ValueError, "use_level: this processor does not have it");
         return NULL;
     }
-    level = (int)wanted;
+    level = (int)requested;
     Py_RETURN_NONE;
 }
 
@@ -1062,8 +1010,6 @@ static PyMethodDef functions[] = {
     {"golomb_pack", py_golomb_pack, METH_VARARGS, NULL},
     {"golomb_unpack", py_golomb_unpack, METH_VARARGS, NULL},
     {"merge", py_merge, METH_VARARGS, NULL},
-    {"rank", py_rank, METH_VARARGS, NULL},
-    {"unrank", py_unrank, METH_VARARGS, NULL},
     {"best_level", py_best_level, METH_NOARGS, NULL},
     {"use_level", py_use_level, METH_O, NULL},
     {NULL, NULL, 0, NULL},

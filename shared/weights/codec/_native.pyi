@@ -1,4 +1,4 @@
-"""The C extension: see `_native.c`. Arguments are contiguous arrays; outputs come last and are written into."""
+"""Types of the C extension `_native.c`. Arguments are contiguous arrays; the last ones are outputs."""
 
 from typing import Any
 
@@ -58,31 +58,5 @@ def merge(
     steps: NDArray[Any],
     /,
 ) -> int: ...
-def rank(
-    base: NDArray[Any],
-    positions: NDArray[Any],
-    steps: NDArray[Any],
-    width: int,
-    shift: int,
-    mask: int,
-    top: int,
-    counts: NDArray[Any],
-    ranks: NDArray[Any],
-    ranked: NDArray[Any],
-    /,
-) -> int: ...
-def unrank(
-    base: NDArray[Any],
-    counts: NDArray[Any],
-    ranks: NDArray[Any],
-    ranked: NDArray[Any],
-    width: int,
-    shift: int,
-    mask: int,
-    top: int,
-    positions: NDArray[Any],
-    steps: NDArray[Any],
-    /,
-) -> int | None: ...
 def best_level() -> int: ...
 def use_level(level: int, /) -> None: ...

@@ -1,4 +1,4 @@
-"""The envelope of a delta: a header that says what it is, and a checksum over all of it."""
+"""The envelope of a delta: a header that describes it, and a checksum over all of it."""
 
 from __future__ import annotations
 
@@ -8,61 +8,50 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from shared.errors import Bury
+from shared.errors import Unprocessable
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes."""
 
 MAX_VALUES = 1 << 30
-"""Of one delta: lengths of sections are numbers of 32 bits. Chunks are far smaller."""
+"""Values in one delta: section lengths are 32-bit numbers. Chunks are far smaller."""
 
 MAGIC = b"RBWD"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER = struct.Struct("<4sBBBBII8s")
 """Magic, format version, kind, dtype, zero, values, changed values, checksum."""
 CHECKED_HEADER = struct.Struct("<4sBBBBII")
 """The part of the header that the checksum covers."""
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a value, by dtypes whose changes have steps. Everything else is bytes."""
+"""Bytes per value of the dtypes that have steps. Values of every other dtype are opaque bytes."""
 DTYPE_CODES = {"bytes": 0, "bfloat16": 1, "float16": 2, "float32": 3}
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
-class CorruptDelta(Bury):
-    """A delta that is truncated, damaged or made up, or not one for this base. The target was not touched."""
-
-
-class BaseNeeded(Bury, ValueError):
-    """What is asked for cannot be done without the values that the delta is for: give them."""
+class CorruptDelta(Unprocessable):
+    """A delta that is truncated, damaged or forged, or that is for another base. The target is unchanged."""
 
 
 class Kind(IntEnum):
-    """How a delta says what changed; the numbers are the format's."""
+    """How a delta encodes its changes; the numbers are those of the format."""
 
     DENSE = 0
     """All new values."""
-    OVERWRITE = 1
-    """Positions and new values: may be applied twice, or over a damaged base."""
-    RICE = 2
+    RICE = 1
     """Positions as Rice-coded gaps, and steps."""
-    BITMAP = 3
-    """A bit for every value, and steps."""
-    CLASS = 4
-    """As rice, but positions are ranks within the classes of the base's exponent: the smallest, and the slowest."""
+    BITMAP = 2
+    """One bit for every value, and steps."""
 
 
 _KINDS = {kind.value: kind for kind in Kind}
-STEP_KINDS = frozenset({Kind.RICE, Kind.BITMAP})
-"""Kinds that say by how much a value changed: right for one base only, composed by addition, invertible. `CLASS` says
-it too, but where the changes are can be told with the base alone."""
 
 
 class Info(NamedTuple):
-    """What a delta's header says."""
+    """The content of a delta's header."""
 
     kind: Kind
     dtype: str
-    """`bytes` for every dtype without steps: its values are bytes."""
+    """`bytes` for every dtype without steps."""
     n_values: int
     n_changed: int
     """`n_values` for a dense delta."""
@@ -79,7 +68,7 @@ class Info(NamedTuple):
 
 
 def seal(info: Info, payload: list[Buffer]) -> bytes:
-    """Return the delta of this header and payload."""
+    """Return the delta with this header and payload."""
     checked = CHECKED_HEADER.pack(
         MAGIC, FORMAT_VERSION, info.kind, DTYPE_CODES[info.dtype], 0, info.n_values, info.n_changed
     )
@@ -90,22 +79,22 @@ def unseal(delta: Buffer) -> tuple[Info, memoryview]:
     """Return a delta's header and payload.
 
     Raises:
-        CorruptDelta: these bytes are not a delta, or not as they were made.
+        CorruptDelta: the bytes are not a delta, or the checksum does not match.
 
     """
     view = memoryview(delta).cast("B")
     info = inspect(view)
     payload = view[HEADER.size :]
     if _checksum(view[: CHECKED_HEADER.size], [payload]) != view[CHECKED_HEADER.size : HEADER.size]:
-        raise CorruptDelta("the delta's checksum does not match: get it again")
+        raise CorruptDelta("the delta's checksum does not match: fetch it again")
     return info, payload
 
 
 def inspect(delta: Buffer) -> Info:
-    """Return what the header says; the rest of the delta is not looked at.
+    """Return the content of the header; the payload is not read.
 
     Raises:
-        CorruptDelta: the header is not that of a delta this version can read.
+        CorruptDelta: the header is not that of a delta that this version can read.
 
     """
     view = memoryview(delta).cast("B")
@@ -113,21 +102,21 @@ def inspect(delta: Buffer) -> Info:
         raise CorruptDelta(f"a delta has at least {HEADER.size} bytes, this has {len(view)}")
     magic, version, kind, dtype, zero, n_values, n_changed, _ = HEADER.unpack_from(view)
     if magic != MAGIC:
-        raise CorruptDelta("this is not a delta: it does not begin with RBWD")
+        raise CorruptDelta("this is not a delta: it does not start with RBWD")
     if version != FORMAT_VERSION:
-        raise CorruptDelta(f"the delta has format version {version}, this reads {FORMAT_VERSION}")
+        raise CorruptDelta(f"the delta has format version {version}, this process reads {FORMAT_VERSION}")
     if kind not in _KINDS or dtype not in _DTYPES or zero:
-        raise CorruptDelta(f"the delta's header is none: kind {kind}, dtype {dtype}, reserved byte {zero}")
+        raise CorruptDelta(f"the delta's header is invalid: kind {kind}, dtype {dtype}, reserved byte {zero}")
     info = Info(_KINDS[kind], _DTYPES[dtype], n_values, n_changed)
     if n_values > MAX_VALUES or n_changed > n_values:
-        raise CorruptDelta(f"the delta speaks of {n_changed} changes among {n_values} values")
-    if info.kind in STEP_KINDS | {Kind.CLASS} and info.dtype not in WIDTHS:
-        raise CorruptDelta(f"the delta has steps between {info.dtype}, which have none")
+        raise CorruptDelta(f"the delta declares {n_changed} changes among {n_values} values")
+    if info.kind != Kind.DENSE and info.dtype not in WIDTHS:
+        raise CorruptDelta(f"the delta has steps, but its dtype {info.dtype} has none")
     return info
 
 
 def _checksum(checked: Buffer, payload: list[Buffer]) -> bytes:
     state = blake3(checked)
-    for piece in payload:
-        state.update(piece)
+    for block in payload:
+        state.update(block)
     return state.digest(length=8)

@@ -1,21 +1,17 @@
-"""The codec's inner loops in C, each at a level of SIMD: this gives them arrays to write into."""
+"""The codec's inner loops in C, at one SIMD level: allocates the arrays that the extension writes into."""
 # ruff: noqa: D102 - `shared.weights.codec.kernels.Kernels` says what each method does.
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shared.weights.codec import _native
 from shared.weights.codec.arrays import (
-    N_CLASSES,
     STEP_TYPES,
     Bits,
-    Exponents,
     Magnitudes,
     Params,
     Positions,
-    Ranked,
     Steps,
     Values,
     padded,
@@ -24,9 +20,9 @@ from shared.weights.codec.blob import CorruptDelta
 
 LEVELS = ("scalar", "avx2", "avx512")
 _FUSED_LEVEL = 2
-"""From here on a payload is decoded and added block by block, and many positions by a bitmap."""
+"""From this level on a payload is decoded and added block by block, and dense positions through a bitmap."""
 _SLACK = 64
-"""Elements that an output has beyond what is asked for: vectors are stored whole."""
+"""Extra elements of an output array: the extension stores whole vectors."""
 
 
 class NativeKernels:
@@ -37,7 +33,7 @@ class NativeKernels:
 
     @property
     def name(self) -> str:
-        """Of the level."""
+        """Name of the SIMD level."""
         return LEVELS[self._level]
 
     def diff(self, base: Values, new: Values) -> tuple[Positions, Steps]:
@@ -140,26 +136,9 @@ class NativeKernels:
         count = _native.merge(first, first_steps, second, second_steps, width, positions, steps)
         return positions[:count], steps[:count]
 
-    def rank(
-        self, base: Values, exponents: Exponents, positions: Positions, steps: Steps
-    ) -> tuple[Ranked, NDArray[np.uint32]]:
-        _native.use_level(self._level)
-        counts, width = np.empty(2 * N_CLASSES, dtype=np.uint32), base.itemsize
-        ranks, ranked = np.empty_like(positions), np.empty_like(steps)
-        _native.rank(base, positions, steps, width, *exponents, counts, ranks, ranked)
-        return Ranked(counts[:N_CLASSES], ranks, ranked), counts[N_CLASSES:]
-
-    def unrank(self, base: Values, exponents: Exponents, ranked: Ranked) -> tuple[Positions, Steps]:
-        _native.use_level(self._level)
-        positions, steps = np.empty_like(ranked.ranks), np.empty_like(ranked.steps)
-        width = base.itemsize
-        if _native.unrank(base, ranked.counts, ranked.ranks, ranked.steps, width, *exponents, positions, steps) is None:
-            raise CorruptDelta("the delta has ranks beyond their class: it is not one for this base")
-        return positions, steps
-
 
 def native_kernels() -> dict[str, NativeKernels]:
-    """Return what this processor has, slowest first."""
+    """Return the levels that this processor supports, slowest first."""
     return {LEVELS[level]: NativeKernels(level) for level in range(_native.best_level() + 1)}
 
 
@@ -176,5 +155,5 @@ def _bits(n_bytes: int) -> Bits:
 
 
 def _spacious(steps: Steps) -> Steps:
-    """Return the array that `_steps` made, of which these are the first."""
+    """Return the whole array from `_steps`, of which `steps` is a prefix."""
     return steps.base if steps.base is not None else steps

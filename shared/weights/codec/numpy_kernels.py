@@ -1,4 +1,4 @@
-"""The codec's inner loops in numpy: what runs where the C extension is not built, and what it is held to."""
+"""The codec's inner loops in numpy: the fallback for the C extension, and the reference in its tests."""
 # ruff: noqa: D102 - `shared.weights.codec.kernels.Kernels` says what each method does.
 
 from __future__ import annotations
@@ -7,14 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.weights.codec.arrays import (
-    N_CLASSES,
     STEP_TYPES,
     Bits,
-    Exponents,
     Magnitudes,
     Params,
     Positions,
-    Ranked,
     Steps,
     Values,
     padded,
@@ -112,38 +109,6 @@ class NumpyKernels:
         kept = steps != 0
         return positions[kept], steps[kept]
 
-    def rank(
-        self, base: Values, exponents: Exponents, positions: Positions, steps: Steps
-    ) -> tuple[Ranked, NDArray[np.uint32]]:
-        classes = _classes(base, exponents)
-        ranks, order = [], []
-        for number in range(N_CLASSES):
-            mine = classes == number
-            changes = np.flatnonzero(mine[positions])
-            order.append(changes)
-            ranks.append(np.cumsum(mine)[positions[changes]] - 1)
-        counts = np.array([len(changes) for changes in order], dtype=np.uint32)
-        ranked = Ranked(counts, np.concatenate(ranks).astype(np.uint32), steps[np.concatenate(order)])
-        return ranked, np.bincount(classes, minlength=N_CLASSES).astype(np.uint32)
-
-    def unrank(self, base: Values, exponents: Exponents, ranked: Ranked) -> tuple[Positions, Steps]:
-        classes = _classes(base, exponents)
-        places, begin = [], 0
-        for number, count in enumerate(ranked.counts.tolist()):
-            members, ranks = np.flatnonzero(classes == number), ranked.ranks[begin : begin + count]
-            if count and int(ranks[-1]) >= len(members):
-                raise CorruptDelta(f"the delta has a rank of {ranks[-1]} in a class of {len(members)}")
-            places.append(members[ranks])
-            begin += count
-        positions = np.concatenate(places)
-        order = np.argsort(positions)
-        return positions[order].astype(np.uint32), ranked.steps[order]
-
-
-def _classes(base: Values, exponents: Exponents) -> NDArray[np.int64]:
-    found: NDArray[np.int64] = ((base >> exponents.shift) & exponents.mask).astype(np.int64)
-    return (exponents.top - found).clip(0, N_CLASSES - 1)
-
 
 def _add(target: Values, positions: Positions, steps: Steps) -> None:
     target[positions] = _pattern(_ordered(target[positions]) + steps.view(target.dtype))
@@ -162,7 +127,7 @@ def _pattern(ordered: Values) -> Values:
 
 
 def _gaps(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many numbers are left out before each of these, which ascend from 0."""
+    """Return how many numbers are skipped before each of these, which ascend from 0."""
     before = np.empty_like(numbers)
     before[:1] = -1
     before[1:] = numbers[:-1]
@@ -176,43 +141,43 @@ def _bits_at(indices: NDArray[np.integer], n_bytes: int) -> Bits:
 
 
 def _unary(numbers: NDArray[np.int64]) -> Bits:
-    """Write each number as so many zeros and a one."""
+    """Encode each number n as n zeros and a one."""
     ends = np.cumsum(numbers) + np.arange(len(numbers), dtype=np.int64)
     return _bits_at(ends, padded(int(ends[-1]) + 1 if len(ends) else 0))
 
 
 def _set_bits(bits: Bits, count: int) -> NDArray[np.int64]:
-    """Return the places of the ones."""
+    """Return the indices of the ones."""
     found = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
     if len(found) != count:
-        raise CorruptDelta(f"the delta has {len(found)} codes where {count} should be")
+        raise CorruptDelta(f"the delta has {len(found)} codes instead of {count}")
     return found
 
 
 def _ones(unary: Bits, count: int) -> NDArray[np.int64]:
-    """Return the places of the ones of a unary code; no word follows the last."""
+    """Return the indices of the ones of a unary code, which ends with the word of the last one."""
     ones = _set_bits(unary, count)
     if len(unary) != (padded(int(ones[-1]) + 1) if count else 0):
-        raise CorruptDelta("the delta has a unary code with nothing at its end")
+        raise CorruptDelta("the delta has a unary code with trailing words")
     return ones
 
 
 def _write_fields(fields: _U64, starts: NDArray[np.int64], total: int) -> Bits:
-    """Write numbers of at most 31 bits, each from its bit on, into a section of so many bits."""
+    """Write numbers of at most 31 bits, each at its bit offset, into a section of `total` bits."""
     n_words = padded(total) // 4
     if not n_words:
         return np.empty(0, dtype=np.uint8)
     shifted = fields << (starts & 31).astype(np.uint64)
     words = starts >> 5
-    # Fields share no bit, so that sums are unions, and they stay below 2^32, which a float64 holds exactly. The last
-    # field may have no bits and begin where the section ends.
+    # Fields do not overlap, so sums are unions; they stay below 2^32, which a float64 represents exactly. The last
+    # field may be empty and start at the end of the section.
     low = np.bincount(words, weights=(shifted & np.uint64(0xFFFFFFFF)).astype(np.float64), minlength=n_words + 2)
     high = np.bincount(words + 1, weights=(shifted >> np.uint64(32)).astype(np.float64), minlength=n_words + 2)
     return (low + high)[:n_words].astype("<u4").view(np.uint8)
 
 
 def _read_fields(bits: Bits, starts: NDArray[np.int64], widths: NDArray[np.int64]) -> _U64:
-    """Invert `_write_fields`; there are 8 bytes from each field's first byte on."""
+    """Invert `_write_fields`; 8 bytes are readable from each field's first byte."""
     window = np.zeros(len(starts), dtype=np.uint64)
     if len(starts):
         places = starts >> 3

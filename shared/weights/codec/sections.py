@@ -1,7 +1,7 @@
-"""The payload of a sparse delta: its parameters, then sections of whole words of 8 bytes, then a guard.
+"""The payload of a rice or bitmap delta: parameters, sections padded to words of 8 bytes, and a guard.
 
-The layout is in `docs/weights-format.md`. Every length is checked against the bytes that are there before anything is
-allocated for them.
+The layout is in `docs/weights-format.md`. Every length is checked against the payload before memory is allocated
+for it.
 """
 
 from __future__ import annotations
@@ -19,50 +19,55 @@ from shared.weights.codec.kernels import Kernels
 MAX_K = 24
 """Largest parameter of a Rice code."""
 MAX_MAGNITUDE_K = 30
-"""Largest parameter of the code of magnitudes: below the bits of a step."""
+"""Largest parameter of the Golomb code of magnitudes: less than the bits of a step."""
 GUARD = bytes(8)
-"""Ends the payload, so that 8 bytes can be read from wherever a section has a bit."""
+"""Ends the payload, so that a decoder may read 8 bytes from any bit of a section."""
 PARAMS = struct.Struct("<BBBxIIIII")
 LOW, HIGH, SIGNS, ESCAPES_LOW, ESCAPES_HIGH, LENGTHS, MAGNITUDES = range(7)
-"""The sections. Of an overwriting delta the signs are the new values; of a bitmap delta the bitmap is `HIGH`."""
+"""The sections, in their order. The bitmap of a bitmap delta is `HIGH`."""
 _SAMPLE = 512
-"""Magnitudes that are looked at to choose their parameter."""
+"""Magnitudes sampled to choose their parameter."""
 
 
 class Sections:
-    """The sections of a sparse delta, cut out of its payload but not decoded."""
+    """The sections of a rice or bitmap delta, located in its payload but not decoded."""
 
     def __init__(self, info: Info, payload: memoryview) -> None:
+        """Check the parameters and lengths.
+
+        Raises:
+            CorruptDelta: they contradict the header or do not add up to the payload.
+
+        """
         if len(payload) < PARAMS.size + len(GUARD):
             raise CorruptDelta(f"the delta's payload has only {len(payload)} bytes")
         self.params = params = Params(*PARAMS.unpack_from(payload))
         if params.k > MAX_K or params.escape_k > MAX_K or params.magnitude_k > MAX_MAGNITUDE_K:
-            raise CorruptDelta(f"the delta's codes have parameters beyond {MAX_K} and {MAX_MAGNITUDE_K}")
+            raise CorruptDelta(f"the delta's codes have parameters above {MAX_K} or {MAX_MAGNITUDE_K}")
         if params.n_escapes > info.n_changed:
             raise CorruptDelta(f"the delta escapes {params.n_escapes} of {info.n_changed} changes")
         if info.kind == Kind.BITMAP and (params.k or params.unary_bytes != padded(info.n_values)):
-            raise CorruptDelta("the delta's bitmap does not have a bit for every value")
-        steps = info.kind != Kind.OVERWRITE
+            raise CorruptDelta("the delta's bitmap does not have one bit for every value")
         lengths = (
             padded(info.n_changed * params.k),
             params.unary_bytes,
-            padded(info.n_changed) if steps else padded(info.n_changed * info.width * 8),
+            padded(info.n_changed),
             padded(params.n_escapes * params.escape_k),
             params.escape_unary_bytes,
             params.magnitude_unary_bytes,
             params.magnitude_bytes,
         )
         if any(length % 8 for length in lengths) or PARAMS.size + sum(lengths) + len(GUARD) != len(payload):
-            raise CorruptDelta(f"the delta's sections do not make up its payload of {len(payload)} bytes")
+            raise CorruptDelta(f"the delta's sections do not add up to its payload of {len(payload)} bytes")
         self.info = info
         self._payload, self._ends = payload, tuple(accumulate(lengths, initial=PARAMS.size))
 
     def cut(self, number: int) -> Bits:
-        """Return a section and what follows it: its last fields are read with the bytes behind them."""
+        """Return a section and everything after it: the last fields are read with the bytes that follow them."""
         return np.frombuffer(self._payload, dtype=np.uint8, offset=self._ends[number])
 
     def cut_off(self, number: int) -> Bits:
-        """Return a section alone."""
+        """Return one section."""
         begin, end = self._ends[number : number + 2]
         return np.frombuffer(self._payload, dtype=np.uint8, offset=begin, count=end - begin)
 
@@ -74,7 +79,7 @@ class Sections:
         return kernels.rice_unpack(self.cut(LOW), self.cut_off(HIGH), info.n_changed, params.k, info.n_values)
 
     def steps(self, kernels: Kernels) -> Steps:
-        """Decode the steps, in the order of their positions."""
+        """Decode the steps, in order of position."""
         info, params = self.info, self.params
         escapes = kernels.rice_unpack(
             self.cut(ESCAPES_LOW), self.cut_off(ESCAPES_HIGH), params.n_escapes, params.escape_k, info.n_changed
@@ -88,15 +93,6 @@ class Sections:
             info.width,
         )
         return kernels.join(self.cut_off(SIGNS), escapes, magnitudes, info.n_changed, info.width)
-
-
-def pack_overwrite(kernels: Kernels, positions: Positions, values: Buffer, n_values: int) -> list[Buffer]:
-    """Return the payload of an overwriting delta; `values` are those at the positions, end to end."""
-    k = rice_k(n_values, len(positions))
-    low, unary = kernels.rice_pack(positions, k)
-    params = PARAMS.pack(*Params(k=k, unary_bytes=len(unary)))
-    padding = bytes(-len(values) % 8)
-    return [params, _bytes(low), _bytes(unary), values, padding, GUARD]
 
 
 def pack_steps(kernels: Kernels, kind: Kind, positions: Positions, steps: Steps, n_values: int) -> list[Buffer]:
@@ -126,7 +122,7 @@ def pack_steps(kernels: Kernels, kind: Kind, positions: Positions, steps: Steps,
 
 
 def rice_bits(n: int, m: int, k: int) -> float:
-    """Return the bits of a Rice code of parameter k for each of m positions drawn from n, all sets alike."""
+    """Return the expected bits per position of a Rice code with parameter k, for m positions drawn uniformly of n."""
     unchanged = (1.0 - m / n) ** (1 << k)
     return k + 1 + unchanged / (1.0 - unchanged)
 
@@ -135,14 +131,14 @@ def rice_k(n: int, m: int) -> int:
     """Return the parameter of the shortest Rice code for m of n positions."""
     if m in (0, n):
         return 0
-    # The best parameter is near log2(0.69 n / m); its neighbours are tried.
+    # The best parameter is near log2(0.69 n / m).
     guess = max(0, math.floor(math.log2(0.69 * n / m)))
     candidates = range(max(0, guess - 1), min(MAX_K, guess + 2) + 1)
     return min(candidates, key=lambda k: rice_bits(n, m, k), default=MAX_K)
 
 
 def golomb_k(magnitudes: Magnitudes) -> int:
-    """Return the parameter of the shortest exponential Golomb code, judged by a sample."""
+    """Return the parameter of the shortest exponential Golomb code, estimated from a sample."""
     if not len(magnitudes):
         return 0
     sample = magnitudes[:: len(magnitudes) // _SAMPLE + 1].astype(np.float64)

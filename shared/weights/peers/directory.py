@@ -1,6 +1,6 @@
-"""The directory: which peers are there, where, and what they hold; leases in Redis, so that nobody stays for ever.
+"""The peer directory: which peers serve blobs, their URLs, and what they hold. Entries are leases in Redis.
 
-It is a hint: a peer that is not there costs an attempt, and no byte is believed before it has its digest.
+The directory is a hint: an entry of a dead peer costs one failed attempt, and every blob is digest-checked.
 """
 
 from __future__ import annotations
@@ -17,74 +17,73 @@ from shared.names import WEIGHT_PEERS, weight_claim, weight_peer
 log = structlog.get_logger(__name__)
 
 LEASE_S = 15.0
-"""How long a peer stays listed that no longer says so."""
+"""How long an entry stays without a renewal."""
 CLAIM_S = 5.0
-"""How long others leave a blob to the peer that fetches it from the weight store, unless it says so again."""
+"""How long a claim on a blob lasts without a renewal: the claimant alone fetches it from the weight store."""
 
 
 class Peer(BaseModel):
-    """One worker that serves what it holds."""
+    """One worker that serves its cache."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     name: str
     url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#]+$")]
     host: str
-    """Name of its machine: an address that means only the machine itself is of use there alone."""
+    """Name of its machine: a loopback address is usable on the same machine only."""
     holds: dict[str, str] = Field(default_factory=dict)
-    """Catalogue id -> marks: see `catalogue`."""
+    """`BlobIndex.id` -> bitmap of the blobs it holds."""
 
     @property
     def is_loopback(self) -> bool:
-        """Tell whether the address means only its own machine."""
+        """Return True if only the same machine can reach the address."""
         return self.url.startswith(("http://127.", "http://localhost:", "http://[::1]"))
 
 
-class Directory:
-    """The directory as one peer sees it. Every method raises `BusUnavailable` when Redis is away."""
+class PeerDirectory:
+    """The peer directory as one peer uses it. Every method raises `BusUnavailable` while Redis is unavailable."""
 
     def __init__(self, bus: Bus, name: str, host: str) -> None:
-        """Use an open bus; `name` is this peer's, of this process alone."""
+        """Use an open bus; `name` identifies this process and no other."""
         self._bus = bus
         self._name = name
         self._host = host
 
-    async def tell(self, url: str, holds: Mapping[str, str]) -> None:
-        """Say for `LEASE_S` seconds more what this peer holds and where."""
+    async def publish(self, url: str, holds: Mapping[str, str]) -> None:
+        """Publish this peer's URL and holdings for another `LEASE_S` seconds."""
         record = Peer(name=self._name, url=url, host=self._host, holds=dict(holds)).model_dump_json()
         lease = Renew(weight_peer(self._name), record, LEASE_S)
         await self._bus.transact([HashSet(WEIGHT_PEERS, {self._name: ""}), lease])
 
     async def withdraw(self) -> None:
-        """Leave the directory."""
+        """Remove this peer's entry."""
         await self._bus.transact([HashDelete(WEIGHT_PEERS, (self._name,)), Delete(weight_peer(self._name))])
 
-    async def look(self) -> list[Peer]:
-        """Return the other peers that can be reached from here."""
+    async def peers(self) -> list[Peer]:
+        """Return the other peers that this machine can reach."""
         return [
             peer
-            for peer in await listed(self._bus)
+            for peer in await list_peers(self._bus)
             if peer.name != self._name and (peer.host == self._host or not peer.is_loopback)
         ]
 
     async def claim(self, digest: str) -> bool:
-        """Say that this peer fetches a blob from the weight store; tell whether it is the one that does."""
-        (ours,) = await self._bus.acquire([weight_claim(digest)], self._name, CLAIM_S)
-        return ours
+        """Claim the fetch of a blob from the weight store; return True if this peer got the claim."""
+        return await self._bus.acquire(weight_claim(digest), self._name, CLAIM_S)
 
-    async def keep_claim(self, digest: str) -> None:
-        """Say it again."""
+    async def renew_claim(self, digest: str) -> None:
+        """Extend a claim that this peer holds."""
         await self._bus.renew(weight_claim(digest), self._name, CLAIM_S)
 
-    async def drop_claim(self, digest: str) -> None:
-        """Leave the blob to another one."""
+    async def release_claim(self, digest: str) -> None:
+        """Release the claim, so that another peer may fetch the blob."""
         await self._bus.transact([Delete(weight_claim(digest))])
 
 
-async def listed(bus: Bus) -> list[Peer]:
-    """Return all peers whose lease holds, and strike off the others. Raises `BusUnavailable`."""
+async def list_peers(bus: Bus) -> list[Peer]:
+    """Return the peers with a valid lease, and remove the other entries. Raises `BusUnavailable`."""
     names = list(await bus.hash_all(WEIGHT_PEERS))
-    records = await bus.holders([weight_peer(name) for name in names])
+    records = await bus.lease_values([weight_peer(name) for name in names])
     gone = tuple(name for name, record in zip(names, records, strict=True) if record is None)
     if gone:
         await bus.transact([HashDelete(WEIGHT_PEERS, gone)])

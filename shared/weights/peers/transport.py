@@ -1,6 +1,7 @@
-"""A blob from a peer over HTTP, with an error for everything that a peer can do wrong.
+"""Fetch a blob from a peer over HTTP, with one error type for each way in which a peer can fail.
 
-Where peers are is read from Redis, so none gets the token: each request carries a proof that opens that one blob.
+The URLs of peers come from Redis, so no peer is sent the token: each request carries a proof that is valid for one
+blob.
 """
 
 from __future__ import annotations
@@ -15,53 +16,53 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from shared.errors import Corrupt
-from shared.proof import prove
+from shared.http.token_signature import sign
 from shared.weights.download import Download
 
 BUSY_STATUS = 503
 _CONNECT_S = 2.0
 _STALL_S = 5.0
-"""Longest time without a byte."""
+"""Maximum time without a byte."""
 _FAIR_S = 3.0
-"""How long a transfer may take before its speed is looked at."""
+"""How long a transfer may take before its speed is checked."""
 _SLOW = 1 / 8
-"""Slower than this part of the usual speed is slow."""
+"""A transfer below this fraction of the median speed is slow."""
 _SPEEDS_KEPT = 32
 
 
 class PeerFailed(Exception):
-    """The peer did not answer, or broke off."""
+    """The peer did not answer, or the transfer broke off."""
 
 
-class PeerAway(PeerFailed):
-    """Nobody answers there, or somebody who is no peer."""
+class PeerUnreachable(PeerFailed):
+    """Nothing answers at the URL, or it is not a peer."""
 
 
-class PeerLacks(PeerFailed):
+class BlobNotHeld(PeerFailed):
     """The peer does not have the blob."""
 
 
 class PeerBusy(PeerFailed):
-    """The peer serves as many as it can."""
+    """The peer serves its maximum of concurrent transfers."""
 
 
 class PeerSlow(PeerFailed):
-    """The peer is much slower than the others are."""
+    """The peer is much slower than the others."""
 
 
-class PeerLied(PeerFailed):
-    """What came cannot be the blob."""
+class DigestMismatch(PeerFailed):
+    """The received bytes do not have the blob's digest or length."""
 
 
 class PeerTransport:
     """Connections to peers."""
 
     def __init__(self, token: str) -> None:
-        """Prepare; nothing is dialled yet."""
+        """Connect lazily."""
         self._token = token
         self._session: aiohttp.ClientSession | None = None
         self._speeds: deque[float] = deque(maxlen=_SPEEDS_KEPT)
-        """Bytes/s of the last transfers that came through."""
+        """Bytes/s of the last completed transfers."""
 
     async def close(self) -> None:
         """Release connections."""
@@ -70,19 +71,19 @@ class PeerTransport:
             await session.close()
 
     async def fetch(self, url: str, download: Download) -> None:
-        """Fetch a whole blob, unverified.
+        """Fetch a whole blob; the caller checks its digest.
 
         Raises:
-            PeerFailed: or one of its kinds; `download` has what came.
+            PeerFailed: or a subclass; `download` has the bytes received so far.
 
         """
         began = time.monotonic()
         try:
             await download.resume(lambda digest, _: self._opened(url, digest, began, download))
         except Corrupt as error:
-            raise PeerLied(str(error)) from error
+            raise DigestMismatch(str(error)) from error
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
-            raise PeerAway(str(error)) from error
+            raise PeerUnreachable(str(error)) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise PeerFailed(str(error) or type(error).__name__) from error
         self._speeds.append(download.n_bytes / max(time.monotonic() - began, 1e-6))
@@ -91,16 +92,18 @@ class PeerTransport:
     async def _opened(
         self, url: str, digest: str, began: float, download: Download
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        headers = {"Authorization": f"Bearer {prove(self._token, 'chunk', digest)}"}
+        headers = {"Authorization": f"Bearer {sign(self._token, 'chunk', digest)}"}
         async with self._http.get(f"{url}/v1/chunks/{digest}", headers=headers, allow_redirects=False) as response:
             if response.status == 404:
-                raise PeerLacks(digest)
+                raise BlobNotHeld(digest)
             if response.status == BUSY_STATUS:
                 raise PeerBusy(digest)
             if response.status == 401:
-                raise PeerAway("it refuses the proof of the token: it has another token, or another version of rlboost")
+                raise PeerUnreachable(
+                    "it refuses the proof of the token: it has another token, or another version of rlboost"
+                )
             if response.status != 200:
-                raise PeerAway(f"status {response.status}")
+                raise PeerUnreachable(f"status {response.status}")
             yield 0, self._watched(response.content.iter_any(), began, download)
 
     async def _watched(self, blocks: AsyncIterator[bytes], began: float, download: Download) -> AsyncIterator[bytes]:

@@ -1,6 +1,6 @@
-"""What a checkpoint is, wherever it lies: the engine's files, and a document that says where the job stands.
+"""Format of a checkpoint, in any kind of store: the engine's files, and a manifest with the training state.
 
-The document names each file with its length and digest, and is written last: without it there is no checkpoint.
+The manifest lists each file with its length and digest. It is written last: without it there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, Self
 
 from blake3 import blake3
 
-from services.trainer.ports import TrainState
+from services.trainer.ports.storage import TrainState
 from shared.errors import Corrupt
 from shared.ids import new_token
 
-KEPT = 2
-"""How many checkpoints a job has: should the newest turn out broken, there is the one before."""
+N_RETAINED = 2
+"""Checkpoints that a job retains: if the newest does not verify, there is the one before."""
 PREFIX = "step-"
-BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a checkpoint that is none may raise."""
+CORRUPT_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""Errors that reading an invalid checkpoint raises."""
 _FORMAT = 1
 
 
@@ -31,36 +31,35 @@ def name_of(step: int) -> str:
 
 
 def step_of(name: str) -> int:
-    """Return the step of a checkpoint by its name, -1 where that is none."""
+    """Return the step of a checkpoint by its name, -1 if it is not a checkpoint's name."""
     digits = name.removeprefix(PREFIX)
     return int(digits) if digits.isdigit() else -1
 
 
-def own_name(step: int) -> str:
-    """Return a name for files of a step's checkpoint that are on their way; nobody else has it."""
+def unique_name(step: int) -> str:
+    """Return a unique name for the temporary files of a step's checkpoint."""
     return f"{name_of(step)}-{new_token()}"
 
 
-def is_left_over(name: str, step: int) -> bool:
-    """Tell whether what `own_name` has named may be removed when a step's checkpoint is kept.
+def is_stale(name: str, step: int) -> bool:
+    """Return True if files of this unique name may be removed when `step` is saved: those of earlier steps.
 
-    That of an earlier step may. What is of this step or a later one, a trainer may be writing at this moment: one that
-    was thought dead, or its successor.
+    Files of the same or a later step may be in use, by a trainer that was presumed dead or by its successor.
     """
     return step_of(name.rpartition("-")[0]) < step
 
 
-def none_is_whole(place: str, names: Sequence[str]) -> Corrupt:
-    """Return the error for a place with checkpoints none of which verifies."""
+def no_valid_checkpoint(place: str, names: Sequence[str]) -> Corrupt:
+    """Return the error for a store that has checkpoints, but none that verifies."""
     return Corrupt(
-        f"no checkpoint in {place} is whole ({', '.join(names)}; the trainer's log says what is wrong), and samples of "
-        "the steps before them may be gone: put one back from a copy, or start a new job, which may name any other "
-        "checkpoint in trainer.resume"
+        f"no checkpoint in {place} verifies ({', '.join(names)}; see the trainer's log), and samples of earlier steps "
+        "may have been removed: restore one from a backup, or start a new job, which may name any other checkpoint in "
+        "trainer.resume"
     )
 
 
 class FileDigest(NamedTuple):
-    """What a file must be."""
+    """A file's expected content."""
 
     digest: str
     """blake3, as hexadecimal digits."""
@@ -68,19 +67,19 @@ class FileDigest(NamedTuple):
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """Return that of a file as it is."""
+        """Compute the digest of a file."""
         return cls(blake3(max_threads=1).update_mmap(file).hexdigest(), file.stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """What makes files a checkpoint."""
+class Manifest:
+    """Training state, and the files that belong to it."""
 
     state: TrainState
     files: Mapping[str, FileDigest]
-    """By name; there are no folders."""
+    """By name; there are no subdirectories."""
     folder: str = ""
-    """Where the files are, for a store that has them elsewhere."""
+    """Where the files are, if the store has them apart from the manifest."""
 
     @classmethod
     def of(cls, directory: Path, state: TrainState, folder: str = "") -> Self:
@@ -94,7 +93,7 @@ class Document:
 
     @classmethod
     def decode(cls, text: str | bytes) -> Self:
-        """Read it, raising one of `BROKEN`. Before there were lengths, a file's digest stood alone."""
+        """Parse a manifest, raising one of `CORRUPT_ERRORS`. In old ones a digest stands without a length."""
         body = json.loads(text)
         if body["format"] != _FORMAT:
             raise ValueError(f"format {body['format']} is not {_FORMAT}")
@@ -105,7 +104,7 @@ class Document:
         return cls(TrainState(**body["state"]), files, body.get("folder", ""))
 
     def verify(self, directory: Path) -> None:
-        """Make sure that the files of a directory are these, raising one of `BROKEN`."""
+        """Check the files in a directory against their digests, raising one of `CORRUPT_ERRORS`."""
         for name, expected in self.files.items():
             if FileDigest.of(directory / name).digest != expected.digest:
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name} has another digest than when it was written")

@@ -1,61 +1,65 @@
-"""Checkpoints as directories `step-000010`: written aside, flushed to disk, then renamed, so that each is whole."""
+"""Checkpoints as directories `step-000010` in a local folder.
+
+Each is written under another name, flushed to disk and then renamed, so a directory of that name is complete.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import structlog
 
 from services.trainer.adapters.checkpoints.files import (
-    BROKEN,
-    KEPT,
+    CORRUPT_ERRORS,
+    N_RETAINED,
     PREFIX,
-    Document,
-    is_left_over,
+    Manifest,
+    is_stale,
     name_of,
-    none_is_whole,
-    own_name,
+    no_valid_checkpoint,
     step_of,
+    unique_name,
 )
-from services.trainer.ports import Snapshot, TrainState
+from services.trainer.ports.engine import Snapshot
+from services.trainer.ports.storage import TrainState
+from shared.atomic_file import sync_path
 from shared.errors import Fatal
 
 log = structlog.get_logger(__name__)
 
-DOCUMENT = "state.json"
-_UNFINISHED = "unfinished-"
+MANIFEST_FILE = "state.json"
+_TEMPORARY = "unfinished-"
 
 
 class CheckpointFolder:
     """`CheckpointStore` in one local folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Use `folder`, which need not be there yet."""
+        """Use `folder`, which is created by the first `save`."""
         self._folder = folder
 
     def save(self, state: TrainState, write: Snapshot) -> None:
         """See `CheckpointStore.save`."""
-        aside, final = self._aside(state.step), self._folder / name_of(state.step)
+        temporary, final = self._temporary(state.step), self._folder / name_of(state.step)
         try:
-            self._clear(state.step)
-            aside.mkdir(parents=True)
-            write(aside)
-            document = Document.of(aside, state).encode()
-            (aside / DOCUMENT).write_text(document, encoding="utf-8")
-            for path in (*aside.iterdir(), aside):
-                _flush(path)
-            # After a fall-back a step comes again: what is there of it did not verify.
+            self._remove_stale(state.step)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            manifest = Manifest.of(temporary, state).encode()
+            (temporary / MANIFEST_FILE).write_text(manifest, encoding="utf-8")
+            for path in (*temporary.iterdir(), temporary):
+                sync_path(path)
+            # After a fallback the same step comes again; its old checkpoint did not verify.
             self._remove(final)
-            aside.rename(final)
-            _flush(self._folder)
-            for old in self._directories()[KEPT:]:
+            temporary.rename(final)
+            sync_path(self._folder)
+            for old in self._directories()[N_RETAINED:]:
                 self._remove(old)
         except OSError as error:
             raise Fatal(
-                f"checkpoint {final} cannot be written: {error.strerror or error}; make room or mend the folder. "
-                "The checkpoints before it are whole"
+                f"checkpoint {final} cannot be written: {error.strerror or error}; free space or repair the folder. "
+                "Earlier checkpoints are complete"
             ) from error
 
     def newest(self) -> tuple[TrainState, Path] | None:
@@ -64,20 +68,20 @@ class CheckpointFolder:
         for directory in directories:
             try:
                 return read(directory), directory
-            except BROKEN as error:
-                log.warning("checkpoint_broken", directory=str(directory), reason=str(error) or repr(error))
+            except CORRUPT_ERRORS as error:
+                log.warning("checkpoint_corrupt", directory=str(directory), reason=str(error) or repr(error))
         if directories:
-            raise none_is_whole(str(self._folder), [directory.name for directory in directories])
+            raise no_valid_checkpoint(str(self._folder), [directory.name for directory in directories])
         return None
 
     def fallback(self) -> TrainState | None:
         """See `CheckpointStore.fallback`."""
         directories = self._directories()
-        if len(directories) < KEPT:
+        if len(directories) < N_RETAINED:
             return None
         try:
-            return _document(directories[-1]).state
-        except BROKEN:
+            return _read_manifest(directories[-1]).state
+        except CORRUPT_ERRORS:
             return None
 
     def _directories(self) -> list[Path]:
@@ -86,32 +90,29 @@ class CheckpointFolder:
 
     def _remove(self, directory: Path) -> None:
         if directory.exists():
-            # Renamed first: what is half removed must not look like a checkpoint.
-            shutil.rmtree(directory.rename(self._aside(step_of(directory.name))))
+            # Renamed first: a partly removed directory must not look like a checkpoint.
+            shutil.rmtree(directory.rename(self._temporary(step_of(directory.name))))
 
-    def _aside(self, step: int) -> Path:
-        return self._folder / f"{_UNFINISHED}{own_name(step)}"
+    def _temporary(self, step: int) -> Path:
+        return self._folder / f"{_TEMPORARY}{unique_name(step)}"
 
-    def _clear(self, step: int) -> None:
-        for left in self._folder.glob(f"{_UNFINISHED}*"):
-            if is_left_over(left.name.removeprefix(_UNFINISHED), step):
-                shutil.rmtree(left, ignore_errors=True)
+    def _remove_stale(self, step: int) -> None:
+        for directory in self._folder.glob(f"{_TEMPORARY}*"):
+            if is_stale(directory.name.removeprefix(_TEMPORARY), step):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def read(directory: Path) -> TrainState:
-    """Verify one checkpoint and return its state, raising one of `files.BROKEN`."""
-    document = _document(directory)
-    document.verify(directory)
-    return document.state
+    """Verify one checkpoint and return its state.
+
+    Raises:
+        files.CORRUPT_ERRORS: it is not a checkpoint, or does not verify.
+
+    """
+    manifest = _read_manifest(directory)
+    manifest.verify(directory)
+    return manifest.state
 
 
-def _document(directory: Path) -> Document:
-    return Document.decode((directory / DOCUMENT).read_text(encoding="utf-8"))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _read_manifest(directory: Path) -> Manifest:
+    return Manifest.decode((directory / MANIFEST_FILE).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A policy that is trained with FSDP2: each rank keeps a part of all tensors and has samples of its own."""
+"""A policy trained with FSDP2: each rank has a shard of every tensor, and its own samples."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.adapters.ranks.policy import RanksPolicy
-from shared.training import OptimizerSpec, TrainerSpec
+from shared.job.training import OptimizerSpec, TrainerSpec
 
 
 class FsdpPolicy(RanksPolicy):
-    """See `RanksPolicy`. With `bfloat16` weights and optimizer stay in float32, as in the torch backend of one rank."""
+    """`RanksPolicy` on FSDP2. With `bfloat16` weights and optimizer stay in float32, as in `TorchPolicy`."""
 
     def __init__(self, spec: TrainerSpec, optimizer: OptimizerSpec, **settings: Any) -> None:
         """See `RanksPolicy`."""
         super().__init__("fsdp", spec, optimizer, **settings)
 
-    def _described(self, source: Path, config: Any) -> dict[str, Any]:
+    def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
         del config
         return {"source": str(source)}

@@ -1,4 +1,4 @@
-"""A rank of FSDP2."""
+"""A rank of the FSDP2 backend."""
 
 from __future__ import annotations
 
@@ -7,38 +7,45 @@ from typing import Any
 
 import torch
 
-from services.trainer.adapters.fsdp.network import Network, TrainedNetwork
-from services.trainer.adapters.fsdp.passes import PaddedPasses
-from services.trainer.adapters.fsdp.state import OptimizerState
+from services.trainer.adapters.fsdp.forward_backward import PaddedForwardBackward
+from services.trainer.adapters.fsdp.model import FsdpModel, TrainedFsdpModel
+from services.trainer.adapters.fsdp.state import FsdpOptimizerState
 from services.trainer.adapters.ranks.engine import RankEngine
-from services.trainer.adapters.ranks.layout import Layout, Place
-from services.trainer.adapters.ranks.model import Built, Model, Passes
+from services.trainer.adapters.ranks.layout import Coordinates, Layout
+from services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
 from services.trainer.adapters.torch.logprobs import LogprobPass
 
 
 class FsdpRank(RankEngine):
-    """See `RankEngine`. No two ranks have the same part of a tensor, and each has samples of its own."""
+    """`RankEngine` on FSDP2. Ranks have disjoint shards of every tensor, and each has its own samples."""
 
-    def _joined(self, rank: int, layout: Layout) -> Place:
-        return Place.of(rank, layout)
+    def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
+        return Coordinates.of(rank, layout)
 
-    def _built(self, model: dict[str, Any]) -> Built:
-        network = TrainedNetwork(Path(model["source"]), self._device, self._optimizer, recomputes=self._recomputes)
-        return Built(network, self._passes_of(network), OptimizerState(network.optimizer, self._held))
-
-    def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:
-        network = Network(Path(model["source"]), self._device, trained=False)
-        return network, self._passes_of(network)
-
-    def _passes_of(self, network: Network) -> PaddedPasses:
-        forward = LogprobPass(
-            network.module, temperature=self._temperature, dtype=self._dtype, device=torch.device(self._device)
+    def _build(self, model: dict[str, Any]) -> Trainable:
+        model_shard = TrainedFsdpModel(
+            Path(model["source"]),
+            self._device,
+            self._optimizer,
+            activation_checkpointing=self._activation_checkpointing,
         )
-        return PaddedPasses(forward, self._device)
+        return Trainable(
+            model_shard, self._passes_of(model_shard), FsdpOptimizerState(model_shard.optimizer, self._local_value)
+        )
+
+    def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
+        model_shard = FsdpModel(Path(model["source"]), self._device, trained=False)
+        return model_shard, self._passes_of(model_shard)
+
+    def _passes_of(self, model_shard: FsdpModel) -> PaddedForwardBackward:
+        forward = LogprobPass(
+            model_shard.module, temperature=self._temperature, dtype=self._dtype, device=torch.device(self._device)
+        )
+        return PaddedForwardBackward(forward, self._device)
 
     @property
-    def _part(self) -> int | None:
-        return self._place.data
+    def _part_number(self) -> int | None:
+        return self._coordinates.data
 
     @property
     def _has_logprobs(self) -> bool:

@@ -1,4 +1,4 @@
-"""One rank's rows of the weights and of what AdamW remembers of them."""
+"""Reads and writes one rank's rows of the weights and of AdamW's moments."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from services.trainer.adapters.ranks.model import WEIGHT
-from services.trainer.adapters.ranks.rest import own_part
+from services.trainer.adapters.ranks.offload import local_tensor
+from services.trainer.adapters.ranks.trainable import WEIGHT
 
 _STEP = "step"
 
 
-class OptimizerState:
-    """See `services.trainer.adapters.ranks.model.State`."""
+class FsdpOptimizerState:
+    """`OptimizerState` of one rank."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, held: Callable[[Tensor], Tensor]) -> None:
-        """Look into `optimizer`; `held` tells where this rank's part of a tensor is."""
+    def __init__(self, optimizer: torch.optim.Optimizer, local_value: Callable[[Tensor], Tensor]) -> None:
+        """Access `optimizer`; `local_value` reads a tensor that may be offloaded."""
         self._optimizer = optimizer
-        self._held = held
+        self._local_value = local_value
 
     def get(self, parameter: Tensor, kind: str) -> Tensor:
         """Return this rank's rows of a weight or a moment."""
-        return self._held(parameter if kind == WEIGHT else self._optimizer.state[parameter][kind])
+        return self._local_value(parameter if kind == WEIGHT else self._optimizer.state[parameter][kind])
 
     def set(self, parameter: Tensor, kind: str, value: Tensor) -> None:
         """Overwrite this rank's rows of a weight or a moment."""
         if kind == WEIGHT:
-            own_part(parameter).copy_(value)
+            local_tensor(parameter).copy_(value)
             return
         assert isinstance(parameter, DTensor)
-        own = value.to(parameter.device, torch.float32, copy=True)
+        local = value.to(parameter.device, torch.float32, copy=True)
         self._optimizer.state[parameter][kind] = DTensor.from_local(
-            own, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
         )
 
     def set_steps(self, n_steps: int) -> None:
-        """Say how many updates the moments come from; 0 forgets them."""
+        """Set the number of updates that the moments contain; 0 drops them."""
         if not n_steps:
             self._optimizer.state.clear()
         for values in self._optimizer.state.values():

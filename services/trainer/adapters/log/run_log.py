@@ -1,6 +1,6 @@
-"""Metrics on their way to loggers of others, which may be slow, fail or hang: the job neither waits nor ends for it.
+"""Passes metrics to third-party loggers, which may be slow, fail or hang without blocking or ending the job.
 
-Each logger has a thread of its own and a bounded queue in front of it. What goes wrong is told once a logger.
+Each logger has a thread and a bounded queue. The first problem of each logger is reported, once.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ log = structlog.get_logger(__name__)
 
 _QUEUED_ROWS = 1024
 PATIENCE_S = 60.0
-"""A logger that takes longer than this for one row hangs, as far as people are told."""
+"""A logger that takes longer than this for one row is reported as hanging."""
 
 
 class Logger(Protocol):
-    """Where rows are shown. Made, used and closed in one thread; may raise anything."""
+    """Destination of rows. Created, used and closed in one thread; may raise anything."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a row; its step is higher than those before."""
+        """Log a row; steps increase."""
 
     def close(self) -> None:
-        """Send what was not sent yet."""
+        """Send buffered rows."""
 
 
 class LoggerFailed(Exception):
-    """Why a logger gives up, in words for people. Any other error does, too, and is told with its kind."""
+    """A logger's failure, with a text for users. Any other exception is reported with its type."""
 
 
 Opener = Callable[[int], Logger]
-"""Makes a logger for the rows from this step on; what an earlier process gave it of these is to be forgotten."""
+"""Creates a logger for rows from this step on, which replace those that an earlier process has logged."""
 
 
 class _Row(NamedTuple):
@@ -44,37 +44,37 @@ class _Row(NamedTuple):
 
 
 class RunLog:
-    """All loggers of one job."""
+    """The third-party loggers of one job."""
 
     def __init__(self, openers: Mapping[str, Opener], patience_s: float = PATIENCE_S) -> None:
-        """Open nothing yet; `openers` by the name that people know a logger by."""
+        """Prepare; `openers` are by the loggers' names, `patience_s` is the limit for one row."""
         self._openers = openers
         self._patience_s = patience_s
-        self._feeds: list[_Feed] = []
+        self._threads: list[_LoggerThread] = []
 
     def begin(self, step: int) -> None:
         """Open the loggers, for rows from `step` on."""
-        self._feeds = [_Feed(name, opener, step, self._patience_s) for name, opener in self._openers.items()]
+        self._threads = [_LoggerThread(name, opener, step, self._patience_s) for name, opener in self._openers.items()]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand a row to every logger, at once."""
-        for feed in self._feeds:
-            feed.put(_Row(step, metrics))
+        """Queue a row for every logger, without blocking."""
+        for thread in self._threads:
+            thread.put(_Row(step, metrics))
 
-    def troubles(self) -> list[str]:
-        """Return what went wrong and was not told yet."""
-        return [trouble for feed in self._feeds if (trouble := feed.new_trouble())]
+    def new_problems(self) -> list[str]:
+        """Return the problems that were not returned before."""
+        return [problem for thread in self._threads if (problem := thread.new_problem())]
 
     def close(self, limit_s: float) -> None:
-        """Let the loggers finish, and wait for `limit_s` at most; who needs longer goes on while the process lives."""
+        """Let the loggers finish, for up to `limit_s`; slower ones continue for as long as the process lives."""
         until = time.monotonic() + limit_s
-        for feed in self._feeds:
-            feed.end()
-        for feed in self._feeds:
-            feed.join(until)
+        for thread in self._threads:
+            thread.end()
+        for thread in self._threads:
+            thread.join(until)
 
 
-class _Feed:
+class _LoggerThread:
     """One logger's thread and queue."""
 
     def __init__(self, name: str, opener: Opener, step: int, patience_s: float) -> None:
@@ -82,10 +82,10 @@ class _Feed:
         self._opener = opener
         self._patience_s = patience_s
         self._rows: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
-        """None behind the last row; never longer than `_QUEUED_ROWS` and that."""
+        """None after the last row. At most `_QUEUED_ROWS` rows."""
         self._busy_since: float | None = time.monotonic()
-        self._trouble = ""
-        self._told = False
+        self._problem = ""
+        self._reported = False
         self._closed = False
         # A daemon: a logger that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, args=(step,), name=f"log-{name}", daemon=True)
@@ -100,7 +100,7 @@ class _Feed:
         if self._rows.qsize() < _QUEUED_ROWS:
             self._rows.put(row)
         else:
-            self._note(f"{_QUEUED_ROWS} rows wait for it, so later ones are left out")
+            self._note(f"its queue of {_QUEUED_ROWS} rows is full, so later rows are dropped")
 
     def end(self) -> None:
         if not self._closed:
@@ -110,18 +110,18 @@ class _Feed:
     def join(self, until: float) -> None:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._note("it has not sent everything when the job ended; it goes on as long as the trainer runs")
+            self._note("it has not sent all rows at the end of the job; it continues while the trainer runs")
 
-    def new_trouble(self) -> str:
-        if self._told or not self._trouble:
+    def new_problem(self) -> str:
+        if self._reported or not self._problem:
             return ""
-        self._told = True
-        return f"log.{self._name}: {self._trouble}; the job goes on, and metrics.jsonl has every row"
+        self._reported = True
+        return f"log.{self._name}: {self._problem}; the job continues, and metrics.jsonl has every row"
 
-    def _note(self, trouble: str) -> None:
-        if not self._trouble:
-            self._trouble = trouble
-            log.warning("logger_failed", to=self._name, reason=trouble)
+    def _note(self, problem: str) -> None:
+        if not self._problem:
+            self._problem = problem
+            log.warning("logger_failed", to=self._name, reason=problem)
 
     def _run(self, step: int) -> None:
         try:
@@ -133,6 +133,6 @@ class _Feed:
                 self._busy_since = None
             self._busy_since = time.monotonic()
             logger.close()
-        except Exception as error:  # noqa: BLE001 - a library of others, and the network
+        except Exception as error:  # noqa: BLE001 - a third-party library, and the network
             kind = "" if isinstance(error, LoggerFailed) else f"{type(error).__name__}: "
             self._note(kind + str(error).partition("\n")[0].rstrip("."))

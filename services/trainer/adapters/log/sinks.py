@@ -1,4 +1,4 @@
-"""The loggers that a job file can ask for: TensorBoard's event files, and Weights & Biases."""
+"""The loggers of a job file's `log` section: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from services.trainer.adapters.log.run_log import Opener
 from services.trainer.adapters.log.wandb import Wandb
 from shared.errors import ConfigError
-from shared.jobspec import BaseJob
-from shared.runlog import lacking
+from shared.job.run_log import lacking
+from shared.job.spec import BaseJob
 
 
 def openers(spec: BaseJob, job_id: str, folder: Path) -> dict[str, Opener]:
-    """Return what makes the loggers of a job whose run is in `folder`; by name.
+    """Return the functions that create a job's loggers, by name; `folder` is the run's folder.
 
     Raises:
         ConfigError: a library is not installed.
@@ -33,7 +33,7 @@ class TensorBoard:
     """`Logger` that writes event files."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Write into `folder`; readers forget what an earlier process wrote there of `step` and later."""
+        """Write into `folder`; readers discard rows of `step` and later that an earlier process wrote."""
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
         self._writer = SummaryWriter(str(folder), purge_step=step)
@@ -42,7 +42,7 @@ class TensorBoard:
         """See `Logger.log`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        # A process that is killed leaves every row that it was given.
+        # Flush per row: a killed process must not lose rows.
         self._writer.flush()
 
     def close(self) -> None:

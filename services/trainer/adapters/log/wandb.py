@@ -1,7 +1,7 @@
 """Weights & Biases as a logger.
 
-Its library runs in a process of its own: at the end of one it waits for the network, for minutes, and a trainer that is
-told to stop has seconds.
+Its library runs in a child process, because it waits for the network for minutes at exit, and a stopping trainer has
+only seconds.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 from services.trainer.adapters.log.run_log import LoggerFailed
-from services.trainer.adapters.log.wandb_child import BEGUN
-from shared.jobspec import BaseJob
-from shared.runlog import WandbSpec
+from services.trainer.adapters.log.wandb_child import STARTED
+from shared.job.run_log import WandbSpec
+from shared.job.spec import BaseJob
 
 
 class Wandb:
-    """`Logger` that goes on with the W&B run whose id is the job's.
+    """`Logger` that creates or resumes the W&B run whose id is the job's.
 
-    Of a step that is trained again W&B keeps the row that it got first: its steps only rise.
+    If a step is trained again, W&B keeps the first row: its steps only increase.
     """
 
     def __init__(self, wandb: WandbSpec, spec: BaseJob, job_id: str, folder: Path) -> None:
-        """Begin the run, or go on with it; its files are in `folder`.
+        """Start or resume the run; its files are in `folder`.
 
         Raises:
-            LoggerFailed: with W&B's own words.
+            LoggerFailed: the run cannot be started; with W&B's own message.
 
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = Popen(
             [sys.executable, "-m", "services.trainer.adapters.log.wandb_child"],
             stdin=PIPE,
             stdout=PIPE,
-            stderr=self._complaints,
+            stderr=self._stderr,
             env={name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_")},
             text=True,
-            start_new_session=True,  # what stops the trainer must not stop it before it has sent what it has
+            start_new_session=True,  # signals to the trainer must not stop it before it has sent its rows
         )
         self._send(
             {
@@ -59,7 +59,7 @@ class Wandb:
             }
         )
         assert self._process.stdout is not None
-        if self._process.stdout.readline().strip() != BEGUN:
+        if self._process.stdout.readline().strip() != STARTED:
             raise self._failure()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -84,12 +84,12 @@ class Wandb:
     def _failure(self) -> LoggerFailed:
         self._process.kill()
         self._process.wait()
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         self._release()
-        return LoggerFailed(lines[-1] if lines else "its process ended without a word")
+        return LoggerFailed(lines[-1] if lines else "its process ended without an error message")
 
     def _release(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
-        self._complaints.close()
+        self._stderr.close()

@@ -1,7 +1,8 @@
-"""`python -m services.trainer.adapters.log.wandb_child`: one run of Weights & Biases, in a process of its own.
+"""`python -m services.trainer.adapters.log.wandb_child`: one Weights & Biases run, in its own process.
 
-On standard input come lines of JSON: what the run is, then a row a line, then `null`. A word on standard output says
-that the run has begun. Input that ends without `null` is a trainer that died; then, too, what came is sent.
+Standard input has lines of JSON: the arguments of `wandb.init`, then one row per line, then `null`. `STARTED` on
+standard output means that the run has started. If the input ends without `null`, the trainer has died; the child still
+sends all rows.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import os
 import sys
 from typing import Any, TextIO
 
-BEGUN = "begun"
+STARTED = "started"
 _FINISH_LIMIT_S = 60.0
-"""For what is not sent when there is no more: nobody waits for this process, and it must not stay for ever."""
+"""Limit for sending the remaining rows. No process waits for this one, so it must not stay forever."""
 
 
 def main(lines: TextIO, answers: TextIO) -> int:
-    """Run it; return the exit code."""
+    """Run the child; return its exit code."""
     import wandb  # noqa: PLC0415 - an extra
 
     run: Any = wandb.init(
@@ -25,7 +26,7 @@ def main(lines: TextIO, answers: TextIO) -> int:
         resume="allow",
         settings=wandb.Settings(console="off", silent=True, finish_timeout=_FINISH_LIMIT_S),
     )
-    print(BEGUN, file=answers, flush=True)
+    print(STARTED, file=answers, flush=True)
     for line in lines:
         if (row := json.loads(line)) is None:
             run.finish()
@@ -36,7 +37,7 @@ def main(lines: TextIO, answers: TextIO) -> int:
 
 
 if __name__ == "__main__":
-    # Whatever else is printed must not be taken for an answer.
+    # Other output of the library must not be read as `STARTED`.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.exit(main(sys.stdin, channel))

@@ -1,7 +1,7 @@
-"""Norm and attention for megatron-core's layer specs, in plain torch.
+"""RMSNorm and attention for megatron-core's layer specs, in plain torch.
 
-Its own local spec knows neither packed sequences nor sequence parallelism, and TransformerEngine's wants CUDA. These
-run on any device. Import after `hook.install()`.
+megatron-core's local spec supports neither packed sequences nor sequence parallelism, and TransformerEngine's layers
+need its CUDA kernels. These run on any device.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ class RMSNorm(torch.nn.RMSNorm):
     """Root mean square norm (arXiv 1910.07467)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        """Take what megatron-core gives a norm."""
+        """Take the arguments that megatron-core passes to a norm."""
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        # Under sequence parallelism each rank sees a part of the tokens; megatron-core then adds up the gradients.
+        # With sequence parallelism each rank has some of the tokens; this mark makes megatron-core sum the gradients.
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each of the sequences that are laid end to end."""
+    """Causal attention within each of several concatenated sequences."""
 
     def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
-        """Take what megatron-core gives a core attention."""
+        """Take the arguments that megatron-core passes to a core attention."""
         super().__init__()
         self._scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Tensor:
-        """Attend.
+        """Return the attention output.
 
         Args:
             query: [tokens, heads, head size].
             key: [tokens, key heads, head size].
             value: like `key`.
-            packed_seq_params: where sequences begin and end: `cu_seqlens_q`, a list of ends from 0 on.
+            packed_seq_params: its `cu_seqlens_q` holds the sequence boundaries: 0, then the end of each sequence.
 
         Returns:
             [tokens, heads x head size].
@@ -50,14 +50,14 @@ class PackedAttention(torch.nn.Module):
         """
         ends: list[int] = packed_seq_params.cu_seqlens_q.tolist()
         grouped = query.shape[1] != key.shape[1]
-        made = []
+        outputs = []
         for low, high in itertools.pairwise(ends):
             q, k, v = (part[low:high].transpose(0, 1)[None] for part in (query, key, value))
-            one = functional.scaled_dot_product_attention(
+            output = functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self._scale, enable_gqa=grouped
             )
-            made.append(one[0].transpose(0, 1))
-        return torch.cat(made).reshape(len(query), -1)
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs).reshape(len(query), -1)
 
 
 def block_spec(config: Any) -> Any:

@@ -1,7 +1,7 @@
-"""megatron-core's model and optimizer, as this project uses them. Import after `hook.install()`.
+"""A rank's shard of a model and its optimizer, built with megatron-core.
 
-Fused kernels are off: each wants TransformerEngine, apex or CUDA. Gradients are summed, and divided once, at the end of
-an update.
+Fused kernels are off: they need TransformerEngine or apex. Gradients are summed over micro-batches and ranks, and
+divided once per update.
 """
 
 from __future__ import annotations
@@ -19,25 +19,31 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.trainer.adapters.megatron.layers import block_spec
-from services.trainer.adapters.megatron.names import WeightMap
-from services.trainer.adapters.megatron.shape import ModelShape
-from services.trainer.adapters.ranks.layout import Layout, Place
-from shared.training import OptimizerSpec
+from services.trainer.adapters.megatron.model_shape import ModelShape
+from services.trainer.adapters.megatron.weight_map import MegatronWeightMap
+from services.trainer.adapters.ranks.layout import Coordinates, Layout
+from shared.job.training import OptimizerSpec
 
 
-class Network:
-    """One rank's part of a model."""
+class MegatronModel:
+    """One rank's shard of a model."""
 
     def __init__(
-        self, shape: ModelShape, layout: Layout, place: Place, dtype: torch.dtype, *, recomputes: bool = False
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        coordinates: Coordinates,
+        dtype: torch.dtype,
+        *,
+        activation_checkpointing: bool = False,
     ) -> None:
-        """Build it with whatever weights; megatron-core's process groups are there already. All ranks do it at once."""
-        self.map = WeightMap(shape, layout, place)
-        self.config = _config(shape, layout, dtype, recomputes=recomputes)
+        """Build it with uninitialized weights. A collective call, after megatron-core has its process groups."""
+        self.weight_map = MegatronWeightMap(shape, layout, coordinates)
+        self.config = _config(shape, layout, dtype, activation_checkpointing=activation_checkpointing)
         self.chunk: Any = GPTModel(
             self.config,
             block_spec(self.config),
-            vocab_size=self.map.vocabulary_rows[0] * layout.tensor,
+            vocab_size=self.weight_map.vocabulary_rows[0] * layout.tensor,
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
@@ -49,11 +55,11 @@ class Network:
         if torch.cuda.is_available():
             self.chunk.cuda(torch.cuda.current_device())
         self._parameters: list[tuple[str, Tensor]] = list(self.chunk.named_parameters())
-        # As the torch backend, it keeps to evaluation mode.
+        # In evaluation mode, as in the torch backend.
         self.chunk.eval()
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's parameters under their names in `GPTModel`."""
+        """Yield this rank's parameters by their names in `GPTModel`."""
         yield from self._parameters
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
@@ -61,21 +67,21 @@ class Network:
         parameter.data.copy_(value)
 
 
-class TrainedNetwork(Network):
-    """One rank's part of the model being trained and of its optimizer."""
+class TrainedMegatronModel(MegatronModel):
+    """One rank's shard of the trained model, with its optimizer."""
 
     def __init__(
         self,
         shape: ModelShape,
         layout: Layout,
-        place: Place,
+        coordinates: Coordinates,
         dtype: torch.dtype,
         optimizer: OptimizerSpec,
         *,
-        recomputes: bool,
+        activation_checkpointing: bool,
     ) -> None:
-        """Build both; with `recomputes` layers are computed once more for their gradients. See `Network`."""
-        super().__init__(shape, layout, place, dtype, recomputes=recomputes)
+        """Build both. See `MegatronModel`."""
+        super().__init__(shape, layout, coordinates, dtype, activation_checkpointing=activation_checkpointing)
         buffers = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
@@ -83,21 +89,21 @@ class TrainedNetwork(Network):
         )
         self.chunk = DistributedDataParallel(self.config, buffers, self.chunk)
         self.chunk.eval()
-        # megatron-core keeps layers' activations in evaluation mode, whatever the config says; layers stay in that.
-        self.chunk.module.decoder.training = recomputes
-        # Without overrides every weight decays, as in the torch backend.
+        # megatron-core recomputes in training mode only. Set it on the stack; the layers stay in evaluation mode.
+        self.chunk.module.decoder.training = activation_checkpointing
+        # Without overrides weight decay applies to all parameters, as in the torch backend.
         self.optimizer: Any = get_megatron_optimizer(
             _optimizer_config(optimizer, layout, dtype), [self.chunk], config_overrides={}
         )
         self.zero_gradients()
 
     def zero_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def finish_gradients(self, divisor: int) -> float:
-        """Add up all ranks' gradients, divide them, and return the norm of all."""
+        """Sum the gradients over all ranks, divide them by `divisor`, and return their global norm."""
         finalize_model_grads([self.chunk])
         self.chunk.scale_gradients(1.0 / divisor)
         self.optimizer.prepare_grads()
@@ -110,16 +116,16 @@ class TrainedNetwork(Network):
         self.optimizer.step()
 
     def gradients(self) -> list[Tensor]:
-        """Return the buffers in which they are added up; they are there all the time."""
+        """Return the flat gradient buffers, which exist for as long as the model."""
         return [buffer.grad_data for buffer in self.chunk.buffers]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return those that megatron-core's consist of."""
-        return [part.optimizer for part in self.optimizer.chained_optimizers]
+        """The torch optimizers that megatron-core wraps."""
+        return [wrapper.optimizer for wrapper in self.optimizer.chained_optimizers]
 
 
-def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, recomputes: bool) -> Any:
+def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, activation_checkpointing: bool) -> Any:
     return TransformerConfig(
         num_layers=shape.n_layers,
         hidden_size=shape.hidden,
@@ -144,11 +150,11 @@ def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, recomputes
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
         calculate_per_token_loss=True,
-        recompute_granularity="full" if recomputes else None,
-        recompute_method="uniform" if recomputes else None,
-        recompute_num_layers=1 if recomputes else None,
+        recompute_granularity="full" if activation_checkpointing else None,
+        recompute_method="uniform" if activation_checkpointing else None,
+        recompute_num_layers=1 if activation_checkpointing else None,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # Though weights are loaded at once: it is the initialization that marks which parameters are cut.
+        # Although weights are loaded later: initialization marks the tensor-parallel parameters.
         perform_initialization=True,
         apply_rope_fusion=False,
         bias_activation_fusion=False,
@@ -156,7 +162,7 @@ def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, recomputes
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 - the default wants a CUDA stream
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - the default needs a CUDA stream
     )
 
 

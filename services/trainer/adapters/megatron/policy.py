@@ -1,4 +1,4 @@
-"""A policy trained with megatron-core: tensor, pipeline and data parallel, with its distributed optimizer."""
+"""A policy trained with megatron-core: tensor, pipeline and data parallelism, distributed optimizer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from services.trainer.adapters.megatron.shape import check, shape_of
+from services.trainer.adapters.megatron.model_shape import require_divisible, shape_of
 from services.trainer.adapters.ranks.policy import RanksPolicy
 from shared.errors import ConfigError
-from shared.training import OptimizerSpec, TrainerSpec
+from shared.job.training import OptimizerSpec, TrainerSpec
 
 
 class MegatronPolicy(RanksPolicy):
-    """See `RanksPolicy`. With `bfloat16` the weights are bfloat16 and the optimizer keeps a float32 master of each."""
+    """`RanksPolicy` on megatron-core. With `bfloat16` weights the optimizer has float32 master weights."""
 
     def __init__(self, spec: TrainerSpec, optimizer: OptimizerSpec, **settings: Any) -> None:
         """See `RanksPolicy`.
@@ -26,8 +26,8 @@ class MegatronPolicy(RanksPolicy):
             raise ConfigError("trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'")
         super().__init__("megatron", spec, optimizer, **settings)
 
-    def _described(self, source: Path, config: Any) -> dict[str, Any]:
+    def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
         del source
         shape = shape_of(config)
-        check(shape, self._layout)
+        require_divisible(shape, self._layout)
         return {"shape": shape}

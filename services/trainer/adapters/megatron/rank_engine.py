@@ -1,54 +1,84 @@
-"""A rank of megatron-core. Import after `hook.install()`."""
+"""A rank of the megatron-core backend."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from services.trainer.adapters.megatron import hook
-from services.trainer.adapters.megatron.model import Network, TrainedNetwork
-from services.trainer.adapters.megatron.passes import SchedulePasses
-from services.trainer.adapters.megatron.shape import ModelShape
-from services.trainer.adapters.megatron.state import OptimizerState
+from services.trainer.adapters.megatron.forward_backward import PipelineForwardBackward
+from services.trainer.adapters.megatron.model import MegatronModel, TrainedMegatronModel
+from services.trainer.adapters.megatron.model_shape import ModelShape
+from services.trainer.adapters.megatron.state import MegatronOptimizerState
 from services.trainer.adapters.ranks.engine import RankEngine
-from services.trainer.adapters.ranks.layout import Layout, Place
-from services.trainer.adapters.ranks.model import Built, Model, Passes
+from services.trainer.adapters.ranks.layout import Coordinates, Layout
+from services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
+from shared.errors import ConfigError
 
 
 class MegatronRank(RankEngine):
-    """See `RankEngine`."""
+    """`RankEngine` on megatron-core, which needs CUDA."""
 
-    rewritten = hook.rewritten()
-
-    def _joined(self, rank: int, layout: Layout) -> Place:
+    def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
         parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
-        model_parallel_cuda_manual_seed(0)
-        place = Place.of(rank, layout)
-        found = Place(
+        _seed()
+        coordinates = Coordinates.of(rank, layout)
+        found = Coordinates(
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_data_parallel_rank(),
         )
-        assert found == place, f"megatron-core has put rank {rank} at {found}, not at {place}"
-        return place
+        assert found == coordinates, f"megatron-core put rank {rank} at {found}, expected {coordinates}"
+        return coordinates
 
-    def _built(self, model: dict[str, Any]) -> Built:
+    def _build(self, model: dict[str, Any]) -> Trainable:
         shape = ModelShape(*model["shape"])
-        network = TrainedNetwork(
-            shape, self._layout, self._place, self._dtype, self._optimizer, recomputes=self._recomputes
+        model_shard = TrainedMegatronModel(
+            shape,
+            self._layout,
+            self._coordinates,
+            self._dtype,
+            self._optimizer,
+            activation_checkpointing=self._activation_checkpointing,
         )
-        return Built(network, SchedulePasses(network, self._temperature), OptimizerState(network, self._held))
+        return Trainable(
+            model_shard,
+            PipelineForwardBackward(model_shard, self._temperature),
+            MegatronOptimizerState(model_shard, self._local_value),
+        )
 
-    def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:
-        network = Network(ModelShape(*model["shape"]), self._layout, self._place, self._dtype)
-        return network, SchedulePasses(network, self._temperature)
+    def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
+        model_shard = MegatronModel(ModelShape(*model["shape"]), self._layout, self._coordinates, self._dtype)
+        return model_shard, PipelineForwardBackward(model_shard, self._temperature)
 
     @property
-    def _part(self) -> int | None:
-        return None if self._place.data else self._place.tensor + self._layout.tensor * self._place.pipeline
+    def _part_number(self) -> int | None:
+        return (
+            None
+            if self._coordinates.data
+            else self._coordinates.tensor + self._layout.tensor * self._coordinates.pipeline
+        )
 
     @property
     def _has_logprobs(self) -> bool:
-        return self._place.tensor == 0
+        return self._coordinates.tensor == 0
+
+
+def _seed() -> None:
+    """Seed megatron-core's random generators, the first step that needs CUDA.
+
+    Raises:
+        ConfigError: there is no GPU.
+
+    """
+    try:
+        model_parallel_cuda_manual_seed(0)
+    except (AssertionError, RuntimeError) as error:
+        if torch.cuda.is_available():
+            raise
+        raise ConfigError(
+            "trainer.backend: megatron needs CUDA, and the trainer has no GPU (RLBOOST_TRAINER_DEVICE): use "
+            "trainer.backend: torch, with trainer.data_parallel for several processes"
+        ) from error

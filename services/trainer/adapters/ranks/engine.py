@@ -1,6 +1,6 @@
-"""One rank of the trainer: its part of everything that `policy` is asked for.
+"""One rank of the trainer, which executes the calls that `policy` sends to all ranks.
 
-All ranks get the same calls in the same order, which is what collectives need.
+All ranks get the same calls in the same order, as collectives require.
 """
 
 from __future__ import annotations
@@ -18,33 +18,29 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, distributed
 
-from services.trainer.adapters.ranks import boxes
-from services.trainer.adapters.ranks.boxes import BoxReader
-from services.trainer.adapters.ranks.layout import Layout, Place
-from services.trainer.adapters.ranks.model import MOMENTS, WEIGHT, Built, Model, Passes
-from services.trainer.adapters.ranks.packed import Packed
-from services.trainer.adapters.ranks.piece import Piece
-from services.trainer.adapters.ranks.rest import RestingStorages
+from services.trainer.adapters.ranks.layout import Coordinates, Layout
+from services.trainer.adapters.ranks.offload import StorageOffloader
+from services.trainer.adapters.ranks.packed import PackedBatch
+from services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
+from services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, ForwardBackward, Model, Trainable
 from shared.errors import ConfigError, Corrupt, Fatal
-from shared.training import Offload, OptimizerSpec
+from shared.job.training import Offload, OptimizerSpec
 from shared.waiting import Waits
 from shared.weights.client import StoreClient
 from shared.weights.manifest import digest_of
 from shared.weights.publisher import Publisher, Shard
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)
-"""How long a rank waits for the others before it gives up."""
+"""Timeout of a collective operation."""
 STEPS_FILE = "steps.txt"
 
-Ask = Callable[[dict[str, Any]], dict[str, Any]]
-"""Sends the trainer a question and waits for the answer."""
+AskTrainer = Callable[[dict[str, Any]], dict[str, Any]]
+"""Sends a question to the trainer and waits for the answer."""
 
 
 class RankEngine(ABC):
-    """Every public method is a call; `ask` is there for the loss."""
-
-    rewritten: dict[str, int] = {}  # noqa: RUF012 - nobody writes to it
-    """Modules of a library that were rewritten to run here, and in how many places."""
+    """Base class of the backends' ranks. The trainer calls the public methods by name."""
 
     def __init__(
         self,
@@ -55,16 +51,16 @@ class RankEngine(ABC):
         optimizer: dict[str, Any],
         settings: dict[str, Any],
     ) -> None:
-        """Join the other ranks.
+        """Join the process group.
 
         Args:
-            rank: which of them this is.
-            rendezvous: a file that all of them see and that was not there before.
-            device: `cpu` or `cuda`, of which a rank takes the one with its own number.
-            layout: of all ranks.
+            rank: this rank's number.
+            rendezvous: path of a new file that all ranks can access.
+            device: `cpu`, or `cuda` for the GPU with the rank's number.
+            layout: degrees of parallelism.
             optimizer: the job's `OptimizerSpec`, as a mapping.
-            settings: `temperature`, `dtype`, whether a `reference` is kept, what rests (`offload`), and whether layers
-                are computed again for their gradients (`activation_checkpointing`).
+            settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
+                `activation_checkpointing`.
 
         """
         if device != "cpu":
@@ -78,180 +74,181 @@ class RankEngine(ABC):
         )
         self._device = device
         self._layout = layout
-        self._place = self._joined(rank, layout)
+        self._coordinates = self._init_parallel(rank, layout)
         self._optimizer = OptimizerSpec.model_validate(optimizer)
         self._temperature: float = settings["temperature"]
         self._dtype: torch.dtype = getattr(torch, settings["dtype"])
         self._keeps_reference: bool = settings["reference"]
         self._offload: Offload = settings["offload"]
-        self._recomputes: bool = settings["activation_checkpointing"]
+        self._activation_checkpointing: bool = settings["activation_checkpointing"]
         self._accumulated = False
         self._n_steps = 0
         self._runner = asyncio.Runner()
         self._publisher: Publisher | None = None
 
-    # --- what each kind of rank has of its own ---
+    # --- what a backend implements ---
 
     @abstractmethod
-    def _joined(self, rank: int, layout: Layout) -> Place:
-        """Do what remains to be done when all ranks have met; return this one's place."""
+    def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
+        """Initialize the backend's parallel groups; return this rank's coordinates."""
 
     @abstractmethod
-    def _built(self, model: dict[str, Any]) -> Built:
-        """Build a model with whatever weights, and its optimizer; `model` is what the policy says of it."""
+    def _build(self, model: dict[str, Any]) -> Trainable:
+        """Build the trained model, with uninitialized weights, from the policy's `_model_arguments`."""
 
     @abstractmethod
-    def _frozen(self, model: dict[str, Any]) -> tuple[Model, Passes]:
-        """Build one that is not trained."""
+    def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
+        """Build the frozen reference model, with uninitialized weights."""
 
     @property
     @abstractmethod
-    def _part(self) -> int | None:
-        """Return the number of this rank's part of the tensors, None where another rank has the same."""
+    def _part_number(self) -> int | None:
+        """The part of a published version that this rank uploads; None if another rank uploads the same tensors."""
 
     @property
     @abstractmethod
     def _has_logprobs(self) -> bool:
-        """Tell whether log-probabilities come out here."""
+        """True if this rank computes log-probabilities."""
 
     # --- the model ---
 
-    def load_hf(self, model: dict[str, Any], files: list[str]) -> list[Piece]:
-        """Build the model anew and fill it from safetensors files; return this rank's pieces of it."""
-        self._model, self._passes, self._state = self._built(model)
+    def load_hf(self, model: dict[str, Any], files: list[str]) -> list[TensorSlice]:
+        """Build the model and load it from safetensors files; return this rank's slices."""
+        self._model, self._passes, self._state = self._build(model)
         self._n_steps = 0
         self._accumulated = False
         weights = [parameter for _, parameter in self._model.parameters()]
         try:
-            with BoxReader(Path(file) for file in files) as reader:
-                self._fill(reader)
+            with SliceReader(Path(file) for file in files) as reader:
+                self._read_weights(reader)
                 if self._keeps_reference:
-                    frozen, self._reference = self._frozen(model)
+                    frozen, self._reference = self._build_reference(model)
                     for name, parameter in frozen.parameters():
                         frozen.put(parameter, self._read(reader, name))
                         weights.append(parameter)
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the model cannot be loaded: {error}") from error
-        self._resting = RestingStorages(
+        self._offloader = StorageOffloader(
             weights, self._model.optimizers, torch.device(self._device), self._offload, self._gradients
         )
-        self.rest()
-        return [piece for name, _ in self._model.parameters() for piece in self._model.map.pieces(name)]
+        self.offload()
+        return [s for name, _ in self._model.parameters() for s in self._model.weight_map.slices(name)]
 
     def load_weights(self, files: list[str]) -> None:
-        """Overwrite the weights alone; the files hold just this model's tensors, as `policy` has seen to."""
-        self._resting.wake()
-        with BoxReader(Path(file) for file in files) as reader:
-            self._fill(reader)
-        self.rest()
+        """Overwrite the weights only, from files that `policy` has checked against this model."""
+        self._offloader.onload()
+        with SliceReader(Path(file) for file in files) as reader:
+            self._read_weights(reader)
+        self.offload()
 
-    def _fill(self, reader: BoxReader) -> None:
+    def _read_weights(self, reader: SliceReader) -> None:
         for name, parameter in self._model.parameters():
             self._state.set(parameter, WEIGHT, self._read(reader, name))
 
-    def _read(self, reader: BoxReader, name: str) -> Tensor:
-        pieces = self._model.map.pieces(name)
-        return self._model.map.join(name, [reader.read(piece) for piece in pieces])
+    def _read(self, reader: SliceReader, name: str) -> Tensor:
+        weight_map = self._model.weight_map
+        return weight_map.join(name, [reader.read(s) for s in weight_map.slices(name)])
 
     # --- training ---
 
     def logprobs(self, batches: list[list[bytes]], reference: bool = False) -> list[bytes]:
-        """Return float32 columns, one a micro-batch, from the rank that has them; of the frozen model if asked."""
-        self._resting.wake_weights()
+        """Return one float32 column per micro-batch, on ranks that compute them; `reference` selects that model."""
+        self._offloader.onload_weights()
         passes = self._reference if reference else self._passes
-        found = passes.logprobs([Packed(*batch) for batch in batches])
-        return [column.numpy().tobytes() for column in found] if self._has_logprobs else []
+        columns = passes.logprobs([PackedBatch(*batch) for batch in batches])
+        return [column.numpy().tobytes() for column in columns] if self._has_logprobs else []
 
-    def accumulate(self, batches: list[list[bytes]], ask: Ask) -> None:
-        """Run forward and backward; the loss's gradient is asked for."""
+    def accumulate(self, batches: list[list[bytes]], ask: AskTrainer) -> None:
+        """Run forward and backward over micro-batches, asking the trainer for the gradient of the loss."""
 
-        def gradient_of(number: int, logprobs: Tensor) -> Tensor:
+        def loss_gradient(index: int, logprobs: Tensor) -> Tensor:
             column = logprobs.cpu().numpy().tobytes()
-            answer = ask({"ask": "loss", "data": self._place.data, "batch": number, "logprobs": column})
+            answer = ask({"ask": "loss", "data": self._coordinates.data, "batch": index, "logprobs": column})
             return torch.frombuffer(bytearray(answer["gradient"]), dtype=torch.float32)
 
-        self._resting.wake_weights()
+        self._offloader.onload_weights()
         self._accumulated = True
-        self._passes.accumulate([Packed(*batch) for batch in batches], gradient_of)
+        self._passes.accumulate([PackedBatch(*batch) for batch in batches], loss_gradient)
 
     def step(self, learning_rate: float, divisor: int) -> float:
-        """Update; return the gradient's norm. One that is not finite changes nothing but the gradients, which go."""
-        self._resting.wake()
+        """Update and zero the gradients; return their norm. If the norm is not finite, weights stay as they are."""
+        self._offloader.onload()
         norm = self._model.finish_gradients(divisor)
         if math.isfinite(norm):
             self._model.update(learning_rate)
             self._n_steps += 1
-        self._forget()
+        self._zero_gradients()
         return norm
 
-    def _forget(self) -> None:
-        """Drop what was accumulated."""
+    def _zero_gradients(self) -> None:
         self._model.zero_gradients()
         self._accumulated = False
 
-    # --- who has the device ---
+    # --- offloading ---
 
-    def rest(self) -> None:
-        """Move to host memory what was told to rest there, until a call that computes with it."""
-        self._resting.rest()
+    def offload(self) -> None:
+        """Move tensors to host memory, as `trainer.offload` says, until a call that computes with them."""
+        self._offloader.offload()
 
     def _gradients(self) -> tuple[Iterable[Tensor], bool]:
         return self._model.gradients(), self._accumulated
 
-    def _held(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor where it is now; to be read only."""
-        return self._resting.held(tensor)
+    def _local_value(self, tensor: Tensor) -> Tensor:
+        """Return this rank's slice of a tensor, on host or device, read-only."""
+        return self._offloader.local_value(tensor)
 
-    # --- weights out ---
+    # --- publishing ---
 
     def write(self, directory: str) -> None:
-        """Write this rank's shards into a folder, in the dtype in which they are published."""
+        """Write this rank's slices into a directory, in the published dtype."""
         self._write(Path(directory), WEIGHT, self._published)
 
     def digests(self) -> list[list[Any]]:
         """Return name, offset, shape, dtype and digest of this rank's shards."""
         return [[s.name, s.offset, s.local_shape, s.dtype, digest_of(s.data)] for s in self._shards()]
 
-    def publish(self, store: dict[str, str], job_id: str, version: int, limit_s: float, deltas: dict[str, bool]) -> str:
-        """Send this rank's part to the weight store; return the part's digest, empty where another rank has it all."""
-        if (number := self._part) is None:
+    def publish(self, store: dict[str, str], job_id: str, version: int, limit_s: float, deltas: bool) -> str:
+        """Upload this rank's part to the weight store; return its digest, or an empty string if it has no part."""
+        if (number := self._part_number) is None:
             return ""
         if self._publisher is None:
             client = StoreClient(store["url"], store["token"])
-            self._publisher = Publisher(client, Waits(), limit_s=limit_s, **deltas)
+            self._publisher = Publisher(client, Waits(), limit_s=limit_s, deltas=deltas)
         part = self._runner.run(self._publisher.publish(job_id, version, number, self._shards()))
         return part.digest
 
     def _shards(self) -> Iterator[Shard]:
-        for piece, value in self._parts(self._published):
+        for s, value in self._owned_slices(self._published):
             raw = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            yield Shard(*piece[:1], str(value.dtype).removeprefix("torch."), *piece[1:], raw)
+            dtype = str(value.dtype).removeprefix("torch.")
+            yield Shard(s.name, dtype, s.global_shape, s.offset, s.local_shape, raw)
 
     def _published(self, parameter: Tensor) -> Tensor:
-        return self._held(parameter).to(self._dtype)
+        return self._local_value(parameter).to(self._dtype)
 
-    def _parts(self, value_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
-        """Yield the pieces that this rank speaks for, of a value of each parameter's shape; all ranks must come."""
+    def _owned_slices(self, value_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[TensorSlice, Tensor]]:
+        """Yield the slices that this rank exports, of a value of each parameter's shape. All ranks must iterate."""
+        weight_map = self._model.weight_map
         for name, parameter in self._model.parameters():
             value = value_of(parameter)
-            if self._part is None or not self._model.map.owns(name):
+            if self._part_number is None or not weight_map.owns(name):
                 continue
-            for piece, part in zip(self._model.map.pieces(name), self._model.map.split(name, value), strict=True):
-                if math.prod(piece.local_shape):
-                    yield piece, part
+            for s, local in zip(weight_map.slices(name), weight_map.split(name, value), strict=True):
+                if math.prod(s.local_shape):
+                    yield s, local
 
     def _write(self, directory: Path, kind: str, value_of: Callable[[Tensor], Tensor]) -> None:
-        held = dict(self._parts(value_of))
-        if held:
+        values = dict(self._owned_slices(value_of))
+        if values:
             try:
-                boxes.write(directory / f"{kind}-{distributed.get_rank():04d}.safetensors", held)
+                write_slices(directory / f"{kind}-{distributed.get_rank():04d}.safetensors", values)
             except SafetensorError as error:
                 raise OSError(str(error)) from error
 
     # --- checkpoints ---
 
     def save(self, directory: str) -> None:
-        """Write master weights and moments, in files that any other number of ranks can read."""
+        """Write master weights and moments, in files that any other layout can read."""
         folder = Path(directory)
         try:
             for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if self._n_steps else 0]):
@@ -259,24 +256,24 @@ class RankEngine(ABC):
             if distributed.get_rank() == 0:
                 (folder / STEPS_FILE).write_text(str(self._n_steps), encoding="utf-8")
         except OSError as error:
-            raise Fatal(f"a copy for a checkpoint cannot be written to {folder}: {error}; make room there") from error
-        if self._resting.rests:
-            # What parts were put together in, on the device, goes back too.
-            self._resting.rest()
+            raise Fatal(f"checkpoint files cannot be written to {folder}: {error}; free space there") from error
+        if self._offloader.is_offloaded:
+            # Free the device buffers in which slices were gathered.
+            self._offloader.offload()
 
     def load(self, directory: str) -> None:
-        """Read what `save` wrote."""
+        """Read what `save` wrote, in any layout."""
         folder = Path(directory)
-        self._resting.wake()
-        self._forget()
+        self._offloader.onload()
+        self._zero_gradients()
         try:
             n_steps = int((folder / STEPS_FILE).read_text(encoding="utf-8"))
             for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if n_steps else 0]):
-                with BoxReader(sorted(folder.glob(f"{kind}-*.safetensors"))) as reader:
+                with SliceReader(sorted(folder.glob(f"{kind}-*.safetensors"))) as reader:
                     for name, parameter in self._model.parameters():
                         self._state.set(parameter, kind, self._read(reader, name))
         except (OSError, ValueError, SafetensorError) as error:
-            raise Corrupt(f"checkpoint {directory} does not fit this model: {error}") from error
+            raise Corrupt(f"checkpoint {directory} does not match this model: {error}") from error
         self._state.set_steps(n_steps)
         self._n_steps = n_steps
-        self.rest()
+        self.offload()

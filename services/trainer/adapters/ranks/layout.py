@@ -1,14 +1,14 @@
-"""How many ranks train one model, and what each has of it."""
+"""How a job's ranks split the work: tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from shared.training import TrainerSpec
+from shared.job.training import TrainerSpec
 
 
 class Layout(NamedTuple):
-    """How many ranks train one model, and what each has of it."""
+    """The degrees of parallelism of one model."""
 
     tensor: int
     pipeline: int
@@ -18,7 +18,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, spec: TrainerSpec) -> Layout:
-        """Return the layout that a job asks for."""
+        """Return the layout that a job file requests."""
         return cls(
             spec.tensor_parallel,
             spec.pipeline_parallel,
@@ -29,20 +29,20 @@ class Layout(NamedTuple):
 
     @property
     def n_ranks(self) -> int:
-        """All ranks together."""
+        """The number of ranks."""
         return self.tensor * self.pipeline * self.data
 
 
-class Place(NamedTuple):
-    """One rank's coordinates."""
+class Coordinates(NamedTuple):
+    """One rank's coordinates in the layout."""
 
     tensor: int
     pipeline: int
     data: int
 
     @classmethod
-    def of(cls, rank: int, layout: Layout) -> Place:
-        """Return where megatron-core puts a rank: tensor changes fastest, pipeline slowest."""
-        rest, tensor = divmod(rank, layout.tensor)
-        pipeline, data = divmod(rest, layout.data)
+    def of(cls, rank: int, layout: Layout) -> Coordinates:
+        """Return the coordinates that megatron-core gives a rank: tensor varies fastest, pipeline slowest."""
+        outer, tensor = divmod(rank, layout.tensor)
+        pipeline, data = divmod(outer, layout.data)
         return cls(tensor, pipeline, data)

@@ -1,4 +1,4 @@
-"""Micro-batches as ranks get them."""
+"""Micro-batches as columns of bytes, the form in which the trainer sends them to its ranks."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from services.trainer.ports import Row
+from services.trainer.domain.training_row import TrainingRow
 from shared.columns import I32, U8, ints, length, pack, unpack
 
-GradientOf = Callable[[int, Tensor], Tensor]
-"""(number of the micro-batch, log-probabilities of its trained tokens) -> the loss's gradient with respect to them.
-Called where log-probabilities come out."""
+LossGradientFn = Callable[[int, Tensor], Tensor]
+"""(index of the micro-batch, log-probabilities of its trained tokens) -> gradient of the loss with respect to them.
+Called on the ranks that compute log-probabilities."""
 
 
-class Packed(NamedTuple):
-    """One micro-batch as a rank gets it."""
+class PackedBatch(NamedTuple):
+    """One micro-batch; rows are concatenated without padding."""
 
     tokens: bytes
-    """int32 column: all rows, prompt and completion, end to end."""
+    """int32 column: prompt and completion of each row, concatenated."""
     prompts: bytes
-    """int32 column: how long each row's prompt is."""
+    """int32 column: each row's prompt length."""
     completions: bytes
-    """int32 column: how long each row's completion is."""
-    trained: bytes
-    """uint8 column, one entry a token of the completions: 1 for those that the loss is on."""
+    """int32 column: each row's completion length."""
+    loss_mask: bytes
+    """uint8 column, one entry per completion token: 1 if the loss covers it."""
 
 
-def packed(rows: Sequence[Row]) -> Packed:
-    """Return what a rank gets of rows."""
+def pack_rows(rows: Sequence[TrainingRow]) -> PackedBatch:
+    """Pack rows for a rank."""
     completions = [length(row.completion, I32) for row in rows]
-    return Packed(
+    return PackedBatch(
         tokens=b"".join(part for row in rows for part in (row.prompt, row.completion)),
         prompts=pack([length(row.prompt, I32) for row in rows], I32),
         completions=pack(completions, I32),
-        trained=b"".join(row.trained or b"\1" * n for row, n in zip(rows, completions, strict=True)),
+        loss_mask=b"".join(row.loss_mask or b"\1" * n for row, n in zip(rows, completions, strict=True)),
     )
 
 
-def rows_of(batch: Packed) -> list[Row]:
-    """Return the rows again, with their tokens and which of them are trained on, and nothing else."""
+def unpack_rows(batch: PackedBatch) -> list[TrainingRow]:
+    """Return the rows, with tokens and loss mask only."""
     prompts, completions = ints(batch.prompts), ints(batch.completions)
     ends = np.cumsum([n for pair in zip(prompts, completions, strict=True) for n in pair])
     parts = np.split(unpack(batch.tokens, I32), ends[:-1])
-    trained = np.split(unpack(batch.trained, U8), np.cumsum(completions)[:-1])
+    loss_masks = np.split(unpack(batch.loss_mask, U8), np.cumsum(completions)[:-1])
     return [
-        Row(prompt.tobytes(), completion.tobytes(), b"", 0.0, trained=mask.tobytes())
-        for prompt, completion, mask in zip(parts[::2], parts[1::2], trained, strict=True)
+        TrainingRow(prompt.tobytes(), completion.tobytes(), b"", 0.0, loss_mask=mask.tobytes())
+        for prompt, completion, mask in zip(parts[::2], parts[1::2], loss_masks, strict=True)
     ]

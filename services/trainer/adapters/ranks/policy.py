@@ -1,8 +1,8 @@
-"""A policy trained by several processes together, the ranks.
+"""A policy trained by several rank processes.
 
-The ranks know the model and the optimizer. What a batch consists of and what the loss is stays here: they are given
-packed token ids and ask for the loss's gradient with respect to the log-probabilities, which is all that backward
-needs. Tensors pass between them and here as files, since only the last export and a rare repair want them here.
+The ranks have the model and the optimizer. Batching and the loss stay in the trainer: ranks get packed token ids and
+ask for the gradient of the loss with respect to the log-probabilities, which is all that backward needs. Tensors go
+between ranks and trainer as files, because only the final export and a rare repair need them in the trainer.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from services.trainer.adapters.ranks import boxes
-from services.trainer.adapters.ranks.aside import Aside, clear
-from services.trainer.adapters.ranks.boxes import BoxReader
-from services.trainer.adapters.ranks.layout import Layout, Place
-from services.trainer.adapters.ranks.packed import packed
-from services.trainer.adapters.ranks.piece import Piece
-from services.trainer.adapters.ranks.processes import Ranks
+from services.trainer.adapters.ranks.layout import Coordinates, Layout
+from services.trainer.adapters.ranks.packed import pack_rows
+from services.trainer.adapters.ranks.processes import RankProcesses
+from services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
+from services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
+from services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from services.trainer.adapters.torch.batch import token_batch
 from services.trainer.domain import sums
 from services.trainer.domain.spread import spread
 from services.trainer.domain.tokens import LossFn
-from services.trainer.ports import Exported, Loaded, NotFinite, RankInfo, Row, Snapshot
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from shared.columns import F32, unpack
 from shared.errors import ConfigError, Fatal
-from shared.training import OptimizerSpec, TrainerSpec
+from shared.job.training import OptimizerSpec, TrainerSpec
 from shared.weights.publisher import Shard
 
 _BATCHES_PER_STAGE = 4
-"""Into how many each micro-batch is cut for every pipeline stage: with few the stages wait for each other."""
+"""Parts into which a micro-batch is split per pipeline stage. With fewer the stages idle longer."""
 
-_SHARDS_A_FILE = 16
-"""Tensors held at a time, and few enough files for every rank to have all of them open."""
+_SHARDS_PER_FILE = 16
+"""Bounds the tensors in memory at a time, and keeps the number of files that each rank opens low."""
 
-_Share = list[list[Row]]
+_ReplicaBatches = list[list[TrainingRow]]
 """Micro-batches of one data-parallel replica."""
 
 
 class RanksPolicy(ABC):
-    """`PolicyEngine` on ranks that this process starts."""
+    """`PolicyEngine` on rank processes of this machine."""
 
     rank = RankInfo()
     adapter_json = ""
@@ -68,32 +68,32 @@ class RanksPolicy(ABC):
         """Prepare; `load_hf` starts the ranks.
 
         Args:
-            kind: of the ranks: `megatron` or `fsdp`.
-            spec: how the model is cut up, and its dtype.
+            kind: `megatron` or `fsdp`.
+            spec: the degrees of parallelism, and the dtype.
             optimizer: AdamW's settings.
-            temperature: the sampling temperature; log-probabilities are of that distribution.
-            device: `cpu`, or `cuda` for as many GPUs of this machine as there are ranks.
-            reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs one more
-                copy of them on the devices, and one more forward pass.
-            folder: where tensors may lie for a while; the machine's place for such files where it is None.
+            temperature: the sampling temperature, which divides the logits.
+            device: `cpu`, or `cuda` for one GPU of this machine per rank.
+            reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
+                copy of them on the devices, and another forward pass.
+            folder: parent of scratch directories; the system's temporary directory if None.
 
         Raises:
-            ConfigError: there are too few GPUs.
+            ConfigError: there are fewer GPUs than ranks.
 
         """
         self._layout = Layout.of(spec)
         device = device.partition(":")[0]
-        _count_devices(device, self._layout)
+        _require_devices(device, self._layout)
         self._keeps_reference = reference
         self._offload = spec.offload
         self._folder = folder
         self._divisor = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._captured: Aside | None = None
-        """What was captured and is not being written yet; whoever takes it from here removes it."""
+        self._captured: ScratchDir | None = None
+        """The snapshot that is not being written yet. Who takes it from here, under the lock, removes it."""
         self._capture_lock = threading.Lock()
 
-        def introduction(rank: int, rendezvous: str) -> dict[str, Any]:
+        def init_arguments(rank: int, rendezvous: str) -> dict[str, Any]:
             return {
                 "rank": rank,
                 "rendezvous": rendezvous,
@@ -109,26 +109,21 @@ class RanksPolicy(ABC):
                 },
             }
 
-        self._ranks = Ranks(kind, self._layout.n_ranks, device, introduction)
+        self._ranks = RankProcesses(kind, self._layout.n_ranks, device, init_arguments)
 
     @abstractmethod
-    def _described(self, source: Path, config: Any) -> dict[str, Any]:
-        """Return what the ranks have to know of a model to build it.
+    def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
+        """Return the arguments from which a rank builds the model.
 
         Raises:
-            ConfigError: it cannot be cut up so.
+            ConfigError: the layout does not fit the model.
 
         """
-
-    @property
-    def rewritten(self) -> dict[str, int]:
-        """Modules of a library that were rewritten to run here, and in how many places."""
-        return self._ranks.rewritten
 
     def load_hf(self, source: Path) -> None:
         """See `PolicyEngine.load_hf`."""
         try:
-            model = self._described(source, AutoConfig.from_pretrained(source, local_files_only=True))
+            model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
         files = sorted(str(file) for file in source.glob("*.safetensors"))
@@ -136,66 +131,65 @@ class RanksPolicy(ABC):
             raise ConfigError(f"model {source} has no .safetensors file: save it again with save_pretrained")
         self._divisor = 0
         if self._folder is not None:
-            clear(self._folder)
+            remove_stale(self._folder)
         try:
             answers = self._ranks.call("load_hf", {"model": model, "files": files})
         except ConfigError as error:
             raise ConfigError(f"model {source}: {error}") from error
-        self._shapes = {name: tuple(whole) for pieces in answers for name, whole, *_ in pieces}
+        self._shapes = {name: tuple(shape) for slices in answers for name, shape, *_ in slices}
 
-    def logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
         return self._columns(batches, reference=False)
 
-    def reference_logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         return self._columns(batches, reference=True)
 
-    def _columns(self, batches: Sequence[Sequence[Row]], *, reference: bool) -> list[bytes]:
-        shares = self._shares(batches)
-        found = self._logprobs(shares, reference=reference)
+    def _columns(self, batches: Sequence[Sequence[TrainingRow]], *, reference: bool) -> list[bytes]:
+        replicas = self._split(batches)
         columns: dict[int, bytes] = {}
-        for share, parts in zip(shares, found, strict=True):
-            for rows, column in zip(share, parts, strict=True):
-                ends = np.cumsum([row.n_trained for row in rows])
+        for replica, of_replica in zip(replicas, self._logprobs(replicas, reference=reference), strict=True):
+            for rows, column in zip(replica, of_replica, strict=True):
+                ends = np.cumsum([row.n_loss_tokens for row in rows])
                 values = np.split(unpack(column, F32), ends[:-1])
                 columns |= {id(row): value.tobytes() for row, value in zip(rows, values, strict=True)}
         return [columns[id(row)] for rows in batches for row in rows]
 
-    def _logprobs(self, shares: Sequence[_Share], *, reference: bool = False) -> list[list[bytes]]:
-        """Return each replica's columns, one a micro-batch."""
-        found: list[list[bytes]] = [[] for _ in shares]
-        for rank, columns in enumerate(self._ranks.call("logprobs", self._packed(shares, reference=reference))):
-            found[self._replica(rank)] += columns
-        return found
+    def _logprobs(self, replicas: Sequence[_ReplicaBatches], *, reference: bool = False) -> list[list[bytes]]:
+        """Return each replica's columns, one per micro-batch."""
+        of_replicas: list[list[bytes]] = [[] for _ in replicas]
+        for rank, columns in enumerate(self._ranks.call("logprobs", self._packed(replicas, reference=reference))):
+            of_replicas[self._replica(rank)] += columns
+        return of_replicas
 
-    def accumulate(self, batches: Sequence[Sequence[Row]], loss: LossFn) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
-        shares = self._shares(batches)
-        asks = self._keeps_reference and not all(row.reference for rows in batches for row in rows)
-        references = self._logprobs(shares, reference=True) if asks else None
-        numbers: dict[str, float] = {}
-        broken: list[float] = []
+        replicas = self._split(batches)
+        needs_reference = self._keeps_reference and not all(row.reference for rows in batches for row in rows)
+        references = self._logprobs(replicas, reference=True) if needs_reference else None
+        totals: dict[str, float] = {}
+        not_finite: list[float] = []
 
         def answer(question: dict[str, Any]) -> dict[str, Any]:
-            replica, number = question["data"], question["batch"]
-            reference = references[replica][number] if references else None
+            replica, index = question["data"], question["batch"]
+            reference = references[replica][index] if references else None
             logprobs = _column(question["logprobs"]).requires_grad_()
-            batch = token_batch(shares[replica][number], logprobs, None if reference is None else _column(reference))
-            total, part = loss(batch)
+            batch = token_batch(replicas[replica][index], logprobs, None if reference is None else _column(reference))
+            total, metrics = loss(batch)
             if not torch.isfinite(total):
-                # The other ranks are in the middle of theirs: this one adds nothing.
-                broken.append(float(total.detach()))
+                # The other ranks are in the same collective: answer with a gradient of zeros.
+                not_finite.append(float(total.detach()))
                 return {"gradient": bytes(len(question["logprobs"]))}
-            sums.add(numbers, part)
+            sums.add(totals, metrics)
             (gradient,) = torch.autograd.grad(total, [batch.logprobs])
             return {"gradient": gradient.numpy().tobytes()}
 
-        self._ranks.call("accumulate", self._packed(shares), answer)
-        self._divisor += int(numbers.get("divisor", 0))
-        if broken:
-            raise NotFinite(f"the loss is {broken[0]}")
-        return numbers
+        self._ranks.call("accumulate", self._packed(replicas), answer)
+        self._divisor += int(totals.get("divisor", 0))
+        if not_finite:
+            raise NotFinite(f"the loss is {not_finite[0]}")
+        return totals
 
     def step(self, learning_rate: float) -> float:
         """See `PolicyEngine.step`."""
@@ -209,12 +203,12 @@ class RanksPolicy(ABC):
 
     def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
         """See `PolicyEngine.export_shards`. The tensors are whole."""
-        del what  # there is no adapter
-        with Aside(self._folder) as folder:
+        del what  # ranks train no adapters
+        with ScratchDir(self._folder) as folder:
             self._ranks.call("write", {"directory": str(folder)})
-            with BoxReader(sorted(folder.iterdir())) as reader:
+            with SliceReader(sorted(folder.iterdir())) as reader:
                 for name, shape in self._shapes.items():
-                    value = reader.read(Piece(name, shape, (0,) * len(shape), shape))
+                    value = reader.read(TensorSlice.whole(name, shape))
                     raw = value.reshape(-1).view(torch.uint8).numpy().data
                     yield Shard(name, str(value.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
 
@@ -222,17 +216,17 @@ class RanksPolicy(ABC):
         """See `PolicyEngine.load_shards`."""
         del what
         missing = set(self._shapes)
-        with Aside(self._folder) as folder:
+        with ScratchDir(self._folder) as folder:
             files: list[str] = []
             shards = iter(shards)
-            while group := list(itertools.islice(shards, _SHARDS_A_FILE)):
+            while group := list(itertools.islice(shards, _SHARDS_PER_FILE)):
                 for shard in group:
                     if self._shapes.get(shard.name) != shard.local_shape:
                         shape = list(shard.local_shape)
                         raise Fatal(f"tensor {shard.name} of shape {shape} does not belong to this model")
                     missing.discard(shard.name)
                 files.append(str(folder / f"{len(files):04d}.safetensors"))
-                boxes.write(Path(files[-1]), {Piece(shard.name, *shard[2:5]): _tensor(shard) for shard in group})
+                write_slices(Path(files[-1]), {TensorSlice(s.name, *s[2:5]): _tensor(s) for s in group})
             if missing:
                 raise Fatal(f"the weights lack {len(missing)} tensors of this model, {min(missing)} among them")
             self._ranks.call("load_weights", {"files": files})
@@ -245,42 +239,40 @@ class RanksPolicy(ABC):
             for name, offset, shape, dtype, digest in found
         }
 
-    def publish(
-        self, store: dict[str, str], job_id: str, version: int, *, limit_s: float, deltas: dict[str, bool]
-    ) -> list[str]:
-        """Have each rank send its part of a version to the weight store; return the parts' digests, in their order.
+    def publish(self, store: dict[str, str], job_id: str, version: int, *, limit_s: float, deltas: bool) -> list[str]:
+        """Have each rank upload its part of a version to the weight store; return the parts' digests, in order.
 
         Args:
             store: its `url` and `token`.
-            job_id: whose weights.
-            version: which.
-            limit_s: how long the store may be away.
-            deltas: `deltas` and `small` of `Publisher`.
+            job_id: the job whose weights these are.
+            version: the weight version.
+            limit_s: how long the store may be unavailable.
+            deltas: publish deltas too.
 
         Raises:
-            Timeout: the store was away for longer than `limit_s`.
+            Timeout: the store was unavailable for longer than `limit_s`.
 
         """
         arguments = {"store": store, "job_id": job_id, "version": version, "limit_s": limit_s, "deltas": deltas}
         return [digest for digest in self._ranks.call("publish", arguments) if digest]
 
     def snapshot(self) -> Snapshot:
-        """See `PolicyEngine.snapshot`. Each rank writes files of its own; ranks in other numbers can read them.
+        """See `PolicyEngine.snapshot`. Each rank writes files of its own, which any other layout can read.
 
-        The copy is these files: what a checkpoint waits for beyond them, digests and the disk, comes when it is kept.
+        The copy is these files. Digests and the flush to disk follow when the checkpoint is saved.
         """
-        self._forget_captured()
-        captured = self._captured = Aside(self._folder)
+        self._drop_captured()
+        captured = self._captured = ScratchDir(self._folder)
         self._ranks.call("save", {"directory": captured.name})
 
         def write(directory: Path) -> None:
-            # A job that ends meanwhile must not remove what is on its way.
+            # Take the files, so that a concurrent `close` does not remove them.
             with self._capture_lock:
                 if self._captured is not captured:
-                    raise FileNotFoundError(f"{captured.name} was given up before it was written")
+                    raise FileNotFoundError(f"{captured.name}: the snapshot was dropped before it was written")
                 self._captured = None
-            with captured as aside:
-                for file in aside.iterdir():
+            with captured as scratch:
+                for file in scratch.iterdir():
                     shutil.move(file, directory)
 
         return write
@@ -290,48 +282,47 @@ class RanksPolicy(ABC):
         self._divisor = 0
         self._ranks.call("load", {"directory": str(directory)})
 
-    def rest(self) -> None:
-        """See `PolicyEngine.rest`. Before `load_hf` there are no ranks, and so nothing to move."""
+    def offload(self) -> None:
+        """See `PolicyEngine.offload`. Does nothing before `load_hf`: there are no ranks yet."""
         if self._offload != "none" and self._shapes:
-            self._ranks.call("rest", {})
+            self._ranks.call("offload", {})
 
     def close(self) -> None:
         """See `PolicyEngine.close`."""
         self._ranks.close()
-        self._forget_captured()
+        self._drop_captured()
 
-    def _forget_captured(self) -> None:
+    def _drop_captured(self) -> None:
         with self._capture_lock:
             captured, self._captured = self._captured, None
         if captured is not None:
             captured.cleanup()
 
-    def _shares(self, batches: Sequence[Sequence[Row]]) -> list[_Share]:
-        """Return each replica's micro-batches."""
+    def _split(self, batches: Sequence[Sequence[TrainingRow]]) -> list[_ReplicaBatches]:
+        """Split micro-batches among the data-parallel replicas, balanced by tokens."""
         layout = self._layout
-        n_each = 1 if layout.pipeline == 1 else _BATCHES_PER_STAGE * layout.pipeline
-        shares: list[_Share] = [[] for _ in range(layout.data)]
+        n_per_replica = 1 if layout.pipeline == 1 else _BATCHES_PER_STAGE * layout.pipeline
+        replicas: list[_ReplicaBatches] = [[] for _ in range(layout.data)]
         for rows in batches:
-            parts = spread([row.n_tokens for row in rows], layout.data * n_each)
-            for number, part in enumerate(parts):
-                if part:
-                    shares[number % layout.data].append([rows[i] for i in part])
-        return shares
+            for n, indices in enumerate(spread([row.n_tokens for row in rows], layout.data * n_per_replica)):
+                if indices:
+                    replicas[n % layout.data].append([rows[i] for i in indices])
+        return replicas
 
-    def _packed(self, shares: Sequence[_Share], **arguments: Any) -> list[dict[str, Any]]:
+    def _packed(self, replicas: Sequence[_ReplicaBatches], **arguments: Any) -> list[dict[str, Any]]:
         """Return each rank's arguments."""
-        arguments_of = [{"batches": [packed(rows) for rows in share], **arguments} for share in shares]
-        return [arguments_of[self._replica(rank)] for rank in range(self._layout.n_ranks)]
+        of_replica = [{"batches": [pack_rows(rows) for rows in replica], **arguments} for replica in replicas]
+        return [of_replica[self._replica(rank)] for rank in range(self._layout.n_ranks)]
 
     def _replica(self, rank: int) -> int:
-        return Place.of(rank, self._layout).data
+        return Coordinates.of(rank, self._layout).data
 
 
-def _count_devices(device: str, layout: Layout) -> None:
+def _require_devices(device: str, layout: Layout) -> None:
     if device == "cuda" and torch.cuda.device_count() < layout.n_ranks:
         raise ConfigError(
             f"trainer.tensor_parallel x pipeline_parallel x data_parallel is {layout.n_ranks}, but there are "
-            f"{torch.cuda.device_count()} GPUs: all ranks run on the trainer's machine, with a GPU each"
+            f"{torch.cuda.device_count()} GPUs: each rank needs a GPU of the trainer's machine; lower one of them"
         )
 
 

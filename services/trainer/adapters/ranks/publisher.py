@@ -1,4 +1,4 @@
-"""The weight store's side of a policy whose ranks send their parts themselves."""
+"""Publishes weights that the ranks upload themselves."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from shared.weights.publisher import Shard
 
 @dataclass(eq=False, repr=False)
 class RanksPublisher(StorePublisher):
-    """`WeightPublisher` where every rank uploads its own part; a version is committed from here when all are there.
+    """`WeightPublisher` whose ranks each upload their own part of a version; this process commits it.
 
-    The shards that `publish` and `equals` are given are the engine's, whose ranks have them: they are not asked for.
+    `publish` and `equals` ignore the shards that they are given: the ranks hold the same ones.
     """
 
     policy: RanksPolicy = field(kw_only=True)
     token: str = field(kw_only=True)
-    """What the ranks show the store."""
+    """The ranks' credential for the weight store."""
 
     async def _upload(self, version: int, shards: Iterable[Shard]) -> list[str]:
         del shards
-        because = f"they publish version {version}"
+        because = f"upload of version {version}"
         store = {"url": self.client.url, "token": self.token}
-        made = {"deltas": self.deltas, "small": self.small}
         async with self.waits.on("the ranks", because=because, limit_s=2 * self.limit_s):
             return await asyncio.to_thread(
-                self.policy.publish, store, self.job_id, version, limit_s=self.limit_s, deltas=made
+                self.policy.publish, store, self.job_id, version, limit_s=self.limit_s, deltas=self.deltas
             )
 
     async def _digests(self, shards: Iterable[Shard]) -> Digests:

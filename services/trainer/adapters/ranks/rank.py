@@ -1,7 +1,8 @@
-"""`python -m services.trainer.adapters.ranks.rank FD KIND`: one rank, a process of the trainer's.
+"""`python -m services.trainer.adapters.ranks.rank FD KIND`: the process of one rank.
 
-Consumes: calls from the socket FD, answers them in turn. Produces: their results or errors, and questions within one.
-Ends when: the trainer closes the socket or is gone, whatever is being computed.
+Consumes: calls from the trainer, on socket FD. Produces: a result or an error per call, and questions during a call.
+Waits for: the next call, in `inbox.get()`, which the reader thread feeds; and for other ranks, in collectives.
+Ends when: the trainer closes the socket or its process ends, even in the middle of a call.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 from services.trainer.adapters.ranks import wire
 from services.trainer.adapters.ranks.layout import Layout
-from shared.importing import without, without_collector
+from shared.importing import gc_paused, modules_hidden
 
 if TYPE_CHECKING:
     from services.trainer.adapters.ranks.engine import RankEngine
 
 _REPORTERS = ("tensorboard", "wandb")
-"""megatron-core imports them where they are, for nothing that a rank does: a second of processor time each start."""
+"""Optional imports of megatron-core that a rank does not need; they would cost a second of CPU time per start."""
 
 
 def main(descriptor: int, kind: str) -> None:
-    """Serve the trainer at the other end of a socket, as a rank of `megatron` or `fsdp`."""
+    """Serve the trainer at the other end of a socket, as a rank of kind `megatron` or `fsdp`."""
     channel = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), name="calls", daemon=True).start()
-    # megatron-core tells of each library that it would like to have.
+    # megatron-core warns about every optional library that is missing.
     warnings.simplefilter("ignore")
-    with without_collector():
-        engine_class = _engine_class(kind)
+    with gc_paused():
+        kind_of_engine = engine_class(kind)
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
         wire.send(channel, question)
@@ -45,27 +46,25 @@ def main(descriptor: int, kind: str) -> None:
         request = inbox.get()
         name, arguments = request["call"], request["arguments"]
         try:
+            result: Any = None
             if engine is None:
-                engine = engine_class(**{**arguments, "layout": Layout(*arguments["layout"])})
-                result: Any = engine.rewritten
+                engine = kind_of_engine(**{**arguments, "layout": Layout(*arguments["layout"])})
             else:
                 result = getattr(engine, name)(**arguments, **({"ask": ask} if name == "accumulate" else {}))
             answer = {"result": result}
-        except Exception as error:  # noqa: BLE001 - the trainer is told, and decides
-            answer = wire.failure(error, traceback.format_exc())
+        except Exception as error:  # noqa: BLE001 - reported to the trainer, which decides
+            answer = wire.encode_error(error, traceback.format_exc())
         wire.send(channel, answer)
 
 
-def _engine_class(kind: str) -> type[RankEngine]:
+def engine_class(kind: str) -> type[RankEngine]:
+    """Import and return the engine of a kind of rank."""
     if kind == "megatron":
-        from services.trainer.adapters.megatron import hook  # noqa: PLC0415 - nobody else has it installed
-
-        hook.install()
-        with without(*_REPORTERS):
-            from services.trainer.adapters.megatron.rank_engine import MegatronRank  # noqa: PLC0415 - after the hook
+        with modules_hidden(*_REPORTERS):
+            from services.trainer.adapters.megatron.rank_engine import MegatronRank  # noqa: PLC0415 - optional
 
         return MegatronRank
-    from services.trainer.adapters.fsdp.rank_engine import FsdpRank  # noqa: PLC0415 - it is one or the other
+    from services.trainer.adapters.fsdp.rank_engine import FsdpRank  # noqa: PLC0415 - only one kind is imported
 
     return FsdpRank
 
@@ -75,7 +74,7 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[dict[str, Any]]) -> N
         while True:
             inbox.put(wire.receive(channel))
     except (EOFError, OSError):
-        # Without the trainer there is nothing to finish, and the main thread may be in a collective for long.
+        # The trainer is gone. Exit at once: the main thread may be in a collective for minutes.
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Messages between the trainer and its ranks: msgpack maps, each behind its length. Nothing is pickled."""
+"""Messages between the trainer and its ranks: length-prefixed msgpack maps. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def send(channel: socket.socket, body: dict[str, Any]) -> None:
     """Send one message.
 
     Raises:
-        OSError: the other side has gone.
+        OSError: the peer's process has ended.
 
     """
     data = msgpack.packb(body)
@@ -29,34 +29,34 @@ def receive(channel: socket.socket) -> dict[str, Any]:
     """Wait for one message.
 
     Raises:
-        EOFError: the other side has closed.
-        OSError: it has gone.
+        EOFError: the peer has closed the connection.
+        OSError: the peer's process has ended.
 
     """
-    length = int.from_bytes(_exactly(channel, _LENGTH_BYTES), "big")
-    body: dict[str, Any] = msgpack.unpackb(_exactly(channel, length))
+    length = int.from_bytes(_read_exactly(channel, _LENGTH_BYTES), "big")
+    body: dict[str, Any] = msgpack.unpackb(_read_exactly(channel, length))
     return body
 
 
-def _exactly(channel: socket.socket, n_bytes: int) -> bytearray:
+def _read_exactly(channel: socket.socket, n_bytes: int) -> bytearray:
     data = bytearray(n_bytes)
-    rest = memoryview(data)
-    while rest:
-        n = channel.recv_into(rest)
+    unread = memoryview(data)
+    while unread:
+        n = channel.recv_into(unread)
         if not n:
             raise EOFError
-        rest = rest[n:]
+        unread = unread[n:]
     return data
 
 
-def failure(error: BaseException, trace: str) -> dict[str, str]:
-    """Return an error as a message; of one that is not the project's the traceback goes along."""
+def encode_error(error: BaseException, trace: str) -> dict[str, str]:
+    """Return an error as a message: the project's own by class and text, any other by its traceback."""
     known = isinstance(error, RLBoostError)
     return {"error": type(error).__name__ if known else "", "text": str(error) if known else trace}
 
 
-def as_error(rank: int, body: dict[str, Any]) -> Exception:
-    """Return the error that a rank's message tells of, of the same class where it is one of the project's."""
+def decode_error(rank: int, body: dict[str, Any]) -> Exception:
+    """Return a rank's error, as the same class if it is one of the project's, else as `RuntimeError`."""
     kind = getattr(errors, body["error"], None) if body["error"] else None
     if isinstance(kind, type) and issubclass(kind, RLBoostError):
         return kind(body["text"])

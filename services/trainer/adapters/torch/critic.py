@@ -1,6 +1,6 @@
-"""A critic trained with plain torch: the base model without its output head, and a head of one number a token.
+"""A critic trained with plain torch: the base model without its output head, and a head of one value per token.
 
-It is a network of its own: a policy that moves would otherwise take its critic's features along.
+It is a network of its own, so that updates of the policy do not change the critic's features.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from torch import Tensor
 from transformers import AutoModel
 
 from services.trainer.adapters.torch import batch
+from services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from services.trainer.adapters.torch.logprobs import in_dtype
-from services.trainer.adapters.torch.recompute import recompute_layers
-from services.trainer.adapters.torch.state import captured, load_state
+from services.trainer.adapters.torch.state import load_state, snapshot_of
 from services.trainer.domain.loss.value import value_loss
-from services.trainer.ports import Row, Snapshot
-from shared.algorithm import CriticSpec
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.ports.engine import Snapshot
 from shared.errors import ConfigError, Corrupt
+from shared.job.algorithm import CriticSpec
 
 _PREFIX = "critic-"
-"""Of its files, beside the policy's."""
+"""Prefix of its files in a checkpoint."""
 
 
 class TorchCritic:
-    """The values of tokens about to be drawn, and an AdamW that makes them come true.
+    """Predicts the return before each completion token, trained with AdamW.
 
-    Weights and optimizer are in float32; with `bfloat16` matrices are multiplied in that, except the head's.
+    Weights and optimizer are in float32. With `bfloat16` matrices are multiplied in bfloat16, except the head.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class TorchCritic:
         device: torch.device,
         activation_checkpointing: bool = False,
     ) -> None:
-        """Begin with the base model in `source` and a head of zeros: every value is 0.
+        """Load the base model in `source` and add a head of zeros, so that every value is 0.
 
         Raises:
-            ConfigError: the directory holds no model whose last layer has a width.
+            ConfigError: the directory holds no model with a hidden size.
 
         """
         self._spec = spec
@@ -60,7 +61,7 @@ class TorchCritic:
             raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
         self._body: Any = body.to(device).eval()
         if activation_checkpointing:
-            recompute_layers(self._body)
+            checkpoint_activations(self._body)
         self._weight = torch.zeros(width, device=device, requires_grad=True)
         self._bias = torch.zeros((), device=device, requires_grad=True)
         self.trained = {
@@ -68,22 +69,22 @@ class TorchCritic:
             "head.weight": self._weight,
             "head.bias": self._bias,
         }
-        """Everything that is trained, by name."""
+        """All trained tensors, by name."""
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True
         )
         self._n_tokens = 0
 
-    def values(self, rows: Sequence[Row]) -> list[bytes]:
-        """Return float32 columns of what is expected before each completion token is drawn, row after row."""
+    def values(self, rows: Sequence[TrainingRow]) -> list[bytes]:
+        """Return one float32 column per row: the value before each completion token."""
         with torch.no_grad():
             return batch.columns(rows, self._forward(rows))
 
-    def accumulate(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Add a micro-batch's gradients, not yet divided by anything; return its numbers, for `sums.add`.
+    def accumulate(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
+        """Add a micro-batch's unnormalized gradients; return its metrics, for `sums.add`.
 
-        They are `value_loss`, and `value_clipped`, the tokens that the clip holds. The rows have `values` and
-        `returns`. What is not finite shows in the gradients' norm.
+        The metrics are `value_loss` and `value_clipped`, the number of clipped tokens. Rows need `values` and
+        `returns`. A loss that is not finite shows in the gradients' norm.
         """
         values = self._forward(rows)
         before, returns = (torch.tensor(column, device=self._device) for column in batch.values(rows))
@@ -95,43 +96,43 @@ class TorchCritic:
         return {"value_loss": total.item(), "value_clipped": float(clipped.sum())}
 
     def clip(self) -> float:
-        """Divide the accumulated gradients by the number of tokens, clip them; return their norm before that."""
+        """Divide the accumulated gradients by the number of tokens and clip them; return their norm before clipping."""
         for tensor in self.trained.values():
             if tensor.grad is not None:
                 tensor.grad.div_(self._n_tokens)
         return float(torch.nn.utils.clip_grad_norm_(self.trained.values(), self._spec.grad_clip))
 
     def step(self, fraction: float) -> None:
-        """Update by the clipped gradients at `fraction` of the learning rate, and forget them."""
+        """Apply the clipped gradients at `fraction` of the learning rate, and zero them."""
         for group in self.optimizer.param_groups:
             group["lr"] = fraction * self._spec.lr
         self.optimizer.step()
-        self.forget()
+        self.zero_gradients()
 
-    def forget(self) -> None:
-        """Drop what was accumulated."""
+    def zero_gradients(self) -> None:
+        """Drop the accumulated gradients."""
         self.optimizer.zero_grad()
         self._n_tokens = 0
 
     def snapshot(self) -> Snapshot:
-        """Copy weights and moments to host memory; return what writes the copy: see `PolicyEngine.snapshot`."""
-        return captured(self.trained, [self.optimizer], prefix=_PREFIX)
+        """Copy weights and moments to host memory; return a writer of the copy. See `PolicyEngine.snapshot`."""
+        return snapshot_of(self.trained, [self.optimizer], prefix=_PREFIX)
 
     def load(self, directory: Path) -> None:
-        """Read what a snapshot wrote, and drop what was accumulated.
+        """Read what a snapshot wrote, and drop the accumulated gradients.
 
         Raises:
-            Corrupt: it does not fit this critic.
+            Corrupt: it does not match this critic.
 
         """
-        self.forget()
+        self.zero_gradients()
         try:
             load_state(directory, self.trained, [self.optimizer], prefix=_PREFIX)
         except Corrupt as error:
             raise Corrupt(f"the critic in {error}") from error
 
-    def _forward(self, rows: Sequence[Row]) -> Tensor:
-        """Return the values before all completion tokens, row after row, [tokens]."""
+    def _forward(self, rows: Sequence[TrainingRow]) -> Tensor:
+        """Return the values before all trained tokens, row by row, [tokens]."""
         token_ids, places = (torch.from_numpy(part).to(self._device) for part in batch.padded(rows))
         with in_dtype(self._dtype, self._device):
             hidden: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state

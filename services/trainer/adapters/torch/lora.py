@@ -1,4 +1,4 @@
-"""A LoRA adapter (arXiv 2106.09685) on a causal language model, made by PEFT: what is trained, and what comes of it."""
+"""A LoRA adapter (arXiv 2106.09685) on a causal language model, built with PEFT."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 from torch import Tensor
 
 from shared.errors import ConfigError
-from shared.lora_targets import check_targets
-from shared.training import LoraSpec
+from shared.job.training import LoraSpec
+from shared.model.lora_targets import check_targets
 
 _NAME = "default"
-"""What PEFT calls an adapter that nobody named."""
+"""PEFT's name of an unnamed adapter."""
 
 
 class Adapter:
-    """The adapter of one model, whose own parameters are frozen from then on.
+    """The adapter of one model. Creating it freezes the model's own parameters.
 
-    It begins as no change at all, the same one for the same seed. Its tensors are float32 whatever the model's are.
+    It starts as the identity, with values that depend on the seed only. Its tensors are float32 for any model dtype.
     """
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor], spec: LoraSpec, seed: int) -> None:
-        """Put an adapter into `model`, in place.
+        """Add an adapter to `model`, in place.
 
         Args:
             model: a transformers model.
-            weights: its tensors under their Hugging Face names, tied ones once.
-            spec: the adapter.
-            seed: of its first values, and of its dropout. Sets torch's own generators.
+            weights: its tensors by their Hugging Face names, tied ones once.
+            spec: the adapter's settings.
+            seed: of its initial values and its dropout. Sets torch's global generators.
 
         Raises:
-            ConfigError: PEFT is not installed, or `lora.targets` names what cannot have one.
+            ConfigError: PEFT is not installed, or `lora.targets` names modules that cannot have an adapter.
 
         """
         try:
@@ -60,7 +60,7 @@ class Adapter:
             for name, tensor in wrapped.named_parameters()
             if tensor.requires_grad
         }
-        """What is trained, under PEFT's names."""
+        """The trained tensors, by PEFT's names."""
         self._layers = {
             f"{name}.weight": module
             for name, module in model.named_modules()
@@ -69,12 +69,12 @@ class Adapter:
         for name, layer in self._layers.items():
             if type(layer.get_base_layer()) is not torch.nn.Linear or name not in weights:
                 raise ConfigError(
-                    f"lora.targets: {name.removesuffix('.weight')} is no linear layer with weights of its own; name "
-                    "others, or all-linear"
+                    f"lora.targets: {name.removesuffix('.weight')} is not a linear layer with weights of its own: name "
+                    "other modules, or all-linear"
                 )
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a tensor of the model as it is with the adapter in it, rounded once to its dtype."""
+        """Return a tensor of the model with the adapter merged in, rounded once to its dtype."""
         if name not in self._layers:
             return weight
         with torch.no_grad():
@@ -83,7 +83,7 @@ class Adapter:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Let dropout drop, meanwhile."""
+        """Enable the adapter's dropout within the context."""
         dropouts = [layer.lora_dropout for layer in self._layers.values()]
         for dropout in dropouts:
             dropout.train()
@@ -95,7 +95,7 @@ class Adapter:
 
     @contextmanager
     def without(self) -> Iterator[None]:
-        """Let the model be as it is below the adapter, meanwhile."""
+        """Disable the adapter within the context."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -106,6 +106,6 @@ class Adapter:
 
 
 def _json_of(config: Any) -> str:
-    """Return PEFT's `adapter_config.json`, the same text each time: it keeps the layers' names in a set."""
+    """Return PEFT's `adapter_config.json`, with sets sorted so that the text is reproducible."""
     fields = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     return json.dumps({**fields, "inference_mode": True}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""What updates a policy: AdamW all of it; or Muon the hidden layers' matrices, and AdamW the rest."""
+"""Builds a policy's optimizers: AdamW for all parameters; or Muon for hidden matrices and AdamW for the others."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import ConfigError
-from shared.training import OptimizerSpec
+from shared.job.training import OptimizerSpec
 
 
 def optimizers(model: Any, parameters: Sequence[Tensor], spec: OptimizerSpec) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of `parameters`, of which each has one; all follow one learning rate.
+    """Return the optimizers of `parameters`, which share one learning rate; each parameter has exactly one.
 
-    Muon, of https://kellerjordan.github.io/posts/muon/: the momentum of a matrix, with all its singular values made
-    about 1 by five Newton-Schulz steps in bfloat16. Its size is then that of AdamW's updates, 0.2 in each entry's root
-    mean square (Moonlight, arXiv 2502.16982), so both follow `lr` and `weight_decay`. Momentum is 0.95, Nesterov's.
+    Muon (https://kellerjordan.github.io/posts/muon/) orthogonalizes the momentum of a matrix with five Newton-Schulz
+    steps in bfloat16. Updates are scaled to the root mean square of AdamW's, 0.2 per entry (Moonlight, arXiv
+    2502.16982), so both use `lr` and `weight_decay`. Momentum is 0.95, with Nesterov.
 
     Args:
         model: a transformers model.
-        parameters: what is trained of it.
-        spec: the job's.
+        parameters: its trained parameters.
+        spec: the job's settings.
 
     Raises:
         ConfigError: this torch has no Muon.
@@ -30,8 +30,8 @@ def optimizers(model: Any, parameters: Sequence[Tensor], spec: OptimizerSpec) ->
     """
     matrices = hidden_matrices(model, parameters) if spec.name == "muon" else []
     by_muon = {id(matrix) for matrix in matrices}
-    rest = [parameter for parameter in parameters if id(parameter) not in by_muon]
-    adamw = torch.optim.AdamW(rest, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
+    others = [parameter for parameter in parameters if id(parameter) not in by_muon]
+    adamw = torch.optim.AdamW(others, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
     if not matrices:
         return [adamw]
     if not hasattr(torch.optim, "Muon"):
@@ -43,7 +43,7 @@ def optimizers(model: Any, parameters: Sequence[Tensor], spec: OptimizerSpec) ->
 
 
 def hidden_matrices(model: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parameters of two dimensions that are no table of embeddings and not the output head."""
+    """Return the two-dimensional parameters except embeddings and the output head."""
     outer = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     if (head := model.get_output_embeddings()) is not None:
         outer.append(head.weight)

@@ -1,4 +1,4 @@
-"""A policy trained by torch in one process: a causal language model of transformers, or an adapter on it."""
+"""A policy trained with torch in one process: a causal language model of transformers, or a LoRA adapter on it."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from services.trainer.adapters.torch.batch import columns, token_batch
 from services.trainer.adapters.torch.critic import TorchCritic
 from services.trainer.adapters.torch.logprobs import LogprobPass
 from services.trainer.adapters.torch.lora import Adapter
+from services.trainer.adapters.torch.offload import Offloader
 from services.trainer.adapters.torch.optimizers import optimizers
-from services.trainer.adapters.torch.recompute import recompute_layers
-from services.trainer.adapters.torch.rest import Resting
-from services.trainer.adapters.torch.state import captured, distinct, in_turn, load_state, shards_of
+from services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
 from services.trainer.domain import sums
 from services.trainer.domain.batching import n_padded
 from services.trainer.domain.tokens import LossFn
-from services.trainer.ports import Exported, Loaded, NotFinite, RankInfo, Row, Snapshot
-from shared.algorithm import CriticSpec
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from shared.errors import ConfigError, Fatal
-from shared.training import LoraSpec, Offload, OptimizerSpec
+from shared.job.algorithm import CriticSpec
+from shared.job.training import LoraSpec, Offload, OptimizerSpec
 from shared.weights.publisher import Shard
 
 
 class TorchPolicy:
     """`PolicyEngine` on one device.
 
-    With `bfloat16` the weights and the optimizer stay in float32, matrices are multiplied in bfloat16, and what is
-    exported is rounded to bfloat16: small learning rates would vanish in bfloat16 weights. Below an adapter the frozen
-    weights are in `dtype`, as they are published; the adapter is in float32, and so exported.
+    With `bfloat16` the weights and the optimizer stay in float32, because updates at small learning rates would round
+    to nothing. Matrices are multiplied in bfloat16 and exported weights are rounded to it. With an adapter the frozen
+    weights are in `dtype`, in which they are published; the adapter is trained and exported in float32.
     """
 
     rank = RankInfo()
 
-    def __init__(  # noqa: PLR0913 - what a job may choose of it
+    def __init__(  # noqa: PLR0913 - one per setting of a job
         self,
         optimizer: OptimizerSpec,
         *,
@@ -58,22 +59,21 @@ class TorchPolicy:
         offload: Offload = "none",
         activation_checkpointing: bool = False,
     ) -> None:
-        """Prepare; `load_hf` makes the model.
+        """Prepare; `load_hf` creates the model.
 
         Args:
             optimizer: its settings.
-            temperature: the sampling temperature; log-probabilities are of that distribution.
+            temperature: the sampling temperature, which divides the logits.
             dtype: `float32` or `bfloat16`.
             device: a torch device.
             lora: the adapter to train; None to train the model itself.
-            seed: of the adapter's first values.
-            reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs one more
-                copy of them on the device, or nothing below an adapter; and one more forward pass, unless rows have
-                them already.
-            critic: the value model to train along; None for none.
-            offload: what `rest` moves to host memory.
-            activation_checkpointing: whether layers are computed once more for their gradients, the critic's too,
-                and no more than their inputs kept.
+            seed: seeds the adapter's initial values.
+            reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
+                copy of them on the device, unless an adapter is trained, and another forward pass, unless rows have
+                the log-probabilities already.
+            critic: the value model to train along with the policy, if any.
+            offload: what `offload` moves to host memory.
+            activation_checkpointing: whether the layers of policy and critic are recomputed in the backward pass.
 
         """
         if "OMP_NUM_THREADS" not in os.environ:
@@ -87,7 +87,7 @@ class TorchPolicy:
         self._keeps_reference = reference
         self._critic_spec = critic
         self._offload = offload
-        self._recomputes = activation_checkpointing
+        self._activation_checkpointing = activation_checkpointing
         self._critic: TorchCritic | None = None
         self._adapter: Adapter | None = None
         self._reference: Any = None
@@ -105,103 +105,103 @@ class TorchPolicy:
             )
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
-        # Kept in evaluation mode: dropout would make the trained distribution another than the sampled one.
+        # In evaluation mode: with dropout the trained distribution would differ from the sampled one.
         self._model: Any = model.to(self._device).eval()
-        self._tensors = self._trained = distinct(self._model.state_dict(keep_vars=True))
+        self._tensors = self._trained = without_aliases(self._model.state_dict(keep_vars=True))
         if self._lora is not None:
             self._adapter = Adapter(self._model, self._tensors, self._lora, self._seed)
             self._trained = self._adapter.tensors
             self._model.eval()
         elif self._keeps_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
-        if self._recomputes:
-            recompute_layers(self._model)
-        self._forward = self._pass_of(self._model)
-        self._forward_reference = self._forward if self._reference is None else self._pass_of(self._reference)
+        if self._activation_checkpointing:
+            checkpoint_activations(self._model)
+        self._forward = self._logprob_pass(self._model)
+        self._forward_reference = self._forward if self._reference is None else self._logprob_pass(self._reference)
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
         self._optimizers = optimizers(self._model, self._parameters, self._spec)
-        self._forget()
+        self._zero_gradients()
         if self._critic_spec is not None:
             self._critic = TorchCritic(
                 source,
                 self._critic_spec,
                 dtype=self._dtype,
                 device=self._device,
-                activation_checkpointing=self._recomputes,
+                activation_checkpointing=self._activation_checkpointing,
             )
         models = [self._model, *([self._reference] if self._reference is not None else [])]
         weights = [parameter for model in models for parameter in model.parameters()]
-        resting = list(self._optimizers)
+        optimizers_to_offload = list(self._optimizers)
         if self._critic is not None:
             weights += self._critic.trained.values()
-            resting.append(self._critic.optimizer)
-        self._resting = Resting(weights, resting, self._device, self._offload)
-        self.rest()
+            optimizers_to_offload.append(self._critic.optimizer)
+        self._offloader = Offloader(weights, optimizers_to_offload, self._device, self._offload)
+        self.offload()
 
     @property
     def adapter_json(self) -> str:
         """See `PolicyEngine.adapter_json`."""
         return self._adapter.json if self._adapter else ""
 
-    def logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
-        self._resting.wake_weights()
+        self._offloader.onload_weights()
         with torch.no_grad():
             return [column for rows in batches for column in columns(rows, self._forward(rows))]
 
-    def reference_logprobs(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         if not self._keeps_reference:
-            raise Fatal("this engine was made without a reference")
-        self._resting.wake_weights()
-        return [column for rows in batches for column in columns(rows, self._starting_logprobs(rows))]
+            raise Fatal("this engine has no reference model: construct it with reference=True")
+        self._offloader.onload_weights()
+        return [column for rows in batches for column in columns(rows, self._reference_logprobs(rows))]
 
-    def values(self, batches: Sequence[Sequence[Row]]) -> list[bytes]:
+    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `Critic.values`."""
         if self._critic is None:
-            raise Fatal("this engine was made without a critic")
-        self._resting.wake_weights()
+            raise Fatal("this engine has no critic: construct it with a CriticSpec")
+        self._offloader.onload_weights()
         return [column for rows in batches for column in self._critic.values(rows)]
 
-    def accumulate(self, batches: Sequence[Sequence[Row]], loss: LossFn) -> dict[str, float]:
+    def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
-        self._resting.wake_weights()
-        numbers: dict[str, float] = {}
+        self._offloader.onload_weights()
+        totals: dict[str, float] = {}
         for rows in batches:
-            reference = self._starting_logprobs(rows) if self._keeps_reference and not _has_reference(rows) else None
-            # Backward, too: layers may be computed once more there.
+            reference = self._reference_logprobs(rows) if self._keeps_reference and not _has_reference(rows) else None
+            # Covers backward too, where layers may be recomputed.
             with self._adapter.training() if self._adapter else nullcontext():
                 logprobs = self._forward(rows)
-                total, part = loss(token_batch(rows, logprobs, reference))
+                total, metrics = loss(token_batch(rows, logprobs, reference))
                 if not torch.isfinite(total):
                     raise NotFinite(f"the loss is {total.item()}")
                 total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
-            self._divisor += int(part["divisor"])
-            sums.add(numbers, {**part, "padded_tokens": n_padded(rows)})
+            self._divisor += int(metrics["divisor"])
+            sums.add(totals, {**metrics, "padded_tokens": n_padded(rows)})
             if self._critic is not None:
-                sums.add(numbers, self._critic.accumulate(rows))
-        return numbers
+                sums.add(totals, self._critic.accumulate(rows))
+        return totals
 
     def step(self, learning_rate: float) -> float:
         """See `PolicyEngine.step`."""
         if not self._divisor:
             return 0.0
-        self._resting.wake()
+        self._offloader.onload()
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(self._divisor)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._spec.grad_clip))
         critic_norm = self._critic.clip() if self._critic is not None else 0.0
         if not np.isfinite(norm + critic_norm):
-            self._forget()
+            self._zero_gradients()
             if self._critic is not None:
-                self._critic.forget()
+                self._critic.zero_gradients()
             raise NotFinite(f"the gradient's norm is {norm}" + f", the critic's {critic_norm}" * bool(self._critic))
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             optimizer.step()
-        self._forget()
+        self._zero_gradients()
         if self._critic is not None:
             self._critic.step(learning_rate / self._spec.lr)
         return norm
@@ -230,27 +230,27 @@ class TorchPolicy:
 
     def snapshot(self) -> Snapshot:
         """See `PolicyEngine.snapshot`."""
-        write = captured(self._trained, self._optimizers, generators=self._device)
-        return write if self._critic is None else in_turn(write, self._critic.snapshot())
+        write = snapshot_of(self._trained, self._optimizers, generators=self._device)
+        return write if self._critic is None else write_all(write, self._critic.snapshot())
 
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
-        self._resting.wake()
-        self._forget()
+        self._offloader.onload()
+        self._zero_gradients()
         load_state(directory, self._trained, self._optimizers, generators=self._device)
         if self._critic is not None:
             self._critic.load(directory)
-        self.rest()
+        self.offload()
 
-    def rest(self) -> None:
-        """See `PolicyEngine.rest`."""
-        self._resting.rest()
+    def offload(self) -> None:
+        """See `PolicyEngine.offload`."""
+        self._offloader.offload()
 
     def close(self) -> None:
         """See `PolicyEngine.close`."""
         self._adapter = self._reference = self._critic = None
         for name in (
-            "_resting",
+            "_offloader",
             "_forward",
             "_forward_reference",
             "_optimizers",
@@ -261,7 +261,7 @@ class TorchPolicy:
         ):
             self.__dict__.pop(name, None)
 
-    def _forget(self) -> None:
+    def _zero_gradients(self) -> None:
         """Drop the policy's accumulated gradients."""
         self._divisor = 0
         for optimizer in self._optimizers:
@@ -272,14 +272,14 @@ class TorchPolicy:
             value = self._adapter.merged(name, value)
         return value.to(self._dtype) if value.is_floating_point() else value
 
-    def _starting_logprobs(self, rows: Sequence[Row]) -> Tensor:
-        """Return what the weights of the job's beginning say of all completion tokens, [tokens]."""
+    def _reference_logprobs(self, rows: Sequence[TrainingRow]) -> Tensor:
+        """Return the log-probabilities of all trained tokens under the weights that `load_hf` loaded, [tokens]."""
         with torch.no_grad(), self._adapter.without() if self._adapter else nullcontext():
             return self._forward_reference(rows)
 
-    def _pass_of(self, model: Any) -> LogprobPass:
+    def _logprob_pass(self, model: Any) -> LogprobPass:
         return LogprobPass(model, temperature=self._temperature, dtype=self._dtype, device=self._device)
 
 
-def _has_reference(rows: Sequence[Row]) -> bool:
+def _has_reference(rows: Sequence[TrainingRow]) -> bool:
     return all(row.reference for row in rows)

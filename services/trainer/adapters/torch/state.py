@@ -1,4 +1,4 @@
-"""What the torch engine keeps and gives away: weights and the optimizer's state as files, weights as shards."""
+"""Snapshots of weights and optimizer state as files, and weights as shards, for the torch engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.trainer.ports import Snapshot
+from services.trainer.ports.engine import Snapshot
 from shared.errors import ConfigError, Corrupt
 from shared.weights.publisher import Shard
 
@@ -18,23 +18,23 @@ _MODEL_FILE = "model.safetensors"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _RNG, _CUDA_RNG = "rng", "rng.cuda"
 _MUON_STATE = "momentum_buffer"
-"""What Muon remembers of a matrix, and AdamW of nothing."""
+"""Key of the optimizer state that Muon has and AdamW does not."""
 
 
-def captured(
+def snapshot_of(
     trained: Mapping[str, Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     generators: torch.device | None = None,
     prefix: str = "",
 ) -> Snapshot:
-    """Copy what is trained and the optimizers' state to host memory; return what writes the copy.
+    """Copy trained tensors and optimizer state to host memory; return a writer of the copy.
 
     Args:
-        trained: by name.
-        optimizers: of these; their states are counted on from one to the next.
-        generators: the device whose random generators' states go along, and the host's.
-        prefix: of the files' names.
+        trained: tensors by name.
+        optimizers: their optimizers; parameters are numbered through all of them.
+        generators: if set, includes the random state of this device and of the host.
+        prefix: of the file names.
 
     """
     weights = {name: _host_copy(tensor) for name, tensor in trained.items()}
@@ -57,12 +57,12 @@ def captured(
     return write
 
 
-def in_turn(*writers: Snapshot) -> Snapshot:
-    """Return what writes several copies into one directory."""
+def write_all(*writers: Snapshot) -> Snapshot:
+    """Return a writer that calls several writers in order, with the same directory."""
 
     def write(directory: Path) -> None:
-        for one in writers:
-            one(directory)
+        for write_one in writers:
+            write_one(directory)
 
     return write
 
@@ -75,11 +75,11 @@ def load_state(
     generators: torch.device | None = None,
     prefix: str = "",
 ) -> None:
-    """Read what `captured` wrote with the same arguments.
+    """Read what `snapshot_of` wrote with the same arguments.
 
     Raises:
-        Corrupt: it does not fit this model.
-        ConfigError: it is of another optimizer.
+        Corrupt: the files do not match this model.
+        ConfigError: the files are another optimizer's.
 
     """
     try:
@@ -94,60 +94,60 @@ def load_state(
                 torch.cuda.set_rng_state(state.pop(_CUDA_RNG), generators)
         states = _by_index(state)
         for first, optimizer in _numbered(optimizers):
-            _take(optimizer, first, states)
+            _load_optimizer(optimizer, first, states)
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-        raise Corrupt(f"checkpoint {directory} does not fit this model: {error}") from error
+        raise Corrupt(f"checkpoint {directory} does not match this model: {error}") from error
 
 
 def shards_of(values: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
-    """Yield whole tensors as one shard each; its bytes are the tensor's own where that is in host memory.
+    """Yield whole tensors as one shard each, without a copy if the tensor is in host memory.
 
-    From a GPU the next tensor is on its way already while a shard is used.
+    From a GPU the next tensor is copied while the caller uses a shard.
     """
-    ahead: _Coming | None = None
+    previous: _HostCopy | None = None
     for name, value in values:
-        coming = _Coming(name, value)
-        if ahead is not None:
-            yield ahead.shard()
-        ahead = coming
-    if ahead is not None:
-        yield ahead.shard()
+        current = _HostCopy(name, value)
+        if previous is not None:
+            yield previous.shard()
+        previous = current
+    if previous is not None:
+        yield previous.shard()
 
 
-class _Coming:
-    """A tensor on its way to host memory."""
+class _HostCopy:
+    """An asynchronous copy of a tensor to host memory."""
 
     def __init__(self, name: str, value: Tensor) -> None:
         self._name = name
         self._value = value.contiguous()
-        self._there: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if value.device.type == "cuda":
             self._value = torch.empty_like(self._value, device="cpu", pin_memory=True)
             self._value.copy_(value, non_blocking=True)
-            self._there = torch.cuda.current_stream(value.device).record_event()
+            self._copied = torch.cuda.current_stream(value.device).record_event()
 
     def shard(self) -> Shard:
-        if self._there is not None:
-            self._there.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         raw = self._value.reshape(-1).view(torch.uint8).numpy().data
         shape = tuple(self._value.shape)
         return Shard(self._name, str(self._value.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
 
 
-def distinct(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out all but the first of tensors that share their memory, as Hugging Face does when it saves."""
+def without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without those that share an earlier one's memory, as Hugging Face saves them."""
     seen: set[tuple[int, int]] = set()
-    found = {}
+    distinct = {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tensor.numel())
         if key not in seen:
             seen.add(key)
-            found[name] = tensor
-    return found
+            distinct[name] = tensor
+    return distinct
 
 
 def _numbered(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[int, torch.optim.Optimizer]]:
-    """Yield each optimizer behind the number of its first parameter."""
+    """Yield (number of its first parameter, optimizer)."""
     first = 0
     for optimizer in optimizers:
         yield first, optimizer
@@ -158,20 +158,20 @@ def _n_parameters(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _take(optimizer: torch.optim.Optimizer, first: int, states: Mapping[int, dict[str, Tensor]]) -> None:
-    """Give an optimizer the states of its parameters, of which `first` is the first one's number."""
+def _load_optimizer(optimizer: torch.optim.Optimizer, first: int, states: Mapping[int, dict[str, Tensor]]) -> None:
+    """Load the states of an optimizer's parameters; `first` is the number of its first parameter."""
     numbers = range(first, first + _n_parameters(optimizer))
-    mine = {number - first: states[number] for number in numbers if number in states}
-    if any((_MUON_STATE in state) is isinstance(optimizer, torch.optim.AdamW) for state in mine.values()):
+    local = {number - first: states[number] for number in numbers if number in states}
+    if any((_MUON_STATE in state) is isinstance(optimizer, torch.optim.AdamW) for state in local.values()):
         raise ConfigError(
-            "the checkpoint is of another optimizer: set optimizer.name to what it was made with, or begin with that "
-            "job's weights alone (model: .rlboost/runs/JOB/model, and no trainer.resume)"
+            "the checkpoint was written with another optimizer: set optimizer.name to that one, or start from the "
+            "weights alone (model: .rlboost/runs/JOB/model, without trainer.resume)"
         )
-    optimizer.load_state_dict({"state": mine, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": local, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:
-    """Return the states that an adapter's dropout draws from."""
+    """Return the states of the generators that an adapter's dropout uses."""
     states = {_RNG: torch.get_rng_state()}
     if device.type == "cuda":
         states[_CUDA_RNG] = torch.cuda.get_rng_state(device)

@@ -1,7 +1,7 @@
-"""How the losses of an update's tokens become one number: a factor for each token, and what the sum is divided by.
+"""Aggregates the token losses of an update: a factor per token, and a divisor of the sum.
 
-The factor of a token depends on its completion alone and the divisor is a count, so a sum over micro-batches, in any
-order and however they are cut, divided once at the end, is the aggregate of the whole update.
+The factor of a token depends only on its completion, and the divisor is a count. So the sum over any micro-batches,
+divided once at the end, is the aggregate of the whole update.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def factor(kind: str, length: int, max_tokens: int) -> float:
         kind: `algorithm.aggregation`. `token_mean`: DAPO, arXiv 2503.14476, equation 8, over the whole update;
             `sequence_mean`: GRPO, arXiv 2402.03300, equation 3; `sequence_sum`: REINFORCE of whole completions as in
             RLOO, arXiv 2402.14740; `constant`: Dr. GRPO, arXiv 2503.20783, with the generation limit as the constant.
-        length: how many tokens the completion has.
+        length: number of tokens of the completion.
         max_tokens: `sampling.max_tokens`.
 
     """
@@ -24,5 +24,5 @@ def factor(kind: str, length: int, max_tokens: int) -> float:
 
 
 def divisor(kind: str, lengths: Sequence[int]) -> int:
-    """Return what these completions add to the divisor: their tokens for `token_mean`, else their number."""
+    """Return the contribution of completions to the divisor: their tokens for `token_mean`, otherwise their number."""
     return sum(lengths) if kind == "token_mean" else len(lengths)

@@ -1,4 +1,4 @@
-"""What becomes of a ratio that has gone too far. Each returns objectives, to be made large, one entry a token."""
+"""Clips of the ratio. Each returns objectives to maximize, one entry per token."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class Clipped(NamedTuple):
-    """What a clip made of the ratios; all columns have one entry a token."""
+    """The result of a clip; all columns are [tokens]."""
 
     objective: Tensor
     ratio: Tensor
-    """As it is after the clip."""
+    """The ratio after the clip."""
     low: Tensor
-    """Whether the clip at the lower bound holds the token."""
+    """Whether the lower bound applies to the token."""
     high: Tensor
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Clipped:
-    """Return min(r A, clip(r, 1 - low, 1 + high) A): a token beyond the bound that its advantage points to has no say.
+    """Return min(r A, clip(r, 1 - low, 1 + high) A): no gradient beyond the bound that A points to.
 
     PPO, arXiv 1707.06347, equation 7; with two bounds DAPO's clip-higher, arXiv 2503.14476, equation 10.
     """
@@ -34,7 +34,7 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Clip
 
 
 def cispo_clip(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> Clipped:
-    """Return sg(clip(r, 1 - low, 1 + high)) A log pi: the ratio is a weight without gradient, and no token is lost.
+    """Return sg(clip(r, 1 - low, 1 + high)) A log pi: the ratio is a weight without gradient.
 
     CISPO, MiniMax-M1, arXiv 2506.13585, equation 4.
     """

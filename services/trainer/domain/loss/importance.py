@@ -1,7 +1,7 @@
-"""Weights for tokens that other probabilities drew than those that the step begins with.
+"""Importance weights for tokens generated with other probabilities than those at the start of the step.
 
-They are older (staleness), or the engine computes otherwise than the trainer (mismatch). The weight of a token is
-proximal / sampled, and has no gradient.
+The difference comes from older weights (staleness) or from numerics of the inference engine (mismatch). The weight of a
+token is proximal / sampled, without a gradient.
 """
 
 from __future__ import annotations

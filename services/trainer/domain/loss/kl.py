@@ -1,4 +1,4 @@
-"""Estimators of KL(trained || reference) from tokens that the policy drew: http://joschu.net/blog/kl-approx.html."""
+"""Estimators of KL(trained || reference) from tokens that the policy generated: http://joschu.net/blog/kl-approx.html."""
 
 from __future__ import annotations
 

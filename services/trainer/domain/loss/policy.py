@@ -1,6 +1,6 @@
-"""The loss of one micro-batch, put together from an algorithm's choices, in torch.
+"""The policy loss of one micro-batch, composed from an algorithm's options, in torch.
 
-Sums, never means: the engine divides by what the micro-batches of an update say together (`divisor`), which gives the
+Losses are sums, not means: the engine divides by the summed `divisor` of an update's micro-batches, which gives the
 exact mean over micro-batches and ranks.
 """
 
@@ -16,36 +16,36 @@ from services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip,
 from services.trainer.domain.loss.importance import RULES
 from services.trainer.domain.loss.kl import ESTIMATORS, k3
 from services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
-from services.trainer.domain.sums import MISMATCH, MOST
+from services.trainer.domain.sums import MAX_PREFIX, MISMATCH
 from services.trainer.domain.tokens import LossFn, TokenBatch, TokenLoss
-from shared.algorithm import Aggregation, Clip, Importance, KlEstimator, RatioLevel
 from shared.errors import Fatal
-from shared.jobspec import GeneratingJob
+from shared.job.algorithm import Aggregation, Clip, Importance, KlEstimator, RatioLevel
+from shared.job.spec import GeneratingJob
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A `LossFn`; the fields are the choices of `AlgorithmSpec`, whose documentation they have.
+    """A `LossFn`; the fields are options of `AlgorithmSpec`, documented there.
 
-    The sums that it returns are `tokens` and `divisor`; `loss`; `abs_log_ratio` and `kl`, which compare what is trained
-    with what generated, however old that is; `mismatch_kl`; `ratio` and `most_ratio` before the clip and, where there
-    is one, `ratio_clipped` and `most_ratio_clipped` after it, `clipped_low` and `clipped_high`; `tis_capped`, where
-    there are importance weights, the tokens whose weight was changed; `reference_kl`, where there is a reference.
+    It returns the sums `tokens` and `divisor`; `loss`; `abs_log_ratio` and `kl`, between the current weights and those
+    that generated the tokens; `mismatch_kl`; `ratio` and `max_ratio` before the clip and, where there
+    is one, `ratio_clipped` and `max_ratio_clipped` after it, `clipped_low` and `clipped_high`; `tis_capped`, with
+    importance weights, the number of tokens whose weight was changed; `reference_kl`, with a reference.
     """
 
     ratio: RatioLevel = "token"
     clip: Clip = "none"
     clip_low: float = 1.0
     clip_high: float = 1.0
-    own: TokenLoss | None = None
-    """In place of ratio and clip."""
+    user_loss: TokenLoss | None = None
+    """`algorithm.loss`: replaces ratio and clip."""
     aggregation: Aggregation = "token_mean"
     max_tokens: int = 1
     """`sampling.max_tokens`, for the aggregation `constant`."""
     decoupled: bool = False
-    """Whether the ratio is to the weights that the step began with, and what lies before is an importance weight."""
+    """Whether the ratio is to the weights at the start of the step, with an importance weight for older ones."""
     tis_cap: float | None = None
-    """None leaves the tokens unweighted."""
+    """Cap of importance weights; None: no weights."""
     importance: Importance = "truncate"
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
@@ -54,7 +54,7 @@ class PolicyLoss:
         """Return the summed loss and the sums.
 
         Raises:
-            Fatal: the function of `algorithm.loss` returns something else than one number a token.
+            Fatal: the function of `algorithm.loss` does not return one number per token, or has no gradient.
 
         """
         first = batch.logprobs.detach() if batch.proximal is None else batch.proximal
@@ -84,21 +84,23 @@ class PolicyLoss:
         return total, {**{name: float(n) for name, n in counts.items()}, **dict(zip(sums, values, strict=True))}
 
     def _clipped(self, ratio: Tensor, batch: TokenBatch) -> Clipped | None:
-        if self.own is not None or self.clip == "none":
+        if self.user_loss is not None or self.clip == "none":
             return None
         if self.clip == "cispo":
             return cispo_clip(ratio, batch.logprobs, batch.advantages, self.clip_low, self.clip_high)
         return ppo_clip(ratio, batch.advantages, self.clip_low, self.clip_high)
 
     def _losses(self, ratio: Tensor, clipped: Clipped | None, batch: TokenBatch) -> Tensor:
-        if self.own is None:
+        if self.user_loss is None:
             return -(unclipped(ratio, batch.advantages) if clipped is None else clipped.objective)
-        losses = self.own(batch)
+        losses = self.user_loss(batch)
         if not isinstance(losses, Tensor) or losses.shape != batch.logprobs.shape:
             found = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-            raise Fatal(f"algorithm.loss: one number a token was expected, [{batch.logprobs.numel()}], not {found}")
+            raise Fatal(
+                f"algorithm.loss returned {found}: return one number per token, shape [{batch.logprobs.numel()}]"
+            )
         if batch.logprobs.requires_grad and not losses.requires_grad:
-            raise Fatal("algorithm.loss: what it returns has no gradient: compute it from batch.logprobs")
+            raise Fatal("algorithm.loss returned a tensor without a gradient: compute it from batch.logprobs")
         return losses
 
     def _summed(self, losses: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -110,7 +112,7 @@ class PolicyLoss:
 
 
 def clipped_loss(clip_low: float, clip_high: float) -> PolicyLoss:
-    """Return PPO's clip with the mean over tokens, for tokens of the very weights that the step began with."""
+    """Return PPO's clip with the mean over tokens, for tokens of the weights at the start of the step."""
     return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high)
 
 
@@ -126,27 +128,27 @@ def decoupled_loss(clip_low: float, clip_high: float, tis_cap: float | None) -> 
 
 
 def weighted_likelihood(batch: TokenBatch) -> Tensor:
-    """Return a loss of 0 whose gradient is -A times that of log pi: `preference` says what the loss really is."""
+    """Return a loss of value 0 whose gradient is -A times that of log pi; `preference` computes the actual loss."""
     return -batch.advantages * (batch.logprobs - batch.logprobs.detach())
 
 
-def job_loss(spec: GeneratingJob, own: TokenLoss | None = None) -> LossFn:
-    """Return the loss of a job; `own` is the function that `algorithm.loss` names, where it names one."""
+def job_loss(spec: GeneratingJob, user_loss: TokenLoss | None = None) -> LossFn:
+    """Return the loss of a job; `user_loss` is the function of `algorithm.loss`, if there is one."""
     algorithm = spec.algorithm
     if algorithm.preference is not None:
-        return PolicyLoss(own=weighted_likelihood, aggregation="sequence_sum")
+        return PolicyLoss(user_loss=weighted_likelihood, aggregation="sequence_sum")
     return PolicyLoss(
         ratio=algorithm.ratio or "token",
         clip=algorithm.clip or "none",
         clip_low=algorithm.clip_low or 1.0,
         clip_high=algorithm.clip_high or 1.0,
-        own=own,
+        user_loss=user_loss,
         aggregation=algorithm.aggregation or "token_mean",
         max_tokens=spec.sampling.max_tokens,
         decoupled=algorithm.is_decoupled(spec.elastic.max_staleness),
         tis_cap=algorithm.tis_cap if isinstance(algorithm.tis_cap, float) else None,
         importance=algorithm.importance or "truncate",
-        # With a critic the penalty is in the rewards.
+        # With a critic, the penalty is part of the rewards.
         kl_coef=algorithm.kl_coef if algorithm.critic is None else 0.0,
         kl_estimator=algorithm.kl_estimator or "k3",
     )
@@ -160,14 +162,14 @@ def _sums(total: Tensor, ratio: Tensor, batch: TokenBatch, first: Tensor) -> dic
         "kl": k3(batch.sampled, batch.logprobs).sum(),
         MISMATCH: k3(batch.sampled, first).sum(),
         "ratio": ratio.sum(),
-        f"{MOST}ratio": ratio.max(),
+        f"{MAX_PREFIX}ratio": ratio.max(),
     }
 
 
 def _clip_sums(clipped: Clipped) -> dict[str, Tensor]:
     return {
         "ratio_clipped": clipped.ratio.sum(),
-        f"{MOST}ratio_clipped": clipped.ratio.max(),
+        f"{MAX_PREFIX}ratio_clipped": clipped.ratio.max(),
         "clipped_low": clipped.low.sum(),
         "clipped_high": clipped.high.sum(),
     }

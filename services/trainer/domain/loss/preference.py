@@ -1,8 +1,8 @@
-"""The best of a group against its worst: losses of pairs, and what they make of each completion's gradient.
+"""Preference losses over pairs: the best of a group against its worst.
 
-A pair's loss depends on both completions, which micro-batches may part. So the loss of a pair is taken from
-log-probabilities that were obtained before, under the weights being trained; its derivative with respect to the margin
-is a number, and that number times the gradient of each completion's log-probability is the loss's gradient, exactly.
+A pair's loss depends on both completions, which may be in different micro-batches. So the loss is computed in advance
+from log-probabilities under the current weights. Its derivative with respect to the margin is a number, and that number
+times the gradient of each completion's log-probability is exactly the gradient of the loss.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from shared.algorithm import PreferenceSpec
+from shared.job.algorithm import PreferenceSpec
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _PER_PAIR = 2
-"""Completions: what is divided by their number must be as many times as large."""
+"""Completions per pair: corrects sums that the engine divides by the number of completions."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What a loss says of some pairs; columns have one entry a pair."""
+class PairLosses:
+    """Losses and gradient weights; columns have one entry per pair."""
 
     losses: Array
     weights: Array
-    """What the better completion's log-likelihood is weighed by, and the worse one's with a minus, in an objective of
-    which the mean over completions has the gradient of the mean of the losses over pairs, with a minus."""
+    """Weight of the better completion's log-likelihood; the worse one has the negative weight. The mean over
+    completions of the weighted log-likelihoods has minus the gradient of the mean loss over pairs."""
 
 
 def best_and_worst(rewards: Sequence[float]) -> tuple[int, int] | None:
-    """Return the places of the highest and the lowest reward, the first of several; None where all are equal.
+    """Return the indices of the first highest and the first lowest reward; None if all are equal.
 
-    Online preferences from the policy's own completions: arXiv 2402.04792, with a reward in place of an annotator.
+    Online preferences from the policy's own completions: arXiv 2402.04792, with a reward instead of an annotator.
     """
     if min(rewards) == max(rewards):
         return None
@@ -42,19 +42,21 @@ def best_and_worst(rewards: Sequence[float]) -> tuple[int, int] | None:
     return max(places, key=lambda place: rewards[place]), min(places, key=lambda place: rewards[place])
 
 
-def moved(trained: Array, start: Array) -> float:
-    """Return how much likelier a completion became since the job began, as a logarithm.
+def sequence_log_ratio(trained: Array, start: Array) -> float:
+    """Return the log ratio of a completion's probability under the current and the initial weights.
 
     Args:
-        trained: its tokens' log-probabilities under the weights being trained.
-        start: under the weights that the job began with.
+        trained: log-probabilities of its tokens under the current weights.
+        start: under the job's initial weights.
 
     """
     return float(np.sum(trained, dtype=np.float64) - np.sum(start, dtype=np.float64))
 
 
-def judge(margins: Array, spec: PreferenceSpec) -> Judged:
-    """Return the loss of each pair, and the weights that it comes down to; h is what best and worst moved apart.
+def pair_losses(margins: Array, spec: PreferenceSpec) -> PairLosses:
+    """Return the loss of each pair and the weights that give its gradient.
+
+    h is the margin: the log ratio of the best minus that of the worst.
 
     `sigmoid`: DPO, arXiv 2305.18290, equation 7, -log sigma(beta h); with label smoothing e, after the note on
     conservative DPO of its author, -(1 - e) log sigma(beta h) - e log sigma(-beta h). `ipo`: arXiv 2310.12036,
@@ -62,15 +64,15 @@ def judge(margins: Array, spec: PreferenceSpec) -> Judged:
     """
     if spec.variant == "ipo":
         beyond = margins - 1.0 / (2.0 * spec.beta)
-        return Judged(np.square(beyond), -_PER_PAIR * 2.0 * beyond)
+        return PairLosses(np.square(beyond), -_PER_PAIR * 2.0 * beyond)
     scaled, smoothing = spec.beta * margins, spec.label_smoothing
     losses = (1.0 - smoothing) * np.logaddexp(0.0, -scaled) + smoothing * np.logaddexp(0.0, scaled)
     slopes = spec.beta * (smoothing * _sigmoid(scaled) - (1.0 - smoothing) * _sigmoid(-scaled))
-    return Judged(losses, -_PER_PAIR * slopes)
+    return PairLosses(losses, -_PER_PAIR * slopes)
 
 
-def numbers(margins: Array, judged: Judged, spec: PreferenceSpec) -> dict[str, float]:
-    """Return what `sums.add` adds up of these pairs; `loss` is as if each of their completions had the pair's."""
+def numbers(margins: Array, judged: PairLosses, spec: PreferenceSpec) -> dict[str, float]:
+    """Return the sums of these pairs for `sums.add`; `loss` counts each pair's loss once per completion."""
     return {
         "loss": _PER_PAIR * float(judged.losses.sum()),
         "pairs": float(len(margins)),

@@ -1,4 +1,4 @@
-"""How much more likely the weights being trained make what was drawn: of each token, or of a whole completion."""
+"""Probability ratios between the current weights and those that generated the tokens."""
 
 from __future__ import annotations
 

@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 class ValueLoss(NamedTuple):
-    """Columns with one entry a token."""
+    """Columns, [tokens]."""
 
     losses: Tensor
     clipped: Tensor
-    """Whether the clip holds the token: its value has gone too far, and has no gradient."""
+    """Whether the clip applies to the token, whose value then has no gradient."""
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
-    """Return max((v - R)^2, (clip(v, v_before - clip, v_before + clip) - R)^2) / 2: PPO's, as it is implemented.
+    """Return max((v - R)^2, (clip(v, v_before - clip, v_before + clip) - R)^2) / 2: as in PPO implementations.
 
     See arXiv 2005.12729, section 3; the paper of PPO has no clip of values.
 
     Args:
         values: the critic's, with a gradient, [tokens].
-        before: what it said when the step began, [tokens].
-        returns: what it should say, [tokens].
-        clip: how far a value may move in a step; None is no bound.
+        before: the values at the start of the step, [tokens].
+        returns: the targets, [tokens].
+        clip: maximal change of a value in a step; None: unlimited.
 
     """
     losses = (values - returns).square() / 2

@@ -1,0 +1,169 @@
+"""Check a job file before it is submitted: its fields, and the files and code it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from rlboost.jobs.model_check import code_problems, data_problem, missing_libraries, model_problems
+from rlboost.jobs.user_code_check import MissingHere, complaint
+from shared.data.examples import example_of
+from shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
+from shared.data.shards import Source, is_here, names, shown
+from shared.errors import ConfigError
+from shared.job.data import DataSpec, Rows, SftDataSpec
+from shared.job.spec import InvalidJob, JobSpec, load, parse
+from shared.job.training import TrainerSpec
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+_REWARD_SCRIPT = """
+import json, sys
+from shared.user_code.reward_call import load, detect_style, describe_import_error
+part = json.loads(sys.argv[1])
+try:
+    detect_style(load(part["function"]), part["arguments"], part["style"])
+except BaseException as error:
+    sys.exit("reward.function: " + describe_import_error(part["function"], "reward function", error))
+"""
+_ENVIRONMENT_SCRIPT = """
+import json, sys
+from shared.job.environment import environment_factory
+from shared.user_code.reward_call import describe_import_error
+spec = json.loads(sys.argv[1])
+try:
+    environment_factory(spec["function"], spec["arguments"])
+except BaseException as error:
+    sys.exit("environment.function: " + describe_import_error(spec["function"], "environment", error))
+"""
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+class Found(NamedTuple):
+    """Problems and warnings of a job file, one line each."""
+
+    problems: list[str]
+    """A file or module that is missing on this machine is a `MissingHere`."""
+    warnings: list[str]
+    """About this machine, which may not be the one that trains the job."""
+
+
+def check(file: Path, overrides: list[str]) -> Found:
+    """Return all problems of a job file; see `check_job`.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed at all.
+
+    """
+    return check_job(load(str(file), overrides))
+
+
+def check_job(raw: object) -> Found:
+    """Return all problems of the job that a mapping describes; paths are relative to the current folder.
+
+    Raises:
+        ConfigError: it is not a mapping.
+
+    """
+    try:
+        spec = parse(raw)
+    except InvalidJob as error:
+        return Found(error.problems, [])
+    found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
+    found += [_data(spec, rows) for rows in spec.data.rows if spec.kind != "sft" or rows.field == "data.train"]
+    # Only the trainer can check a reward service.
+    functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
+    found += [
+        complaint("reward.function", function, _REWARD_SCRIPT, part.model_dump_json()) for part, function in functions
+    ]
+    if (environment := spec.environment) is not None:
+        given = environment.model_dump_json()
+        found.append(complaint("environment.function", environment.function, _ENVIRONMENT_SCRIPT, given))
+    model_is_here = found[0] is None and Path(spec.model).expanduser().is_dir()
+    found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec)]
+    if model_is_here and not any(found):
+        found.append(data_problem(spec))
+    return Found([problem for problem in found if problem], missing_libraries(spec))
+
+
+def _model(model: str) -> str | None:
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if _HUB_ID.fullmatch(model) and not folder.parent.exists():
+            return None  # a Hugging Face id: only the trainer can check it
+        return MissingHere(f"model: there is no folder {model}: name a Hugging Face model directory")
+    if not (folder / "config.json").is_file():
+        return f"model: {model} has no config.json: it is not a Hugging Face model directory"
+    if not any(folder.glob("*.safetensors")):
+        return f"model: {model} has no *.safetensors file: save the model's weights there"
+    return None
+
+
+def _resume(trainer: TrainerSpec) -> str | None:
+    place = trainer.resume
+    if not trainer.starts_from_checkpoint or "://" in place or Path(place).exists():
+        return None
+    return MissingHere(
+        f"trainer.resume: there is no {place}: give auto, never, or another job's folder (.rlboost/runs/JOB) or one of "
+        "its checkpoints"
+    )
+
+
+def _data(spec: JobSpec, rows: Rows) -> str | None:
+    field, source, split = rows
+    here = tuple(name for name in names(source) if not is_remote(name))
+    if not here:
+        return None  # only the trainer can check it
+    try:
+        wrong = _rows(spec, here, split)
+    except BadRow as error:
+        wrong = f"{error.source} {error.place} is not a JSON object: {error.why}"
+    except ConfigError as error:
+        wrong = str(error)
+    if not wrong:
+        return None
+    return f"{field}: {wrong}" if all(map(is_here, here)) else MissingHere(f"{field}: {wrong}")
+
+
+def _rows(spec: JobSpec, source: Source, split: str) -> str | None:
+    chat, empty = "", True
+    for row in read_rows(source, split, spec.data.subset):
+        empty = False
+        try:
+            prompt = _prompt(spec.data, row)
+        except ConfigError as error:
+            return f"{row.source} {row.place}: {error}"
+        if is_messages(prompt):
+            chat = chat or f"{row.source} {row.place}"
+    if empty:
+        return f"{shown(source)} is empty: it needs one JSON object per line, or one row per problem"
+    if chat and not _may_have_chat_template(Path(spec.model).expanduser()):
+        return (
+            f"{chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "
+            "put its chat_template.jinja there, or give prompts as text"
+        )
+    return None
+
+
+def _prompt(spec: DataSpec, row: Row) -> object:
+    key = spec.prompt_key
+    if isinstance(spec, SftDataSpec):
+        return example_of(row.values, key, spec.completion_key).prompt
+    if key not in row.values:
+        raise ConfigError(f"no key {key!r}: fix the data, or set data.prompt_key")
+    prompt = row.values[key]
+    if not is_messages(prompt) and not isinstance(prompt, str):
+        raise ConfigError(f"{key!r} is neither text nor a list of chat messages with a role")
+    return prompt
+
+
+def _may_have_chat_template(model: Path) -> bool:
+    if not model.is_dir() or any((model / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    try:
+        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))

@@ -1,0 +1,82 @@
+"""Derive an evaluation job from a training job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.job.fleet import EvalSpec
+from shared.job.spec import read_override
+
+_NAMES = ("name", "model")
+_COPIED = ("environment", "reward", "sampling")
+_COPIED_FROM = {
+    "data": ("eval", "eval_split", "subset", "prompt_key", "max_prompt_tokens"),
+    "trainer": ("backend", "dtype", "seed", "offload", "data_parallel", "tensor_parallel", "pipeline_parallel"),
+    "elastic": ("seeding", "share"),
+    "eval": ("samples", "pass_reward"),
+}
+_SUFFIX = "-eval"
+_NAME_CHARS = 64
+
+
+def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int | None = None) -> dict[str, Any]:
+    """Return a job file of `kind: eval` for a job: its held-out data, reward and sampling, without training settings.
+
+    Does not validate: errors of the input job remain in the output.
+
+    Args:
+        job: a job file as a mapping, of any kind.
+        model: evaluated instead of the job's own model.
+        samples: total number of completions; None for the job's own number, or the default.
+
+    Raises:
+        ConfigError: the job has no reward or no held-out data.
+
+    """
+    made: dict[str, Any] = {"kind": "eval", "name": _name(str(job.get("name", "job")))}
+    if (evaluated := model or job.get("model")) is not None:
+        made["model"] = evaluated
+    made |= {name: job[name] for name in _COPIED if job.get(name) is not None}
+    for section, names in _COPIED_FROM.items():
+        given = job.get(section) or {}
+        is_section = isinstance(given, Mapping)
+        made[section] = {name: given[name] for name in names if given.get(name) is not None} if is_section else given
+    _drop_unneeded_parallelism(made["trainer"])
+    if "reward" not in made and "environment" not in made:
+        raise ConfigError("there is no reward: give a job file that has one, and --model to evaluate")
+    if isinstance(made["data"], dict) and "eval" not in made["data"]:
+        raise ConfigError("data.eval is not set: name held-out prompts, such as data.eval=test.jsonl")
+    if isinstance(made["eval"], dict):
+        made["eval"].setdefault("samples", EvalSpec().samples)
+        if samples is not None:
+            made["eval"]["samples"] = samples
+    return made
+
+
+def require_read(override: str) -> None:
+    """Refuse an override that no evaluation reads, for example because of a misspelled name.
+
+    Raises:
+        ConfigError: no evaluation reads it, or it is not of the form `a.b=v`.
+
+    """
+    (section, *keys), value = read_override(override)
+    if section in (*_NAMES, *_COPIED):
+        return
+    inner = keys[:1] or (value if isinstance(value, Mapping) else [])
+    if section in _COPIED_FROM and all(key in _COPIED_FROM[section] for key in inner):
+        return
+    read = [*_NAMES, *_COPIED, *(f"{name} ({', '.join(keys)})" for name, keys in _COPIED_FROM.items())]
+    raise ConfigError(f"override {override!r}: an evaluation reads {', '.join(read)}: omit it, or correct its name")
+
+
+def _drop_unneeded_parallelism(trainer: object) -> None:
+    """Drop Megatron's data parallelism: its ranks hold whole copies, unlike those of FSDP2."""
+    if isinstance(trainer, dict) and trainer.get("backend") == "megatron":
+        trainer.pop("data_parallel", None)
+
+
+def _name(name: str) -> str:
+    return name if name.endswith(_SUFFIX) else name[: _NAME_CHARS - len(_SUFFIX)] + _SUFFIX

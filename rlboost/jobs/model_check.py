@@ -1,0 +1,132 @@
+"""Check a job against its model and this machine before training.
+
+Uses the trainer's own checks where they exist, so that messages are the same. A check that needs a trainer library is
+skipped if that library is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rlboost.jobs.user_code_check import complaint
+from services.trainer.adapters.megatron import model_shape as megatron
+from services.trainer.adapters.ranks.layout import Layout
+from shared.data.rows import is_remote
+from shared.data.shards import names
+from shared.errors import ConfigError
+from shared.job.run_log import lacking
+from shared.job.spec import JobSpec
+from shared.model.folder import read_config, read_tensor_shapes, require_tokenizer
+from shared.model.lora_targets import check_targets
+
+_USER_CODE_SCRIPT = """
+import sys
+from shared.errors import ConfigError
+from shared.user_code.functions import load_user_function
+try:
+    load_user_function(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+def model_problems(spec: JobSpec) -> list[str]:
+    """Return the problems of a job whose model is a local folder, one line each."""
+    model = Path(spec.model).expanduser()
+    checks: list[Callable[[], None]] = [lambda: require_tokenizer(model)]
+    if (adapter := spec.adapter) is not None:
+        checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
+    if spec.trainer.backend == "megatron":
+        checks.append(lambda: _check_cut(spec, model))
+    elif spec.trainer.activation_checkpointing and _is_installed("torch", "transformers"):
+        checks.append(lambda: _check_layers(model))
+    return [problem for check in checks if (problem := _error_of(check))]
+
+
+def code_problems(spec: JobSpec) -> list[str]:
+    """Return the problems of user functions that run in the trainer, one line each."""
+    asked = [("algorithm.loss", spec.algorithm.loss, "batch")] if spec.kind == "rl" else []
+    if spec.data.curriculum is not None:
+        asked.append(("data.curriculum.function", spec.data.curriculum.function, "means,step,columns"))
+    found = [
+        complaint(field, path, _USER_CODE_SCRIPT, field, path, arguments) for field, path, arguments in asked if path
+    ]
+    return [problem for problem in found if problem and not _needs_torch(problem)]
+
+
+def missing_libraries(spec: JobSpec) -> list[str]:
+    """Return the missing libraries that the job needs, one line each; empty if no trainer can run here.
+
+    A warning, not a problem: the trainer may be on another machine.
+    """
+    if not _is_installed("torch", "transformers"):
+        return []
+    return [*lacking(spec.log), *_other_libraries(spec)]
+
+
+def data_problem(spec: JobSpec) -> str:
+    """Return the first problem of the tokenized prompts, empty if there is none.
+
+    Does what the trainer does before training: tokenizes every row and compares it with the model's context length.
+    """
+    sources = [name for rows in spec.data.rows for name in names(rows.source)]
+    if not _is_installed("torch", "transformers") or any(map(is_remote, sources)):
+        return ""  # only the trainer can tell
+    return _error_of(lambda: _load_data(spec))
+
+
+def _load_data(spec: JobSpec) -> None:
+    from services.trainer.adapters.data import load_data  # noqa: PLC0415 - imports torch
+    from services.trainer.domain import plan  # noqa: PLC0415 - only where a trainer may run
+
+    data = load_data(spec, Path(spec.model).expanduser())
+    if spec.kind != "sft":
+        plan.check(spec, len(data.evaluation))
+
+
+def _check_cut(spec: JobSpec, model: Path) -> None:
+    config = read_config(model)
+    given = {"tie_word_embeddings": False, "rope_parameters": {}, **config.get("text_config", config)}
+    given["rope_parameters"] = {"rope_theta": 0.0, **(given["rope_parameters"] or {})}
+    try:
+        shape = megatron.shape_of(SimpleNamespace(**given))
+    except AttributeError:
+        return  # an incomplete configuration: only the trainer can check it
+    megatron.require_divisible(shape, Layout.of(spec.trainer))
+
+
+def _check_layers(model: Path) -> None:
+    from services.trainer.adapters.torch.activation_checkpointing import require_checkpointable  # noqa: PLC0415 - imports torch
+
+    require_checkpointable(model)
+
+
+def _other_libraries(spec: JobSpec) -> Iterator[str]:
+    if spec.adapter is not None and not _is_installed("peft"):
+        yield "elastic.weights: lora needs PEFT: pip install 'rlboost[trainer]'"
+    if spec.trainer.backend == "megatron" and not _is_installed("megatron"):
+        yield "trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'"
+    for field, source, _ in spec.data.rows:
+        remote = [name for name in names(source) if is_remote(name)]
+        if remote and not _is_installed("datasets"):
+            yield f"{field}: {remote[0]} needs the library datasets: pip install 'rlboost[data]'"
+
+
+def _is_installed(*libraries: str) -> bool:
+    return all(find_spec(library) is not None for library in libraries)
+
+
+def _error_of(check: Callable[[], Any]) -> str:
+    try:
+        check()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _needs_torch(problem: str) -> bool:
+    return "No module named 'torch'" in problem and not _is_installed("torch")

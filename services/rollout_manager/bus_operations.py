@@ -1,0 +1,131 @@
+"""Translates the domain's effects into the operations of one transaction on the bus."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+from services.rollout_manager.domain.audit import Audit
+from services.rollout_manager.domain.compaction import ENDED_JOB_RETENTION_S
+from services.rollout_manager.domain.effects import (
+    ClearQuarantine,
+    DeadLetterEntry,
+    DeadLetterSample,
+    Deliver,
+    Effect,
+    EmitEvent,
+    ForgetJob,
+    ForgetWorker,
+    QuarantineMessage,
+    Record,
+    Refuse,
+    SaveJob,
+    SaveLength,
+    SaveMetrics,
+    SaveWorker,
+    Send,
+)
+from services.rollout_manager.domain.jobs import to_json
+from shared import names
+from shared.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
+from shared.codec import encode
+from shared.messages import DeadLetter, Dismissed
+
+_MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
+"""The largest entry id; no stream reaches it."""
+EVENTS_MAX_LEN = 20_000
+DEAD_LETTERS_MAX_LEN = 10_000
+COMMANDS_MAX_LEN = 4096
+"""Commands of one worker: far more than a live worker can fall behind."""
+DISMISSAL_TTL_S = 120.0
+"""How long a worker that was declared lost can find its dismissal, when it reconnects."""
+_JOB_KEYS = (
+    names.rollouts_requested,
+    names.rollouts_finished,
+    names.job_events,
+    names.job_samples,
+    names.job_lengths,
+    names.job_curriculum,
+    names.job_resampled,
+    names.job_metrics,
+    names.job_audit,
+)
+
+
+def operations(effects: Iterable[Effect]) -> list[Op]:
+    """Return the operations of the effects, in order."""
+    ops: list[Op] = []
+    for effect in effects:
+        match effect:
+            case Record(message):
+                ops.append(Append(names.TOKEN_LOG, message))
+            case Send(worker, message):
+                ops.append(Append(names.worker_commands(worker), message, COMMANDS_MAX_LEN))
+            case Deliver(job_id, message):
+                ops.append(Append(names.rollouts_finished(job_id), message))
+            case Refuse():
+                pass  # not on the bus: `CompletionWaiters.fail` reports it to the client
+            case EmitEvent(job_id, event):
+                ops.append(Append(names.job_events(job_id), event, EVENTS_MAX_LEN))
+            case QuarantineMessage(job_id, message):
+                ops.append(Append(names.job_quarantine(job_id), message))
+            case ClearQuarantine(job_id):
+                ops.append(Delete(names.job_quarantine(job_id)))
+            case _:
+                ops += _state_operations(effect)
+    return ops
+
+
+def _state_operations(effect: Effect) -> list[Op]:  # noqa: PLR0911 - one flat table
+    match effect:
+        case SaveJob(job):
+            save = HashSet(names.JOBS, {job.id: to_json(job)})
+            return [save, *(Expire(key(job.id), ENDED_JOB_RETENTION_S) for key in _JOB_KEYS if job.ended)]
+        case ForgetJob(job_id):
+            return [HashDelete(names.JOBS, (job_id,))]
+        case SaveMetrics(job_id, step, metrics):
+            return [HashSet(names.job_metrics(job_id), {str(step): json.dumps(metrics)})]
+        case SaveLength(job_id, prompt, length):
+            key = names.job_lengths(job_id)
+            return [HashDelete(key, (prompt,)) if length is None else HashSet(key, {prompt: repr(length)})]
+        case SaveWorker(joined):
+            return [HashSet(names.FLEET, {joined.worker: joined.model_dump_json()})]
+        case ForgetWorker(worker):
+            commands = names.worker_commands(worker)
+            dismissed = Dismissed(reason="declared lost: no heartbeat and no lease; its samples were reassigned")
+            return [
+                HashDelete(names.FLEET, (worker,)),
+                Trim(commands, _MAX_ENTRY_ID),  # not deleted, so that ids keep increasing for a reader that returns
+                Append(commands, dismissed),
+                Expire(commands, DISMISSAL_TTL_S),
+            ]
+        case DeadLetterEntry(stream, entry_id, message, reason):
+            letter = DeadLetter(
+                stream=stream,
+                entry_id=entry_id,
+                consumer="manager",
+                reason=reason,
+                body=encode(message),
+                at=time.time(),
+            )
+            return [Append(names.DEAD_LETTERS, letter, DEAD_LETTERS_MAX_LEN)]
+        case DeadLetterSample(entry_id, sample, reason):
+            return _state_operations(DeadLetterEntry(names.TOKEN_LOG, entry_id, sample, reason))
+        case _:
+            raise AssertionError(effect)
+
+
+def bookkeeping(
+    cursors: Mapping[str, str], audits: Mapping[str, Audit], closed_streams: Collection[str] = ()
+) -> list[Op]:
+    """Return the operations that store the read positions of streams and the audits.
+
+    In one transaction with the effects of the entries that were read, they make every message count exactly once: a
+    restarted manager continues after the last entry whose effects are stored.
+    """
+    ops: list[Op] = [HashSet(names.MANAGER_CURSORS, cursors)] if cursors else []
+    if closed_streams:
+        ops.append(HashDelete(names.MANAGER_CURSORS, tuple(closed_streams)))
+    ops += [HashSet(names.job_audit(job), {"counters": audit.model_dump_json()}) for job, audit in audits.items()]
+    return ops

@@ -1,0 +1,203 @@
+"""Clients that wait for the completions they have requested, while the manager's loop runs.
+
+Consumes: new tokens in the ledger, announced by `notify` after each turn of the loop, and refusals.
+Produces: chunks of completions, and which samples clients have received in full or abandoned.
+Waits for: the next `notify`, in `follow`.
+Ends when: all members of the group have ended, or with an error when no more tokens will come.
+
+Waiters hold no tokens: what a client has not received is read from the ledger at the client's position. Tokens in the
+ledger do not change, even when the world is rebuilt, so what a client has received stays valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.rollout_manager.domain.effects import Effect, Refuse
+from services.rollout_manager.domain.frame_columns import TOKEN_BYTES
+from services.rollout_manager.domain.ledger import Sample
+from services.rollout_manager.domain.serving import Clients
+from services.rollout_manager.domain.world import World
+from shared.columns import I32, floats, ints
+from shared.errors import Rejected, Retryable
+from shared.ids import group_of
+from shared.messages import FINISH_NONE, FINISH_STOP, FinishReason, GroupRequested
+
+IDLE_S = 1.0
+"""How often `follow` yields None while there is nothing new."""
+EXPIRY_SLACK_S = 30.0
+"""How long after its expiry a request fails that the loop has not ended, because Redis is unavailable."""
+
+
+class CompletionUnavailable(Retryable):
+    """The rest of a completion will not come, for a reason that is not the client's: request it again."""
+
+
+class CompletionFailed(Rejected):
+    """The completion cannot be generated: requesting it again will not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionChunk:
+    """The new tokens of one completion."""
+
+    member: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish: FinishReason | None
+    """Set in the last chunk."""
+    worker: str
+    """The worker that generated the last of the tokens."""
+
+
+@dataclass(slots=True)
+class Waiter:
+    """One client that waits for one group."""
+
+    request: GroupRequested
+    resumable: bool
+    """True if the client may reconnect and continue."""
+    world: World
+    open: dict[int, int]
+    """Member whose end the client has not received -> number of its tokens that the client has received."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    admitted: bool = False
+    progress: int = -1
+    error: Exception | None = None
+    """Why no more tokens will come."""
+
+    def sample(self, member: int) -> Sample | None:
+        """Return a member's sample in the ledger."""
+        return self.world.ledger.samples.get(self.request.group + member)
+
+
+class CompletionWaiters:
+    """All waiting clients of one manager."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.clients = Clients()
+        self._waiters: dict[int, Waiter] = {}
+
+    @property
+    def n_samples(self) -> int:
+        """Return the number of samples that clients wait for."""
+        return sum(len(waiter.open) for waiter in self._waiters.values())
+
+    def register(self, request: GroupRequested, world: World, *, resumable: bool) -> Waiter:
+        """Wait for a group that is requested next, or that was requested before; replaces an earlier waiter."""
+        if previous := self._waiters.pop(request.group, None):
+            previous.error = CompletionUnavailable("the same request was sent again, which receives the response")
+            previous.changed.set()
+        waiter = Waiter(request, resumable, world, dict.fromkeys(range(request.n), 0))
+        self._waiters[request.group] = waiter
+        self.clients.attended.add(request.group)
+        self.clients.gone.discard(request.group)
+        return waiter
+
+    def complete(self, waiter: Waiter, member: int) -> None:
+        """Record that the client has received all it needs of a member."""
+        del waiter.open[member]
+        if not waiter.resumable:
+            self.clients.satisfied.add(waiter.request.group + member)
+        elif not waiter.open:  # a client that reconnects needs all members, so they end together
+            self.clients.satisfied.update(waiter.request.group + i for i in range(waiter.request.n))
+
+    def unregister(self, waiter: Waiter) -> None:
+        """Remove a client; samples that it has not received are dropped unless it may reconnect."""
+        group = waiter.request.group
+        if self._waiters.get(group) is not waiter:
+            return
+        del self._waiters[group]
+        self.clients.attended.discard(group)
+        if waiter.open and not waiter.resumable:
+            self.clients.gone.add(group)
+
+    async def follow(self, waiter: Waiter) -> AsyncGenerator[CompletionChunk | None]:
+        """Yield new chunks until all members have ended, and None after `IDLE_S` without one.
+
+        Raises:
+            CompletionUnavailable: no more tokens will come: request the completion again.
+            CompletionFailed: it cannot be generated.
+
+        """
+        limit = waiter.request.expires_at + EXPIRY_SLACK_S
+        while waiter.open:
+            waiter.changed.clear()
+            chunks = [chunk for member in list(waiter.open) if (chunk := next_chunk(waiter, member))]
+            for chunk in chunks:
+                yield chunk
+                if chunk.member in waiter.open and chunk.finish:
+                    self.complete(waiter, chunk.member)
+            if chunks:
+                continue
+            if waiter.error is not None:
+                raise waiter.error
+            if time.time() > limit:
+                raise CompletionUnavailable("the request has expired, and Redis is unavailable")
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    await waiter.changed.wait()
+            except TimeoutError:
+                yield None
+
+    # --- called by the manager's loop ---
+
+    def notify(self, world: World) -> None:
+        """Wake the clients for which the last turn has produced something."""
+        for waiter in list(self._waiters.values()):
+            waiter.world = world
+            samples = [sample for member in waiter.open if (sample := waiter.sample(member))]
+            progress = sum(sample.n_tokens + (sample.finish != FINISH_NONE) for sample in samples)
+            waiter.admitted = waiter.admitted or bool(samples)
+            if waiter.admitted:
+                if len(samples) < len(waiter.open):
+                    waiter.error = waiter.error or CompletionUnavailable("the request was ended by the manager")
+            elif (job := world.jobs.get(waiter.request.job_id)) is None or job.ended:
+                waiter.error = CompletionUnavailable(f"job {waiter.request.job_id} has ended")
+            if progress != waiter.progress or waiter.error:
+                waiter.progress = progress
+                waiter.changed.set()
+            if waiter.error:
+                self.unregister(waiter)
+        # Samples that are no longer in the ledger were ended by this turn.
+        ledger = world.ledger
+        self.clients.satisfied = {sample for sample in self.clients.satisfied if sample in ledger.samples}
+        self.clients.gone = {group for group in self.clients.gone if group in ledger.open_in_group}
+
+    def fail(self, effects: Iterable[Effect]) -> None:
+        """Report refused samples to their clients."""
+        for effect in effects:
+            if isinstance(effect, Refuse) and (waiter := self._waiters.get(group_of(effect.sample))):
+                failed = effect.reason.startswith("failed")
+                waiter.error = CompletionFailed(effect.reason) if failed else CompletionUnavailable(effect.reason)
+
+    def close(self, reason: str) -> None:
+        """End all requests with an error."""
+        for waiter in self._waiters.values():
+            waiter.error = CompletionUnavailable(reason)
+            waiter.changed.set()
+        self._waiters.clear()
+        self.clients = Clients()
+
+
+def next_chunk(waiter: Waiter, member: int) -> CompletionChunk | None:
+    """Return the tokens of a member that the client has not received, and count them as received; None if none."""
+    sample, n_received = waiter.sample(member), waiter.open[member]
+    if sample is None or (sample.n_tokens <= n_received and not sample.finish):
+        return None
+    start = n_received * TOKEN_BYTES
+    tokens, logprobs = ints(bytes(sample.tokens[start:]), I32), floats(bytes(sample.logprobs[start:]))
+    waiter.open[member] = n_received + len(tokens)
+    worker = sample.span_starts[-1][0] if sample.span_starts else ""
+    return CompletionChunk(member, tokens, logprobs, _finish(sample), worker)
+
+
+def _finish(sample: Sample) -> Literal["stop", "length"] | None:
+    if sample.finish == FINISH_NONE:
+        return None
+    return "stop" if sample.finish == FINISH_STOP else "length"

@@ -1,0 +1,335 @@
+"""Applies messages to the world. Every change may be repeated: streams are read again after a crash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from services.rollout_manager.domain.effects import (
+    ForgetWorker,
+    QuarantineMessage,
+    SaveJob,
+    SaveMetrics,
+    SaveWorker,
+)
+from services.rollout_manager.domain.fleet import Worker
+from services.rollout_manager.domain.jobs import ENDED, Job
+from services.rollout_manager.domain.ledger import Outcome
+from services.rollout_manager.domain.scheduling.poison import suspects
+from services.rollout_manager.domain.seeding import Window
+from services.rollout_manager.domain.step_windows import end_step
+from services.rollout_manager.domain.world import Now, World
+from shared.columns import U64, ints
+from shared.errors import ConfigError, Unprocessable
+from shared.ids import is_served, job_of
+from shared.job.spec import JobSpec, parse_stored
+from shared.messages import (
+    Admitted,
+    Closed,
+    GroupOpened,
+    GroupRequested,
+    JobCommand,
+    JobReport,
+    JobState,
+    Message,
+    Placed,
+    PreemptionNotice,
+    Restated,
+    SampleDropped,
+    SampleFailed,
+    SampleFinished,
+    SeedingEnded,
+    SeedingReopened,
+    StepReport,
+    TokenFrame,
+    TurnAnswered,
+    WeightsCommitted,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+)
+
+
+def apply_message(world: World, message: Message, entry_id: str, now: Now) -> None:  # noqa: C901 - one flat table
+    """Apply a message that is new to this manager.
+
+    Raises:
+        Unprocessable: the message is invalid; the caller appends it to the dead letters.
+
+    """
+    match message:
+        case TokenFrame() | SampleFailed() | Admitted() | Placed() | Closed() | Restated():
+            apply_record(world, message, entry_id, counted=True)
+        case GroupRequested():
+            _on_group_requested(world, message)
+        case WorkerHeartbeat():
+            _on_heartbeat(world, message, now)
+        case WorkerJoined():
+            _on_joined(world, message, now)
+        case PreemptionNotice():
+            _on_notice(world, message, now)
+        case WorkerLeft():
+            _on_left(world, message, now)
+        case WeightsCommitted():
+            _on_committed(world, message)
+        case JobCommand() | JobReport() | StepReport() if message.job_id in world.quarantined:
+            world.outbox.add(QuarantineMessage(message.job_id, message))
+        case JobCommand():
+            _on_command(world, message, now)
+        case JobReport():
+            _on_job_report(world, message, now)
+        case StepReport():
+            _on_step_report(world, message, now)
+        case _:
+            raise Unprocessable(f"a {message.tag} does not belong in this stream")
+
+
+# --- the token log ----------------------------------------------------------------------------------------------------
+
+
+def apply_record(world: World, message: Message, entry_id: str, *, counted: bool) -> None:
+    """Apply a record of the token log.
+
+    `counted` is false for records that the stored audit covers already. The manager's own records were audited when
+    they were decided, except for tokens that a placement cuts and that had not been read by then.
+    """
+    match message:
+        case TokenFrame():
+            apply_frames(world, [message], counted=counted)
+        case SampleFailed():
+            world.ledger.fail(message)
+        case Admitted():
+            _apply_admitted(world, message.request, entry_id)
+        case Placed():
+            _apply_placed(world, message, counted=counted)
+        case Closed():
+            closed = ints(message.samples, U64)
+            world.close(closed)
+            world.forget_served(closed)
+        case Restated():
+            _apply_restated(world, message, entry_id)
+        case _:
+            raise Unprocessable(f"a {message.tag} does not belong in the token log")
+
+
+def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = True) -> None:
+    """Apply consecutive frames of the log at once.
+
+    Raises:
+        Unprocessable: one of them is invalid, and nothing was changed: apply them one by one to find which.
+
+    """
+    outcome: Outcome = world.ledger.extend(*frames)
+    if counted:
+        world.audit_frames(outcome)
+    # Tokens are missing between the ledger and a gap's frame: the owner's later frames cannot be used either.
+    gaps = [i for i in outcome.gaps if world.ledger.samples[i].worker in world.fleet.workers]
+    for sample_id in gaps:
+        world.revoke(world.ledger.samples[sample_id])
+    for sample_id in dict.fromkeys([*gaps, *outcome.released]):
+        world.unassign(world.ledger.samples[sample_id])
+
+
+def _apply_admitted(world: World, request: GroupRequested, entry_id: str) -> None:
+    first = world.ledger.samples.get(request.group)
+    if first is not None and not first.first_id:
+        # The record of an admission that this manager decided itself: now its log entry is known.
+        world.ledger.recorded(request, entry_id)
+        return
+    progress = world.progress[request.job_id]
+    added = world.ledger.admit(request, entry_id)
+    done = [sample.id for sample in added if progress.is_delivered(sample.id)]
+    world.on_admitted(added)
+    world.close(done)
+
+
+def _apply_placed(world: World, message: Placed, *, counted: bool) -> None:
+    for sample, cut in world.ledger.place(message):
+        if counted and cut and (audit := world.audit_of(job_of(sample.id))):
+            audit.tokens_regenerated["late"] += cut
+
+
+def _apply_restated(world: World, message: Restated, entry_id: str) -> None:
+    known = message.sample in world.ledger.samples
+    if not known and world.progress[message.request.job_id].is_delivered(message.sample):
+        return  # closed after this was written
+    world.ledger.restate(message, entry_id)
+    if not known:
+        world.on_admitted([world.ledger.samples[message.sample]])
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def _on_group_requested(world: World, request: GroupRequested) -> None:
+    job = world.jobs.get(request.job_id)
+    if job is None:
+        raise Unprocessable(f"group {request.group} of the unknown job {request.job_id}")
+    if job_of(request.group) != job.no:
+        raise Unprocessable(
+            f"group {request.group} is of job number {job_of(request.group)}, but {request.job_id} is {job.no}"
+        )
+    if job.ended or world.is_known(request):
+        return
+    world.on_admitted(world.ledger.admit(request, ""))
+    audit = world.audits[job.id]
+    (audit.serving if is_served(request.group) else audit).requested += request.n
+    world.outbox.record(Admitted(request=request))
+
+
+def _on_committed(world: World, message: WeightsCommitted) -> None:
+    job = world.jobs.get(message.job_id)
+    if job is not None and not job.ended:
+        progress = world.progress[job.id]
+        progress.committed_version = max(message.version, progress.committed_version)
+
+
+def apply_delivered(world: World, job_id: str, message: Message) -> None:
+    """Rebuild, after a restart, what `rollouts.finished` shows to have been delivered."""
+    progress = world.progress[job_id]
+    match message:
+        case SampleFinished() | SampleDropped():
+            progress.on_delivered(message.sample)
+        case SeedingEnded():
+            progress.window = Window(message.step, message.window_s, "ended", lasted_s=message.window_s)
+        case SeedingReopened():
+            if progress.window:
+                progress.window.phase, progress.window.reopened = "open", True
+        case GroupOpened() | TurnAnswered():
+            pass  # notes of the trainer for its own restart
+        case _:
+            raise Unprocessable(f"a {message.tag} does not belong among finished samples")
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def _on_joined(world: World, message: WorkerJoined, now: Now) -> None:
+    if world.fleet.join(message, now.mono) is not None:
+        world.outbox.add(SaveWorker(message))
+        world.emit_event("worker_joined", now, worker=message.worker, role=message.role, worker_kind=message.kind)
+
+
+def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
+    worker = world.fleet.workers.get(heartbeat.worker)
+    if worker is None:
+        # It was unreachable until its dismissal expired: dismissed again, it joins as a new incarnation.
+        world.outbox.add(ForgetWorker(heartbeat.worker))
+        return
+    before = world.fleet.on_heartbeat(worker, heartbeat, now.mono)
+    world.recount(worker)
+    if before is None:
+        return
+    world.emit_event("worker_state", now, worker=worker.id, role=worker.joined.role, state=worker.state, before=before)
+    if worker.state == "suspended":
+        # It flushed before it reported the state: all its tokens are in the ledger.
+        world.unassign_all(worker, now, "suspended")
+
+
+def _on_notice(world: World, notice: PreemptionNotice, now: Now) -> None:
+    worker = world.fleet.workers.get(notice.worker)
+    if worker is not None and not worker.noticed:
+        world.fleet.on_notice(worker)
+        world.candidates.mark_changed(worker)
+        world.emit_event("worker_notice", now, worker=worker.id, reason=notice.reason, lead_s=notice.lead_s)
+
+
+def _on_left(world: World, left: WorkerLeft, now: Now) -> None:
+    worker = world.fleet.workers.get(left.worker)
+    if worker is not None:
+        running_at_failure = ints(left.running_at_failure, U64)
+        if worker.noticed:
+            _count_preemption(world, worker, "with_notice")
+            running_at_failure = []  # a preemption: no sample is to blame
+        running = [world.ledger.samples[i] for i in running_at_failure if i in worker.samples]
+        remove_worker(world, worker, now, lost=False, reason=left.reason)
+        for sample in suspects(running):
+            # A record of the log: every replay counts it as this manager does.
+            reason = "the engine of its worker died or hung"
+            failed = SampleFailed(worker=worker.id, sample=sample.id, attempt=sample.attempt, reason=reason)
+            if world.ledger.fail(failed):
+                world.outbox.record(failed)
+
+
+def lose_worker(world: World, worker: Worker, now: Now) -> None:
+    """Declare a worker dead: its lease ran out and its heartbeats stopped."""
+    _count_preemption(world, worker, "with_notice" if worker.noticed else "without_notice")
+    remove_worker(world, worker, now, lost=True, reason="its lease ran out")
+
+
+def remove_worker(world: World, worker: Worker, now: Now, *, lost: bool, reason: str) -> None:
+    """Remove a worker and queue its samples."""
+    world.unassign_all(worker, now, "lost" if lost else "left")
+    world.fleet.remove(worker, "lost" if lost else "left")
+    world.candidates.mark_changed(worker)
+    world.outbox.add(ForgetWorker(worker.id))
+    world.emit_event("worker_lost" if lost else "worker_left", now, worker=worker.id, reason=reason)
+
+
+def _count_preemption(world: World, worker: Worker, kind: str) -> None:
+    for job in world.jobs.active():
+        if job.state in {"running", "paused"} and worker.job in {job.id, ""}:
+            world.audits[job.id].preemptions[kind] += 1
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def _on_command(world: World, command: JobCommand, now: Now) -> None:
+    job = world.jobs.get(command.job_id)
+    if command.action == "create":
+        if job is None:
+            job = Job(command.job_id, command.job_no, _spec_in(command), created_at=now.wall)
+            world.jobs[job.id] = job
+            world.outbox.add(SaveJob(job))
+        return
+    if job is None:
+        raise Unprocessable(f"{command.action} of the unknown job {command.job_id}")
+    if command.action == "cancel":
+        _enter(world, job, "cancelled", now, "")
+
+
+def _spec_in(command: JobCommand) -> JobSpec:
+    try:
+        return parse_stored(json.loads(command.spec_json))
+    except (ValueError, ConfigError) as error:
+        raise Unprocessable(f"the job file of {command.job_id} cannot be parsed: {error}") from error
+
+
+def _on_job_report(world: World, report: JobReport, now: Now) -> None:
+    job = world.jobs.get(report.job_id)
+    if job is None:
+        raise Unprocessable(f"a report on the unknown job {report.job_id}")
+    job.trainer = report.trainer or job.trainer
+    if report.state == "running" and (progress := world.progress.get(job.id)) and progress.window:
+        # The trainer starts in the middle of a step: its absence must not influence the length of windows.
+        progress.window.meter = None
+    _enter(world, job, report.state, now, report.error)
+
+
+def _enter(world: World, job: Job, state: JobState, now: Now, error: str) -> None:
+    before = job.state
+    if not job.enter(state, now.wall, error):
+        return
+    world.emit_event("job_state", now, job.id, state=job.state, before=before, error=error)
+    world.outbox.add(SaveJob(job))
+    if job.state in ENDED:
+        for sample in [s for s in world.ledger.samples.values() if s.request.job_id == job.id]:
+            world.drop(sample, f"job {job.state}")
+        world.progress.pop(job.id, None)
+
+
+def _on_step_report(world: World, report: StepReport, now: Now) -> None:
+    job = world.jobs.get(report.job_id)
+    if job is None:
+        raise Unprocessable(f"a report on the unknown job {report.job_id}")
+    job.step = min(
+        max(job.step, report.step + 1), job.spec.steps
+    )  # the report of the last evaluation is of no training step
+    job.on_metrics(report.step, report.metrics)
+    job.checkpointed_step = max(job.checkpointed_step, report.checkpointed_step)
+    if progress := world.progress.get(job.id):
+        progress.forget_steps_before(job.checkpointed_step)
+    end_step(world, job, report, now)
+    world.outbox.add(SaveJob(job))
+    world.outbox.add(SaveMetrics(job.id, report.step, report.metrics))

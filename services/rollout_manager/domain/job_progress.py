@@ -1,0 +1,52 @@
+"""What the manager tracks of one job while it runs. All of it can be rebuilt from the streams."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from services.rollout_manager.domain.fleet import FleetCounts
+from services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
+from services.rollout_manager.domain.seeding import Window
+from shared.ids import SampleId
+
+
+@dataclass(slots=True)
+class JobProgress:
+    """One job's versions, steps, delivered samples, lengths and workers."""
+
+    committed_version: int = -1
+    """Newest committed weight version."""
+    requested_step: int = -1
+    """Newest step that groups were requested for."""
+    delivered: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Step -> samples delivered or dropped, for steps that may be requested again."""
+    lengths: LengthEstimates = field(default_factory=LengthEstimates)
+    window: Window | None = None
+    """The seeding window of the current step."""
+    fleet: FleetCounts = field(default_factory=FleetCounts)
+    stalled_since: float | None = None
+    """Since when (Unix) its samples are queued and no worker can take one."""
+    below_share_since: float | None = None
+    """Since when (manager's clock) it has samples queued and fewer workers than its fair share."""
+
+    def is_delivered(self, sample_id: int) -> bool:
+        """Return True if the sample was delivered or dropped."""
+        return sample_id in self.delivered.get(SampleId.unpack(sample_id).step, ())
+
+    def on_delivered(self, sample_id: int) -> None:
+        """Note that the requester of the sample has it, or knows that it was dropped."""
+        self.delivered[SampleId.unpack(sample_id).step].add(sample_id)
+
+    def forget_delivered(self, sample_id: int) -> None:
+        """Forget one delivered sample."""
+        step = SampleId.unpack(sample_id).step
+        if step in self.delivered:
+            self.delivered[step].discard(sample_id)
+            if not self.delivered[step]:
+                del self.delivered[step]
+
+    def forget_steps_before(self, step: int) -> None:
+        """Forget delivered samples of steps that are not requested again."""
+        for old in [old for old in self.delivered if old < step]:
+            del self.delivered[old]

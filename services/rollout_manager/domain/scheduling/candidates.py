@@ -1,0 +1,159 @@
+"""Selects the worker for the next sample (paper, algorithm 2, SelectInstance; bound late).
+
+Samples queue at the manager until a worker can start them almost at once: a queued sample need not migrate when the
+fleet changes, and each worker gets work at the rate at which it frees slots. Among the workers with capacity, the best
+is the one where one more sample gets its tokens fastest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.rollout_manager.domain.fleet import Fleet, Serving, Worker
+from services.rollout_manager.domain.scheduling.requirements import Requirement
+from services.rollout_manager.domain.throughput_model import Profile
+
+PLATEAU = 0.9
+"""A batch is on the plateau when it reaches this share of the throughput of all slots."""
+TURNAROUND_S = 0.15
+"""From a sample's end to the first token of the next one in its slot: a flush, a turn of the manager, a command."""
+KV_FILL = 0.85
+"""Share of a KV cache that placement fills: samples grow after they are placed."""
+
+
+def set_batch_cap(worker: Worker, mean_length: float) -> None:
+    """Derive a worker's batch cap and headroom from its profile.
+
+    Args:
+        worker: changed in place.
+        mean_length: recent mean of finished samples in tokens; 0 when none is known.
+
+    """
+    slots = worker.joined.slots
+    tokens_each = worker.kv.held / len(worker.samples) if worker.samples else mean_length / 2
+    worker.batch_cap = cap = worker.profile.plateau(slots, PLATEAU, tokens_each)
+    if worker.profile.known and mean_length:
+        ends_per_s = worker.profile.tokens_per_s(cap, cap * tokens_each) * worker.speed / mean_length
+        worker.headroom = min(max(1, math.ceil(ends_per_s * TURNAROUND_S)), max(1, slots // 4))
+    else:
+        worker.headroom = max(1, slots // 8)
+
+
+def has_capacity(worker: Worker) -> bool:
+    """Return True if the worker should get one more sample."""
+    kv_is_full = bool(worker.kv.capacity) and worker.kv.used > KV_FILL * worker.kv.capacity
+    return worker.load < worker.batch_cap + worker.headroom and not kv_is_full
+
+
+def admits(worker: Worker, max_tokens: int) -> bool:
+    """Return True if the worker's engine accepts a sample of up to this length, prompt included."""
+    return not worker.max_request_tokens or max_tokens <= worker.max_request_tokens
+
+
+def least_loaded(workers: Iterable[Worker]) -> Worker | None:
+    """Return the worker with the smallest load per slot, None if there are no workers."""
+    return min(workers, key=lambda worker: (worker.load / worker.joined.slots, worker.id), default=None)
+
+
+def token_s(worker: Worker, running: int, fallback: Profile) -> float:
+    """Return the seconds between two tokens of one of `running` samples; `fallback` profiles an unknown kind."""
+    profile = worker.profile if worker.profile.known else fallback
+    return profile.step_s(min(running, max(1, worker.batch_cap)), worker.kv.held) / worker.speed
+
+
+@dataclass(slots=True)
+class CandidatePool:
+    """The workers that serve the same version, those with capacity in a heap. Superseded heap entries are skipped."""
+
+    heap: list[tuple[int, float, float, str, int]] = field(default_factory=list)
+    newest: dict[str, int] = field(default_factory=dict)
+    """Worker with capacity -> number of its valid entry."""
+    members: set[str] = field(default_factory=set)
+    """All workers that serve this, with capacity or not."""
+    entries: int = 0
+
+    def update(self, worker: Worker, fallback: Profile) -> None:
+        """Add a worker, or rank it again."""
+        self.members.add(worker.id)
+        if not has_capacity(worker):
+            self.newest.pop(worker.id, None)
+            return
+        self.entries += 1
+        self.newest[worker.id] = self.entries
+        running = worker.load + 1
+        over = max(0, running - worker.batch_cap)
+        rank = (over, token_s(worker, running, fallback), running / worker.joined.slots, worker.id, self.entries)
+        heapq.heappush(self.heap, rank)
+        if len(self.heap) > 4 * len(self.newest) + 64:
+            self.heap = [entry for entry in self.heap if self.newest.get(entry[3]) == entry[4]]
+            heapq.heapify(self.heap)
+
+    def remove(self, worker_id: str) -> None:
+        """Remove a worker."""
+        self.members.discard(worker_id)
+        self.newest.pop(worker_id, None)
+
+    def best(self) -> str | None:
+        """Return the best worker, None if none has capacity."""
+        heap = self.heap
+        while heap and self.newest.get(heap[0][3]) != heap[0][4]:
+            heapq.heappop(heap)
+        return heap[0][3] if heap else None
+
+
+def best_of(pools: Iterable[CandidatePool]) -> str | None:
+    """Return the best worker of several pools, None if none has capacity."""
+    found = [(pool.heap[0], worker) for pool in pools if (worker := pool.best()) is not None]
+    return min(found)[1] if found else None
+
+
+class CandidatePools:
+    """The pools of a fleet, by what their workers serve. Changed workers are ranked again at the next read."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        """Start empty."""
+        self._fleet = fleet
+        self._pools: dict[Serving, CandidatePool] = {}
+        self._serving_of: dict[str, Serving] = {}
+        self._changed: dict[str, None] = {}
+
+    def mark_changed(self, worker: Worker) -> None:
+        """Note that a worker's load, capacity or version may have changed, or that it left."""
+        self._changed[worker.id] = None
+
+    def matching(self, requirement: Requirement) -> list[CandidatePool]:
+        """Return the pools whose workers may generate samples with this requirement."""
+        self._refresh()
+        return [
+            pool
+            for (job_id, version), pool in self._pools.items()
+            if job_id == requirement.job_id and requirement.oldest <= version <= requirement.version
+        ]
+
+    def by_serving(self) -> dict[Serving, list[Worker]]:
+        """Return the workers that generate, by what they serve."""
+        self._refresh()
+        workers = self._fleet.workers
+        return {serving: [workers[i] for i in sorted(pool.members)] for serving, pool in self._pools.items()}
+
+    def update(self, worker_id: str) -> None:
+        """Put a worker into the pool that it belongs to now, with its current rank."""
+        worker = self._fleet.workers.get(worker_id)
+        serving = (worker.job_id, worker.version) if worker is not None and worker.generates else None
+        before = self._serving_of.get(worker_id)
+        if before is not None and before != serving:
+            del self._serving_of[worker_id]
+            self._pools[before].remove(worker_id)
+            if not self._pools[before].members:
+                del self._pools[before]
+        if worker is not None and serving is not None:
+            self._serving_of[worker_id] = serving
+            self._pools.setdefault(serving, CandidatePool()).update(worker, self._fleet.fallback_profile)
+
+    def _refresh(self) -> None:
+        changed, self._changed = self._changed, {}
+        for worker_id in changed:
+            self.update(worker_id)

@@ -1,0 +1,95 @@
+"""Allocates preemptible workers to jobs: fair shares by weight, among the jobs with samples to generate.
+
+A worker serves one model at a time, and a change of model costs a pull of weights. So workers change only to a job
+with queued samples: at once if they are idle, otherwise after the job has been below its share for `PATIENCE_S`. Jobs
+in opposite phases thereby fill each other's gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+PATIENCE_S = 1.0
+"""How long a job stays below its share before it takes a busy worker from another job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a job asks for."""
+
+    job_id: str
+    weight: float
+    """Its share relative to the other jobs' shares."""
+    samples: int
+    """In flight and admissible: queued and running."""
+    queued: int
+    """Those of `samples` that have no worker."""
+    below_share_s: float = 0.0
+    """How long it has been below its share with samples queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A preemptible worker."""
+
+    id: str
+    job_id: str
+    """The job that it is allocated to; empty: none."""
+    load: int
+    batch_cap: int
+
+
+def fair_shares(demands: Sequence[Demand], workers: int, batch_cap: float) -> dict[str, int]:
+    """Return the fair share of each job in workers: in proportion to the weights, none more than it can fill.
+
+    Args:
+        demands: the jobs.
+        workers: number of workers.
+        batch_cap: mean number of samples that one worker runs.
+
+    """
+    shares = {demand.job_id: 0 for demand in demands}
+    most = {demand.job_id: -(-demand.samples // max(1, int(batch_cap))) for demand in demands}
+    for _ in range(workers):
+        unfilled = [d for d in demands if shares[d.job_id] < most[d.job_id]]
+        if not unfilled:
+            break
+        # The job that would still be farthest below its share with one more (Jefferson's method).
+        poorest = min(unfilled, key=lambda d: ((shares[d.job_id] + 1) / d.weight, d.job_id))
+        shares[poorest.job_id] += 1
+    return shares
+
+
+def shares_of(demands: Sequence[Demand], members: Sequence[Member]) -> dict[str, int]:
+    """Return the fair share of each job of these workers, at least one."""
+    return fair_shares(demands, len(members), sum(member.batch_cap for member in members) / len(members))
+
+
+def reallocate(demands: Sequence[Demand], members: Sequence[Member], shares: Mapping[str, int]) -> dict[str, str]:
+    """Return which workers should change to which job, given each job's fair share."""
+    have = {demand.job_id: 0 for demand in demands}
+    for member in members:
+        if member.job_id in have:
+            have[member.job_id] += 1
+    changes: dict[str, str] = {}
+    by_load = sorted(members, key=lambda m: (m.load, m.id))
+    for demand in sorted(demands, key=lambda d: (have[d.job_id] - shares[d.job_id], d.job_id)):
+        for member in by_load:
+            if have[demand.job_id] >= shares[demand.job_id] or not demand.queued:
+                break
+            if member.id not in changes and _may_change(member, demand, shares, have):
+                changes[member.id] = demand.job_id
+                have[demand.job_id] += 1
+                if member.job_id in have:
+                    have[member.job_id] -= 1
+    return changes
+
+
+def _may_change(member: Member, demand: Demand, shares: Mapping[str, int], have: Mapping[str, int]) -> bool:
+    if member.job_id == demand.job_id:
+        return False
+    if member.job_id not in shares:
+        return True
+    above_share = have[member.job_id] > shares[member.job_id]
+    return above_share and (member.load == 0 or demand.below_share_s >= PATIENCE_S)

@@ -1,0 +1,121 @@
+"""Begins, advances and ends the seeding window of each step (paper, section 4.1 and algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+
+from services.rollout_manager.domain.job_progress import JobProgress
+from services.rollout_manager.domain.jobs import Job
+from services.rollout_manager.domain.seeding import View, Window
+from services.rollout_manager.domain.window_tuner import Meter, Source
+from services.rollout_manager.domain.world import Now, World
+from shared.messages import SeedingEnded, SeedingReopened, StepReport
+
+STRAGGLER_CHECK_EVERY_S = 1.0
+"""How often the time that the remaining workers need for the rest of a step is estimated."""
+TOO_SLOW = 2.0
+"""The remaining workers are too slow if they need this many times the training time of a step."""
+
+
+def begin_step(world: World, job: Job, now: Now) -> None:
+    """Open the window of the job's next step, once its weights are committed and its groups are requested.
+
+    With staleness, groups of later steps are requested already: the step that begins is the one with committed weights.
+    """
+    progress = world.progress[job.id]
+    step = min(progress.requested_step, progress.committed_version)
+    if step < 0 or (progress.window is not None and step <= progress.window.step):
+        return
+    fleet = progress.fleet.preemptible
+    length_s, source = _length(job, fleet)
+    window = progress.window = Window(step, length_s)
+    if world.periodic.decided_once:
+        window.meter = Meter(now.mono, now.mono)
+    elif world.ledger.samples:
+        window.on_placed(now.mono)
+    shown = None if length_s is None else round(length_s, 3)
+    world.emit_event("seeding_started", now, job.id, step=step, window_s=shown, source=source, fleet=fleet)
+
+
+def _length(job: Job, fleet: int) -> tuple[float | None, Source]:
+    match job.spec.elastic.seeding:
+        case "auto":
+            return job.window_tuner.choose(fleet)
+        case "off":
+            return 0.0, "off"
+        case seconds:
+            return seconds, "fixed"
+
+
+def advance_window(world: World, job: Job, now: Now) -> None:
+    """Measure the step, and close, end or reopen its window where that is due."""
+    progress = world.progress[job.id]
+    window = progress.window
+    if window is None:
+        return
+    view = _view(world, job, progress, window, now)
+    if window.meter is not None:
+        working = any(not need.is_serving for need in world.in_flight.of_job(job.id))
+        window.meter.update(now.mono, fleet=view.preemptible, reserved=view.reserved, working=working)
+    match window.advance(view):
+        case "close":
+            world.emit_event("seeding_window_closing", now, job.id, step=window.step, reason=window.reason)
+        case "end":
+            length_s = window.lasted_s
+            message = SeedingEnded(step=window.step, window_s=length_s, reason=window.reason)
+            world.outbox.deliver(job.id, message)
+            world.emit_event("seeding_ended", now, job.id, step=window.step, window_s=length_s, reason=window.reason)
+        case "reopen":
+            world.outbox.deliver(job.id, SeedingReopened(step=window.step))
+            world.emit_event("seeding_reopened", now, job.id, step=window.step)
+
+
+def _view(world: World, job: Job, progress: JobProgress, window: Window, now: Now) -> View:
+    return View(
+        now=now.mono,
+        in_flight=world.in_flight.in_step(job.id, window.step),
+        requested=world.in_flight.requested.get((job.id, window.step), 0),
+        reserved=progress.fleet.reserved,
+        reserved_awake=progress.fleet.reserved_awake,
+        preemptible=progress.fleet.preemptible,
+        preemptible_ready=progress.fleet.preemptible_ready,
+        too_slow=_too_slow(world, job, progress, window, now),
+    )
+
+
+def _too_slow(world: World, job: Job, progress: JobProgress, window: Window, now: Now) -> bool:
+    """Return True if so many preemptible workers left since the step began that the others are too slow."""
+    present = progress.fleet.preemptible
+    window.max_fleet = max(window.max_fleet, present)
+    if present >= window.max_fleet or not job.window_tuner.train_s:
+        window.too_slow = False
+    elif now.mono - window.checked_at >= STRAGGLER_CHECK_EVERY_S:
+        window.checked_at = now.mono
+        window.too_slow = _remaining_s(world, job, progress, window.step) > TOO_SLOW * job.window_tuner.train_s
+    return window.too_slow
+
+
+def _remaining_s(world: World, job: Job, progress: JobProgress, step: int) -> float:
+    """Return the seconds that the preemptible workers need for the samples of a step in flight."""
+    tokens = 0.0
+    for sample in world.ledger.samples.values():
+        if sample.request.job_id == job.id and sample.request.version == step:
+            tokens += progress.lengths.remaining_tokens(sample)
+    workers = [worker for worker in world.fleet.workers.values() if worker.job == job.id and not worker.reserved]
+    tokens_per_s = sum(worker.expected_tokens_per_s() for worker in workers)
+    return tokens / tokens_per_s if tokens_per_s else math.inf
+
+
+def end_step(world: World, job: Job, report: StepReport, now: Now) -> None:
+    """Tune the length of the next window by a step whose weights are committed."""
+    progress = world.progress.get(job.id)
+    window = progress.window if progress else None
+    if window is None or window.meter is None or window.step != report.step or job.spec.elastic.seeding != "auto":
+        return
+    meter, window.meter = window.meter, None
+    # Where no preemptible worker could take over in time, the window lasted longer: that must not lengthen the next.
+    window_s = window.lasted_s if window.length_s is None else min(window.lasted_s, window.length_s)
+    measured = meter.measure(window_s, report.wait_s, report.train_s)
+    if meter.most and meter.reserved:
+        fields = job.window_tuner.learn(measured)
+        world.emit_event("seeding_window_updated", now, job.id, step=report.step, **fields)

@@ -1,0 +1,169 @@
+"""Tunes how long the reserved engines generate at the start of a step, and how many workers are worth having.
+
+The paper's algorithm 1: when the trainer waits for samples, the next window is longer; when the preemptible workers
+wait for the next weights, it is shorter; the result is remembered for each fleet size. Differences:
+
+- Of the workers' wait, only the part above its usual minimum counts. The minimum is unavoidable (the last micro-batch,
+  the optimizer, the publishing); weighing it against an idle trainer makes windows too short.
+- Seconds are not rounded.
+- A difference that is small relative to the step changes nothing: throughput is flat around the best window, and
+  following noise costs more than it gains.
+- A new fleet size is interpolated, and the first window of a job measures instead of guessing.
+
+With staleness the workers wait only at the staleness limit: there the same two waits keep the buffer of samples
+generated ahead between empty and full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ETA = 2.0
+"""Divisor of the difference of the waits; the paper's released code has 3."""
+FLOOR_RISES = 0.2
+"""How far one step raises the workers' minimum wait; it falls at once."""
+UNSTEADY = 1.5
+"""A further divisor when workers joined or left: that influences the waits as well."""
+DEAD_BAND = 0.05
+"""Differences below this fraction of the step are noise."""
+Source = Literal["fixed", "off", "first", "memory", "between", "carried"]
+
+
+@dataclass(slots=True)
+class WindowTuner:
+    """What was learned for one job; stored with the job. Times are seconds."""
+
+    window_s: float | None = None
+    """The window as last adapted; None before the first step was measured."""
+    memory: dict[int, float] = field(default_factory=dict)
+    """Number of preemptible workers -> window (M in the paper)."""
+    min_wait_s: float = 0.0
+    """How long the workers wait even when the trainer waits for them: no window changes that part."""
+    train_s: float = 0.0
+    """Training time of the last step."""
+    target_workers: float | None = None
+    """Number of preemptible workers that would balance generation and training (N_prem in the paper)."""
+
+    def choose(self, fleet: int) -> tuple[float | None, Source]:
+        """Return the window for a step that begins with this many preemptible workers, and its source.
+
+        None: nothing was measured yet, so the window lasts until half of the step's samples are finished.
+        """
+        if fleet in self.memory:
+            return self.memory[fleet], "memory"
+        if self.window_s is None:
+            return None, "first"
+        smaller, larger = [n for n in self.memory if n < fleet], [n for n in self.memory if n > fleet]
+        if not smaller or not larger:
+            return self.window_s, "carried"
+        low, high = max(smaller), min(larger)
+        part = (fleet - low) / (high - low)
+        return self.memory[low] + part * (self.memory[high] - self.memory[low]), "between"
+
+    def learn(self, seen: StepTimes) -> dict[str, Any]:
+        """Learn from a completed step; return the inputs and the results as fields of an event."""
+        noise_s = DEAD_BAND * seen.step_s
+        if seen.train_wait_s > noise_s:
+            risen_s = self.min_wait_s + FLOOR_RISES * (seen.remote_wait_s - self.min_wait_s)
+            self.min_wait_s = min(seen.remote_wait_s, risen_s) if self.min_wait_s else seen.remote_wait_s
+        difference = seen.train_wait_s - max(0.0, seen.remote_wait_s - self.min_wait_s)
+        change_s = difference / ETA if abs(difference) > noise_s else 0.0
+        if not seen.steady:
+            change_s /= UNSTEADY
+        # One step can mislead: it halves or doubles the window at most, or adds a quarter of the step.
+        change_s = min(max(change_s, -seen.window_s / 2), max(seen.window_s, 0.25 * seen.step_s))
+        self.window_s = max(0.0, seen.window_s + change_s)
+        if seen.steady:
+            self.memory[seen.fleet] = self.window_s
+        self.train_s = seen.train_s
+        if seen.train_s > 0:
+            work_s = seen.remote_s * seen.fleet_mean + seen.window_s * seen.reserved
+            self.target_workers = work_s / seen.train_s
+        return {
+            "train_wait_s": round(seen.train_wait_s, 3),
+            "remote_wait_s": round(seen.remote_wait_s, 3),
+            "min_wait_s": round(self.min_wait_s, 3),
+            "step_s": round(seen.step_s, 3),
+            "fleet_mean": round(seen.fleet_mean, 2),
+            "window_was_s": round(seen.window_s, 3),
+            "change_s": round(change_s, 3),
+            "window_s": round(self.window_s, 3),
+            "remembered_for": seen.fleet if seen.steady else None,
+            "target_workers": None if self.target_workers is None else math.ceil(self.target_workers),
+        }
+
+
+def target_workers(tuners: Iterable[WindowTuner]) -> int | None:
+    """Return the number of preemptible workers worth having for all jobs; None while it is unknown for each."""
+    known = [tuner.target_workers for tuner in tuners if tuner.target_workers is not None]
+    return math.ceil(sum(known)) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The measurements of one step. Times are seconds."""
+
+    window_s: float
+    """Length of the window."""
+    train_wait_s: float
+    """Time in which the trainer had the device and waited for samples."""
+    remote_wait_s: float
+    """Time in which the preemptible workers were idle."""
+    train_s: float
+    step_s: float
+    remote_s: float
+    """Time in which the preemptible workers generated."""
+    fleet: int
+    """Preemptible workers at the end."""
+    fleet_mean: float
+    steady: bool
+    """No preemptible worker joined or left."""
+    reserved: int
+
+
+@dataclass(slots=True)
+class Meter:
+    """Measures a step while it runs; times on the manager's clock."""
+
+    began_at: float
+    at: float
+    busy_s: float = 0.0
+    """Preemptible workers were present and samples in flight."""
+    idle_s: float = 0.0
+    """Preemptible workers were present and no samples in flight."""
+    workers_s: float = 0.0
+    least: int | None = None
+    most: int = 0
+    fleet: int = 0
+    reserved: int = 0
+
+    def update(self, now: float, *, fleet: int, reserved: int, working: bool) -> None:
+        """Attribute the time since the last update to this state."""
+        passed = now - self.at
+        self.at, self.fleet, self.reserved = now, fleet, reserved
+        self.workers_s += fleet * passed
+        self.least = fleet if self.least is None else min(self.least, fleet)
+        self.most = max(self.most, fleet)
+        if fleet and working:
+            self.busy_s += passed
+        elif fleet:
+            self.idle_s += passed
+
+    def measure(self, window_s: float, train_wait_s: float, train_s: float) -> StepTimes:
+        """Return the measurements of the step that ends now."""
+        step_s = self.at - self.began_at
+        return StepTimes(
+            window_s=window_s,
+            train_wait_s=train_wait_s,
+            remote_wait_s=self.idle_s,
+            train_s=train_s,
+            step_s=step_s,
+            remote_s=self.busy_s,
+            fleet=self.fleet,
+            fleet_mean=self.workers_s / step_s if step_s > 0 else float(self.fleet),
+            steady=self.least == self.most,
+            reserved=self.reserved,
+        )

@@ -1,0 +1,68 @@
+"""Protocols of what only the manager needs, and the values that they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from services.rollout_manager.domain.world import World
+
+
+class ManagerState(Protocol):
+    """What metrics read of the manager."""
+
+    @property
+    def leads(self) -> bool:
+        """Return True if this manager leads."""
+
+    @property
+    def world(self) -> World:
+        """Return the manager's world."""
+
+
+# --- the model of a job, for the OpenAI endpoint ----------------------------------------------------------------------
+
+
+class TokenizationError(Exception):
+    """A text or a conversation cannot be tokenized; the text says why and what to do."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+
+
+class ChatTemplate(Protocol):
+    """Renders conversations as the model's text."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a conversation, up to where the assistant's next answer begins.
+
+        Raises:
+            TokenizationError: the template rejects the messages.
+
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The contents of a job's model folder without the weights; all fields but `name` are empty without a folder."""
+
+    name: str
+    tokenizer: Tokenizer | None = None
+    chat_template: ChatTemplate | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    max_len: int | None = None
+    """The most tokens of a prompt and its completion together."""
+    vocab_size: int | None = None
+
+
+LoadModelFiles = Callable[[str], ModelFiles]
+"""Reads the model folder of this name; raises `TokenizationError` if one of its files is invalid."""

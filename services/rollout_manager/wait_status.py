@@ -1,0 +1,46 @@
+"""What a job waits for: its trainer's own wait, a missing trainer, or samples that no worker can take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from services.rollout_manager.domain.jobs import Job
+from services.rollout_manager.domain.world import World
+
+
+def job_wait_status(world: World, job: Job, trainer_status: str | None, now: float) -> dict[str, Any] | None:
+    """Return `{for, because, since, limit_s}` (Unix seconds), or None if the job waits for nothing.
+
+    Args:
+        world: the manager's world.
+        job: the job.
+        trainer_status: the value of the trainer's lease on the job (JSON), None if no trainer holds it.
+        now: Unix seconds.
+
+    """
+    if job.ended:
+        return None
+    if job.state == "pending":
+        because = "a trainer runs one job at a time; the job's events tell if no trainer can read its job file"
+        return _wait("the trainer to take the job", because, job.created_at)
+    if trainer_status is None:
+        because = "it holds no lease on this job: it died, cannot reach Redis, or cannot read the job: look at its log"
+        return _wait("the trainer", because, now)
+    if (progress := world.progress.get(job.id)) and progress.stalled_since is not None:
+        states = [worker.state for worker in world.fleet.workers.values()]
+        because = f"samples are queued and no worker can take them: {_count(states)}"
+        return _wait("a worker that is ready with this job's weights", because, progress.stalled_since)
+    waiting: dict[str, Any] | None = json.loads(trainer_status).get("waiting")
+    return waiting
+
+
+def _wait(for_: str, because: str, since: float) -> dict[str, Any]:
+    return {"for": for_, "because": because, "since": since, "limit_s": None}
+
+
+def _count(states: Sequence[str]) -> str:
+    if not states:
+        return "there is no worker; start one with 'rlboost worker join'"
+    return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))

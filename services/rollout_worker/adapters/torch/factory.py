@@ -1,0 +1,46 @@
+"""Builds torch engines; imports torch and transformers on first use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Literal
+
+from shared.importing import gc_paused
+
+if TYPE_CHECKING:
+    from services.rollout_worker.ports import Engine
+
+
+class TorchFactory:
+    """`ports.EngineFactory` of `TorchEngine`s with these parameters."""
+
+    def __init__(
+        self, *, slots: int, device: str, dtype: Literal["float32", "bfloat16"], kv_cache_bytes: int = 0
+    ) -> None:
+        self._slots = slots
+        self._device = device
+        self._dtype = dtype
+        self._kv_cache_bytes = kv_cache_bytes
+
+    def prepare(self) -> None:
+        """See `EngineFactory`."""
+        with gc_paused():
+            import services.rollout_worker.adapters.torch.engine  # noqa: F401, PLC0415 - it imports torch
+        from shared.torch_device import require_device  # noqa: PLC0415 - it imports torch
+
+        require_device(self._device, "RLBOOST_WORKER_DEVICE")
+
+    def build(self, config_json: str) -> Engine:
+        """See `EngineFactory`."""
+        from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - it imports torch
+
+        with TemporaryDirectory(prefix="rlboost-model-") as directory:
+            Path(directory, "config.json").write_text(config_json, encoding="utf-8")
+            return TorchEngine(
+                Path(directory),
+                slots=self._slots,
+                device=self._device,
+                dtype=self._dtype,
+                kv_cache_bytes=self._kv_cache_bytes,
+            )

@@ -1,0 +1,222 @@
+"""Builds a Hugging Face causal LM from `config.json`, checks that the slot cache supports it, and loads its weights.
+
+transformers builds the model; this module is independent of model families. Models that the slot cache does not support
+are refused at construction: by name if the configuration tells, otherwise by comparing a short run with the model's own
+forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.rollout_worker.adapters.engine.hf_tensors import check_nothing_missing, target_of
+from services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
+from services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
+from shared.errors import ConfigError
+
+Model = Any
+"""A `transformers.PreTrainedModel` with a language-model head."""
+
+_UNSUPPORTED, _ALTERNATIVE = "the torch engine does not support", "use the vllm engine"
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary frequencies that depend on the longest sequence of the batch: a sample would depend on others."""
+
+
+def build(directory: Path, dtype: torch.dtype, device: torch.device) -> Model:
+    """Build the model that `config.json` describes, with arbitrary weights, ready for `slot_cache` calls.
+
+    Raises:
+        ConfigError: `config.json` is unusable, or the slot cache does not support the model.
+
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        _refuse_by_config(config)
+        _check_by_running(_from_config(_shallow(config), torch.float32, device))
+        model = _from_config(config, dtype, device)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{directory}: no causal language model can be built from its config.json: {error}"
+        ) from error
+    _use_slot_cache(model)
+    return model
+
+
+def _from_config(config: Any, dtype: torch.dtype, device: torch.device) -> Model:
+    # The arbitrary weights use torch's random generator, whose state is restored.
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"), device:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+def _shallow(config: Any) -> Any:
+    """Return the configuration with at most two layers, enough to check a family's attention."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = min(text.num_hidden_layers, 2)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:2]
+    return config
+
+
+def _use_slot_cache(model: Model) -> None:
+    model.set_attn_implementation(ATTENTION)
+    _fuse_norms(model)
+
+
+def max_length(model: Model) -> int:
+    """Return the model's maximum length in tokens."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not positions:
+        raise ConfigError(f"config.json of {model.config.model_type} has no max_position_embeddings: add it")
+    return int(positions)
+
+
+def _refuse_by_config(config: Any) -> None:
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        layers = ", ".join(sorted(kinds))
+        raise ConfigError(f"{_UNSUPPORTED} {config.model_type}: it has {layers} layers; {_ALTERNATIVE}")
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    if rope in _LENGTH_DEPENDENT_ROPE:
+        raise ConfigError(f"{_UNSUPPORTED} {config.model_type}: its rotary scaling is {rope!r}; {_ALTERNATIVE}")
+
+
+@torch.inference_mode()
+def _check_by_running(model: Model) -> None:
+    """Compare prefill and decode of two slots of different lengths with the model's own forward pass."""
+    tokens = torch.arange(2 * 9, device=model.device).view(2, 9) * 7 % model.get_input_embeddings().num_embeddings
+    prefilled = np.array([6, 3])
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            # Scaled so that attention contributes as much as other layers: the default would hide an error in it.
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    own = model(input_ids=tokens, use_cache=False).logits
+    _use_slot_cache(model)
+    cache = SlotCache(KvCapacity(slots=2, max_len=9, tokens=1 << 20), model.dtype, model.device)
+    cache.fit(prefilled + 1, held=0)
+    # The first slot's prefix in two passes: the second pass attends to what the first has cached.
+    prefill(model, tokens[:, :4], cache.begin_prefill(np.arange(2), np.zeros(2, np.int64), np.array([4, 3])), cache)
+    prefill(model, tokens[:1, 4:6], cache.begin_prefill(np.array([0]), np.array([4]), np.array([2])), cache)
+    for positions in (prefilled, prefilled + 1):
+        cache.begin_decode(positions)
+        at = torch.from_numpy(positions).to(model.device)
+        logits = decode(model, tokens[[0, 1], at], at, cache)
+        if not torch.allclose(logits, own[[0, 1], at], rtol=0, atol=1e-3 * float(own.abs().max())):
+            raise ConfigError(
+                f"{_UNSUPPORTED} {model.config.model_type}: its logits differ from the model's own forward pass; "
+                f"{_ALTERNATIVE}"
+            )
+
+
+def prefill(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> None:
+    """Fill the cache with tokens [batch, length] at the positions that `cache.begin_prefill` gave."""
+    model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, slot_cache=cache)
+
+
+@torch.inference_mode()
+def kv_token_bytes(model: Model) -> int:
+    """Return the size of one token's keys and values in all layers."""
+    cache = SlotCache(KvCapacity(slots=1, max_len=1, tokens=QUANTUM), model.dtype, model.device)
+    cache.fit(np.zeros(1, np.int64), held=0)
+    positions = cache.begin_prefill(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+    prefill(model, torch.zeros_like(positions), positions, cache)
+    return cache.token_bytes
+
+
+def decode(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+    """Return the logits [n, vocabulary] after one token [n] per slot, at the positions given to `begin_decode`."""
+    output = model(
+        input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, slot_cache=cache, logits_to_keep=1
+    )
+    logits: torch.Tensor = output.logits[:, -1]
+    return logits
+
+
+class _RMSNorm(nn.Module):
+    """RMS normalization over the last dimension with few kernels.
+
+    torch's implementation is one kernel on a GPU but six on a CPU, where launching kernels dominates the decode step of
+    a small model. On a CPU this uses a vector norm and one division.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self._eps = eps
+        self._root = weight.shape[0] ** 0.5
+        self._floor = torch.tensor(eps**0.5 * self._root, device=weight.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        norm = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+        return (x / norm).mul_(self.weight * self._root)
+
+
+def _fuse_norms(model: Model) -> None:
+    """Replace each module that computes plain RMS normalization.
+
+    A module is replaced only if its output matches; its weight stays the same parameter under the same name.
+    """
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            fused = _fused(norm)
+            if fused is not None:
+                setattr(parent, name, fused)
+
+
+def _fused(norm: nn.Module) -> _RMSNorm | None:
+    weight = getattr(norm, "weight", None)
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if "RMSNorm" not in type(norm).__name__ or not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
+        return None
+    fused, original = _RMSNorm(weight, eps), weight.clone()
+    weight.copy_(torch.linspace(0.5, 1.5, weight.shape[0]))
+    x = torch.linspace(-3, 2, 4 * weight.shape[0], device=weight.device, dtype=weight.dtype).view(4, -1)
+    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
+    same = torch.allclose(norm(x), fused(x), rtol=tolerance, atol=tolerance)
+    weight.copy_(original)
+    return fused if same else None
+
+
+class Weights:
+    """The loaded weights: views of the model's tensors by Hugging Face name; tied tensors share memory."""
+
+    def __init__(self, model: Model) -> None:
+        self._tensors: dict[str, torch.Tensor] = model.state_dict()
+        self.complete = False
+        """True if every tensor has been loaded and no load has failed since."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors.items())
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors in place. Every tensor must be given, unless all have been before.
+
+        Raises:
+            ConfigError: a tensor is unknown, missing, of the wrong shape, or would be rounded.
+
+        """
+        may_be_partial, self.complete = self.complete, False
+        loaded: set[int] = set()
+        for name, tensor in tensors:
+            target = target_of(name, tensor, self._tensors)
+            target.copy_(tensor)
+            loaded.add(target.data_ptr())
+        if not may_be_partial:
+            check_nothing_missing([name for name, own in self._tensors.items() if own.data_ptr() not in loaded])
+        self.complete = True

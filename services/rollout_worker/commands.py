@@ -1,0 +1,164 @@
+"""The loop that reads the manager's commands and executes the effects that the session decides.
+
+Consumes: the incarnation's command stream, in order.
+Produces: calls of the engine, weight updates, new incarnations, dead letters.
+Waits for: the next command (`Bus.read`); a suspension also waits for the engine to pause and for Redis to accept a
+    flush. A weight update runs in the background.
+Ends when: cancelled, by the shutdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from services.rollout_worker.domain.effects import (
+    AbortRequests,
+    CancelPull,
+    DeadLetterCommand,
+    DrainWorker,
+    Effect,
+    PullWeights,
+    Rejoin,
+    ReleaseRequests,
+    ReleaseUnstarted,
+    ResumeEngine,
+    SubmitSamples,
+    SuspendEngine,
+)
+from services.rollout_worker.domain.requests import Request
+from services.rollout_worker.generator import Generator
+from services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
+from services.rollout_worker.startup_timer import StartupTimer
+from services.rollout_worker.weight_updates import Outcome, WeightUpdates
+from shared import names
+from shared.bus import Bus, Entry
+from shared.columns import ints
+from shared.errors import BusUnavailable
+from shared.messages import Assignment
+
+log = structlog.get_logger(__name__)
+
+_BLOCK_S = 1.0
+
+
+class CommandLoop:
+    """Executes the manager's commands.
+
+    Args:
+        bus: provides the commands.
+        connection: whose session decides.
+        generator: the engine.
+        updates: replaces the engine's weights.
+        startup: times the first version and the first assignment.
+        on_drain: called with the reason when the manager drains the worker.
+        on_state_changed: called when the next heartbeat should not wait.
+
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        connection: ManagerConnection,
+        generator: Generator,
+        updates: WeightUpdates,
+        startup: StartupTimer,
+        *,
+        on_drain: Callable[[str], None],
+        on_state_changed: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._connection = connection
+        self._generator = generator
+        self._updates = updates
+        self._startup = startup
+        self._on_drain = on_drain
+        self._on_state_changed = on_state_changed
+        self._executing = asyncio.Lock()
+        """Held from a decision of the session to the end of its effects."""
+
+    async def run(self, group: asyncio.TaskGroup) -> None:
+        """Read and execute commands until cancelled; `group` owns the weight updates."""
+        while True:
+            incarnation = self._connection.incarnation
+            stream = names.worker_commands(incarnation.worker)
+            try:
+                entries = await self._bus.read({stream: incarnation.cursor}, block_s=_BLOCK_S)
+            except BusUnavailable as error:
+                log.warning("redis_unavailable", error=str(error), during="read commands")
+                await asyncio.sleep(RETRY_INTERVAL_S)
+                continue
+            for entry in entries:
+                async with self._executing:
+                    if incarnation is not self._connection.incarnation:
+                        break
+                    incarnation.cursor = entry.id
+                    log.debug("command", command=entry.message.tag)
+                    await self._execute(incarnation.session.on_command(entry.message), group, entry)
+
+    async def _execute(self, effects: Sequence[Effect], group: asyncio.TaskGroup, entry: Entry | None = None) -> None:
+        for effect in effects:
+            match effect:
+                case PullWeights():
+                    self._startup.end("version")
+                    await self._start_update(effect, group)
+                case CancelPull():
+                    await self._updates.cancel()
+                case DrainWorker(reason):
+                    self._on_drain(reason)
+                case Rejoin(reason):
+                    await self._rejoin(reason)
+                case DeadLetterCommand(reason):
+                    if entry is not None:
+                        await self._connection.retry_until_ok(
+                            "dead-letter a command", lambda: self._connection.dead_letter(entry, reason)
+                        )
+                case _:
+                    await self._execute_on_engine(effect)
+        if self._connection.state_changed:
+            self._on_state_changed()
+
+    async def _start_update(self, pull: PullWeights, group: asyncio.TaskGroup) -> None:
+        async def apply(outcome: Outcome) -> None:
+            async with self._executing:
+                await self._execute(await outcome(), group)
+
+        await self._updates.start(pull, group, apply)
+
+    async def _execute_on_engine(self, effect: Effect) -> None:
+        match effect:
+            case SubmitSamples(samples):
+                self._startup.end("assignment")
+                self._generator.submit([_request(sample) for sample in samples])
+            case AbortRequests(keys):
+                self._generator.abort(keys)
+            case ReleaseRequests(keys):
+                self._generator.release(keys)
+            case ReleaseUnstarted(samples):
+                self._connection.release_unstarted(samples)
+            case SuspendEngine(keys):
+                await self._generator.pause("suspended")
+                await self._connection.retry_until_ok("flush before the suspension", self._connection.flush)
+                self._generator.abort(keys)
+                self._connection.session.on_engine_suspended()
+            case ResumeEngine():
+                await self._generator.resume("suspended")
+
+    async def _rejoin(self, reason: str) -> None:
+        await self._updates.cancel()
+        self._generator.abort(list(self._connection.session.held.items()))
+        await self._connection.rejoin(reason)
+        await self._generator.resume("suspended")
+
+
+def _request(assignment: Assignment) -> Request:
+    return Request(
+        sample=assignment.sample,
+        attempt=assignment.attempt,
+        prompt=ints(assignment.prompt),
+        tokens=ints(assignment.tokens),
+        sampling=assignment.sampling,
+        seed=assignment.seed,
+    )

@@ -1,0 +1,99 @@
+"""What a worker's session decides, as values; `commands` executes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.rollout_worker.domain.requests import Key
+from shared.messages import Assignment, InFlight
+
+
+@dataclass(frozen=True, slots=True)
+class PullWeights:
+    """Pull, load and verify these weights in the background; cancel an earlier pull."""
+
+    job_id: str
+    version: int
+    in_flight: InFlight = "recompute"
+    """What happens to the samples that are running by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPull:
+    """Cancel the pull under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitSamples:
+    """Submit samples to the engine."""
+
+    samples: tuple[Assignment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Abort requests in the engine."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequests:
+    """End requests in the engine; the last emission of each one carries FINISH_RELEASED."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseUnstarted:
+    """Report samples that never reached the engine as released, each without tokens and at its assigned offset."""
+
+    samples: tuple[Assignment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendEngine:
+    """Pause the engine, flush all that it has made, abort these requests; then call `Session.on_engine_suspended`."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeEngine:
+    """Resume the suspended engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWorker:
+    """Flush, leave and end the process."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Drop everything but the loaded weights, and join as a new incarnation."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterCommand:
+    """Dead-letter the command: it violates the protocol."""
+
+    reason: str
+
+
+Effect = (
+    PullWeights
+    | CancelPull
+    | SubmitSamples
+    | AbortRequests
+    | ReleaseRequests
+    | ReleaseUnstarted
+    | SuspendEngine
+    | ResumeEngine
+    | DrainWorker
+    | Rejoin
+    | DeadLetterCommand
+)

@@ -1,0 +1,325 @@
+"""The requests of an engine: which are queued and running, the tokens of each, when it ends, what is undrained.
+
+Running requests fill the slots 0..n-1: index i of every array belongs to `requests[i]`. When a request ends, the last
+one moves to its slot. Other per-slot state (the KV cache) must repeat the `SlotMoves` that the methods return.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from services.rollout_worker.domain.kv_capacity import KvCapacity
+from services.rollout_worker.domain.requests import Emission, Key, Request
+from services.rollout_worker.domain.uniforms import as_u64
+from shared.errors import Conflict
+from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+
+Ints = npt.NDArray[np.int64]
+
+_SLOT_DTYPE = np.dtype(
+    [
+        ("seed", "u8"),
+        ("prompt", "i8"),  # length of the prompt
+        ("length", "i8"),  # of prompt and completion
+        ("drained", "i8"),  # tokens before this position have been drained
+        ("limit", "i8"),  # the length at which the request ends
+        ("temperature", "f4"),
+        ("top_p", "f8"),
+        ("aborted", "?"),
+    ],
+    align=True,
+)
+NO_TOKEN = -1
+"""Stands for no token."""
+
+
+class SlotMoves:
+    """Copies that keep the slots dense: slot `sources[i]` goes to slot `targets[i]`; no slot is in both."""
+
+    def __init__(self, ended: npt.NDArray[np.bool_]) -> None:
+        """Plan the moves that fill the slots of ended requests; `ended` has one entry per running request."""
+        n = int(np.count_nonzero(~ended))
+        self.targets: Ints = np.flatnonzero(ended[:n])
+        self.sources: Ints = n + np.flatnonzero(~ended[n:])
+
+    def __bool__(self) -> bool:
+        return self.targets.size > 0
+
+
+class RequestTable:
+    """The requests of one engine and their tokens. Not thread-safe.
+
+    Args:
+        slots: maximum number of running requests.
+        max_len: maximum length of prompt and completion together.
+        vocabulary: token ids are 0..vocabulary-1.
+        capacity: limits of the KV cache; requests that do not fit are queued. None = unlimited.
+
+    """
+
+    def __init__(self, slots: int, max_len: int, vocabulary: int, capacity: KvCapacity | None = None) -> None:
+        self.pending: deque[Request] = deque()
+        self.requests: list[Request] = []
+        self.version = -1
+        self.made_total = 0
+        self._slots = slots
+        self._max_len = max_len
+        self._vocabulary = vocabulary
+        self.capacity = capacity
+        # By position in prompt + completion. `empty`, not `zeros`: only memory that is written gets allocated.
+        self._tokens = np.empty((slots, max_len), np.int32)
+        self._logprobs = np.empty((slots, max_len), np.float32)
+        self._slot_state = np.zeros(slots, _SLOT_DTYPE)
+        self._stops = np.full((slots, 1), NO_TOKEN, np.int32)
+        self._emissions: list[Emission] = []
+
+    # --- model inputs: arrays [n], one entry per running request ------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """Number of running requests."""
+        return len(self.requests)
+
+    @property
+    def seeds(self) -> npt.NDArray[np.uint64]:
+        """Each slot's seed."""
+        return self._slot_state["seed"][: self.n]
+
+    @property
+    def temperature(self) -> npt.NDArray[np.float32]:
+        """Each slot's temperature."""
+        return self._slot_state["temperature"][: self.n]
+
+    @property
+    def top_p(self) -> npt.NDArray[np.float64]:
+        """Each slot's top-p."""
+        return self._slot_state["top_p"][: self.n]
+
+    @property
+    def positions(self) -> Ints:
+        """Position of each slot's last token, the next input of the model."""
+        positions: Ints = self._slot_state["length"][: self.n] - 1
+        return positions
+
+    @property
+    def last_tokens(self) -> Ints:
+        """Each slot's last token."""
+        return self._tokens[np.arange(self.n), self.positions].astype(np.int64)
+
+    @property
+    def offsets(self) -> Ints:
+        """Offset within the completion of each slot's next token."""
+        offsets: Ints = self._slot_state["length"][: self.n] - self._slot_state["prompt"][: self.n]
+        return offsets
+
+    def tokens(self, slot: int) -> npt.NDArray[np.int32]:
+        """Return the tokens of a slot's prompt and completion."""
+        tokens: npt.NDArray[np.int32] = self._tokens[slot, : self._slot_state["length"][slot]]
+        return tokens
+
+    def prefix(self, slot: int) -> npt.NDArray[np.int32]:
+        """Return the tokens of a slot except its last one."""
+        return self.tokens(slot)[:-1]
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests.
+
+        Raises:
+            Conflict: a request with the same key is queued or running; none was taken.
+
+        """
+        known = {request.key for request in (*self.pending, *self.requests)}
+        for request in requests:
+            if request.key in known:
+                raise Conflict(f"sample {request.sample}, attempt {request.attempt} is already queued or running")
+            known.add(request.key)
+        self.pending.extend(requests)
+
+    def admit(self, budget_tokens: int) -> range:
+        """Admit queued requests into free slots, which are returned; end those with nothing to generate.
+
+        Requests are admitted in order of submission: while the first one does not fit, all are queued.
+
+        Args:
+            budget_tokens: stop once the admitted prefixes, equal ones counted once, have this many tokens.
+
+        """
+        first = self.n
+        prefixes: set[bytes] = set()
+        while self.pending and self.n < self._slots and budget_tokens > 0 and self._fits(self.pending[0]):
+            request = self.pending.popleft()
+            ids = np.array(request.prompt + request.tokens, np.int64)
+            error, finish = self._validation_error(request, ids), _finish_at_start(request)
+            if error or finish:
+                where = request.sample, request.attempt, len(request.tokens)
+                self._emissions.append(Emission(*where, [], [], self.version, finish, error))
+                continue
+            self._start(request, ids)
+            prefix = ids[:-1].tobytes()
+            budget_tokens -= 0 if prefix in prefixes else ids.size
+            prefixes.add(prefix)
+        return range(first, self.n)
+
+    def _limit(self, request: Request) -> int:
+        """Return the maximum length of a request's prompt and completion."""
+        return min(len(request.prompt) + request.sampling.max_tokens, self._max_len)
+
+    def _fits(self, request: Request) -> bool:
+        """Return True if a request fits next to the running ones, or never fits."""
+        if self.capacity is None or not self.capacity.fits(1, self._limit(request)):
+            return True
+        longest = int(self._slot_state["limit"][: self.n].max(initial=self._limit(request)))
+        return self.capacity.fits(self.n + 1, longest)
+
+    def _validation_error(self, request: Request, ids: Ints) -> str:
+        sampling = request.sampling
+        if ids.size == 0:
+            return "prompt and completion are both empty"
+        if ids.size >= self._max_len:
+            return f"prompt and completion have {ids.size} tokens; the maximum length is {self._max_len}"
+        if not (ids.min() >= 0 and ids.max() < self._vocabulary):
+            return f"a token id is outside the model's 0..{self._vocabulary - 1}"
+        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
+            return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
+        if self.capacity is not None and not self.capacity.fits(1, self._limit(request)):
+            return (
+                f"the sample may reach {self._limit(request)} tokens, and the KV cache holds "
+                f"{self.capacity.tokens}: raise RLBOOST_WORKER_KV_CACHE_BYTES, or lower max_tokens"
+            )
+        return ""
+
+    def _start(self, request: Request, ids: Ints) -> None:
+        slot, sampling = self.n, request.sampling
+        self._tokens[slot, : ids.size] = ids
+        numbers = (as_u64(request.seed), len(request.prompt), ids.size, ids.size, self._limit(request))
+        self._slot_state[slot] = (*numbers, sampling.temperature, sampling.top_p, False)
+        stops = sampling.stop_token_ids
+        if len(stops) > self._stops.shape[1]:
+            more = np.full((self._slots, len(stops) - self._stops.shape[1]), NO_TOKEN, np.int32)
+            self._stops = np.concatenate([self._stops, more], axis=1)
+        self._stops[slot] = NO_TOKEN
+        self._stops[slot, : len(stops)] = stops
+        self.requests.append(request)
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def commit(self, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> SlotMoves:
+        """Append the token that a decode step has generated for each slot, and remove requests that end with it.
+
+        `NO_TOKEN` appends nothing, nor does a slot that was aborted during the step. A request whose logprob is not a
+        number ends with an error.
+
+        Args:
+            tokens: [n], token ids or `NO_TOKEN`.
+            logprobs: [n].
+
+        """
+        state = self._slot_state[: self.n]
+        failed = ~np.isfinite(logprobs)
+        slots = np.flatnonzero(~(state["aborted"] | failed | (tokens == NO_TOKEN)))
+        at = state["length"][slots]
+        self._tokens[slots, at] = tokens[slots]
+        self._logprobs[slots, at] = logprobs[slots]
+        state["length"][slots] += 1
+        self.made_total += slots.size
+        stopped = (self._stops[: self.n] == tokens[:, None]).any(axis=1) & (tokens != NO_TOKEN)
+        ended = state["aborted"] | failed | stopped | (state["length"] >= state["limit"])
+        for slot in np.flatnonzero(ended & ~state["aborted"]).tolist():
+            if failed[slot]:
+                self._emit(slot, error="the model's output is not a number")
+            else:
+                self._emit(slot, finish=FINISH_STOP if stopped[slot] else FINISH_LENGTH)
+        return self._remove(ended)
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        """Drop queued requests; mark running ones, which get no more tokens until `remove_aborted` removes them."""
+        aborted = set(keys)
+        self.pending = deque(request for request in self.pending if request.key not in aborted)
+        for slot, request in enumerate(self.requests):
+            if request.key in aborted:
+                self._slot_state["aborted"][slot] = True
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """Abort requests; each one that was not aborted before gets a last emission with FINISH_RELEASED."""
+        released = set(keys)
+        for request in self.pending:
+            if request.key in released:
+                where = request.sample, request.attempt, len(request.tokens)
+                self._emissions.append(Emission(*where, [], [], max(self.version, 0), FINISH_RELEASED))
+        for slot, request in enumerate(self.requests):
+            if request.key in released and not self._slot_state["aborted"][slot]:
+                self._emit(slot, finish=FINISH_RELEASED)
+        self.abort(released)
+
+    @property
+    def any_aborted(self) -> bool:
+        """True if `remove_aborted` has requests to remove."""
+        return bool(self._slot_state["aborted"][: self.n].any())
+
+    def remove_aborted(self) -> SlotMoves:
+        """Remove the requests that are marked as aborted."""
+        return self._remove(self._slot_state["aborted"][: self.n].copy())
+
+    def reorder(self, order: Ints) -> None:
+        """Reorder the slots: slot i gets what was in slot `order[i]`; a permutation of 0..n-1."""
+        n, longest = self.n, int(self.positions.max(initial=0)) + 1
+        self._slot_state[:n] = self._slot_state[order]
+        self._stops[:n] = self._stops[order]
+        self._tokens[:n, :longest] = self._tokens[order, :longest]
+        self._logprobs[:n, :longest] = self._logprobs[order, :longest]
+        self.requests = [self.requests[slot] for slot in order]
+
+    def begin_version(self, version: int) -> None:
+        """Mark tokens from now on as generated by `version`."""
+        self._emit_all()
+        self.version = version
+
+    # --- draining -----------------------------------------------------------------------------------------------------
+
+    def drain(self) -> list[Emission]:
+        """Return everything since the last drain."""
+        self._emit_all()
+        emissions, self._emissions = self._emissions, []
+        return emissions
+
+    def _emit_all(self) -> None:
+        state = self._slot_state[: self.n]
+        for slot in np.flatnonzero(state["length"] > state["drained"]).tolist():
+            self._emit(slot)
+
+    def _emit(self, slot: int, *, finish: int = FINISH_NONE, error: str = "") -> None:
+        state, request = self._slot_state[slot], self.requests[slot]
+        begin, end = int(state["drained"]), int(state["length"])
+        if begin == end and finish == FINISH_NONE and not error:
+            return
+        tokens, logprobs = (array[slot, begin:end].tolist() for array in (self._tokens, self._logprobs))
+        where = request.sample, request.attempt, begin - len(request.prompt)
+        self._emissions.append(Emission(*where, tokens, logprobs, self.version, finish, error))
+        state["drained"] = end
+
+    def _remove(self, ended: npt.NDArray[np.bool_]) -> SlotMoves:
+        for slot in np.flatnonzero(ended).tolist():
+            self._emit(slot)
+        moves = SlotMoves(ended)
+        if moves:
+            self._slot_state[moves.targets] = self._slot_state[moves.sources]
+            self._stops[moves.targets] = self._stops[moves.sources]
+        for target, source in zip(moves.targets, moves.sources, strict=True):
+            length = self._slot_state["length"][target]
+            for array in (self._tokens, self._logprobs):
+                array[target, :length] = array[source, :length]
+            self.requests[target] = self.requests[source]
+        del self.requests[int(np.count_nonzero(~ended)) :]
+        return moves
+
+
+def _finish_at_start(request: Request) -> int:
+    if request.tokens and request.tokens[-1] in request.sampling.stop_token_ids:
+        return FINISH_STOP
+    return FINISH_LENGTH if len(request.tokens) >= request.sampling.max_tokens else FINISH_NONE

@@ -1,0 +1,331 @@
+"""The worker's connection to the manager: everything that it writes to Redis, as its current incarnation.
+
+Flushes never overlap, so frames reach the token log in order. Writes to `workers.heartbeats` never overlap, so no
+heartbeat follows the `WorkerLeft` of its incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import stamina
+import structlog
+
+from services.rollout_worker.domain.frames import Outbox
+from services.rollout_worker.domain.parity import Verdict
+from services.rollout_worker.domain.requests import Emission
+from services.rollout_worker.domain.session import Session, Weights
+from services.rollout_worker.domain.throughput import Throughput
+from services.rollout_worker.generator import Generator
+from services.rollout_worker.ports import Memory
+from shared import names
+from shared.bus import START, Append, Bus, Entry, Trim, after
+from shared.codec import encode
+from shared.columns import I32, U64, length, pack
+from shared.errors import BusUnavailable
+from shared.ids import new_token
+from shared.messages import (
+    FINISH_RELEASED,
+    Assignment,
+    DeadLetter,
+    Event,
+    PreemptionNotice,
+    Role,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerState,
+)
+from shared.waiting import Waits
+
+log = structlog.get_logger(__name__)
+
+REDIS_LIMIT_S = 600.0
+"""A worker exits after Redis has been unavailable for this long."""
+RETRY_INTERVAL_S = 0.25
+STARTING_LEASE_S = 20.0
+"""Lease while there is no engine: importing a large library may block the whole process for seconds, and a worker that
+holds no samples need not be missed quickly."""
+_MAX_HEARTBEATS = 100_000
+_MAX_EVENTS = 20_000
+_MAX_DEAD_LETTERS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """The fields of `WorkerJoined` that do not change."""
+
+    name: str
+    role: Role
+    kind: str
+    slots: int
+    price_per_hour: float
+    host: str
+    pid: int
+    trainer: str = ""
+    """Name of the trainer whose device it shares."""
+
+
+@dataclass(slots=True)
+class Incarnation:
+    """One registration with the manager; a worker that rejoins becomes a new one."""
+
+    session: Session
+    outbox: Outbox
+    cursor: str = START
+    """Entry id of the last command read."""
+    joined: bool = False
+
+    @property
+    def worker(self) -> str:
+        """Return the incarnation's id."""
+        return self.session.worker
+
+
+@dataclass(slots=True)
+class FlushTimes:
+    """Total duration of flushes, from the engine to Redis's answer."""
+
+    count: int = 0
+    sum_s: float = 0.0
+
+
+class ManagerConnection:
+    """Writes heartbeats, tokens, events and dead letters of one worker.
+
+    Every method raises `BusUnavailable` when Redis does not answer, and may then be called again.
+
+    Args:
+        bus: Redis.
+        generator: provides emissions and load.
+        identity: what the worker reports when it joins.
+        lease_s: the worker counts as lost this long after its last heartbeat.
+        waits: lists what is waited for.
+        memory: returns the memory in use.
+
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        generator: Generator,
+        identity: WorkerIdentity,
+        lease_s: float,
+        waits: Waits,
+        memory: Callable[[], Memory] = Memory,
+    ) -> None:
+        self._bus = bus
+        self._memory = memory
+        self._generator = generator
+        self._identity = identity
+        self._lease_s = lease_s
+        self._waits = waits
+        self._throughput = Throughput()
+        self._flush_lock = asyncio.Lock()
+        self._heartbeat_lock = asyncio.Lock()
+        self._left = False
+        self.flush_times = FlushTimes()
+        self.tokens_per_s = 0.0
+        self.memory = Memory()
+        self.incarnation = self._new_incarnation(None)
+        self._reported: tuple[WorkerState, Weights | None] | None = None
+
+    @property
+    def session(self) -> Session:
+        """Return the session of the current incarnation."""
+        return self.incarnation.session
+
+    def _new_incarnation(self, serving: Weights | None) -> Incarnation:
+        worker = f"{self._identity.name}-{new_token()}"
+        return Incarnation(Session(worker, serving), Outbox(worker))
+
+    async def retry_until_ok(self, what: str, call: Callable[[], Awaitable[object]]) -> None:
+        """Repeat an idempotent call while Redis is unavailable.
+
+        Raises:
+            Timeout: Redis was unavailable for `REDIS_LIMIT_S`.
+
+        """
+
+        def is_unavailable(error: Exception) -> bool:
+            if isinstance(error, BusUnavailable):
+                log.warning("redis_unavailable", error=str(error), during=what)
+            return isinstance(error, BusUnavailable)
+
+        async with self._waits.on("Redis", because=what, limit_s=REDIS_LIMIT_S):
+            async for attempt in stamina.retry_context(
+                on=is_unavailable,
+                attempts=None,
+                timeout=None,  # `waits` ends it
+                wait_initial=RETRY_INTERVAL_S,
+                wait_max=RETRY_INTERVAL_S,
+                wait_jitter=0.0,
+            ):
+                with attempt:
+                    await call()
+
+    # --- the token log ------------------------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Send every emission that the token log does not have yet."""
+        async with self._flush_lock:
+            began, incarnation = time.monotonic(), self.incarnation
+            emissions = self._generator.drain()
+            if emissions:
+                incarnation.session.on_emissions(emissions)
+                incarnation.outbox.add(emissions)
+            while batch := incarnation.outbox.batch():
+                await self._bus.transact([Append(names.TOKEN_LOG, message) for message in batch])
+                incarnation.outbox.sent(len(batch))
+            if emissions:
+                self.flush_times.count += 1
+                self.flush_times.sum_s += time.monotonic() - began
+
+    def release_unstarted(self, samples: Sequence[Assignment]) -> None:
+        """Report with the next flush that samples which never reached the engine are released."""
+        self.incarnation.outbox.add([_unstarted(sample) for sample in samples])
+
+    # --- heartbeats ---------------------------------------------------------------------------------------------------
+
+    async def send_heartbeat(self) -> None:
+        """Renew the lease and send a heartbeat, preceded by `WorkerJoined` if it is the incarnation's first."""
+        async with self._heartbeat_lock:
+            if self._left:
+                return
+            incarnation, stats, now = self.incarnation, self._generator.stats(), time.time()
+            session = incarnation.session
+            self.tokens_per_s = self._throughput.update(stats.tokens_made_total, time.monotonic())
+            self.memory = self._memory()
+            job_id, version = session.serving or ("", -1)
+            heartbeat = WorkerHeartbeat(
+                worker=incarnation.worker,
+                state=session.state,
+                job_id=job_id,
+                version=version,
+                # The engine removes aborted requests at its next step; they are not held any more.
+                running=min(stats.running, len(session.held)),
+                pending=stats.pending + session.n_awaiting_weights,
+                tokens_per_s=self.tokens_per_s,
+                at=now,
+                resident_bytes=self.memory.resident_bytes,
+                device_used_bytes=self.memory.device_used_bytes,
+                device_total_bytes=self.memory.device_total_bytes,
+                **self._generator.kv,
+            )
+            lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
+            await self._bus.renew(names.worker_lease(incarnation.worker), session.state, lease_s)
+            joined = [] if incarnation.joined else [self._append(self._joined(incarnation.worker, now))]
+            # Only this worker reads its commands, so those read may be trimmed.
+            read = Trim(names.worker_commands(incarnation.worker), after(incarnation.cursor))
+            await self._bus.transact([*joined, self._append(heartbeat), read])
+            if not incarnation.joined:
+                log.info("joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots)
+                incarnation.joined = True
+            self._reported = (heartbeat.state, session.serving)
+
+    @property
+    def state_changed(self) -> bool:
+        """Return True if state or weights differ from the last heartbeat."""
+        return self._reported != (self.session.state, self.session.serving)
+
+    def _append(self, message: WorkerJoined | WorkerHeartbeat) -> Append:
+        return Append(names.WORKER_HEARTBEATS, message, _MAX_HEARTBEATS)
+
+    def _joined(self, worker: str, now: float) -> WorkerJoined:
+        identity = self._identity
+        return WorkerJoined(
+            worker=worker,
+            role=identity.role,
+            kind=identity.kind,
+            slots=identity.slots,
+            host=identity.host,
+            pid=identity.pid,
+            price_per_hour=identity.price_per_hour,
+            at=now,
+            trainer=identity.trainer,
+            kv_tokens=0,  # not known before there is an engine: see `WorkerHeartbeat`
+        )
+
+    async def send_preemption_notice(self, reason: str, lead_s: float) -> None:
+        """Report that this machine will be gone in `lead_s` seconds."""
+        notice = PreemptionNotice(worker=self.incarnation.worker, lead_s=lead_s, reason=reason, at=time.time())
+        await self._bus.append(names.WORKER_HEARTBEATS, notice, _MAX_HEARTBEATS)
+
+    async def leave(self, reason: str, *, engine_failed: bool = False) -> None:
+        """Send `WorkerLeft`, the worker's last message.
+
+        Args:
+            reason: shown to users.
+            engine_failed: True if a running sample may have caused the failure.
+
+        """
+        # Samples that are pending in the engine have not run.
+        ran = self._generator.running().intersection(self.session.held.items()) if engine_failed else ()
+        async with self._heartbeat_lock:
+            self._left = True
+            await self._send_left(reason, sorted(sample for sample, _ in ran))
+
+    async def rejoin(self, reason: str) -> None:
+        """End this incarnation, whose requests the engine has aborted, and start the next. Retries until Redis answers.
+
+        Raises:
+            Timeout: see `retry_until_ok`.
+
+        """
+        log.warning("worker_rejoining", worker=self.incarnation.worker, reason=reason)
+        await self.retry_until_ok("flush before rejoining", self.flush)
+        async with self._flush_lock, self._heartbeat_lock:
+            await self.retry_until_ok("leave before rejoining", lambda: self._send_left(reason))
+            self.incarnation = self._new_incarnation(self.session.serving)
+            self._reported = None
+
+    async def _send_left(self, reason: str, running_at_failure: Sequence[int] = ()) -> None:
+        worker = self.incarnation.worker
+        left = WorkerLeft(
+            worker=worker, reason=reason, at=time.time(), running_at_failure=pack(running_at_failure, U64)
+        )
+        await self._bus.append(names.WORKER_HEARTBEATS, left, _MAX_HEARTBEATS)
+        log.info("left", worker=worker, reason=reason)
+
+    # --- events and dead letters --------------------------------------------------------------------------------------
+
+    async def dead_letter(self, entry: Entry, reason: str) -> None:
+        """Dead-letter a command that violates the protocol."""
+        log.error("protocol_error", reason=reason, entry=entry.id)
+        letter = DeadLetter(
+            stream=entry.stream,
+            entry_id=entry.id,
+            consumer=self.incarnation.worker,
+            reason=reason,
+            body=encode(entry.message),
+            at=time.time(),
+        )
+        await self._bus.append(names.DEAD_LETTERS, letter, _MAX_DEAD_LETTERS)
+
+    async def report_weights_unavailable(self, weights: Weights, reason: str) -> None:
+        """Emit an event: the assigned weights cannot be pulled."""
+        log.warning("weights_unavailable", job=weights[0], version=weights[1], reason=reason)
+        await self._emit_event(weights[0], "weights_unavailable", version=weights[1], reason=reason)
+
+    async def report_parity_failure(self, version: int, verdict: Verdict) -> None:
+        """Emit an event: the engine's log-probabilities differ from the trainer's."""
+        if self.session.target is not None:
+            fields = {"mean": verdict.mean, "worst": verdict.worst, "tolerated_mean": verdict.mean_tolerance}
+            await self._emit_event(self.session.target[0], "parity_check_failed", version=version, **fields)
+
+    async def report_rebalance_recommendation(self, reason: str) -> None:
+        """Emit an event, if a job is assigned: this machine is at elevated risk of preemption."""
+        log.warning("rebalance_recommended", reason=reason)
+        if self.session.target is not None:
+            await self._emit_event(self.session.target[0], "rebalance_recommended", reason=reason)
+
+    async def _emit_event(self, job_id: str, kind: str, **fields: str | float) -> None:
+        event = Event(kind=kind, at=time.time(), source=self.incarnation.worker, fields=fields)
+        await self._bus.append(names.job_events(job_id), event, _MAX_EVENTS)
+
+
+def _unstarted(sample: Assignment) -> Emission:
+    return Emission(sample.sample, sample.attempt, length(sample.tokens, I32), [], [], 0, FINISH_RELEASED)

@@ -1,0 +1,156 @@
+"""Replaces the engine's weights: pull, load, verify, parity check, serve.
+
+Consumes: `PullWeights` effects of the session, one at a time: a newer one cancels the older.
+Produces: effects of the session once the weights are served or found unavailable.
+Waits for: the weight source (`WeightSource.pull`); with `in_flight: finish` also for the samples in the engine, which
+    `on_flush` reports and `finish_limit_s` bounds; then for the engine's load and parity check.
+Ends when: the weights are served or unavailable, or `cancel` or `abandon` is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from services.rollout_worker.domain.effects import Effect, PullWeights
+from services.rollout_worker.domain.session import Weights
+from services.rollout_worker.generator import Generator
+from services.rollout_worker.manager_connection import ManagerConnection
+from services.rollout_worker.ports import WeightSource
+from services.rollout_worker.startup_timer import StartupTimer
+from shared.errors import NotFound, Timeout
+from shared.waiting import Waits
+
+log = structlog.get_logger(__name__)
+
+Outcome = Callable[[], Awaitable[list[Effect]]]
+"""Records the outcome of an update in the session; returns the effects that follow."""
+
+
+class WeightUpdates:
+    """Runs at most one weight update at a time.
+
+    Args:
+        connection: its session records the outcome.
+        generator: loads the weights.
+        source: provides the weights.
+        waits: lists what is waited for.
+        startup: times the first update.
+        finish_limit_s: how long new weights wait for samples that are to finish under the current ones.
+
+    """
+
+    def __init__(
+        self,
+        connection: ManagerConnection,
+        generator: Generator,
+        source: WeightSource,
+        waits: Waits,
+        startup: StartupTimer,
+        finish_limit_s: float,
+    ) -> None:
+        self._connection = connection
+        self._generator = generator
+        self._source = source
+        self._waits = waits
+        self._startup = startup
+        self._finish_limit_s = finish_limit_s
+        self._task: asyncio.Task[None] | None = None
+        self._flushed = asyncio.Event()
+
+    async def start(
+        self, pull: PullWeights, group: asyncio.TaskGroup, apply: Callable[[Outcome], Awaitable[None]]
+    ) -> None:
+        """Start an update in the background; cancel the one under way.
+
+        Args:
+            pull: which weights.
+            group: owns the task.
+            apply: called with the outcome; must not run while a command is executed.
+
+        """
+        await self.cancel()
+        self._task = group.create_task(self._update(pull, apply), name=f"update-{pull.job_id}-{pull.version}")
+
+    async def cancel(self) -> None:
+        """Cancel the update under way and resume the engine if it still has its old weights."""
+        if await self.abandon() and self._connection.session.serving is not None:
+            await self._generator.resume("loading")
+
+    async def abandon(self) -> bool:
+        """Cancel the update under way and leave the engine as it is; return True if there was one.
+
+        An update that cancels itself, by the effects of its own outcome, counts as none.
+        """
+        task, self._task = self._task, None
+        if task is None or task is asyncio.current_task():
+            return False
+        task.cancel()
+        await asyncio.wait({task})
+        return True
+
+    def on_flush(self) -> None:
+        """Check again whether the samples in flight have finished."""
+        self._flushed.set()
+
+    async def _update(self, pull: PullWeights, apply: Callable[[Outcome], Awaitable[None]]) -> None:
+        session, weights, began = self._connection.session, (pull.job_id, pull.version), time.monotonic()
+        try:
+            await self._generator.wait_for_load()
+            staged = await self._source.pull(*weights)
+            self._startup.end("pull")
+        except NotFound as error:
+            await self._report_unavailable(weights, str(error), apply)
+            return
+        if pull.in_flight == "finish" and session.serving is not None:
+            await self._until_finished(weights)
+        pulled = time.monotonic()
+        keep_kv = pull.in_flight == "keep"
+        await self._generator.load(staged, pull.version, session.on_weights_unloaded, keep_kv=keep_kv)
+        self._startup.end("load")
+        loaded = time.monotonic()
+        await self._generator.check_parity()
+        self._startup.end("parity")
+        log.info(
+            "weights_loaded",
+            job=pull.job_id,
+            version=pull.version,
+            pull_s=round(pulled - began, 3),
+            load_s=round(loaded - pulled, 3),
+            parity_s=round(time.monotonic() - loaded, 3),
+        )
+
+        async def served() -> list[Effect]:
+            effects = session.on_weights_loaded(weights)
+            await self._generator.resume("loading")
+            return effects
+
+        await apply(served)
+
+    async def _report_unavailable(
+        self, weights: Weights, reason: str, apply: Callable[[Outcome], Awaitable[None]]
+    ) -> None:
+        connection, session = self._connection, self._connection.session
+        await connection.retry_until_ok(
+            "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)
+        )
+
+        async def unavailable() -> list[Effect]:
+            return session.on_weights_unavailable(weights, reason)
+
+        await apply(unavailable)
+
+    async def _until_finished(self, weights: Weights) -> None:
+        """Wait until the samples in the engine have finished under its current weights, up to `finish_limit_s`."""
+        session = self._connection.session
+        because = f"they finish under their weights before version {weights[1]} of job {weights[0]} is loaded"
+        try:
+            async with self._waits.on("the samples in flight", because=because, limit_s=self._finish_limit_s):
+                while session.n_submitted:
+                    self._flushed.clear()
+                    await self._flushed.wait()
+        except Timeout as error:
+            log.warning("in_flight_finish_timed_out", samples=session.n_submitted, reason=str(error))

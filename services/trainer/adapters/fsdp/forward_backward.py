@@ -1,0 +1,50 @@
+"""Forward and backward over each rank's own micro-batches. Rows are padded, as in the torch backend.
+
+A forward pass gathers each layer's parameters from all ranks, so all ranks make the same number of passes: a rank with
+fewer micro-batches than another repeats a dummy row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed
+
+from services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch, unpack_rows
+from services.trainer.adapters.torch.logprobs import LogprobPass
+from services.trainer.domain.training_row import TrainingRow
+from shared.columns import I32, pack
+
+_DUMMY = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
+
+
+class PaddedForwardBackward:
+    """`ForwardBackward` of one rank."""
+
+    def __init__(self, forward: LogprobPass, device: str) -> None:
+        """Use the forward pass of a model that is on `device`."""
+        self._forward = forward
+        self._device = device
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return each micro-batch's log-probabilities, [trained tokens]."""
+        with torch.no_grad():
+            columns = [self._forward(rows).cpu() for rows in self._with_dummies(batches)]
+        return columns[: len(batches)]
+
+    def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> None:
+        """Run forward and backward, adding to the gradients."""
+        for index, rows in enumerate(self._with_dummies(batches)):
+            logprobs = self._forward(rows)
+            gradient = torch.zeros_like(logprobs)
+            if index < len(batches):
+                gradient.copy_(loss_gradient(index, logprobs.detach()))
+            # A surrogate whose gradient is the loss's.
+            (logprobs * gradient).sum().backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
+
+    def _with_dummies(self, batches: Sequence[PackedBatch]) -> list[Sequence[TrainingRow]]:
+        most = torch.tensor(len(batches), device=self._device)
+        distributed.all_reduce(most, distributed.ReduceOp.MAX)
+        own: list[Sequence[TrainingRow]] = [unpack_rows(batch) for batch in batches]
+        return own + [_DUMMY] * (int(most) - len(own))

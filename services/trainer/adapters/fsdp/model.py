@@ -1,0 +1,162 @@
+"""A causal language model of transformers, sharded over all ranks by FSDP2 (arXiv 2304.11277), and its AdamW.
+
+Each rank has a range of rows of every parameter and of its moments. A layer's parameters are gathered only while the
+layer computes. Gradients are summed over micro-batches and ranks, and divided once per update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.trainer.adapters.ranks.offload import local_tensor
+from services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
+from shared.errors import ConfigError
+from shared.job.training import OptimizerSpec
+
+
+class FsdpWeightMap:
+    """`WeightMap` of one rank: a range of rows of each parameter. Names are those that Hugging Face saves."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], rank: int, n_ranks: int) -> None:
+        """Map for rank `rank`. Rows are divided as `torch.chunk` does: the last ranks may have fewer, or none."""
+        self._pieces = {name: _rows(name, shape, rank, n_ranks) for name, shape in shapes.items()}
+
+    def owns(self, name: str) -> bool:
+        """Return True: no other rank has the same rows."""
+        return name in self._pieces
+
+    def slices(self, name: str) -> list[TensorSlice]:
+        """Return the one slice that this rank has."""
+        return [self._pieces[name]]
+
+    def split(self, name: str, value: Tensor) -> list[Tensor]:
+        """Return the value as the only slice."""
+        del name
+        return [value]
+
+    def join(self, name: str, values: list[Tensor]) -> Tensor:
+        """Return the only slice."""
+        del name
+        (value,) = values
+        return value
+
+
+class FsdpModel:
+    """One rank's shard of a model."""
+
+    def __init__(self, source: Path, device: str, *, trained: bool, activation_checkpointing: bool = False) -> None:
+        """Build it with uninitialized weights. A collective call of all ranks.
+
+        Args:
+            source: a Hugging Face directory; only its configuration is read.
+            device: `cpu` or `cuda`.
+            trained: whether parameters get gradients.
+            activation_checkpointing: whether layers are recomputed in the backward pass.
+
+        Raises:
+            ConfigError: the directory holds no causal language model, or one that FSDP2 cannot shard.
+
+        """
+        self.module: Any = _sharded_module(
+            source, device, trained=trained, activation_checkpointing=activation_checkpointing
+        )
+        self._parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters}
+        self.weight_map = FsdpWeightMap(shapes, distributed.get_rank(), distributed.get_world_size())
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, as `DTensor`."""
+        yield from self._parameters
+
+    def put(self, parameter: Tensor, value: Tensor) -> None:
+        """Overwrite this rank's rows of a parameter."""
+        local_tensor(parameter).copy_(value)
+
+
+class TrainedFsdpModel(FsdpModel):
+    """One rank's shard of the trained model, with its optimizer."""
+
+    def __init__(self, source: Path, device: str, optimizer: OptimizerSpec, *, activation_checkpointing: bool) -> None:
+        """Build both. See `FsdpModel`."""
+        super().__init__(source, device, trained=True, activation_checkpointing=activation_checkpointing)
+        self._clip = optimizer.grad_clip
+        self._dtensors = [parameter for _, parameter in self._parameters]
+        self.optimizer = torch.optim.AdamW(
+            self._dtensors, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
+        )
+
+    def zero_gradients(self) -> None:
+        """Drop the accumulated gradients."""
+        self.optimizer.zero_grad()
+
+    def finish_gradients(self, divisor: int) -> float:
+        """Divide the gradients by `divisor` and clip them; return their global norm before clipping."""
+        for parameter in self._dtensors:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._dtensors, self._clip)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def update(self, learning_rate: float) -> None:
+        """Apply the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's shards of the gradients."""
+        return [parameter.grad for parameter in self._dtensors if parameter.grad is not None]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """AdamW alone."""
+        return [self.optimizer]
+
+
+def _sharded_module(source: Path, device: str, *, trained: bool, activation_checkpointing: bool) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        # On the meta device: no rank ever holds whole weights, each reads its own rows.
+        with init_empty_weights(include_buffers=False):
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
+    module.tie_weights()
+    if unsharded := set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}:
+        raise ConfigError(
+            f"model {source} has the persistent buffer {min(unsharded)}, which FSDP does not shard: set "
+            "trainer.data_parallel to 1"
+        )
+    module.requires_grad_(trained)
+    if activation_checkpointing:
+        checkpoint_activations(module)
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    for sharded in (*module.get_decoder().layers, module):
+        # The root too: by default it stays gathered until the backward pass, which a frozen model does not have.
+        fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
+        # By default FSDP2 divides by the number of ranks.
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+    module.to_empty(device=device)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+    return module.eval()
+
+
+def _rows(name: str, shape: tuple[int, ...], rank: int, n_ranks: int) -> TensorSlice:
+    each = -(-shape[0] // n_ranks)
+    first, end = min(shape[0], rank * each), min(shape[0], (rank + 1) * each)
+    dims = shape[1:]
+    return TensorSlice(name, shape, (first, *(0 for _ in dims)), (end - first, *dims))

@@ -1,0 +1,130 @@
+"""Forward and backward over packed micro-batches, run by megatron-core's schedules.
+
+Rows are concatenated without padding, each a sequence of its own. The caller computes the loss and returns its gradient
+with respect to the log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor, distributed
+
+from services.trainer.adapters.megatron.model import MegatronModel
+from services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch
+from shared.columns import I32, U8, ints, unpack
+
+
+class PipelineForwardBackward:
+    """`ForwardBackward` of one rank."""
+
+    def __init__(self, model: MegatronModel, temperature: float) -> None:
+        """Use `model`; `temperature` divides the logits."""
+        self._model = model
+        self._temperature = temperature
+        self._is_last = parallel_state.is_pipeline_last_stage()
+        self._is_first_of_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return each micro-batch's log-probabilities, [trained tokens], on the last stage; else an empty list."""
+        columns: list[Tensor] = []
+
+        def collect(_index: int, logprobs: Tensor) -> Tensor:
+            columns.append(logprobs.detach().cpu())
+            return logprobs.sum()
+
+        with torch.no_grad():
+            self._run(batches, collect, forward_only=True)
+        return columns
+
+    def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> None:
+        """Run forward and backward, adding to the gradients."""
+
+        def loss(index: int, logprobs: Tensor) -> Tensor:
+            gradient = torch.empty_like(logprobs)
+            if self._is_first_of_tensor:
+                gradient.copy_(loss_gradient(index, logprobs.detach()))
+            source = parallel_state.get_tensor_model_parallel_src_rank()
+            distributed.broadcast(gradient, source, group=parallel_state.get_tensor_model_parallel_group())
+            # A surrogate whose gradient is the loss's.
+            return (logprobs * gradient).sum()
+
+        self._run(batches, loss, forward_only=False)
+
+    def _run(
+        self, batches: Sequence[PackedBatch], loss: Callable[[int, Tensor], Tensor], *, forward_only: bool
+    ) -> None:
+        if not batches:
+            return
+        step = partial(self._forward, loss=loss)
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(enumerate(batches)),
+            model=[self._model.chunk],
+            num_microbatches=len(batches),
+            seq_length=1,  # ignored: the stages exchange each micro-batch's length
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward(
+        self, batches: Iterator[tuple[int, PackedBatch]], chunk: Any, *, loss: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
+        index, batch = next(batches)
+        tokens, boundaries, predicts = _concatenated(batch, self._model.config)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        ids, at = torch.from_numpy(tokens).to(device), torch.from_numpy(predicts).to(device)
+        cu_seqlens = torch.from_numpy(boundaries).to(device)
+        longest = int(np.diff(boundaries).max())
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=packed)
+
+        def loss_of_logits(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+            logprobs = self._logprobs_of(logits[0], ids, at)
+            return loss(index, logprobs), torch.tensor(len(at), dtype=torch.int, device=device), {}
+
+        return output, loss_of_logits
+
+    def _logprobs_of(self, logits: Tensor, ids: Tensor, at: Tensor) -> Tensor:
+        """Return log-probabilities of the tokens after positions `at`; `logits` [tokens, this rank's vocabulary]."""
+        selected = logits[at].float() / self._temperature
+        rows, unpadded = self._model.weight_map.vocabulary_rows
+        if unpadded < rows:
+            selected = selected.masked_fill(torch.arange(rows, device=selected.device) >= unpadded, float("-inf"))
+        # `clone`: the function overwrites its input.
+        entropy: Tensor = vocab_parallel_cross_entropy(selected[:, None].clone(), ids[at + 1][:, None])
+        return -entropy[:, 0]
+
+
+def _concatenated(
+    batch: PackedBatch, config: Any
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return token ids, sequence boundaries (0, then each end), and positions whose next token is trained on."""
+    tokens = unpack(batch.tokens, I32).astype(np.int64)
+    prompts, completions = np.asarray(ints(batch.prompts)), np.asarray(ints(batch.completions))
+    boundaries = np.concatenate([[0], np.cumsum(prompts + completions)]).astype(np.int32)
+    predicts = np.concatenate(
+        [
+            np.arange(start + prompt - 1, start + prompt + completion - 1)
+            for start, prompt, completion in zip(boundaries, prompts, completions, strict=False)
+        ]
+    ).astype(np.int64)[unpack(batch.loss_mask, U8).astype(bool)]
+    if config.sequence_parallel and (n_padding := -len(tokens) % config.tensor_model_parallel_size):
+        # Each rank gets the same number of tokens: add a sequence of padding.
+        tokens = np.concatenate([tokens, np.zeros(n_padding, np.int64)])
+        boundaries = np.append(boundaries, boundaries[-1] + n_padding).astype(np.int32)
+    return tokens, boundaries, predicts

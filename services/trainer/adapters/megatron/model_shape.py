@@ -1,0 +1,88 @@
+"""A model's dimensions from its Hugging Face configuration, and checks that a layout can divide them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from services.trainer.adapters.ranks.layout import Layout
+from shared.errors import ConfigError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+class ModelShape(NamedTuple):
+    """A Llama-like decoder: RMSNorm, rotary positions, gated SiLU, grouped-query attention."""
+
+    n_layers: int
+    hidden: int
+    intermediate: int
+    n_heads: int
+    n_kv_heads: int
+    head_size: int
+    vocabulary: int
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Return the shape of a model with this transformers configuration.
+
+    Raises:
+        ConfigError: the model uses a feature that this backend does not support; the text names it.
+
+    """
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"trainer.backend: megatron does not support model type {config.model_type} (supported: "
+            f"{', '.join(FAMILIES)}): use trainer.backend: torch"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    unknown = {
+        "rope type": rope.get("rope_type", "default") != "default" and rope["rope_type"],
+        "activation": config.hidden_act != "silu" and config.hidden_act,
+        "sliding window": getattr(config, "use_sliding_window", False) and config.sliding_window,
+        "attention_bias:": getattr(config, "attention_bias", False),
+        "mlp_bias:": getattr(config, "mlp_bias", False),
+    }
+    for what, value in unknown.items():
+        if value:
+            raise ConfigError(f"trainer.backend: megatron does not support {what} {value}: use trainer.backend: torch")
+    return ModelShape(
+        n_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocabulary=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        norm_epsilon=config.rms_norm_eps,
+        rope_theta=float(rope["rope_theta"]),
+        tied=config.tie_word_embeddings,
+        qkv_bias=config.model_type == "qwen2",
+        qk_norm=config.model_type == "qwen3",
+    )
+
+
+def require_divisible(shape: ModelShape, layout: Layout) -> None:
+    """Check that the layout divides the model evenly.
+
+    Raises:
+        ConfigError: it does not; the text names the setting.
+
+    """
+    divisions = (
+        ("tensor_parallel", layout.tensor, "attention heads", shape.n_heads),
+        ("tensor_parallel", layout.tensor, "key and value heads", shape.n_kv_heads),
+        ("tensor_parallel", layout.tensor, "MLP rows", shape.intermediate),
+        ("pipeline_parallel", layout.pipeline, "layers", shape.n_layers),
+    )
+    for setting, n, what, total in divisions:
+        if total % n:
+            raise ConfigError(
+                f"trainer.{setting} is {n}, which does not divide the model's {total} {what}: set a divisor"
+            )

@@ -1,0 +1,146 @@
+"""Maps megatron-core's parameters to slices of Hugging Face tensors.
+
+Queries, keys and values are one matrix, grouped by key head; so are gate and up projection. Every other parameter is
+one tensor under another name. Matrices are sharded along their first dimension, or their second if the input is
+sharded. So each rank's shard is a rectangular slice, and ranks publish without communicating.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.trainer.adapters.megatron.model_shape import ModelShape
+from services.trainer.adapters.ranks.layout import Coordinates, Layout
+from services.trainer.adapters.ranks.tensor_slice import TensorSlice
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TOP = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": HEAD,
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
+_GATE_UP = "mlp.linear_fc1.weight"
+_RENAMED = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+}
+
+
+class MegatronWeightMap:
+    """`WeightMap` of one rank. `name` is always a parameter's name in `GPTModel`."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, coordinates: Coordinates) -> None:
+        """Map the parameters of the rank at `coordinates`."""
+        self._shape = shape
+        self._n, self._rank = layout.tensor, coordinates.tensor
+        self._head_is_copy = shape.tied and layout.pipeline > 1 and coordinates.pipeline == layout.pipeline - 1
+        self._first_layer = shape.n_layers // layout.pipeline * coordinates.pipeline
+
+    def owns(self, name: str) -> bool:
+        """Return True if this rank exports the parameter; of several ranks with the same slices one does."""
+        if name == "output_layer.weight" and self._head_is_copy:
+            return False
+        return self._rank == 0 or any(s.local_shape != s.global_shape for s in self.slices(name))
+
+    def slices(self, name: str) -> list[TensorSlice]:
+        """Return the slices that make up a parameter, in the order of `split` and `join`."""
+        if name in _TOP:
+            return [self._top(name)]
+        shape, (prefix, inner) = self._shape, self._in_layer(name)
+        if inner in _QKV:
+            kind = inner.rpartition(".")[2]
+            other_dims = () if kind == "bias" else (shape.hidden,)
+            heads = {"q": shape.n_heads, "k": shape.n_kv_heads, "v": shape.n_kv_heads}
+            return [
+                self._rows(f"{prefix}self_attn.{part}_proj.{kind}", n * shape.head_size, other_dims)
+                for part, n in heads.items()
+            ]
+        if inner == _GATE_UP:
+            return [
+                self._rows(f"{prefix}mlp.{part}_proj.weight", shape.intermediate, (shape.hidden,))
+                for part in ("gate", "up")
+            ]
+        return [self._renamed(prefix, inner)]
+
+    def split(self, name: str, value: Tensor) -> list[Tensor]:
+        """Split a value of the parameter's shape into its slices, as views."""
+        inner = "" if name in _TOP else self._in_layer(name)[1]
+        if inner in _QKV:
+            groups = value.reshape(self._groups, -1, *value.shape[1:])
+            return [one.reshape(-1, *value.shape[1:]) for one in torch.split(groups, self._group_rows(), 1)]
+        if inner == _GATE_UP:
+            return list(value.chunk(2, 0))
+        return [value[: self.slices(name)[0].local_shape[0]]]
+
+    def join(self, name: str, values: Sequence[Tensor]) -> Tensor:
+        """Join slices into a value of the parameter's shape; the exact inverse of `split`."""
+        inner = "" if name in _TOP else self._in_layer(name)[1]
+        if inner in _QKV:
+            dims = values[0].shape[1:]
+            return torch.cat([value.reshape(self._groups, -1, *dims) for value in values], 1).reshape(-1, *dims)
+        if inner == _GATE_UP:
+            return torch.cat(list(values), 0)
+        if name in _TOP and values[0].ndim > 1:
+            n_padding = self._vocabulary_rows - len(values[0])
+            return (
+                torch.cat([values[0], values[0].new_zeros(n_padding, self._shape.hidden)]) if n_padding else values[0]
+            )
+        return values[0]
+
+    @property
+    def vocabulary_rows(self) -> tuple[int, int]:
+        """(rows of the vocabulary on this rank, padding included; rows without padding)."""
+        unpadded = self.slices("embedding.word_embeddings.weight")[0].local_shape[0]
+        return self._vocabulary_rows, unpadded
+
+    @property
+    def _vocabulary_rows(self) -> int:
+        return -(-self._shape.vocabulary // self._n)
+
+    @property
+    def _groups(self) -> int:
+        return self._shape.n_kv_heads // self._n
+
+    def _group_rows(self) -> list[int]:
+        """Return the number of query, key and value rows in one group."""
+        size = self._shape.head_size
+        return [self._shape.n_heads // self._shape.n_kv_heads * size, size, size]
+
+    def _in_layer(self, name: str) -> tuple[str, str]:
+        match = _LAYER.fullmatch(name)
+        assert match, name
+        return f"model.layers.{int(match[1]) + self._first_layer}.", match[2]
+
+    def _top(self, name: str) -> TensorSlice:
+        shape = self._shape
+        if "layernorm" in name:
+            return TensorSlice.whole(_TOP[name], (shape.hidden,))
+        hf = EMBEDDING if shape.tied else _TOP[name]
+        # Padding rows of the last ranks are in no Hugging Face tensor.
+        low, high = (min(rank * self._vocabulary_rows, shape.vocabulary) for rank in (self._rank, self._rank + 1))
+        return TensorSlice(hf, (shape.vocabulary, shape.hidden), (low, 0), (high - low, shape.hidden))
+
+    def _renamed(self, prefix: str, inner: str) -> TensorSlice:
+        shape, hf = self._shape, prefix + _RENAMED[inner]
+        columns = {
+            "self_attention.linear_proj.weight": shape.n_heads * shape.head_size,
+            "mlp.linear_fc2.weight": shape.intermediate,
+        }
+        if inner in columns:
+            n = columns[inner] // self._n
+            return TensorSlice(hf, (shape.hidden, columns[inner]), (0, n * self._rank), (shape.hidden, n))
+        return TensorSlice.whole(hf, (shape.head_size if inner.startswith("self_attention.") else shape.hidden,))
+
+    def _rows(self, hf: str, n_rows: int, other_dims: tuple[int, ...]) -> TensorSlice:
+        n = n_rows // self._n
+        return TensorSlice(hf, (n_rows, *other_dims), (n * self._rank, *(0 for _ in other_dims)), (n, *other_dims))

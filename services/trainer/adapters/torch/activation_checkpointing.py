@@ -1,0 +1,54 @@
+"""Activation checkpointing (arXiv 1604.06174): recompute each layer's activations in the backward pass."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from shared.errors import ConfigError
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Make each layer of a transformers model save only its input for the backward pass.
+
+    The switch of transformers is not used: it works in training mode only, which also enables dropout. Layers that
+    FSDP2 shards are gathered for the recomputation too: its hooks wrap `forward`, and run before a layer's backward
+    pass. Dropout that is active in the forward pass must still be active in the backward pass.
+
+    Raises:
+        ConfigError: transformers does not mark the model's layers.
+
+    """
+    for layer in _layers(model):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def require_checkpointable(source: Path) -> None:
+    """Check that `checkpoint_activations` supports the model in a Hugging Face directory. Reads no weights.
+
+    Raises:
+        ConfigError: it does not.
+
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
+    except Exception:  # noqa: BLE001 - loading the model reports what is wrong with it
+        return
+    _layers(model)
+
+
+def _layers(model: Any) -> list[Any]:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"trainer.activation_checkpointing: not supported for {type(model).__name__}, whose layers transformers "
+            "does not mark: remove the setting, and lower trainer.micro_batch_tokens to save memory"
+        )
+    return layers

@@ -1,0 +1,33 @@
+"""The user's function that skips prompts. It runs in the trainer's process, in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.trainer.domain.curriculum import SkipFunction
+from services.trainer.ports.data import Prompt
+from shared.errors import ConfigError
+from shared.user_code.functions import load_user_function
+
+_FIELD = "data.curriculum.function"
+
+
+def load_skip_function(path: str, prompts: Sequence[Prompt]) -> SkipFunction:
+    """Return the function `module:function` in the form that the curriculum calls.
+
+    Raises:
+        ConfigError: it cannot be imported, is not a function, or does not take the arguments `means`, `step` and
+            `columns`. The returned function raises it if the user's function raises.
+
+    """
+    function = load_user_function(_FIELD, path, ("means", "step", "columns"))
+
+    def skips(means: Sequence[float], step: int, row: int) -> bool:
+        try:
+            return bool(function(list(means), step, dict(prompts[row].columns)))
+        except Exception as error:
+            raise ConfigError(
+                f"{_FIELD}: {path} raised {type(error).__name__}: {error} for prompt {row + 1} at step {step}"
+            ) from error
+
+    return skips

@@ -1,0 +1,193 @@
+"""A process for user code, which may hang, raise, print, or kill its process. `children.child` runs inside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgpack
+
+from shared.errors import ConfigError
+from shared.waiting import Waits
+
+IMPORT_LIMIT_S = 60.0
+_LENGTH_BYTES = 4
+_EXIT_LIMIT_S = 1.0
+"""How long a process that has closed its output may take to exit by itself, with its own exit code."""
+_DETAIL_CHARS = 500
+
+
+class UserProgram(NamedTuple):
+    """What a process runs, and how error messages name it."""
+
+    module: str
+    """The child's module, run with `python -m`."""
+    argument: str
+    field: str
+    """The job file's field."""
+    functions: str
+    """The user's functions, as the field names them."""
+
+
+class UserCodeFault(Exception):
+    """A call of user code failed."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        """Describe the fault.
+
+        Args:
+            reason: `unserializable`, `timeout`, `crashed` or `raised`.
+            detail: for people.
+
+        """
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+class UserCodeProcess:
+    """One process, restarted when it has ended."""
+
+    def __init__(self, program: UserProgram) -> None:
+        """Prepare; `start` starts the process."""
+        self._program = program
+        self._process: Process | None = None
+
+    async def start(self) -> bool:
+        """Start the process unless it runs; return True if it was started.
+
+        Raises:
+            ConfigError: the user's code cannot be imported, or is not what the field requires.
+
+        """
+        if self._process is not None and self._process.returncode is None:
+            return False
+        await self.kill()  # what a process that has ended by itself had started
+        module, argument, field, functions = self._program
+        # Its own process group, to kill what the user's code has started; and no secrets in its environment.
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, argument),
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,
+            env=_environment(),
+        )
+        try:
+            async with asyncio.timeout(IMPORT_LIMIT_S):
+                answer = await self._receive()
+        except (TimeoutError, EOFError) as error:
+            await self.kill()
+            reason = (
+                f"took longer than {IMPORT_LIMIT_S:g} s" if isinstance(error, TimeoutError) else "ended its process"
+            )
+            raise ConfigError(f"{field}: importing {functions} {reason}") from error
+        except asyncio.CancelledError:
+            # A later call would take its first message for an answer.
+            await self.kill()
+            raise
+        if "failed" in answer:
+            await self.kill()
+            raise ConfigError(f"{field}: {answer['failed']}")
+        return True
+
+    async def restart_if_ended(self) -> bool:
+        """Start the process again if it has ended; return True if it was started.
+
+        Raises:
+            UserCodeFault: it cannot be started.
+
+        """
+        try:
+            return await self.start()
+        except ConfigError as error:
+            raise UserCodeFault("crashed", str(error)) from error
+
+    async def call(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send a request to the running process and return its answer.
+
+        After a timeout, a crash or a cancellation the process is killed, with all processes that it has started.
+
+        Raises:
+            UserCodeFault: the request cannot be serialized, the user's code raised or took longer than `limit_s`, or
+                the process ended.
+
+        """
+        try:
+            packed = msgpack.packb(request)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UserCodeFault(
+                "unserializable", f"a column cannot be sent to {self._program.functions}: {error}"
+            ) from error
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await self._exchange(packed)
+        except TimeoutError:
+            await self.kill()
+            raise UserCodeFault("timeout", f"no answer within {limit_s:g} s; its process was killed") from None
+        except (EOFError, OSError, ValueError, msgpack.UnpackException) as error:
+            code = await self.kill(patience_s=_EXIT_LIMIT_S)
+            raise UserCodeFault("crashed", f"its process ended with code {code} ({type(error).__name__})") from error
+        except asyncio.CancelledError:
+            # The next call would receive the answer of this one.
+            await self.kill()
+            raise
+        if "raised" in answer:
+            raise UserCodeFault("raised", str(answer["raised"])[:_DETAIL_CHARS])
+        return answer
+
+    async def _exchange(self, request: bytes) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(request).to_bytes(_LENGTH_BYTES, "big") + request)
+        await self._process.stdin.drain()
+        return await self._receive()
+
+    async def _receive(self) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        head = await self._process.stdout.readexactly(_LENGTH_BYTES)
+        body: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(int.from_bytes(head, "big")))
+        return body
+
+    async def kill(self, patience_s: float = 0.0) -> int | None:
+        """Close the process's input, wait up to `patience_s` for its exit, and kill its process group.
+
+        Returns:
+            The exit code, None if no process was running.
+
+        """
+        if self._process is None:
+            return None
+        process, self._process = self._process, None
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(patience_s):
+                await process.wait()
+        except TimeoutError:
+            pass  # killed below
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return await process.wait()
+
+
+async def start_all(processes: Iterable[UserCodeProcess], waits: Waits, subject: str) -> None:
+    """Start several processes of one job; `subject` names the user's code in the list of waits.
+
+    Raises:
+        ConfigError: see `UserCodeProcess.start`.
+
+    """
+    async with waits.on(subject, because="import of the user's code", limit_s=IMPORT_LIMIT_S + 5):
+        await asyncio.gather(*(process.start() for process in processes))
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_")}

@@ -1,0 +1,125 @@
+"""Builds the resources of one job. Imports torch and transformers: import it late, and on the device's thread."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from services.trainer.adapters.checkpoints.locations import CheckpointLocations
+from services.trainer.adapters.data import find_model, load_data
+from services.trainer.adapters.environment_pool import EnvironmentPool
+from services.trainer.adapters.fsdp.policy import FsdpPolicy
+from services.trainer.adapters.log.folder import JobFolder
+from services.trainer.adapters.log.sinks import openers
+from services.trainer.adapters.machine import machine_of
+from services.trainer.adapters.megatron.policy import MegatronPolicy
+from services.trainer.adapters.no_reward import NoReward
+from services.trainer.adapters.ranks.policy import RanksPolicy
+from services.trainer.adapters.ranks.publisher import RanksPublisher
+from services.trainer.adapters.reward_pool import RewardPool
+from services.trainer.adapters.torch.policy import TorchPolicy
+from services.trainer.adapters.user_code.curriculum import load_skip_function
+from services.trainer.adapters.user_code.loss import load_loss
+from services.trainer.adapters.weights import StorePublisher
+from services.trainer.domain.loss.policy import job_loss
+from services.trainer.domain.parity import build_probe
+from services.trainer.domain.sft import sft_loss
+from services.trainer.domain.tokens import LossFn
+from services.trainer.ports.resources import JobResources
+from services.trainer.settings import Settings
+from shared.errors import ConfigError
+from shared.job.algorithm import CriticSpec
+from shared.job.spec import JobSpec
+from shared.torch_device import require_device
+from shared.waiting import Waits
+from shared.weights.client import StoreClient
+
+
+def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> JobResources:
+    """Build a job's resources. Blocks.
+
+    Raises:
+        ConfigError: a file that the job names is missing or invalid.
+
+    """
+    folder = config.dir / job_id
+    model = find_model(spec.model)
+    data = load_data(spec, model)
+    places = CheckpointLocations(folder, config.outage_limit_s)
+    token = config.token.get_secret_value()
+    client = StoreClient(config.weight_store_url, token)
+    config_json = (model / "config.json").read_text(encoding="utf-8")
+    vocabulary = int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
+    engine = _engine(config, spec, folder)
+    skip_function = spec.data.curriculum.function if spec.data.curriculum else None
+    publisher = (
+        partial(RanksPublisher, policy=engine, token=token) if isinstance(engine, RanksPolicy) else StorePublisher
+    )
+    return JobResources(
+        engine=engine,
+        model=model,
+        loss=_loss(spec),
+        data=data,
+        rewards=RewardPool(spec.reward, waits) if spec.reward else NoReward(),
+        environments=EnvironmentPool(spec.environment, waits) if spec.environment else None,
+        checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
+        weights=publisher(
+            client,
+            job_id,
+            config_json,
+            folder / "pulled",
+            waits,
+            config.outage_limit_s,
+            deltas=spec.elastic.weights == "delta",
+        ),
+        folder=JobFolder(folder, model, openers(spec, job_id, folder)),
+        predecessor=places.predecessor(spec.trainer.resume),
+        critic=engine if isinstance(engine, TorchPolicy) and _critic(spec) else None,
+        machine=machine_of(spec, model, config.device),
+        skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
+        probe=build_probe(vocabulary, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
+    )
+
+
+def _loss(spec: JobSpec) -> LossFn:
+    if spec.kind == "sft":
+        return sft_loss
+    return job_loss(spec, load_loss(spec.algorithm.loss) if spec.algorithm.loss else None)
+
+
+def _critic(spec: JobSpec) -> CriticSpec | None:
+    return None if spec.kind == "sft" else spec.algorithm.critic
+
+
+def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | RanksPolicy:
+    if spec.trainer.offload != "none" and config.device == "cpu":
+        raise ConfigError(
+            f"trainer.offload: {spec.trainer.offload} needs a GPU shared by reserved engines and the trainer, but the "
+            "trainer's device is cpu (RLBOOST_TRAINER_DEVICE): leave it out"
+        )
+    temperature, reference = spec.sampling.scored_temperature, spec.kind == "rl" and spec.algorithm.needs_reference
+    if not spec.trainer.in_one_process:
+        kind = MegatronPolicy if spec.trainer.backend == "megatron" else FsdpPolicy
+        return kind(
+            spec.trainer,
+            spec.optimizer,
+            temperature=temperature,
+            device=config.device,
+            reference=reference,
+            folder=folder,
+        )
+    require_device(config.device, "RLBOOST_TRAINER_DEVICE")
+    return TorchPolicy(
+        spec.optimizer,
+        temperature=temperature,
+        dtype=spec.trainer.dtype,
+        device=config.device,
+        lora=spec.adapter,
+        seed=spec.trainer.seed,
+        reference=reference,
+        critic=_critic(spec),
+        offload=spec.trainer.offload,
+        activation_checkpointing=spec.trainer.activation_checkpointing,
+    )

@@ -1,0 +1,141 @@
+"""The model being trained: the interface that every training backend implements.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from services.trainer.domain.tokens import LossFn
+from services.trainer.domain.training_row import TrainingRow
+from shared.errors import Fatal
+from shared.weights.publisher import Shard
+
+
+class RankInfo(NamedTuple):
+    """The position of a process among those that train one model together."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    is_output_rank: bool = True
+    """True on the rank that returns `logprobs` and the metrics of `accumulate` (the last pipeline stage)."""
+
+
+Exported = Literal["model", "base", "adapter"]
+"""`model`: the model with its adapter merged in; `base`: the model below the adapter; `adapter`: the adapter alone.
+Without an adapter, `model` and `base` are the same and `adapter` is not available."""
+Loaded = Literal["base", "adapter"]
+Snapshot = Callable[[Path], None]
+"""Writes a captured state into an existing directory. Call it once, from any thread; later engine calls do not affect
+it. Raises `OSError` if the directory cannot be written."""
+
+
+class NotFinite(Fatal):
+    """A loss or its gradients are NaN or infinite; the weights are unchanged."""
+
+
+class PolicyEngine(Protocol):
+    """The model being trained, with its optimizer. All calls block and come from one thread.
+
+    Forward and backward are one call: with pipeline parallelism the engine's schedule owns the backward pass.
+    """
+
+    rank: RankInfo
+
+    @property
+    def adapter_json(self) -> str:
+        """PEFT's `adapter_config.json` if an adapter is trained on a frozen model, otherwise empty."""
+
+    def load_hf(self, source: Path) -> None:
+        """Load a Hugging Face model directory; reset the adapter, if there is one, and the optimizer.
+
+        Raises:
+            ConfigError: the directory holds no trainable causal language model, or does not support this adapter.
+
+        """
+
+    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+        """Return one float32 column per row: log-probabilities of its loss tokens at the job's temperature.
+
+        Gradients are neither used nor changed.
+        """
+
+    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+        """Return the same columns under the weights that `load_hf` loaded; needs an engine built with a reference."""
+
+    def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
+        """Run forward and backward over micro-batches, adding unnormalized gradients; return the loss's sums.
+
+        `domain.sums.add` adds up the returned sums. An engine built with a reference passes reference log-probabilities
+        to the loss: those of the weights that `load_hf` loaded, or those that the rows carry. A critic trains along.
+
+        Raises:
+            NotFinite: a loss is NaN or infinite; nothing was added for that micro-batch.
+
+        """
+
+    def step(self, learning_rate: float) -> float:
+        """Divide the accumulated gradients by the loss's accumulated `divisor`, clip, update, zero.
+
+        Without accumulated gradients the weights stay unchanged.
+
+        Returns:
+            The gradient norm before clipping, 0.0 without accumulated gradients.
+
+        Raises:
+            NotFinite: the gradients are NaN or infinite; the weights are unchanged.
+
+        """
+
+    def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
+        """Yield this process's shards of all tensors; tied tensors once, under the name that Hugging Face saves.
+
+        Adapter tensors are whole on the output rank, under PEFT's names.
+
+        A shard's bytes are valid until the next other call of the engine. Another thread may iterate.
+        """
+
+    def load_shards(self, shards: Iterable[Shard], what: Loaded = "base") -> None:
+        """Overwrite the weights of one kind; keep the optimizer state.
+
+        Raises:
+            Fatal: a tensor is unknown or missing, or has another shape or dtype.
+
+        """
+
+    def snapshot(self) -> Snapshot:
+        """Copy the trained weights, the optimizer state and the random state; return a function that writes the copy.
+
+        Only one copy exists at a time: write or drop the previous one first.
+
+        Raises:
+            Fatal: not enough memory for the copy.
+
+        """
+
+    def load(self, directory: Path) -> None:
+        """Read what a snapshot wrote, and drop accumulated gradients.
+
+        Raises:
+            Corrupt: it does not fit this model.
+
+        """
+
+    def offload(self) -> None:
+        """Move to host memory what `trainer.offload` names, until the next call that computes with it.
+
+        Changes no value. Called when the reserved inference engines get the device.
+        """
+
+    def close(self) -> None:
+        """Release memory."""
+
+
+class Critic(Protocol):
+    """The additional interface of an engine with a critic."""
+
+    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+        """Return one float32 column per row: the expected return before each loss token is generated."""

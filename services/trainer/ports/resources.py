@@ -1,0 +1,58 @@
+"""Everything that one job works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.trainer.domain.curriculum import SkipFunction
+from services.trainer.domain.parity import Probe
+from services.trainer.domain.tokens import LossFn
+from services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
+from services.trainer.ports.data import Data
+from services.trainer.ports.engine import Critic, PolicyEngine
+from services.trainer.ports.environments import Environments
+from services.trainer.ports.rewards import RewardFunction
+from services.trainer.ports.storage import CheckpointStore, RunFolder, TrainState, WeightPublisher
+from shared.job.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class JobResources:
+    """The engine, data, user code and storage of one job."""
+
+    engine: PolicyEngine
+    model: Path
+    """The Hugging Face directory of the base model."""
+    loss: LossFn
+    data: Data
+    rewards: RewardFunction
+    checkpoints: CheckpointStore
+    weights: WeightPublisher
+    folder: RunFolder
+    critic: Critic | None = None
+    """The engine, if it has a critic."""
+    environments: Environments | None = None
+    """Set if samples are conversations."""
+    predecessor: Callable[[], tuple[TrainState, Path]] | None = None
+    """Finds the checkpoint of another job that this one starts from (`trainer.resume` names it). Raises `ConfigError`
+    if there is none."""
+    machine: Machine = UNKNOWN_MACHINE
+    skip_function: SkipFunction | None = None
+    """`data.curriculum.function`, if there is one."""
+    probe: Probe | None = None
+    """The input of the parity check that each version is published with; None: workers skip the check."""
+
+
+class JobResourcesFactory(Protocol):
+    """Builds the resources of a job."""
+
+    def __call__(self, spec: JobSpec, job_id: str) -> JobResources:
+        """Build them. Blocks, and uses neither the network nor other processes.
+
+        Raises:
+            ConfigError: a file that the job names is missing or invalid.
+
+        """

@@ -1,0 +1,133 @@
+"""What outlives the trainer process: checkpoints, published weights, and the folder of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.ports.engine import Snapshot
+from shared.bus import START
+from shared.weights.publisher import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """The position of a job: with its weights, enough to resume as if it had not been interrupted."""
+
+    step: int
+    """The next step to train; the checkpoint's weights are of this version."""
+    finished_cursor: str
+    """Position in `rollouts.finished` before the first entry that this step or a later one needs."""
+    train_rows: int
+    """Number of training prompts. With the job's seed and the step it determines which prompts come next."""
+    read_cursor: str = START
+    """Position up to which `rollouts.finished` was read. Entries between the two positions may be of earlier steps."""
+    data_digest: str = ""
+    """Digest of the training prompts, see `domain.fingerprint`; empty in checkpoints that predate it."""
+
+
+class CheckpointStore(Protocol):
+    """Checkpoints of one job; a checkpoint is stored whole or not at all. All calls block, one at a time."""
+
+    def save(self, state: TrainState, write: Snapshot) -> None:
+        """Store a checkpoint and delete old ones; `write` writes the engine's files into the directory it is given.
+
+        Raises:
+            Fatal: it cannot be written; earlier checkpoints stay.
+
+        """
+
+    def newest(self) -> tuple[TrainState, Path] | None:
+        """Return the newest checkpoint that verifies, None if there is none. Corrupt ones are skipped with a warning.
+
+        Its files stay in the directory until the next call of `save`.
+
+        Raises:
+            ConfigError: the location of the checkpoints cannot be used.
+            Corrupt: there are checkpoints, and none verifies.
+            StoreUnavailable: the store did not answer in time.
+
+        """
+
+    def fallback(self) -> TrainState | None:
+        """Return the oldest retained checkpoint once the store is full: entries before its position are not needed."""
+
+
+class WeightPublisher(Protocol):
+    """One job's weights in the weight store.
+
+    Every method retries while the store is unavailable, and raises `Timeout` once its limit has passed.
+    """
+
+    async def head(self) -> int:
+        """Return the newest committed version, -1 before the first."""
+
+    async def publish(
+        self,
+        version: int,
+        shards: Iterable[Shard],
+        *,
+        expect: int,
+        base_version: int | None = None,
+        adapter_json: str = "",
+        parity_json: str = "",
+    ) -> None:
+        """Commit the shards as `version`, if the head is `expect`.
+
+        Args:
+            version: of the weights.
+            shards: the tensors.
+            expect: the head before the commit.
+            base_version: for an adapter, the version of its base model, which is retained as long as this one.
+            adapter_json: for an adapter, PEFT's `adapter_config.json`.
+            parity_json: what workers must reproduce, see `shared.model.parity`.
+
+        Raises:
+            Conflict: another version is the head.
+
+        """
+
+    async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
+        """Return True if a committed version holds exactly these tensors; None if it is no longer retained."""
+
+    async def fetch(self, version: int) -> Iterator[Shard]:
+        """Download a committed version and return its tensors, which are read while they are iterated.
+
+        Raises:
+            NotFound: it is no longer retained.
+            Corrupt: it does not verify.
+
+        """
+
+    async def close(self) -> None:
+        """Release connections."""
+
+
+class RunFolder(Protocol):
+    """The files of a job that people read. All calls block."""
+
+    def begin(self, spec_json: str, step: int) -> None:
+        """Write the resolved job file; delete metrics of `step` and later, which will be trained again."""
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """Append a row to the run log, and pass it to the job's loggers.
+
+        Returns:
+            New problems of the loggers, each once.
+
+        """
+
+    def dump_batch(self, name: str, rows: Sequence[TrainingRow]) -> Path:
+        """Write rows with a non-finite loss into a file of this name, for debugging, and return its path."""
+
+    def export(self, shards: Iterable[Shard]) -> Path:
+        """Write the final model as a Hugging Face directory and return its path."""
+
+    def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
+        """Write the final adapter as a PEFT directory and return its path."""
+
+    def close(self) -> list[str]:
+        """Flush the loggers, for some seconds at most; return their problems as `log_step` does."""

@@ -1,0 +1,42 @@
+"""The objects that all steps of one job share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from services.trainer.device import DeviceThread
+from services.trainer.domain.plan import PlannedGroup
+from services.trainer.job_streams import JobStreams
+from services.trainer.ports.data import Prompt
+from services.trainer.ports.resources import JobResources
+from services.trainer.step.curriculum_log import DurableCurriculum
+from services.trainer.step.resampling_log import DurableResampling
+from shared.job.spec import GeneratingJob
+from shared.waiting import Waits
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """What every step of a job works with."""
+
+    id: str
+    no: int
+    spec: GeneratingJob
+    resources: JobResources
+    streams: JobStreams
+    device: DeviceThread
+    waits: Waits
+    limit_s: float
+    """How long a step may wait for samples or for its device."""
+    scoring: asyncio.TaskGroup
+    """Owns the scoring tasks: groups of a later step are scored while an earlier step trains."""
+    curriculum: DurableCurriculum | None = None
+    """Chooses the prompts of each step; None: the epoch order does."""
+    resampling: DurableResampling | None = None
+    """Records which groups were replaced by groups of other prompts; None if the job replaces no group."""
+
+    def prompt(self, group: PlannedGroup) -> Prompt:
+        """Return the prompt of a group."""
+        data = self.resources.data
+        return (data.evaluation if group.is_eval else data.train)[group.row]

@@ -1,0 +1,187 @@
+"""The groups of one step, from the request to the score. A step may be requested before it is trained.
+
+Consumes: the outcomes of groups, complete or dropped, that `RolloutWindow` reads from `rollouts.finished` (`take`).
+Produces: requests of groups (`GroupRequests`); a scoring task per outcome, owned by `JobContext.scoring`; scored
+training groups in the order in which they were completed (`next_group`); requests of replacement groups.
+Waits for: in `next_group`, the next outcome, which `take` puts into the queue, and then its score. In
+`wait_until_decided`, the scores of groups that may be replaced: the end of each scoring task wakes it.
+Ends when: `next_group` was called once per training group of the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from operator import itemgetter
+from statistics import fmean
+
+from services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector
+from services.trainer.domain.metrics import ScoredGroup, StepTally
+from services.trainer.domain.plan import PlannedGroup, plan_step
+from services.trainer.domain.schedule import learning_rate
+from services.trainer.domain.shaping import length_penalties
+from services.trainer.step.context import JobContext
+from services.trainer.step.group_requests import GroupRequests
+from services.trainer.step.multi_turn import Conversations
+from services.trainer.step.resampling_log import StepReplacements
+from services.trainer.step.scoring import GroupScorer
+from shared.errors import Fatal, Timeout
+
+
+class GroupIntake:
+    """The groups of one step."""
+
+    def __init__(self, job: JobContext, step: int, *, was_trained: bool) -> None:
+        """Plan step `step`.
+
+        Args:
+            job: the step's job.
+            step: its number; the step after the last training step only evaluates.
+            was_trained: an earlier trainer process trained it and published its samples for people.
+
+        """
+        data, spec = job.resources.data, job.spec
+        self._job = job
+        self.step = step
+        self._was_trained = was_trained
+        selection = job.curriculum.plan(step) if job.curriculum is not None and step < spec.steps else None
+        rows = None if selection is None else selection.rows
+        planned = plan_step(spec, job.no, step, len(data.train), len(data.evaluation), rows)
+        initial = [group.row for group in planned if not group.is_eval]
+        self.n_train = self.n_initial_pending = len(initial)
+        """How many training groups the step trains on; how many of the initially requested ones are not complete."""
+        self._replacements = job.resampling.of_step(step, initial) if job.resampling is not None and initial else None
+        planned += [] if self._replacements is None else self._replacements.recorded()
+        self._planned = {group.id: group for group in planned}
+        self._conversations = Conversations(job, step, planned) if spec.environment is not None else None
+        sizes = {group.id: group.n for group in planned}
+        self.collector = (
+            StepCollector(job.no, step, sizes, spec.elastic.max_staleness)
+            if self._conversations is None
+            else self._conversations.collector
+        )
+        rate = learning_rate(spec.optimizer, step, spec.steps)
+        self.tally = StepTally(step=step, learning_rate=rate, machine=job.resources.machine)
+        if spec.eval is not None:
+            self.tally.pass_reward = spec.eval.pass_reward
+        if selection is not None:
+            self.tally.measured |= selection.metrics()
+        if self._replacements is not None:
+            self.tally.resampled = self._replacements.n_replaced
+        self._requests = GroupRequests(job, step, planned, self._conversations)
+        self._scorer = GroupScorer(job, self.tally, self._conversations, publish=not was_trained)
+        self._training: asyncio.Queue[tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = asyncio.Queue()
+        """Training groups and their scoring, in order of completion; the task returns None for a dropped group."""
+        self.n_undecided = 0
+        """How many groups are complete and may still be replaced."""
+        self._decided = asyncio.Event()
+        self.evaluation: list[asyncio.Task[ScoredGroup | None]] = []
+        """The scoring of evaluation groups."""
+
+    # --- request ---
+
+    async def request(self, *, evaluation: bool) -> None:
+        """Request the groups that are not requested yet; evaluation groups, which need this step's weights, on demand.
+
+        Repeating a request, as the successor of a killed trainer does, is harmless: the manager knows each group by its
+        id.
+
+        Raises:
+            Fatal: no conversation of the step can start, or the environments took too long.
+
+        """
+        if not self._requests.all_started and self._job.curriculum is not None and self.n_train:
+            await self._job.curriculum.persist(self.step)
+        await self._requests.send(evaluation=evaluation)
+
+    def answer_turns(self) -> None:
+        """Have environments answer the new turns, once all entries at hand, which may contain answers, were read."""
+        if self._conversations is not None:
+            self._conversations.answer()
+
+    # --- score ---
+
+    def take(self, outcome: Outcome) -> None:
+        """Start a task that scores a complete group, or reports a dropped one."""
+        planned = self._planned[outcome.group]
+        if self._conversations is not None and isinstance(outcome, DroppedGroup):
+            self._conversations.release(outcome.group)
+        name = f"score-{outcome.group}"
+        if planned.is_eval:
+            self.evaluation.append(self._job.scoring.create_task(self._scorer.score(outcome, planned), name=name))
+            return
+        self.n_initial_pending -= planned.number < self.n_train
+        if self._replacements is None:
+            scoring = self._scorer.score(outcome, planned)
+        else:
+            self.n_undecided += 1
+            scoring = self._score_or_replace(self._replacements, outcome, planned)
+        self._training.put_nowait((planned, self._job.scoring.create_task(scoring, name=name)))
+
+    async def _score_or_replace(
+        self, replacements: StepReplacements, outcome: Outcome, planned: PlannedGroup
+    ) -> ScoredGroup | None:
+        """Score a training group; if all its rewards are equal, request a group of another prompt in its place."""
+        try:
+            scored = await self._scorer.score(outcome, planned)
+            # A dropped group is not replaced: it shows a fault, not the value of its prompt, and the next group may
+            # have the same fault. A step that was trained before has no workers with its version any more: it has only
+            # the recorded replacements.
+            if scored is None or self._was_trained:
+                return scored
+            replacement = await replacements.replace(planned, scored)
+            if replacement is not None:
+                self._expect(replacement)
+                await self._requests.send_replacement(replacement)
+            self.tally.resampled = replacements.n_replaced
+            return scored
+        finally:
+            self.n_undecided -= 1
+            self._decided.set()
+
+    def _expect(self, replacement: PlannedGroup) -> None:
+        self._planned[replacement.id] = replacement
+        if self._conversations is None:
+            self.collector.add(replacement.id, replacement.n)
+        else:
+            self._conversations.add(replacement)
+        self._decided.set()
+
+    # --- deliver ---
+
+    async def next_group(self) -> ScoredGroup | None:
+        """Return the next training group that is not replaced, None for a dropped one."""
+        while True:
+            planned, scoring = await self._training.get()
+            if (group := await scoring) is not None:
+                self.tally.scored.append(group)
+                spec = self._job.spec
+                self.tally.penalties += length_penalties(group, spec.algorithm, spec.sampling.max_tokens)
+            if self._replacements is None or not self._replacements.is_replaced(planned):
+                return group
+            self.tally.left_out["equal_rewards"] += group is not None
+
+    async def wait_until_decided(self) -> None:
+        """Return once no complete group can be replaced any more, or a requested replacement is not complete.
+
+        Raises:
+            Fatal: scoring takes too long.
+
+        """
+        reward = self._job.spec.reward
+        # Each call has its own limit; in addition, the processes may be busy with groups of later steps.
+        limit_s = self._job.limit_s + (reward.timeout_s if reward is not None else 0.0) * self.n_undecided
+        because = f"{self.n_undecided} groups of step {self.step} may have to be replaced"
+        try:
+            async with self._job.waits.on("the rewards", because=because, limit_s=limit_s):
+                while self.n_undecided and self.collector.complete:
+                    self._decided.clear()
+                    await self._decided.wait()
+        except Timeout as error:
+            raise Fatal(f"{error}: make the reward function faster, or raise reward.workers") from error
+
+    async def record_scores(self) -> None:
+        """Pass the mean rewards of the step's groups to the curriculum."""
+        if self._job.curriculum is not None and self.n_train:
+            groups = sorted(((group.samples[0].sample, group) for group in self.tally.scored), key=itemgetter(0))
+            means = [(self._planned[group_id].row, fmean(group.rewards)) for group_id, group in groups]
+            await self._job.curriculum.record_scores(self.step, means)

@@ -1,0 +1,182 @@
+"""One training step: trains on scored groups as they are completed, as soon as the trainer has the device.
+
+*Collect*. Consumes: `rollouts.finished`, through `RolloutWindow`. Produces: scoring tasks (`GroupIntake.take`).
+Waits for: the next entry (`Source.read`); if groups may be replaced, the scores that decide it
+(`GroupIntake.wait_until_decided`), while it reads entries of later steps. Ends when: every group of the step is
+complete or dropped, and seeding is over; then `Source.read_ahead` reads entries of later steps until training ends.
+
+*Train*. Consumes: scored groups in order of completion (`GroupIntake.next_group`). Produces: optimizer steps.
+Waits for: the next group, until its scoring task ends; the device (`DeviceTurn.run`), until *collect* reads
+`SeedingEnded` and calls `DeviceTurn.set_owned`. Ends when: the last group of the step is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+from services.trainer.device import DeviceTurn
+from services.trainer.domain import sums
+from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner
+from services.trainer.domain.metrics import Durations, StepTally
+from services.trainer.domain.training_row import TrainingRow
+from services.trainer.ports.engine import NotFinite
+from services.trainer.step.context import JobContext
+from services.trainer.step.group_intake import GroupIntake
+from services.trainer.step.training_rows import TrainingRowBuilder
+from shared.errors import Fatal
+
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Reads entries for a step and the steps after it."""
+
+    async def read(self, what: str, because: str) -> None:
+        """Read the next entry, of any step, waiting for `what`.
+
+        Raises:
+            Fatal: no entry came within the limit, or the stream is inconsistent.
+
+        """
+
+    async def read_ahead(self) -> None:
+        """Read entries of later steps, as far as these are requested. The caller cancels it."""
+
+
+class StepRun:
+    """One step, from its first sample to its last optimizer step."""
+
+    def __init__(self, job: JobContext, intake: GroupIntake, source: Source) -> None:
+        """Prepare the step of `intake`; `source` reads its entries."""
+        self._job = job
+        self._step = intake.step
+        self._intake = intake
+        self._source = source
+        self._tally = intake.tally
+        self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s, job.resources.engine.offload)
+        self._idle_before_s: float | None = None
+        """Idle time of the device until all initial groups were complete."""
+        self._updated = False
+        """Whether the weights differ from those at the start of the step."""
+        self._rows = TrainingRowBuilder(job, intake.tally, self._turn)
+        self._update: list[TrainingRow] = []
+        """Rows accumulated since the last optimizer step."""
+
+    async def run(self) -> StepTally:
+        """Collect and train; return the tally of the step.
+
+        Raises:
+            Fatal: no sample came within the limit, the stream is inconsistent, no group could be scored, or a loss is
+                not finite.
+            ExceptionGroup: one or more of the errors above, from the step's tasks.
+
+        """
+        async with asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(self._train(), name=f"train-{self._step}")
+            await self._collect()
+            reading_ahead = tasks.create_task(self._source.read_ahead(), name=f"read-ahead-{self._step}")
+            await training
+            reading_ahead.cancel()
+        self._tally.evaluated = [group for task in self._intake.evaluation if (group := await task) is not None]
+        self._tally.duplicates = self._intake.collector.duplicates
+        self._tally.durations = self._durations()
+        needed = self._tally.evaluated if self._job.spec.kind == "eval" else self._tally.scored
+        if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):
+            raise Fatal(
+                f"no group of step {self._step} could be scored ({dict(self._tally.dropped)}; the first: "
+                f"{self._tally.first_detail or 'no detail'}): check {self._suspect()}"
+            )
+        return self._tally
+
+    def _suspect(self) -> str:
+        if set(self._tally.dropped) == {"stale"}:
+            return "for workers with old weights, or raise elastic.max_staleness"
+        if (environment := self._job.spec.environment) and any("environment" in why for why in self._tally.dropped):
+            return f"environment.function {environment.function}"
+        return "reward.function " + ", ".join(part.source for part in self._job.spec.reward_parts)
+
+    # --- collect ---
+
+    async def _collect(self) -> None:
+        collector = self._intake.collector
+        while True:
+            self._turn.set_owned(owned=collector.trainer_has_device)
+            if self._idle_before_s is None and not self._intake.n_initial_pending:
+                self._idle_before_s = self._turn.idle_s
+            if not collector.complete or (self._intake.n_train and not collector.trainer_has_device):
+                progress = f"{collector.n_arrived} of {collector.n_samples} samples have arrived"
+                await self._source.read(f"samples of step {self._step}", progress)
+            elif self._intake.n_undecided:
+                await self._read_until_decided()
+            else:
+                return
+
+    async def _read_until_decided(self) -> None:
+        """Read entries of later steps until no group can be replaced any more, or a replacement is pending."""
+        async with asyncio.TaskGroup() as tasks:
+            reading_ahead = tasks.create_task(self._source.read_ahead(), name=f"read-ahead-{self._step}")
+            await self._intake.wait_until_decided()
+            reading_ahead.cancel()
+
+    # --- train ---
+
+    async def _train(self) -> None:
+        n_groups, spec = self._intake.n_train, self._job.spec
+        planner: UpdatePlanner[TrainingRow] = UpdatePlanner(
+            n_groups, spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
+        )
+        whole = None
+        if self._rows.needs_the_step:
+            whole = await self._rows.build([await self._intake.next_group() for _ in range(n_groups)])
+        for number in range(n_groups):
+            rows = (
+                whole[number] if whole is not None else (await self._rows.build([await self._intake.next_group()]))[0]
+            )
+            for work in planner.add(rows):
+                await self._run_work(work)
+        self._turn.end()
+
+    async def _run_work(self, work: Accumulate[TrainingRow] | OptimizerStep) -> None:
+        engine, loss = self._job.resources.engine, self._job.resources.loss
+        if isinstance(work, OptimizerStep):
+            norm = await self._finite(lambda: engine.step(self._tally.learning_rate), self._update)
+            self._updated = self._updated or bool(self._update)
+            self._update = []
+            if norm:
+                self._tally.grad_norms.append(norm)
+            return
+        for batch in await self._rows.with_pair_weights(work.batches):
+            # One call per micro-batch: the turn may end between two.
+            numbers = await self._finite(partial(engine.accumulate, [batch], loss), batch)
+            self._update += batch
+            if self._updated and not all(row.proximal for row in batch):
+                del numbers[sums.MISMATCH]  # the row was scored by weights that this step has updated
+            else:
+                numbers["mismatch_tokens"] = numbers["tokens"]
+            numbers["all_tokens"] = sum(row.n_tokens for row in batch)
+            sums.add(self._tally.loss_sums, numbers)
+
+    async def _finite(self, call: Callable[[], T], rows: Sequence[TrainingRow]) -> T:
+        """Run a call on the device; if its loss or gradients are not finite, dump the rows for debugging."""
+        try:
+            return await self._turn.run(call)
+        except NotFinite as error:
+            folder, name = self._job.resources.folder, f"not-finite-step-{self._step}.jsonl"
+            path = await self._job.device(lambda: folder.dump_batch(name, rows))
+            raise Fatal(
+                f"step {self._step}: {error}; version {self._step} stays the newest. Look for bad data among the "
+                f"{len(rows)} samples in {path}, or lower optimizer.lr"
+            ) from error
+
+    def _durations(self) -> Durations:
+        wait_s = max(0.0, self._turn.held_s - self._turn.busy_s)
+        before_s = wait_s if not self._tally.resampled or self._idle_before_s is None else self._idle_before_s
+        return Durations(
+            seeding_s=self._turn.waited_s or 0.0,
+            wait_s=wait_s,
+            resample_s=max(0.0, wait_s - before_s),
+            train_s=self._turn.busy_s,
+        )

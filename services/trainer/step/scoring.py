@@ -1,0 +1,131 @@
+"""Scores complete groups with the user's reward functions, and publishes their samples for people.
+
+Consumes: the outcome of a group, complete or dropped.
+Produces: a `ScoredGroup`; samples in the job's `samples` stream; a `group_dropped` event for a group without a score.
+Waits for: `RewardFunction.score`, which returns within `reward.timeout_s` of when a reward process takes the group.
+Ends when: the group has its score, or was dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
+from services.trainer.domain.metrics import ScoredGroup, StepTally
+from services.trainer.domain.plan import PlannedGroup
+from services.trainer.ports.data import Data, Prompt
+from services.trainer.ports.rewards import RewardBatch, Scores
+from services.trainer.step.context import JobContext
+from services.trainer.step.multi_turn import Conversations
+from shared.columns import ints
+from shared.ids import SampleId
+
+_TEXT_CHARS = 4_000
+"""Published prompts and completions are cut to this length."""
+
+
+class GroupScorer:
+    """Scores the groups of one step."""
+
+    def __init__(
+        self, job: JobContext, tally: StepTally, conversations: Conversations | None, *, publish: bool
+    ) -> None:
+        """Prepare.
+
+        Args:
+            job: the step's job.
+            tally: of the step; dropped groups are counted in it.
+            conversations: of the step, if the job has an environment.
+            publish: whether to publish samples for people.
+
+        """
+        self._job = job
+        self._tally = tally
+        self._conversations = conversations
+        self._publish = publish
+
+    async def score(self, outcome: Outcome, planned: PlannedGroup) -> ScoredGroup | None:
+        """Return a group with its rewards, None for one that was dropped or could not be scored."""
+        if isinstance(outcome, DroppedGroup):
+            await self._drop(outcome.group, outcome.reason, outcome.detail)
+            return None
+        job, prompt = self._job, self._job.prompt(planned)
+        start = prompt.tokens if self._conversations is None else self._conversations.prompt_of(planned.id)
+        scores = await job.resources.rewards.score(reward_batch(outcome, prompt, job.resources.data))
+        scores = add_environment_rewards(scores, outcome, named=job.spec.reward is not None)
+        if self._publish:
+            await job.streams.publish_samples(sample_summaries(outcome, start, scores, job.resources.data))
+        if scores.rewards is None:
+            await self._drop(outcome.group, scores.reason, scores.detail)
+            return None
+        return ScoredGroup(outcome.samples, scores.rewards, scores.parts, outcome.conversations, start)
+
+    async def _drop(self, group: int, reason: str, detail: str) -> None:
+        self._tally.dropped[reason] += 1
+        self._tally.first_detail = self._tally.first_detail or detail
+        name = str(SampleId.unpack(group))
+        await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=detail)
+
+
+def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
+    """Return the arguments of the reward function for a group, in TRL's form.
+
+    For a text prompt, completions are texts with special tokens, so that a function can see whether one ended. For chat
+    messages, completions are lists with one assistant message, without special tokens. For a conversation, a text is
+    everything after the prompt, including the environment's answers; a list has the model's turns.
+    """
+    ids = [ints(sample.tokens) for sample in group.samples]
+    solutions = [data.decode(tokens, True) for tokens in ids]
+    completions: list[str | list[dict[str, Any]]]
+    if isinstance(prompt.given, str):
+        completions = [data.decode(ints(completion), False) for completion in group.completions]
+    elif group.conversations:
+        completions = [
+            [_assistant(data.decode(ints(turn.tokens), True)) for turn in conversation.turns]
+            for conversation in group.conversations
+        ]
+    else:
+        completions = [[_assistant(text)] for text in solutions]
+    columns = {name: [value] * len(ids) for name, value in prompt.columns.items()}
+    return RewardBatch([prompt.given] * len(ids), completions, ids, columns, solutions)
+
+
+def add_environment_rewards(scores: Scores, group: WholeGroup, *, named: bool) -> Scores:
+    """Return scores plus the rewards of the environment; `named`: as one of several parts."""
+    if scores.rewards is None or not group.conversations:
+        return scores
+    given = tuple(conversation.reward for conversation in group.conversations)
+    rewards = tuple(reward + more for reward, more in zip(scores.rewards, given, strict=True))
+    return replace(scores, rewards=rewards, parts={**scores.parts, "environment": given} if named else scores.parts)
+
+
+def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Data) -> list[dict[str, Any]]:
+    """Return the published fields of each sample; `prompt` is an int32 column."""
+    prompt_text = data.decode(ints(prompt), False)[:_TEXT_CHARS]
+    rewards = scores.rewards or (None,) * len(group.samples)
+    rows = []
+    for i, (sample, completion, reward) in enumerate(zip(group.samples, group.completions, rewards, strict=True)):
+        sample_id, tokens = SampleId.unpack(sample.sample), ints(completion)
+        rows.append(
+            {
+                "sample": str(sample_id),
+                "step": sample_id.step,
+                "is_eval": sample_id.is_eval,
+                "prompt": prompt_text,
+                "completion": data.decode(tokens, False)[:_TEXT_CHARS],
+                "reward": reward,
+                **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
+                "reason": scores.reason,
+                "finish": sample.finish,
+                "n_tokens": len(ints(sample.tokens)),
+                **({"turns": len(group.conversations[i].turns)} if group.conversations else {}),
+                "spans": [list(span) for span in sample.spans],
+                "attempts": sample.attempts,
+            }
+        )
+    return rows
+
+
+def _assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}

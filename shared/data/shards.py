@@ -1,0 +1,86 @@
+"""Which files a source of data is: one, several in a list, those that a pattern matches, or those in a folder."""
+
+from __future__ import annotations
+
+import re
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from shared.errors import ConfigError
+
+FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
+_SPLIT = re.compile(
+    r"(?:^|[\W_\d])(?:train|training|test|testing|eval|evaluation|valid|validation|val|dev)(?:[\W_\d]|$)", re.IGNORECASE
+)
+"""What Hugging Face datasets take for the name of a split in the name of a file."""
+
+
+def _checked(value: object) -> object:
+    given = value if isinstance(value, list | tuple) else (value,)
+    if not given or not all(isinstance(one, str) and one for one in given):
+        raise ValueError("give the name of a file, a folder, a pattern or a dataset, or a list of such names")
+    return value
+
+
+Source = Annotated[str | tuple[str, ...], BeforeValidator(_checked)]
+"""Where rows are: a name, or several whose rows follow each other."""
+
+
+def names(source: Source) -> tuple[str, ...]:
+    """Return the names that a source gives, as it gives them."""
+    return (source,) if isinstance(source, str) else tuple(source)
+
+
+def shown(source: Source) -> str:
+    """Return a source for people."""
+    return ", ".join(names(source))
+
+
+def is_here(name: str) -> bool:
+    """Return True if a name is, or as a pattern matches, something on this machine."""
+    return Path(name).expanduser().exists() or bool(_matches(name))
+
+
+def shards(name: str) -> list[str]:
+    """Return the files of one name, in the order of their names, in which numbers count as numbers.
+
+    What is no pattern and no folder of shards is returned as it is, whatever it may be. A folder is one of shards if
+    nothing but files of `FILE_KINDS` is in it, save what begins with `.` or `_`, and no name tells of a split.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or a folder cannot be read.
+
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_folder(name, path) or [name]
+    if path.exists() or not has_magic(name):
+        return [name]
+    if found := _matches(name):
+        return found
+    raise ConfigError(f"{name}: no file matches: mend the pattern, or name files that the trainer can read")
+
+
+def _matches(name: str) -> list[str]:
+    if not has_magic(name):
+        return []
+    found = glob(str(Path(name).expanduser()), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+    return sorted((one for one in found if Path(one).is_file()), key=_order)
+
+
+def _in_folder(name: str, folder: Path) -> list[str]:
+    try:
+        files = [file for file in folder.iterdir() if not file.name.startswith((".", "_"))]
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror or error}: name a folder that the trainer can read") from error
+    if all(file.is_file() and file.name.endswith(FILE_KINDS) and not _SPLIT.search(file.name) for file in files):
+        return sorted(map(str, files), key=_order)
+    return []
+
+
+def _order(name: str) -> tuple[list[str | int], str]:
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], name

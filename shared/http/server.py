@@ -1,0 +1,161 @@
+"""The HTTP base of every service: bearer token, RFC 9457 problems, `/healthz /readyz /metrics`, the server loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from starlette.exceptions import HTTPException
+
+from shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
+from shared.lifecycle import Loop
+from shared.waiting import Waits
+
+PROBLEM = "application/problem+json"
+_SCHEME = HTTPBearer(auto_error=False)
+
+
+class Problem(Exception):
+    """An error response: RFC 9457's title, status and detail; the detail says what to do."""
+
+    def __init__(
+        self, status: int, title: str, detail: str, *, headers: Mapping[str, str] | None = None, **extra: Any
+    ) -> None:
+        """Create an error; `extra` adds fields to the document."""
+        super().__init__(detail)
+        self.headers = headers
+        self.status, self.title, self.detail, self.extra = status, title, detail, extra
+
+
+def bearer(token: str) -> Callable[..., Coroutine[Any, Any, None]]:
+    """Return a dependency that rejects requests without this bearer token. An empty token rejects all requests."""
+
+    async def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]) -> None:
+        given = credentials.credentials if credentials else ""
+        if not token or not hmac.compare_digest(given.encode(), token.encode()):
+            raise Problem(
+                401, "Unauthorized", "send the header 'Authorization: Bearer <token>' with this system's token"
+            )
+
+    return check
+
+
+def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits: Waits | None = None) -> FastAPI:
+    """Return an app with the routes that every service has.
+
+    Args:
+        title: the service's name, for `/docs`.
+        token: required for `/metrics`; `/healthz` and `/readyz` are open.
+        ready: returns None if the service is ready, otherwise what is missing.
+        waits: shown by `/readyz`.
+
+    """
+    app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
+
+    @app.get("/healthz", tags=["health"])
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["health"])
+    async def readyz() -> dict[str, Any]:
+        missing = ready()
+        waiting = [wait.public() for wait in waits.current()] if waits else []
+        state: dict[str, Any] = {"ready": missing is None, "missing": missing, "waiting": waiting}
+        if missing is not None:
+            raise Problem(503, "Not ready", missing, **state)
+        return state
+
+    @app.get("/metrics", tags=["health"], dependencies=[Depends(bearer(token))])
+    async def metrics() -> Response:
+        return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    _add_problem_handlers(app)
+    return app
+
+
+def _add_problem_handlers(app: FastAPI) -> None:
+    def problem(status: int, title: str, detail: str, **extra: Any) -> JSONResponse:
+        body = {"type": "about:blank", "title": title, "status": status, "detail": detail, **extra}
+        return JSONResponse(body, status, media_type=PROBLEM)
+
+    @app.exception_handler(Problem)
+    async def _(_: Request, error: Problem) -> JSONResponse:
+        answer = problem(error.status, error.title, error.detail, **error.extra)
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(HTTPException)
+    async def _(_: Request, error: HTTPException) -> JSONResponse:
+        return problem(error.status_code, str(error.detail), str(error.detail))
+
+    @app.exception_handler(RequestValidationError)
+    async def _(_: Request, error: RequestValidationError) -> JSONResponse:
+        fields = [{"field": ".".join(map(str, item["loc"])), "error": item["msg"]} for item in error.errors()]
+        return problem(422, "Invalid request", "correct the fields listed in 'errors'", errors=fields)
+
+    @app.exception_handler(RLBoostError)
+    async def _(_: Request, error: RLBoostError) -> JSONResponse:
+        if isinstance(error, NotFound):
+            return problem(404, "Not found", str(error))
+        if isinstance(error, Rejected):
+            return problem(409, "Conflict", str(error))
+        if isinstance(error, Unprocessable):
+            return problem(422, "Not usable", str(error))
+        if isinstance(error, Retryable):
+            return problem(503, "Unavailable", f"{error}; try again")
+        return problem(500, "Internal error", str(error))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is in use, or the address does not belong to this machine.
+
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; stop the process that uses it, or choose another port"
+        ) from error
+    return sock
+
+
+def server_loop(app: FastAPI, sock: socket.socket) -> Loop:
+    """Return a loop that serves `app` on `sock` until the stop; active requests get 5 s to finish."""
+
+    async def loop(stop: asyncio.Event) -> None:
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off")
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
+        stopping = asyncio.create_task(stop.wait(), name="uvicorn-stop")
+        try:
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            await serving
+        finally:
+            stopping.cancel()
+
+    return loop
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals to `shared.lifecycle`."""
+        yield

@@ -1,0 +1,25 @@
+"""Message authentication codes that prove possession of the system's token without revealing it.
+
+The token grants full access, so it is sent only to configured addresses and to those named by a holder of the token. An
+address read from Redis is neither. There, a signature under the token is used instead: it is valid for one purpose and
+one subject, and reveals nothing about the token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from typing import Literal
+
+Purpose = Literal["chunk", "leader"]
+"""`chunk`: read one blob of weights from a peer; `leader`: be the manager at one URL."""
+
+
+def sign(token: str, purpose: Purpose, subject: str) -> str:
+    """Return the signature: HMAC-SHA256, in hexadecimal."""
+    return hmac.digest(token.encode(), json.dumps(["rlboost", purpose, subject]).encode(), "sha256").hex()
+
+
+def is_valid_signature(signature: str, token: str, purpose: Purpose, subject: str) -> bool:
+    """Return True if the signature is valid, in constant time; with an empty token, none is."""
+    return bool(token) and hmac.compare_digest(signature.encode(), sign(token, purpose, subject).encode())

@@ -1,0 +1,88 @@
+"""The data section of a job file, for each kind of job."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+from pydantic import Field
+
+from shared.data.shards import Source
+from shared.ids import MAX_GROUPS_PER_STEP
+from shared.job.curriculum import CurriculumSpec
+from shared.validation import Section
+
+
+class Rows(NamedTuple):
+    """One source of rows in a job file."""
+
+    field: str
+    source: Source
+    split: str
+
+
+class DataSpec(Section):
+    """The source of rows, for all kinds of jobs; additional columns are passed to the reward.
+
+    `.jsonl` files with one problem a line, `.jsonl.gz` and `.parquet` files, patterns and folders of such files,
+    folders or ids of Hugging Face datasets; or a list of these.
+    """
+
+    subset: str | None = None
+    """The configuration of a Hugging Face dataset that has several."""
+    prompt_key: str = "prompt"
+    """The column of the prompt: text, or chat messages, which the model's chat template renders."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Rows with longer prompts are skipped and counted."""
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """Return all sources of rows."""
+        named = {name: getattr(self, name, None) for name in ("train", "eval")}
+        return tuple(
+            Rows(f"data.{name}", source, getattr(self, f"{name}_split")) for name, source in named.items() if source
+        )
+
+    @property
+    def limits(self) -> str:
+        """Describe the limits beyond which rows are skipped."""
+        most = {name: getattr(self, name, None) for name in ("max_prompt_tokens", "max_completion_tokens")}
+        return " or ".join(f"more than {n} tokens (data.{name})" for name, n in most.items() if n is not None)
+
+
+class TrainDataSpec(DataSpec):
+    """Training data."""
+
+    train: Source
+    eval: Source | None = None
+    """Held-out rows, for the job's evaluations and for `rlboost eval` with its job file."""
+    train_split: str = "train"
+    """The split of a Hugging Face dataset."""
+    eval_split: str = "test"
+    prompts_per_step: int = Field(32, ge=1, lt=MAX_GROUPS_PER_STEP)
+
+
+class RlDataSpec(TrainDataSpec):
+    """Prompts for reinforcement learning."""
+
+    curriculum: CurriculumSpec | None = None
+    """Which prompts are skipped because of earlier rewards."""
+
+
+class SftDataSpec(TrainDataSpec):
+    """Prompts with completions for supervised fine-tuning."""
+
+    curriculum: ClassVar[None] = None
+    completion_key: str = "completion"
+    """The column of the completion: text, or chat messages of the assistant."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """Rows with longer completions are skipped and counted."""
+
+
+class EvalDataSpec(DataSpec):
+    """Held-out prompts only."""
+
+    train: ClassVar[None] = None
+    prompts_per_step: ClassVar[int] = 0
+    curriculum: ClassVar[None] = None
+    eval: Source
+    eval_split: str = "test"

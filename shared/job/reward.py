@@ -1,0 +1,103 @@
+"""The reward and environment sections of a job file."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from shared.validation import FunctionPath, Section
+
+RewardStyle = Literal["auto", "trl", "verl"]
+"""The calling convention of a reward function; `auto` detects it by the names of the parameters."""
+
+
+def _address(value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"https?://[^\s/]+.*", value):
+        raise ValueError(f"{value!r} is not of the form http://host:port/path")
+    return value
+
+
+Address = Annotated[str | None, AfterValidator(_address)]
+
+
+class RewardPart(Section):
+    """One of several reward functions."""
+
+    function: FunctionPath | None = None
+    """`package.module:function`."""
+    url: Address = None
+    """Instead of a function: a service that gets the group by POST, see `services.trainer.children.remote_reward`."""
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """The factor of its rewards in the sum; 0 only logs them."""
+    name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
+    """Logged as `reward/<name>/mean`; by default the function's name, or `remote`."""
+    style: RewardStyle = "auto"
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, in addition to the columns of the data."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.function is None) == (self.url is None):
+            raise ValueError("give either function or url")
+        if self.url is not None and (self.style != "auto" or self.arguments):
+            raise ValueError("style and arguments are for a function; a url gets the columns of the data")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Return the function's path, or the url."""
+        return self.function or self.url or ""
+
+
+class RewardSpec(Section):
+    """The reward: one function, one HTTP service, or several of them with weights.
+
+    A function has TRL's signature, `f(prompts, completions, completion_ids, **columns)`, or verl's,
+    `f(data_source, solution_str, ground_truth, extra_info)`; it may be async.
+    """
+
+    function: FunctionPath | None = None
+    url: Address = None
+    style: RewardStyle = "auto"
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    functions: Annotated[tuple[RewardPart, ...], Field(min_length=1)] | None = None
+    timeout_s: float = Field(5.0, gt=0)
+    """The limit for one group, all functions together."""
+    workers: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if sum(given is not None for given in (self.function, self.url, self.functions)) != 1:
+            raise ValueError("give either function, or functions: a list of {function, weight, name}, or url")
+        if self.functions is not None and (self.style != "auto" or self.arguments):
+            raise ValueError("style and arguments belong to each of functions")
+        if len(set(names := [part.name for part in self.parts])) < len(names):
+            raise ValueError(f"two functions are called {max(names, key=names.count)!r}: give each a name")
+        return self
+
+    @property
+    def parts(self) -> tuple[RewardPart, ...]:
+        """Return all functions, each with a name; a single function has an empty one."""
+        if self.functions is None:
+            return (RewardPart(function=self.function, url=self.url, style=self.style, arguments=self.arguments),)
+        return tuple(
+            part if part.name else part.model_copy(update={"name": (part.function or ":remote").rpartition(":")[2]})
+            for part in self.functions
+        )
+
+
+class EnvironmentSpec(Section):
+    """The environment of multi-turn jobs; see `shared.job.environment`."""
+
+    function: FunctionPath
+    """`package.module:function`, or a class: returns a new environment for each conversation."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    max_turns: int = Field(8, ge=1)
+    """The most turns of the model in one conversation."""
+    timeout_s: float = Field(30.0, gt=0)
+    """The limit for one step of the environment."""
+    workers: int = Field(1, ge=1)
+    """Processes that run environments; each answers one conversation at a time."""

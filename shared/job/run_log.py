@@ -1,0 +1,37 @@
+"""The section of a job file about logging metrics to Weights & Biases and TensorBoard."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from pydantic import Field
+
+from shared.validation import Section
+
+
+class WandbSpec(Section):
+    """A run of Weights & Biases. WANDB_API_KEY and WANDB_MODE are read from the trainer's environment."""
+
+    project: str = Field(min_length=1)
+    entity: str | None = None
+    """The project's owner; None: the owner of the API key."""
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+
+
+class LogSpec(Section):
+    """Where the run's metrics are logged, in addition to `metrics.jsonl`."""
+
+    wandb: WandbSpec | None = None
+    tensorboard: bool = False
+    """Write event files to the run's folder `tensorboard/`."""
+
+
+def lacking(spec: LogSpec) -> list[str]:
+    """Return one line per enabled library that is not installed; imports nothing."""
+    enabled = {"wandb": spec.wandb is not None, "tensorboard": spec.tensorboard}
+    return [
+        f"log.{name} needs {name}: install it with: pip install 'rlboost[logs]'"
+        for name, is_enabled in enabled.items()
+        if is_enabled and find_spec(name) is None
+    ]

@@ -1,0 +1,99 @@
+"""The sections of a job file about training: the optimizer, the processes that train, and an adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shared.validation import Section
+
+Offload = Literal["none", "optimizer", "all"]
+"""What is offloaded to host memory while reserved engines use the trainer's devices: nothing; the optimizer state and
+gradients; or these and the weights."""
+
+
+class OptimizerSpec(Section):
+    """The optimizer."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon` updates the hidden layers' matrices by Muon, and all else by AdamW at the same `lr`."""
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    decay: float = Field(0.0, ge=0, le=1)
+    """The learning rate falls linearly by this fraction from the first to the last step."""
+    grad_clip: float = Field(1.0, gt=0)
+
+
+RESUME_WORDS = ("auto", "never")
+"""Values of `trainer.resume` other than the location of a checkpoint."""
+
+
+class TrainerSpec(Section):
+    """How the trainer runs."""
+
+    backend: Literal["torch", "megatron"] = "torch"
+    """`torch` trains in one process, or with FSDP2 in `data_parallel` of them; `megatron` (megatron-core) in as many as
+    the three numbers below make together."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_every: int = Field(10, ge=1)
+    checkpoints: str = ""
+    """The folder or object-store URL of the job's checkpoints; the trainer's default if empty."""
+    resume: str = Field("auto", min_length=1)
+    """Whether to continue from the job's newest checkpoint (`auto`) or to fail if there is one (`never`).
+
+    Or the checkpoint of another job to start from: its run folder, its checkpoints or one of them, as a path or URL.
+    The job continues with its weights, optimizer state and step, and with samples of its own.
+    """
+    micro_batch_tokens: int = Field(4096, ge=1)
+    activation_checkpointing: bool = False
+    """Store only the input of each layer for the backward pass, and recompute the rest."""
+    seed: int = 0
+    offload: Offload = "none"
+    """For devices that reserved engines share with the trainer; see `Offload`."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Processes that share each layer."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Processes that share the layers, one after the other."""
+    data_parallel: int = Field(1, ge=1)
+    """Replicas that share the samples; with `torch`, FSDP2 shards of the model."""
+    sequence_parallel: bool = False
+    """With `tensor_parallel`: split norms along the tokens, too (arXiv 2205.05198)."""
+    distributed_optimizer: bool = False
+    """With `data_parallel`: shard the optimizer state over replicas (ZeRO stage 1, arXiv 1910.02054)."""
+
+    @property
+    def starts_from_checkpoint(self) -> bool:
+        """Return True if the job starts from another job's checkpoint."""
+        return self.resume not in RESUME_WORDS
+
+    @property
+    def in_one_process(self) -> bool:
+        """Return True if the trainer's process trains by itself, without ranks."""
+        return self.backend == "torch" and self.data_parallel == 1
+
+    @model_validator(mode="after")
+    def _applies(self) -> Self:
+        parallel = [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(self, name) > 1]
+        parallel += [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(self, name)]
+        if self.backend == "torch" and parallel:
+            raise ValueError(f"{parallel[0]} needs trainer.backend: megatron; torch has data_parallel alone")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
+        if self.distributed_optimizer and self.data_parallel == 1:
+            raise ValueError("distributed_optimizer is for data_parallel above 1: raise that, or remove it")
+        return self
+
+
+class LoraSpec(Section):
+    """A low-rank adapter (LoRA, arXiv 2106.09685) on linear layers, with the defaults of PEFT."""
+
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(8.0, gt=0, allow_inf_nan=False)
+    """The adapter's product is scaled by `alpha / rank`."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On the adapter's input, in training only; above 0, training and sampling distributions differ slightly."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Names of the adapted layers, as in PEFT's `target_modules`; `all-linear`: all but the output head."""

@@ -1,0 +1,312 @@
+"""The bus over Redis Streams, with commands that Redis 6.2 has.
+
+Only this package imports redis-py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import redis.asyncio as aioredis
+import stamina
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
+from shared.codec import decode, encode
+from shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
+from shared.messages import DeadLetter, Message
+from shared.names import DEAD_LETTERS
+from shared.redis.fenced_connection import FencedConnection
+
+_FIELD = b"m"
+_SOCKET_TIMEOUT_S = 5.0
+MAX_BLOCK_S = 2.0
+"""The longest blocking read: well below the socket timeout, or a quiet stream would look like a dead server."""
+_DEAD_LETTERS_MAX_LEN = 10_000
+
+_ACQUIRE_FENCED = """
+local held = redis.call('GET', KEYS[1])
+if held and held ~= ARGV[3] then return false end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return redis.call('INCR', KEYS[2])
+"""
+"""A script, so that lease and epoch change atomically, in the append-only file too."""
+
+T = TypeVar("T")
+
+
+class RedisBus:
+    """`shared.bus.Bus` on one Redis server."""
+
+    def __init__(self, url: str, name: str = "rlboost") -> None:
+        """Create a connection pool; no connection is opened yet.
+
+        Args:
+            url: `redis://[:password@]host:port/db`, or `rediss://` for TLS.
+            name: identifies this client in Redis's `CLIENT LIST` and in dead letters.
+
+        """
+        self._name = name
+        try:
+            self.address = urlsplit(url).netloc.rpartition("@")[2]
+            # redis-py's own retries are off: they would repeat an XADD whose reply was lost.
+            self._redis = aioredis.Redis.from_url(
+                url,
+                client_name=name,
+                socket_timeout=_SOCKET_TIMEOUT_S,
+                socket_connect_timeout=2.0,
+                retry=Retry(NoBackoff(), 0),
+                max_connections=64,
+            )
+        except ValueError:
+            # Neither the URL nor the parser's error is quoted: a badly split URL exposes the password.
+            raise ConfigError(
+                "the Redis URL is invalid: give redis://[:PASSWORD@]HOST:PORT/DB, or rediss:// for TLS, with / as "
+                "%2F, @ as %40, # as %23 and ? as %3F in the password"
+            ) from None
+        self._fenced = FencedConnection(self._redis.connection_pool)
+
+    async def _call(self, what: Awaitable[T]) -> T:
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
+        try:
+            answer = await what
+        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+            text = str(error)
+            if "invalid username-password" in text or "Authentication" in type(error).__name__:
+                raise ConfigError(f"Redis at {self.address} rejected the password: {text}") from error
+            raise BusUnavailable(f"Redis at {self.address}: {text or type(error).__name__}") from error
+        except ResponseError as error:
+            text = str(error)
+            # For a command in a transaction, redis-py puts the reply after a description of the command.
+            if text.rpartition("caused error: ('")[2].startswith(("LOADING", "BUSY ", "MASTERDOWN", "MISCONF")):
+                raise BusUnavailable(f"Redis at {self.address}: {text}") from error
+            raise Fatal(f"Redis at {self.address} rejected a command: {text}") from error
+        except RedisError as error:
+            raise BusUnavailable(f"Redis at {self.address}: {error!r}") from error
+        if task and task.cancelling() > cancels:
+            # Before Python 3.12, asyncio.wait_for in redis-py's send can lose a cancellation that arrives as it ends.
+            raise asyncio.CancelledError
+        return answer
+
+    async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
+        """See `Bus.transact`."""
+        if not ops:
+            return
+        pipe = self._redis.pipeline(transaction=True)
+        for op in ops:
+            _queue(pipe, op)
+        if fence is None:
+            await self._call(pipe.execute())
+        else:
+            await self._call(self._fenced.transact([command for command, _ in pipe.command_stack], fence))
+
+    async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
+        """See `Bus.append`."""
+        entry_id = await self._call(self._redis.xadd(stream, {_FIELD: encode(message)}, maxlen=max_len))
+        return _text(entry_id)
+
+    async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
+        """See `Bus.read`."""
+        block_ms = _block_ms(block_s)
+        while True:
+            reply = await self._call(self._redis.xread(cast("Any", dict(cursors)), count=count, block=block_ms))
+            if (entries := await self._entries(reply)) or not reply:
+                return entries
+            # No entry of this batch decoded. They were removed from the stream, which may have more after them.
+
+    async def consume(
+        self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
+    ) -> list[Entry]:
+        """See `Bus.consume`."""
+        try:
+            reply = await self._call(
+                self._redis.xreadgroup(group, consumer, {stream: ">"}, count=count, block=_block_ms(block_s))
+            )
+        except Fatal as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self._create_group(stream, group)
+            return await self.consume(stream, group, consumer, count=count, block_s=block_s)
+        return await self._entries(reply, group)
+
+    async def claim(
+        self, stream: str, group: str, consumer: str, *, min_idle_s: float, count: int = 64
+    ) -> list[tuple[Entry, int]]:
+        """See `Bus.claim`."""
+        await self._create_group(stream, group)
+        reply = await self._call(
+            self._redis.xautoclaim(stream, group, consumer, int(min_idle_s * 1000), START, count=count)
+        )
+        rows = [row for row in reply[1] if row[1]]
+        entries = await self._entries([[stream.encode(), rows]], group)
+        if not entries:
+            return []
+        pending = await self._call(
+            self._redis.xpending_range(stream, group, entries[0].id, entries[-1].id, max(count, len(entries)), consumer)
+        )
+        times = {_text(row["message_id"]): int(row["times_delivered"]) for row in pending}
+        return [(entry, times.get(entry.id, 1)) for entry in entries]
+
+    async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
+        """See `Bus.dead_letter`."""
+        letter = self._letter(stream, entry.id, encode(entry.message), reason)
+        await self.transact([Append(DEAD_LETTERS, letter, _DEAD_LETTERS_MAX_LEN), Ack(stream, group, (entry.id,))])
+
+    async def trim(self, stream: str, min_id: str) -> None:
+        """See `Bus.trim`."""
+        await self._call(self._redis.xtrim(stream, minid=min_id, approximate=False))
+
+    async def length(self, stream: str) -> int:
+        """See `Bus.length`."""
+        return int(await self._call(self._redis.xlen(stream)))
+
+    async def first_id(self, stream: str) -> str | None:
+        """See `Bus.first_id`."""
+        rows = await self._call(self._redis.xrange(stream, count=1))
+        return _text(rows[0][0]) if rows else None
+
+    async def last_id(self, stream: str) -> str:
+        """See `Bus.last_id`."""
+        try:
+            info = await self._call(self._redis.xinfo_stream(stream))
+        except Fatal as error:
+            if "no such key" in str(error):
+                return START
+            raise
+        return _text(info["last-generated-id"])
+
+    async def increment(self, key: str) -> int:
+        """See `Bus.increment`."""
+        return int(await self._call(self._redis.incr(key)))
+
+    async def hash_get(self, key: str, field: str) -> str | None:
+        """See `Bus.hash_get`."""
+        value = await self._call(cast("Awaitable[Any]", self._redis.hget(key, field)))
+        return None if value is None else _text(value)
+
+    async def hash_all(self, key: str) -> dict[str, str]:
+        """See `Bus.hash_all`."""
+        fields = await self._call(cast("Awaitable[dict[Any, Any]]", self._redis.hgetall(key)))
+        return {_text(name): _text(value) for name, value in fields.items()}
+
+    async def renew(self, lease: str, value: str, ttl_s: float) -> None:
+        """See `Bus.renew`."""
+        await self._call(self._redis.set(lease, value, px=int(ttl_s * 1000)))
+
+    async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
+        """See `Bus.acquire`."""
+        if await self._call(self._redis.set(lease, value, px=int(ttl_s * 1000), nx=True)):
+            return True
+        return await self.lease_values([lease]) == [value]
+
+    async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.lease_values`."""
+        if not leases:
+            return []
+        values = await self._call(self._redis.mget(list(leases)))
+        return [None if value is None else _text(value) for value in values]
+
+    async def acquire_fenced(
+        self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
+    ) -> int | None:
+        """See `Bus.acquire_fenced`."""
+        arguments = (lease, epoch, value, str(int(ttl_s * 1000)), replacing or "")
+        new_epoch = await self._call(self._redis.eval(_ACQUIRE_FENCED, 2, *arguments))
+        return None if new_epoch is None else int(new_epoch)
+
+    async def close(self) -> None:
+        """See `Bus.close`."""
+        await self._redis.aclose()
+
+    async def _create_group(self, stream: str, group: str) -> None:
+        try:
+            await self._call(self._redis.xgroup_create(stream, group, id="0", mkstream=True))
+        except Fatal as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def _entries(self, reply: Any, group: str | None = None) -> list[Entry]:
+        found: list[Entry] = []
+        for raw_stream, rows in reply.items() if isinstance(reply, dict) else reply or ():
+            stream = _text(raw_stream)
+            for raw_id, fields in _flat(rows):
+                entry_id, body = _text(raw_id), fields.get(_FIELD, b"")
+                try:
+                    found.append(Entry(stream, entry_id, decode(body)))
+                except Undecodable as error:
+                    await self._dead_letter_raw(stream, group, entry_id, body, str(error))
+        return found
+
+    async def _dead_letter_raw(self, stream: str, group: str | None, entry_id: str, body: bytes, reason: str) -> None:
+        pipe = self._redis.pipeline(transaction=True)
+        _queue(pipe, Append(DEAD_LETTERS, self._letter(stream, entry_id, body, reason), _DEAD_LETTERS_MAX_LEN))
+        if group is not None:
+            pipe.xack(stream, group, entry_id)
+        pipe.xdel(stream, entry_id)
+        await self._call(pipe.execute())
+
+    def _letter(self, stream: str, entry_id: str, body: bytes, reason: str) -> DeadLetter:
+        return DeadLetter(
+            stream=stream, entry_id=entry_id, consumer=self._name, reason=reason, body=body, at=time.time()
+        )
+
+
+async def connect(url: str, name: str, limit_s: float = 60.0) -> RedisBus:
+    """Return a connected bus, waiting up to `limit_s` for the server to answer.
+
+    Raises:
+        ConfigError: the server did not answer within the limit; the text names its address.
+
+    """
+    bus = RedisBus(url, name)
+    try:
+        async for attempt in stamina.retry_context(on=BusUnavailable, timeout=limit_s, attempts=None, wait_max=1.0):
+            with attempt:
+                await bus.length(DEAD_LETTERS)
+    except BusUnavailable as error:
+        await bus.close()
+        raise ConfigError(f"{error}; no answer for {limit_s:.0f} s: start Redis, or correct the Redis URL") from error
+    return bus
+
+
+def _queue(pipe: Any, op: Op) -> None:
+    match op:
+        case Append(stream, message, max_len):
+            pipe.xadd(stream, {_FIELD: encode(message)}, maxlen=max_len)
+        case Ack(stream, group, ids):
+            pipe.xack(stream, group, *ids)
+        case Trim(stream, min_id):
+            pipe.xtrim(stream, minid=min_id, approximate=False)
+        case HashSet(key, fields):
+            pipe.hset(key, mapping=dict(fields))
+        case HashDelete(key, names):
+            pipe.hdel(key, *names)
+        case Expire(key, ttl_s):
+            pipe.pexpire(key, int(ttl_s * 1000))
+        case Delete(key):
+            pipe.delete(key)
+        case Renew(lease, value, ttl_s):
+            pipe.set(lease, value, px=int(ttl_s * 1000))
+
+
+def _flat(rows: Any) -> Any:
+    # redis-py nests the rows once more under RESP3.
+    return rows[0] if rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list | tuple) else rows
+
+
+def _block_ms(block_s: float) -> int | None:
+    return max(1, int(min(block_s, MAX_BLOCK_S) * 1000)) if block_s > 0 else None
+
+
+def _text(value: Any) -> str:
+    # Invalid UTF-8 means a damaged value: its parser rejects it.
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,119 @@
+"""Reward functions of users: importing them, and the calling conventions of TRL and verl.
+
+TRL calls a function with a whole group, verl with one completion.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
+"""Columns that may hold the ground truth, besides verl's `reward_model.ground_truth`."""
+
+
+class InvalidUserFunction(TypeError):
+    """A module has no such function, or the function has the wrong signature."""
+
+
+def load(path: str) -> Callable[..., Any]:
+    """Import and return `package.module:function`; this runs the user's code.
+
+    Raises:
+        InvalidUserFunction: it does not exist, or is not callable.
+        Exception: whatever the user's code raises.
+
+    """
+    place, _, names = path.partition(":")
+    found = importlib.import_module(place)
+    for name in names.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            similar = difflib.get_close_matches(name, dir(found), 1)
+            raise InvalidUserFunction(
+                f"{place} has no {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else "")
+            ) from error
+        place = f"{place}.{name}"
+    if not callable(found):
+        raise InvalidUserFunction(f"it is of the type {type(found).__name__}")
+    return found
+
+
+def describe_import_error(path: str, kind: str, error: BaseException) -> str:
+    """Return one line about why a user's function could not be loaded, and what to do.
+
+    Args:
+        path: its path, `package.module:function`.
+        kind: its purpose, such as `reward function`.
+        error: the error of `load`.
+
+    """
+    reason = " ".join(str(error).split())
+    if isinstance(error, InvalidUserFunction):
+        return f"{path} is no {kind}: {reason}"
+    module = path.partition(":")[0]
+    problem = f"{path} cannot be imported: {type(error).__name__}: {reason}"
+    if not isinstance(error, ModuleNotFoundError):
+        return f"{problem}; fix {module}"
+    if not f"{module}.".startswith(f"{error.name}."):
+        return f"{problem}; install it, or fix {module}"
+    return (
+        f"{problem}, searched from {Path.cwd()}; start the trainer in a folder from which 'import {module}' works, or "
+        "add that folder to PYTHONPATH"
+    )
+
+
+def detect_style(function: Callable[..., Any], arguments: Mapping[str, Any], style: str = "auto") -> str:
+    """Return the calling convention of a function, `trl` or `verl`.
+
+    Args:
+        function: any callable.
+        arguments: the keyword arguments in the job file.
+        style: `auto`, or the required convention.
+
+    Raises:
+        InvalidUserFunction: the signature does not match; the text shows it and says what to do.
+
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some C functions have none
+        return "trl" if style == "auto" else style
+    takes = {name for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if style == "auto":
+        style = "verl" if "solution_str" in takes and "completions" not in takes else "trl"
+    parameters = VERL_ARGUMENTS if style == "verl" else TRL_ARGUMENTS
+    try:
+        # The data may have further columns that the function requires, so only surplus arguments are an error.
+        signature.bind_partial(**dict.fromkeys((*parameters, *arguments)))
+    except TypeError as error:
+        raise InvalidUserFunction(
+            f"it takes {signature}, which fits neither TRL's (prompts, completions, completion_ids, **columns) nor "
+            f"verl's (data_source, solution_str, ground_truth, extra_info): {error}"
+            if style == "trl" and takes.isdisjoint(TRL_ARGUMENTS)
+            else f"it takes {signature}, but is called with {', '.join((*parameters, *arguments))}: {error}"
+        ) from error
+    return style
+
+
+def ground_truth(row: Mapping[str, Any]) -> Any:
+    """Return a row's ground truth: verl's `reward_model.ground_truth`, or one of `TRUTH_COLUMNS`.
+
+    Raises:
+        KeyError: the row has none of these columns.
+
+    """
+    model = row.get("reward_model")
+    if isinstance(model, Mapping) and "ground_truth" in model:
+        return model["ground_truth"]
+    for name in TRUTH_COLUMNS:
+        if name in row:
+            return row[name]
+    raise KeyError(f"the data has no column reward_model.ground_truth, {', '.join(TRUTH_COLUMNS)}")

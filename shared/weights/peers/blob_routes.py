@@ -1,0 +1,63 @@
+"""Serve the blobs of a cache to peers over HTTP; each request must prove that the client has the token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Response
+from prometheus_client import Counter
+from starlette.types import Receive, Scope, Send
+
+from shared.errors import NotFound
+from shared.http.server import Problem
+from shared.http.token_signature import is_valid_signature
+from shared.weights.blob_response import BlobResponse
+from shared.weights.cache import Cache
+from shared.weights.manifest import Digest
+from shared.weights.peers.transport import BUSY_STATUS
+
+MAX_CONCURRENT = 16
+"""Concurrent uploads of one peer, which also runs an engine."""
+
+
+def blob_routes(cache: Cache, token: str, sent: Counter) -> APIRouter:
+    """Return `GET /v1/chunks/{digest}` for verified blobs; `sent` counts bytes."""
+
+    async def check(digest: Digest, authorization: Annotated[str, Header()] = "") -> None:
+        if not is_valid_signature(authorization.removeprefix("Bearer "), token, "chunk", digest):
+            raise Problem(
+                401, "Unauthorized", "send the header 'Authorization: Bearer <proof>' with the proof of this blob"
+            )
+
+    router = APIRouter(prefix="/v1/chunks", tags=["weights"], dependencies=[Depends(check)])
+    slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+    @router.get("/{digest}", response_class=Response)
+    async def get(digest: Digest) -> Response:
+        if digest not in cache.verified:
+            raise NotFound(f"this peer does not hold blob {digest}")
+        if slots.locked():
+            raise Problem(BUSY_STATUS, "Busy", f"{MAX_CONCURRENT} blobs are being sent: ask another peer")
+        path = cache.path(digest)
+        try:
+            status = await asyncio.to_thread(os.stat, path)
+        except FileNotFoundError as error:
+            raise NotFound(f"this peer no longer holds blob {digest}") from error
+        return _InSlot(slots, BlobResponse(path, status, digest, sent))
+
+    return router
+
+
+class _InSlot(Response):
+    """A response that occupies a slot while it is sent."""
+
+    def __init__(self, slots: asyncio.Semaphore, response: BlobResponse) -> None:
+        super().__init__()
+        self._slots = slots
+        self._response = response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._slots:
+            await self._response(scope, receive, send)

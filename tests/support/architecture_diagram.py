@@ -1,0 +1,127 @@
+"""The package diagram of `docs/architecture.md`, generated from the imports.
+
+    python -m tests.support.architecture_diagram --write
+
+A *component* is a service, `shared` or `rlboost`; a *package* is a folder of it. Modules at the top of a component are
+grouped by their role: `entry` (`__main__.py`, `api.py`, `cli.py`), `ports` (`ports*.py`, `settings.py`), `fakes`, and
+the rest, which is `app` in a service and `base` elsewhere. An arrow means "imports". Arrows between packages of one
+component connect the packages; arrows that leave a component connect the components.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.generated_docs import ROOT, read_block, run
+
+PAGE = ROOT / "docs" / "architecture.md"
+BLOCK = "package diagram"
+_TOPS = ("services", "shared", "rlboost")
+_ROLES = {"__main__": "entry", "api": "entry", "cli": "entry", "settings": "ports"}
+_EDGE = re.compile(r"^\s*([\w.]+) --> ([\w.]+)$", re.MULTILINE)
+
+Edge = tuple[str, str]
+
+
+def import_edges() -> set[Edge]:
+    """Return the pairs (importer, imported) of packages inside a component, and of components."""
+    modules = _modules()
+    edges: set[Edge] = set()
+    for module, path in modules.items():
+        for target in _imported(path, modules):
+            source_component, target_component = _component(module), _component(target)
+            if source_component != target_component:
+                edges.add((source_component, target_component))
+            else:
+                edges.add((_package(module, path), _package(target, modules[target])))
+    return {(source, target) for source, target in edges if source != target}
+
+
+def drawn_edges() -> set[Edge]:
+    """Return the edges of the diagram in `docs/architecture.md`."""
+    return {(source, target) for source, target in _EDGE.findall(read_block(PAGE, BLOCK))}
+
+
+def diagram() -> str:
+    """Return the diagram as a fenced Mermaid block."""
+    edges = import_edges()
+    packages = {_package(module, path) for module, path in _modules().items()}
+    lines = ["```mermaid", "flowchart TD"]
+    for component in sorted({_owner(package) for package in packages}, key=_rank):
+        inside = sorted(edge for edge in edges if _is_package(edge[0]) and _owner(edge[0]) == component)
+        lines.append(f'    subgraph {component}["{_folder(component)}"]')
+        lines += [f'        {node}["{_label(node)}"]' for node in sorted(packages) if _owner(node) == component]
+        lines += [f"        {source} --> {target}" for source, target in inside]
+        lines.append("    end")
+    lines += [f"    {source} --> {target}" for source, target in sorted(edges) if not _is_package(source)]
+    return "\n".join([*lines, "```"])
+
+
+def _modules() -> dict[str, Path]:
+    """Return the file of each module; the `__init__.py` of `services` and of a component is none."""
+    roots = {ROOT / "services", *(ROOT / top for top in _TOPS), *(ROOT / "services").iterdir()}
+    files = [path for top in _TOPS for path in (ROOT / top).rglob("*.py")]
+    return {_module(path): path for path in files if path.name != "__init__.py" or path.parent not in roots}
+
+
+def _imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    """Yield the modules of ours that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [member if member in modules else str(node.module) for member in members]
+        else:
+            continue
+        yield from (name for name in names if name in modules)
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _component(module: str) -> str:
+    """Return the node of a component: `trainer`, `shared`."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "services" and len(parts) > 1 else parts[0]
+
+
+def _package(module: str, path: Path) -> str:
+    """Return the node of a package: `trainer.domain`, `shared.weights`, `shared.base` for modules at the top."""
+    component = _component(module)
+    below = module.split(".")[2 if module.startswith("services.") else 1 :]
+    if len(below) > 1 or path.name == "__init__.py":
+        return f"{component}.{below[0]}"
+    role = next((role for role in ("ports", "fakes") if below[0].startswith(role)), None)
+    if module.startswith("services."):
+        return f"{component}.{role or _ROLES.get(below[0], 'app')}"
+    return f"{component}.{_ROLES.get(below[0], 'base') if component == 'rlboost' else 'base'}"
+
+
+def _owner(node: str) -> str:
+    return node.partition(".")[0]
+
+
+def _is_package(node: str) -> bool:
+    return "." in node
+
+
+def _label(package: str) -> str:
+    return package.partition(".")[2]
+
+
+def _folder(component: str) -> str:
+    return component if component in _TOPS else f"services/{component}"
+
+
+def _rank(component: str) -> tuple[int, str]:
+    return (("rlboost", "shared").index(component) * 2 if component in ("rlboost", "shared") else 1), component
+
+
+if __name__ == "__main__":
+    run(PAGE, BLOCK, diagram)

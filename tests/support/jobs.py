@@ -1,0 +1,18 @@
+"""Job files for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.job.spec import JobSpec, parse
+
+
+def job_file(**changes: Any) -> dict[str, Any]:
+    """Return a minimal job file as a mapping, with whole sections replaced; None removes a key."""
+    raw = {"model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "m:f"}, "steps": 9, **changes}
+    return {name: value for name, value in raw.items() if value is not None}
+
+
+def job(**changes: Any) -> JobSpec:
+    """Return the parsed job of `job_file`."""
+    return parse(job_file(**changes))

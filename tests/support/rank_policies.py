@@ -1,0 +1,70 @@
+"""Policies trained by several rank processes of this machine, and the small models that they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from services.trainer.adapters.fsdp.policy import FsdpPolicy
+from services.trainer.adapters.megatron.policy import MegatronPolicy
+from services.trainer.adapters.ranks.policy import RanksPolicy
+from shared.job.training import OptimizerSpec, TrainerSpec
+from tests.support.megatron_cpu import python_path
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MODELS: dict[str, Any] = {
+    "qwen2": Qwen2Config(**_SIZES, vocab_size=96, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**_SIZES, vocab_size=96, head_dim=16, tie_word_embeddings=True),
+    # 97 is prime: no number of ranks divides the vocabulary.
+    "llama": LlamaConfig(**_SIZES, vocab_size=97, tie_word_embeddings=False),
+}
+
+
+def write(directory: Path, family: str) -> Path:
+    """Write a random model, with random biases and norms, unless it exists."""
+    if not directory.exists():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model: Any = AutoModelForCausalLM.from_config(MODELS[family])
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1:
+                    torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+        model.save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def policy(
+    optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
+) -> Iterator[RanksPolicy]:
+    """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`.
+
+    On CPUs megatron-core needs `tests.support.megatron_cpu`, which the ranks get by their environment.
+    """
+    reference = settings.pop("reference", False)
+    spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
+    kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
+    made = kind(spec, optimizer, temperature=temperature, device=device, reference=reference)
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setenv("PYTHONPATH", python_path())
+        try:
+            yield made
+        finally:
+            made.close()

@@ -1,0 +1,66 @@
+"""`python -m tests.support.saved_bytes_of_rank KIND MODEL...`: bytes that a rank saves for its backward pass.
+
+Measured with and without activation checkpointing. On CPUs megatron-core needs `tests.support.megatron_cpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from services.trainer.adapters.ranks.layout import Layout
+from services.trainer.adapters.ranks.packed import pack_rows
+from services.trainer.adapters.ranks.rank import engine_class
+from services.trainer.domain.training_row import TrainingRow
+from shared.columns import F32, I32, pack
+from shared.job.training import OptimizerSpec, TrainerSpec
+
+N_TOKENS = 40
+ROW = TrainingRow(pack([3], I32), pack([4] * (N_TOKENS - 1), I32), pack([0.0] * (N_TOKENS - 1), F32), 1.0)
+
+
+def main(kind: str, *models: str) -> None:
+    """Print a JSON object: activation checkpointing, `true` or `false` -> bytes of each model."""
+    make = engine_class(kind)
+    from transformers import AutoConfig  # noqa: PLC0415 - after megatron-core, as in a rank
+
+    from services.trainer.adapters.megatron.model_shape import shape_of  # noqa: PLC0415 - after megatron-core, as in a rank
+    from services.trainer.adapters.ranks.offload import local_tensor  # noqa: PLC0415 - after megatron-core, as in a rank
+    from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
+
+    settings = {"temperature": 1.0, "dtype": "float32", "reference": False, "offload": "none"}
+    with tempfile.TemporaryDirectory() as folder:
+        engine: Any = make(
+            rank=0,
+            rendezvous=f"{folder}/rendezvous",
+            device="cpu",
+            layout=Layout.of(TrainerSpec()),
+            optimizer=OptimizerSpec().model_dump(),
+            settings={**settings, "activation_checkpointing": True},
+        )
+
+    def bytes_of(model: str) -> int:
+        shape = shape_of(AutoConfig.from_pretrained(model))
+        engine.load_hf({"source": model, "shape": shape}, [str(file) for file in Path(model).glob("*.safetensors")])
+        found: list[int] = []
+        with saved_bytes(local_tensor(parameter) for _, parameter in engine._model.parameters()) as n_saved_bytes:
+
+            def ask(question: dict[str, Any]) -> dict[str, Any]:
+                found.append(n_saved_bytes())
+                return {"gradient": bytes(len(question["logprobs"]))}
+
+            engine.accumulate([list(pack_rows([ROW]))], ask)
+        return found[0]
+
+    seen = {}
+    for checkpointing in (engine._activation_checkpointing, False):
+        engine._activation_checkpointing = checkpointing
+        seen[json.dumps(checkpointing)] = [bytes_of(model) for model in models]
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

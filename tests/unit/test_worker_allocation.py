@@ -1,0 +1,29 @@
+"""Which version workers are commanded to use, and what happens to the samples that run."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.rollout_manager.domain.apply_messages import apply_message
+from services.rollout_manager.domain.decide import decide
+from services.rollout_manager.domain.effects import Send
+from services.rollout_manager.domain.world import Now, World
+from shared.messages import InFlight, JobReport, UseVersion
+from tests.support.builders import heartbeat, job_created, job_spec, weights_committed, worker_joined
+
+NOW = Now(mono=1.0, wall=1000.0)
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "keep", "finish"])
+def test_use_version_carries_the_in_flight_policy_of_the_job(in_flight: InFlight) -> None:
+    spec = job_spec(elastic={"max_staleness": 2, "in_flight": in_flight})
+    world = World(lease_s=2.0)
+    report = JobReport(job_id="j", state="running", step=0)
+    beat = heartbeat(state="joining", job_id="", version=-1)
+    for number, message in enumerate([job_created(spec=spec), report, worker_joined(), beat]):
+        apply_message(world, message, f"{number + 1}-0", NOW)
+    for version in range(2):
+        apply_message(world, weights_committed(version=version), f"9-{version}", NOW)
+        decide(world, NOW, [])
+        sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+        assert sent == [UseVersion(job_id="j", version=version, in_flight=in_flight)]
