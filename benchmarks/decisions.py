@@ -21,9 +21,9 @@ from benchmarks.scheduling.cases import LOGNORMAL
 from benchmarks.scheduling.ours import Ours
 from benchmarks.scheduling.trainer import JOB_ID
 from benchmarks.scheduling.workload import JOB_NO
-from shared.columns import F32, I32, U8, U32, U64, pack
-from shared.ids import SampleId
-from shared.messages import (
+from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import (
     FINISH_STOP,
     Assign,
     GroupRequested,

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from services.rollout_worker.adapters.torch.factory import TorchFactory
-from services.rollout_worker.adapters.vllm.factory import VllmFactory
-from services.rollout_worker.domain.requests import Request
-from services.rollout_worker.ports import Engine, EngineFactory
-from shared.errors import ConfigError
-from shared.messages import Sampling
+from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
+from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
+from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.services.rollout_worker.ports import Engine, EngineFactory
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.messages import Sampling
 
 GROUP = 8
 POLL_S = 0.02

@@ -21,19 +21,19 @@ from typing import Any
 
 import torch
 
-from services.rollout_worker.adapters.torch.engine import TorchEngine
-from services.rollout_worker.domain.requests import Request
-from services.trainer.adapters.data import find_model, load_data
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.advantages import advantages
-from services.trainer.domain.batching import Accumulate, UpdatePlanner
-from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.plan import prompt_indices
-from services.trainer.domain.schedule import learning_rate
-from services.trainer.domain.training_row import TrainingRow
-from shared.columns import F32, I32, ints, pack
-from shared.job.spec import JobSpec, load, parse
-from shared.messages import Sampling
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
+from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.services.trainer.adapters.data import find_model, load_data
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.advantages import advantages
+from rlboost.services.trainer.domain.batching import Accumulate, UpdatePlanner
+from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.domain.plan import prompt_indices
+from rlboost.services.trainer.domain.schedule import learning_rate
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import F32, I32, ints, pack
+from rlboost.shared.job.spec import JobSpec, load, parse
+from rlboost.shared.messages import Sampling
 
 JOB = "examples/countdown/job.yaml"
 POLL_S = 0.02

@@ -7,7 +7,7 @@ So many samples are in flight with so many tokens each, written by workers of 64
 manager writes running samples again and trims when the log holds more than 4, so that is the worst it finds.
 
 One JSON line per log. `recover_s` is on the wall and `recover_cpu_s` the process's own; `ready_s` is from starting
-`python -m services.rollout_manager` to its `/readyz`, with the interpreter's start and all imports.
+`python -m rlboost.services.rollout_manager` to its `/readyz`, with the interpreter's start and all imports.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import Any
 
 from benchmarks.support.system import System, rss_bytes
 from benchmarks.support.workers import FrameWriter, LoadWorker, Row
-from services.rollout_manager.domain.jobs import Job, to_json
-from services.rollout_manager.domain.world import Now
-from services.rollout_manager.recovery import recover
-from shared import names
-from shared.bus import Append, HashSet
-from shared.columns import I32, U32, U64, pack
-from shared.ids import SampleId
-from shared.job.spec import parse
-from shared.messages import Admitted, Closed, GroupRequested, Message, Placed, Sampling
-from shared.redis.bus import RedisBus
+from rlboost.services.rollout_manager.domain.jobs import Job, to_json
+from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.recovery import recover
+from rlboost.shared import names
+from rlboost.shared.bus import Append, HashSet
+from rlboost.shared.columns import I32, U32, U64, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import parse
+from rlboost.shared.messages import Admitted, Closed, GroupRequested, Message, Placed, Sampling
+from rlboost.shared.redis.bus import RedisBus
 
 GROUP_SIZE = 8
 SLOTS = 64

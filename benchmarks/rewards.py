@@ -22,10 +22,10 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import NamedTuple
 
-from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports.rewards import RewardBatch
-from shared.job.reward import RewardSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.ports.rewards import RewardBatch
+from rlboost.shared.job.reward import RewardSpec
+from rlboost.shared.waiting import Waits
 
 FUNCTION = "rlboost.rewards.math:score"
 REASONING = (

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.support.system import System, rss_bytes
 from benchmarks.support.trainer import AskingTrainer
 from benchmarks.support.workers import Fleet
-from shared import names
+from rlboost.shared import names
 
 WORKERS = 6
 SLOTS = 16

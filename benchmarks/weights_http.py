@@ -31,12 +31,12 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.support.weight_store import running_store
-from shared.lifecycle import loop_factory
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient
-from shared.weights.publisher import Publisher, Shard
-from shared.weights.puller import Puller
+from rlboost.shared.lifecycle import loop_factory
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.puller import Puller
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"

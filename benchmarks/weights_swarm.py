@@ -31,10 +31,10 @@ import numpy as np
 
 from benchmarks.support.shaped_link import ShapedLink
 from benchmarks.support.weight_store import running_store
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
-from shared.weights.manifest import digest_of
-from shared.weights.publisher import Publisher, Shard
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.publisher import Publisher, Shard
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"

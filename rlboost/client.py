@@ -22,9 +22,9 @@ from urllib.parse import quote
 
 import httpx
 
-from shared.errors import Conflict, RLBoostError
-from shared.http.redirect import MAX_REDIRECTS, redirected_origin
-from shared.ids import new_token
+from rlboost.shared.errors import Conflict, RLBoostError
+from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
+from rlboost.shared.ids import new_token
 
 Json = dict[str, Any]
 Rows = list[Json]

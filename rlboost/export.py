@@ -14,8 +14,8 @@ import structlog
 
 from rlboost.client import Client
 from rlboost.export_folder import NewFolder, copy_files, write_adapter, write_model
-from shared.errors import ConfigError, NotFound
-from shared.protocol import PROTOCOL, PROTOCOL_HEADER
+from rlboost.shared.errors import ConfigError, NotFound
+from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
 
 _PULL_LIMIT_S = 3600.0
 _NEEDS = "needs torch and transformers on this machine: pip install 'rlboost[worker]'"
@@ -131,12 +131,12 @@ def _naming_hint(model: str) -> str:
 
 async def _pulled(url: str, token: str, request: ExportRequest, base: Path | None, to: NewFolder) -> int:
     try:
-        from shared.waiting import Waits  # noqa: PLC0415 - torch takes seconds
-        from shared.weights import torch_tensors  # noqa: PLC0415
-        from shared.weights.cache import Cache  # noqa: PLC0415
-        from shared.weights.client import StoreClient  # noqa: PLC0415
-        from shared.weights.puller import Puller  # noqa: PLC0415
-        from shared.weights.stored import stored_version  # noqa: PLC0415
+        from rlboost.shared.waiting import Waits  # noqa: PLC0415 - torch takes seconds
+        from rlboost.shared.weights import torch_tensors  # noqa: PLC0415
+        from rlboost.shared.weights.cache import Cache  # noqa: PLC0415
+        from rlboost.shared.weights.client import StoreClient  # noqa: PLC0415
+        from rlboost.shared.weights.puller import Puller  # noqa: PLC0415
+        from rlboost.shared.weights.stored import stored_version  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"export {_NEEDS}") from error
     async with StoreClient(url, token) as client:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shared.errors import ConfigError
-from shared.model.folder import declare_dtype, non_weight_files
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.model.folder import declare_dtype, non_weight_files
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store, from_url
 
-from shared.errors import ConfigError, Fatal, Fenced, NotFound, Retryable, StoreUnavailable
+from rlboost.shared.errors import ConfigError, Fatal, Fenced, NotFound, Retryable, StoreUnavailable
 
 if TYPE_CHECKING:
     from obstore import UpdateVersion

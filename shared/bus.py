@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.messages import Message
+from rlboost.shared.messages import Message
 
 START = "0-0"
 """The position before the first entry of any stream."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgpack
 from pydantic import ValidationError
 
-from shared.errors import Undecodable
-from shared.messages import Message, class_of
+from rlboost.shared.errors import Undecodable
+from rlboost.shared.messages import Message, class_of
 
 
 def encode(msg: Message) -> bytes:

@@ -9,11 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim, position
-from shared.codec import decode, encode
-from shared.errors import BusUnavailable, Fenced, Undecodable
-from shared.messages import DeadLetter, Message
-from shared.names import DEAD_LETTERS
+from rlboost.shared.bus import (
+    START,
+    Ack,
+    Append,
+    Delete,
+    Entry,
+    Expire,
+    Fence,
+    HashDelete,
+    HashSet,
+    Op,
+    Renew,
+    Trim,
+    position,
+)
+from rlboost.shared.codec import decode, encode
+from rlboost.shared.errors import BusUnavailable, Fenced, Undecodable
+from rlboost.shared.messages import DeadLetter, Message
+from rlboost.shared.names import DEAD_LETTERS
 
 
 @dataclass

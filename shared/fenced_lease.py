@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from shared.bus import Bus, Delete, Fence, Op, Renew
-from shared.errors import Fenced
+from rlboost.shared.bus import Bus, Delete, Fence, Op, Renew
+from rlboost.shared.errors import Fenced
 
 
 class FencedLease:

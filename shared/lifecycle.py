@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from shared import logs
-from shared.errors import ConfigError, Fatal, RLBoostError
-from shared.settings import ServiceSettings, read
+from rlboost.shared import logs
+from rlboost.shared.errors import ConfigError, Fatal, RLBoostError
+from rlboost.shared.settings import ServiceSettings, read
 
 log = structlog.get_logger(__name__)
 

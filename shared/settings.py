@@ -21,8 +21,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from shared.errors import ConfigError
-from shared.validation import describe
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.validation import describe
 
 _COMMON = ("redis_url", "token", "log_level", "log_format")
 RENAMED: Mapping[str, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 import torch
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 

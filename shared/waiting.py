@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from shared.errors import Timeout
+from rlboost.shared.errors import Timeout
 
 
 class WaitStatus(BaseModel):

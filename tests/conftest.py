@@ -14,7 +14,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 from structlog.dev import plain_traceback
 
-from services.trainer.adapters.ranks import processes
+from rlboost.services.trainer.adapters.ranks import processes
 from tests.support.fork_server import popen_rank
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Server

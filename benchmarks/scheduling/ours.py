@@ -14,12 +14,12 @@ from benchmarks.scheduling.cases import Case
 from benchmarks.scheduling.simulation import Turn
 from benchmarks.scheduling.trainer import JOB_ID
 from benchmarks.scheduling.workload import JOB_NO
-from services.rollout_manager.domain.apply_messages import apply_message
-from services.rollout_manager.domain.decide import decide
-from services.rollout_manager.domain.effects import DeadLetterEntry, Deliver, Record, Send
-from services.rollout_manager.domain.world import Now, World
-from shared.job.spec import parse
-from shared.messages import (
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.decide import decide
+from rlboost.services.rollout_manager.domain.effects import DeadLetterEntry, Deliver, Record, Send
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.job.spec import parse
+from rlboost.shared.messages import (
     Admitted,
     Closed,
     GroupRequested,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from benchmarks.scheduling.cases import Case
 from benchmarks.scheduling.oracle import typical_kv
 from benchmarks.scheduling.rules import Instance, Rules, Tracked
-from shared.messages import StepReport
+from rlboost.shared.messages import StepReport
 
 ETA = 3.0
 """Not printed; the released code divides by this."""

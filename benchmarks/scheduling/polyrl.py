@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from benchmarks.scheduling.cases import Case
 from benchmarks.scheduling.paper import ETA
 from benchmarks.scheduling.rules import Rules, Tracked
-from shared.messages import FINISH_NONE, StepReport
+from rlboost.shared.messages import FINISH_NONE, StepReport
 
 POLL_S = 1.0
 GROUPS_PER_S = 4.0

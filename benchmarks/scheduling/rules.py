@@ -14,9 +14,9 @@ from typing import Literal
 from benchmarks.scheduling.cases import Case
 from benchmarks.scheduling.simulation import Turn
 from benchmarks.scheduling.trainer import JOB_ID
-from shared.columns import I32, U8, U32, U64, ints, pack
-from shared.ids import SampleId
-from shared.messages import (
+from rlboost.shared.columns import I32, U8, U32, U64, ints, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import (
     FINISH_NONE,
     FINISH_RELEASED,
     Assign,

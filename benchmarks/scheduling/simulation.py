@@ -17,7 +17,7 @@ from benchmarks.scheduling.oracle import best_tokens_per_s, typical_kv
 from benchmarks.scheduling.trainer import SimTrainer
 from benchmarks.scheduling.worker import SimWorker
 from benchmarks.scheduling.workload import Going, Joining, SpotEvent, Workload
-from shared.messages import Assign, Message
+from rlboost.shared.messages import Assign, Message
 
 LIMIT_STEPS = 40.0
 """A run that takes longer than so many times the bound of all its steps hangs."""

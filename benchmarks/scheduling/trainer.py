@@ -10,9 +10,9 @@ from typing import Protocol
 
 from benchmarks.scheduling.cases import Case
 from benchmarks.scheduling.workload import Group, Workload
-from shared.columns import I32, pack
-from shared.ids import SampleId, group_of
-from shared.messages import (
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.messages import (
     GroupRequested,
     Message,
     SampleFinished,

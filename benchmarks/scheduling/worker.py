@@ -10,10 +10,10 @@ from typing import Protocol
 
 from benchmarks.scheduling.cases import Case
 from benchmarks.scheduling.engine import Engine, Held
-from services.rollout_worker.domain.throughput import Throughput
-from shared.columns import F32, I32, U8, U32, U64, ints, pack
-from shared.ids import group_of
-from shared.messages import (
+from rlboost.services.rollout_worker.domain.throughput import Throughput
+from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, pack
+from rlboost.shared.ids import group_of
+from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_RELEASED,

@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from benchmarks.scheduling.cases import Case, Lengths
-from shared.ids import SampleId
+from rlboost.shared.ids import SampleId
 
 JOB_NO = 1
 _LATEST = 0.8

@@ -37,11 +37,11 @@ class System:
         self._wait_for("redis", self._redis_answers)
 
     def start_manager(self) -> int:
-        """Start `python -m services.rollout_manager`; return its process id when it is ready."""
+        """Start `python -m rlboost.services.rollout_manager`; return its process id when it is ready."""
         port = self._ports.of("manager")
         self.manager = self._start(
             "manager",
-            [sys.executable, "-m", "services.rollout_manager"],
+            [sys.executable, "-m", "rlboost.services.rollout_manager"],
             RLBOOST_REDIS_URL=self.url,
             RLBOOST_TOKEN="benchmark",
             RLBOOST_MANAGER_PORT=str(port),

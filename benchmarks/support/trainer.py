@@ -11,12 +11,12 @@ from typing import Any
 import msgpack
 import redis
 
-from shared import names
-from shared.codec import encode
-from shared.columns import I32, pack
-from shared.ids import SampleId
-from shared.job.spec import parse, to_json
-from shared.messages import (
+from rlboost.shared import names
+from rlboost.shared.codec import encode
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import parse, to_json
+from rlboost.shared.messages import (
     GroupRequested,
     JobCommand,
     JobReport,

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import redis
 
-from shared import names
-from shared.bus import after
-from shared.codec import decode, encode
-from shared.columns import F32, I32, U8, U32, U64, ints, length, pack
-from shared.messages import (
+from rlboost.shared import names
+from rlboost.shared.bus import after
+from rlboost.shared.codec import decode, encode
+from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, length, pack
+from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
     Assign,

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.trainer import end_to_end, work
 from benchmarks.trainer.updates import Bare, Ours, cut
-from services.trainer.domain.batching import n_padded
+from rlboost.services.trainer.domain.batching import n_padded
 
 SIDES = {"cpu": 1024, "cuda": 8192}
 """Sides of the multiplied matrices, by device."""

@@ -13,7 +13,7 @@ import time
 import torch
 
 from benchmarks.plain_loop import JOB, PlainLoop
-from shared.job.spec import load, parse
+from rlboost.shared.job.spec import load, parse
 
 
 async def main() -> None:

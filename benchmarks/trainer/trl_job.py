@@ -17,8 +17,8 @@ from datasets import load_dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from examples.countdown.reward import score
-from shared.job.spec import JobSpec, load, parse
+from rlboost.examples.countdown.reward import score
+from rlboost.shared.job.spec import JobSpec, load, parse
 
 JOB = "examples/countdown/job.yaml"
 

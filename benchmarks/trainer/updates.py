@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.batching import Accumulate, UpdatePlanner
-from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.domain.training_row import TrainingRow
-from shared.columns import floats, ints
-from shared.job.training import OptimizerSpec
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batching import Accumulate, UpdatePlanner
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import floats, ints
+from rlboost.shared.job.training import OptimizerSpec
 
 LOW, HIGH, RATE = 0.2, 0.28, 1e-5
 

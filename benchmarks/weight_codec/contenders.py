@@ -27,8 +27,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from shared.weights import codec
-from shared.weights.codec import Kind, kernels
+from rlboost.shared.weights import codec
+from rlboost.shared.weights.codec import Kind, kernels
 
 Weights = NDArray[np.uint16]
 COLUMNS = 2048

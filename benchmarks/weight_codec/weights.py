@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.weight_codec.contenders import Weights
-from shared.weights.manifest import CHUNK_BYTES
+from rlboost.shared.weights.manifest import CHUNK_BYTES
 
 SYNTHETIC = (1e-6, 6.3e-6, 6.4e-5)
 """Learning rates: about 1, 5 and 28 % change."""

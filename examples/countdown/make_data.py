@@ -1,4 +1,4 @@
-"""Write `train.jsonl` and `eval.jsonl`: `python -m examples.countdown.make_data`. The same bytes every time."""
+"""Write `train.jsonl` and `eval.jsonl`: `python -m rlboost.examples.countdown.make_data`. The same bytes every time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
-from examples.countdown.task import RL_OPERATORS, Problem, all_problems, training_problems
+from rlboost.examples.countdown.task import RL_OPERATORS, Problem, all_problems, training_problems
 
 N_TRAIN = 2560
 """80 steps of 32 prompts without seeing one twice; 3,684 different ones exist."""

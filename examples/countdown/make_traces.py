@@ -1,4 +1,4 @@
-"""Write traces to imitate: `python -m examples.countdown.make_traces --out traces.jsonl`.
+"""Write traces to imitate: `python -m rlboost.examples.countdown.make_traces --out traces.jsonl`.
 
 Each row has a `prompt` and a `completion`, as jobs of `kind: sft` take them; the same arguments give the same bytes.
 A trace rarely has a hit, and without sure verdicts reinforcement learning takes off slowly, so a share of the rows
@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from examples.countdown.task import ALL_OPERATORS, HIT, noisy_trace, training_problems
+from rlboost.examples.countdown.task import ALL_OPERATORS, HIT, noisy_trace, training_problems
 
 N_ROWS = 64_000
 """1,000 steps of 64 rows without seeing one twice."""

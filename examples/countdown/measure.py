@@ -1,4 +1,4 @@
-"""Say how good a Countdown model is: `python -m examples.countdown.measure DIR` (a minute on one CPU core).
+"""Say how good a Countdown model is: `python -m rlboost.examples.countdown.measure DIR` (a minute on one CPU core).
 
 It answers each held-out problem eight times at temperature 1.
 """
@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.countdown import reward
-from examples.countdown.make_data import eval_problems
-from examples.countdown.task import HIT, PAD, Problem, answer_of
-from examples.countdown.tokenizer import pretrained
+from rlboost.examples.countdown import reward
+from rlboost.examples.countdown.make_data import eval_problems
+from rlboost.examples.countdown.task import HIT, PAD, Problem, answer_of
+from rlboost.examples.countdown.tokenizer import pretrained
 
 SAMPLES = 8
 """Completions for each problem."""

@@ -1,4 +1,4 @@
-"""Write the model before any training, with its tokenizer: `python -m examples.countdown.model --out DIR`.
+"""Write the model before any training, with its tokenizer: `python -m rlboost.examples.countdown.model --out DIR`.
 
 A Qwen3 of 0.2 M parameters with random weights; or, with `--rounded MODEL`, with those of a trained one in bfloat16.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from examples.countdown.task import BOS, EOS, PAD, VOCABULARY
-from examples.countdown.tokenizer import MAX_LENGTH, pretrained
+from rlboost.examples.countdown.task import BOS, EOS, PAD, VOCABULARY
+from rlboost.examples.countdown.tokenizer import MAX_LENGTH, pretrained
 
 _SEED = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from examples.countdown.task import Problem, answer_of
+from rlboost.examples.countdown.task import Problem, answer_of
 
 
 def score(

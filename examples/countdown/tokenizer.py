@@ -7,7 +7,7 @@ import re
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from examples.countdown.task import BOS, EOS, PAD, VOCABULARY
+from rlboost.examples.countdown.task import BOS, EOS, PAD, VOCABULARY
 
 MAX_LENGTH = 512
 

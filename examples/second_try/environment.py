@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from examples.countdown.task import EOS, MISS, Problem, answer_of
 from rlboost.environments import Step
+from rlboost.examples.countdown.task import EOS, MISS, Problem, answer_of
 
 
 class SecondTry:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import typer
 from typer.core import TyperGroup
 
-from shared.errors import ConfigError, RLBoostError
+from rlboost.shared.errors import ConfigError, RLBoostError
 
 if TYPE_CHECKING:
     from rlboost.client import Client

@@ -17,7 +17,7 @@ from rlboost.commands.common import (
     print_json,
     print_table,
 )
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlboost.client import Client
@@ -47,7 +47,7 @@ def evaluate(
     """
     from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
     from rlboost.jobs.evaluation import require_read  # noqa: PLC0415 - likewise
-    from shared.job import spec as job_spec  # noqa: PLC0415 - only this command needs it
+    from rlboost.shared.job import spec as job_spec  # noqa: PLC0415 - only this command needs it
 
     overrides = overrides or []
     for override in overrides:
@@ -76,7 +76,7 @@ def evaluate(
 
 def _spec_of(client: Client, job_id: str, overrides: list[str]) -> dict[str, Any]:
     """Return a job's job file without its model, which is not the final one, unless an override names one."""
-    from shared.job.spec import set_by_override  # noqa: PLC0415 - keeps --help quick
+    from rlboost.shared.job.spec import set_by_override  # noqa: PLC0415 - keeps --help quick
 
     raw = client.jobs.spec(job_id)
     raw["model"] = None

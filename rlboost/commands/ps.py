@@ -9,7 +9,7 @@ import typer
 
 from rlboost.commands.common import DEFAULT_STATE, JsonOption, StateOption, connect, print_json, print_table
 from rlboost.commands.worker import print_workers
-from shared.errors import RLBoostError
+from rlboost.shared.errors import RLBoostError
 
 if TYPE_CHECKING:
     from rlboost.local.state import StateDir

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, print_json
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlboost.local.chaos import ChaosEvent

@@ -23,7 +23,7 @@ from rlboost.commands.common import (
     print_table,
 )
 from rlboost.commands.up import Engine
-from shared.errors import ConfigError, Conflict
+from rlboost.shared.errors import ConfigError, Conflict
 
 _GONE = frozenset({"lost", "left"})
 
@@ -96,7 +96,7 @@ def join(
     where, secret = _endpoint(url, token, state)
     settings = {"URL": where, "ROLE": role.value, "ENGINE": engine.value, "NAME": name, "DEVICE": device}
     environment = {f"RLBOOST_WORKER_{key}": value for key, value in settings.items() if value is not None}
-    arguments = [sys.executable, "-m", "services.rollout_worker"]
+    arguments = [sys.executable, "-m", "rlboost.services.rollout_worker"]
     os.execve(sys.executable, arguments, {**os.environ, **environment, "RLBOOST_TOKEN": secret})  # noqa: S606 - the worker takes this process's place, and its signals
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import examples
-from shared.errors import ConfigError
-from shared.job import spec as job_spec
+from rlboost import examples
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job import spec as job_spec
 
 GOAL = 0.70
 """Held-out accuracy that the full job reaches; runs ended at 0.75 to 0.88."""

@@ -31,7 +31,7 @@ from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.record import Change, Observation, Record, Settings
-from shared.errors import Fatal
+from rlboost.shared.errors import Fatal
 
 LOOK_EVERY_S = 0.5
 STALL_LIMIT_S = 300.0

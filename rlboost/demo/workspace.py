@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from rlboost.local.state import StateDir
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 _MARK = "this-is-a-demo"
 

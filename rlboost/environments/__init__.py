@@ -1,6 +1,6 @@
 """Multi-turn environments: the interface, and ready-made environments."""
 
 from rlboost.environments.tools import ToolEnvironment
-from shared.job.environment import Environment, Message, Step
+from rlboost.shared.job.environment import Environment, Message, Step
 
 __all__ = ["Environment", "Message", "Step", "ToolEnvironment"]

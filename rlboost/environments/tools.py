@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-from shared.job.environment import Message, Step
+from rlboost.shared.job.environment import Message, Step
 
 _MALFORMED = "error: a call is JSON with name and arguments"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 from rlboost.jobs.model_check import code_problems, data_problem, missing_libraries, model_problems
 from rlboost.jobs.user_code_check import MissingHere, complaint
-from shared.data.examples import example_of
-from shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
-from shared.data.shards import Source, is_here, names, shown
-from shared.errors import ConfigError
-from shared.job.data import DataSpec, Rows, SftDataSpec
-from shared.job.spec import InvalidJob, JobSpec, load, parse
-from shared.job.training import TrainerSpec
+from rlboost.shared.data.examples import example_of
+from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
+from rlboost.shared.data.shards import Source, is_here, names, shown
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.data import DataSpec, Rows, SftDataSpec
+from rlboost.shared.job.spec import InvalidJob, JobSpec, load, parse
+from rlboost.shared.job.training import TrainerSpec
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 _REWARD_SCRIPT = """
 import json, sys
-from shared.user_code.reward_call import load, detect_style, describe_import_error
+from rlboost.shared.user_code.reward_call import load, detect_style, describe_import_error
 part = json.loads(sys.argv[1])
 try:
     detect_style(load(part["function"]), part["arguments"], part["style"])
@@ -30,8 +30,8 @@ except BaseException as error:
 """
 _ENVIRONMENT_SCRIPT = """
 import json, sys
-from shared.job.environment import environment_factory
-from shared.user_code.reward_call import describe_import_error
+from rlboost.shared.job.environment import environment_factory
+from rlboost.shared.user_code.reward_call import describe_import_error
 spec = json.loads(sys.argv[1])
 try:
     environment_factory(spec["function"], spec["arguments"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shared.errors import ConfigError
-from shared.job.fleet import EvalSpec
-from shared.job.spec import read_override
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.fleet import EvalSpec
+from rlboost.shared.job.spec import read_override
 
 _NAMES = ("name", "model")
 _COPIED = ("environment", "reward", "sampling")

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from shared.data.shards import is_here
-from shared.errors import ConfigError
-from shared.job import spec as job_spec
+from rlboost.shared.data.shards import is_here
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job import spec as job_spec
 
 
 def resolved(file: str, raw: dict[str, Any]) -> dict[str, Any]:

@@ -13,20 +13,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlboost.jobs.user_code_check import complaint
-from services.trainer.adapters.megatron import model_shape as megatron
-from services.trainer.adapters.ranks.layout import Layout
-from shared.data.rows import is_remote
-from shared.data.shards import names
-from shared.errors import ConfigError
-from shared.job.run_log import lacking
-from shared.job.spec import JobSpec
-from shared.model.folder import read_config, read_tensor_shapes, require_tokenizer
-from shared.model.lora_targets import check_targets
+from rlboost.services.trainer.adapters.megatron import model_shape as megatron
+from rlboost.services.trainer.adapters.ranks.layout import Layout
+from rlboost.shared.data.rows import is_remote
+from rlboost.shared.data.shards import names
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.run_log import lacking
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.folder import read_config, read_tensor_shapes, require_tokenizer
+from rlboost.shared.model.lora_targets import check_targets
 
 _USER_CODE_SCRIPT = """
 import sys
-from shared.errors import ConfigError
-from shared.user_code.functions import load_user_function
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.user_code.functions import load_user_function
 try:
     load_user_function(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
 except ConfigError as error:
@@ -80,8 +80,8 @@ def data_problem(spec: JobSpec) -> str:
 
 
 def _load_data(spec: JobSpec) -> None:
-    from services.trainer.adapters.data import load_data  # noqa: PLC0415 - imports torch
-    from services.trainer.domain import plan  # noqa: PLC0415 - only where a trainer may run
+    from rlboost.services.trainer.adapters.data import load_data  # noqa: PLC0415 - imports torch
+    from rlboost.services.trainer.domain import plan  # noqa: PLC0415 - only where a trainer may run
 
     data = load_data(spec, Path(spec.model).expanduser())
     if spec.kind != "sft":
@@ -100,7 +100,7 @@ def _check_cut(spec: JobSpec, model: Path) -> None:
 
 
 def _check_layers(model: Path) -> None:
-    from services.trainer.adapters.torch.activation_checkpointing import require_checkpointable  # noqa: PLC0415 - imports torch
+    from rlboost.services.trainer.adapters.torch.activation_checkpointing import require_checkpointable  # noqa: PLC0415 - imports torch
 
     require_checkpointable(model)
 

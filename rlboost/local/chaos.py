@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 Action = Literal["kill", "notice", "join"]
 

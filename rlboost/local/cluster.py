@@ -20,14 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import services
-import shared
+import rlboost
 from rlboost.local import redis_server
 from rlboost.local.ports import Ports
 from rlboost.local.processes import STARTING_ORDER, LocalOptions, Site, SpecOf, cache_dir, roster, spec_of
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 _GRACE_S = 12.0
 """A worker may take 10 s to hand off after a stop (invariant 7)."""
@@ -183,19 +182,17 @@ class LocalCluster:
 
 
 def _check_folder(cwd: Path) -> None:
-    """Refuse a folder whose packages would shadow ours: it comes first on every process's path.
+    """Refuse a folder with a different package `rlboost`: it comes first on every process's path.
 
     Raises:
-        ConfigError: it has a different package `services` or `shared`.
+        ConfigError: it has one.
 
     """
-    for package in (services, shared):
-        ours, theirs = Path(str(package.__file__)), cwd / package.__name__ / "__init__.py"
-        if theirs.exists() and not theirs.samefile(ours):
-            raise ConfigError(
-                f"the package {theirs.parent} would shadow rlboost's own {package.__name__!r}: "
-                "rename it, or start from another folder"
-            )
+    theirs = cwd / "rlboost" / "__init__.py"
+    if theirs.exists() and not theirs.samefile(str(rlboost.__file__)):
+        raise ConfigError(
+            f"the package {theirs.parent} would shadow the installed rlboost: rename it, or start from another folder"
+        )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

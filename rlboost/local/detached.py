@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlboost.local.state import Config, StateDir
-from shared.errors import ConfigError, Fatal
-from shared.lifecycle import EXIT_CONFIG
+from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.lifecycle import EXIT_CONFIG
 
 _STOP_LIMIT_S = 60.0
 _KILL_LIMIT_S = 5.0

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rlboost.local.processes import LOOPBACK
-from shared.http.server import bind
+from rlboost.shared.http.server import bind
 
 
 class Ports:

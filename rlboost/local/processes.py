@@ -135,7 +135,7 @@ def _reserved_names(options: LocalOptions) -> list[str]:
 
 
 def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
-    """Return the real process: Redis, or `python -m services.<role>`."""
+    """Return the real process: Redis, or `python -m rlboost.services.<role>`."""
     if role == "redis":
         return ProcessSpec(name, role, site.redis_argv, site.log_of(name), ready=RedisReady(site.redis_url))
     module = "rollout_worker" if role in ("reserved", "preemptible") else _MODULES[role]
@@ -146,7 +146,7 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
     return ProcessSpec(
         name=name,
         role=role,
-        argv=(sys.executable, "-m", f"services.{module}"),
+        argv=(sys.executable, "-m", f"rlboost.services.{module}"),
         log=site.log_of(name),
         env={**_common(site), **_settings(site, name, role), **site.options.env},
         ready=HttpReady(f"{site.url_of(name)}/{route}"),

@@ -13,7 +13,7 @@ import redis.exceptions
 
 from rlboost.local.processes import LOOPBACK
 from rlboost.local.state import StateDir
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 _PING_TIMEOUT_S = 2.0
 

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shared.atomic_file import replace_file
-from shared.errors import ConfigError
+from rlboost.shared.atomic_file import replace_file
+from rlboost.shared.errors import ConfigError
 
 _LOCK_PATIENCE_S = 1.0
 """A command that checks whether a system runs holds the lock for microseconds."""

@@ -23,9 +23,9 @@ from rlboost.local.child import Child, Exit
 from rlboost.local.processes import ProcessSpec
 from rlboost.local.readiness import Readiness
 from rlboost.local.state import ProcessRecord, StateDir
-from shared.errors import Conflict, Fatal, Timeout
-from shared.lifecycle import EXIT_CONFIG
-from shared.waiting import Waits
+from rlboost.shared.errors import Conflict, Fatal, Timeout
+from rlboost.shared.lifecycle import EXIT_CONFIG
+from rlboost.shared.waiting import Waits
 
 NOTICE_LEAD_S = 30.0
 """From a preemption notice until SIGKILL, as clouds give."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 Action = Literal["kill", "notice", "join"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from shared.user_code.reward_call import ground_truth
+from rlboost.shared.user_code.reward_call import ground_truth
 
 try:
     from math_verify import parse, verify

@@ -1,4 +1,4 @@
-"""`python -m services.rollout_manager`: settings -> adapters -> app -> supervise."""
+"""`python -m rlboost.services.rollout_manager`: settings -> adapters -> app -> supervise."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import socket
 import sys
 from functools import partial
 
-from services.rollout_manager.adapters.model_files import load_model_files
-from services.rollout_manager.adapters.prometheus import WorldCollector
-from services.rollout_manager.api import build
-from services.rollout_manager.app import Manager
-from services.rollout_manager.leadership import manager_record
-from services.rollout_manager.openai.routes import add_openai_routes
-from services.rollout_manager.settings import Settings
-from shared.http import server
-from shared.lifecycle import run_service, supervise
-from shared.redis.bus import connect
+from rlboost.services.rollout_manager.adapters.model_files import load_model_files
+from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
+from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.openai.routes import add_openai_routes
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared.http import server
+from rlboost.shared.lifecycle import run_service, supervise
+from rlboost.shared.redis.bus import connect
 
 
 async def main(config: Settings, stop: asyncio.Event) -> None:

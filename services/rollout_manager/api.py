@@ -12,22 +12,22 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
-from services.rollout_manager.domain.window_tuner import target_workers
-from services.rollout_manager.settings import Settings
-from services.rollout_manager.wait_status import job_wait_status
-from services.rollout_manager.weights import weights_overview
-from shared import names
-from shared.bus import START, Append, Bus, Entry, HashSet, Op, position
-from shared.errors import BusUnavailable, ConfigError, Fenced, StoreUnavailable
-from shared.http.server import Problem, bearer, create_app
-from shared.ids import MAX_JOBS, new_token
-from shared.job.spec import InvalidJob, JobSpec, parse
-from shared.job.spec import to_json as spec_to_json
-from shared.messages import Drain, Event, JobCommand
-from shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
+from rlboost.services.rollout_manager.domain.window_tuner import target_workers
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.wait_status import job_wait_status
+from rlboost.services.rollout_manager.weights import weights_overview
+from rlboost.shared import names
+from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, Op, position
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, StoreUnavailable
+from rlboost.shared.http.server import Problem, bearer, create_app
+from rlboost.shared.ids import MAX_JOBS, new_token
+from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
+from rlboost.shared.job.spec import to_json as spec_to_json
+from rlboost.shared.messages import Drain, Event, JobCommand
+from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
 COMMANDS_MAX_LEN = 10_000
 STREAM_BLOCK_S = 1.0

@@ -17,20 +17,20 @@ from typing import ClassVar
 
 import structlog
 
-from services.rollout_manager.bus_operations import bookkeeping, operations
-from services.rollout_manager.completion_waiters import CompletionWaiters
-from services.rollout_manager.domain import effects
-from services.rollout_manager.domain.apply_messages import apply_frames, apply_message
-from services.rollout_manager.domain.compaction import compact, forget_ended
-from services.rollout_manager.domain.decide import decide
-from services.rollout_manager.domain.world import Now, World
-from services.rollout_manager.entry_batches import apply_in_batches
-from services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
-from services.rollout_manager.recovery import SHARED_STREAMS, recover
-from shared import names
-from shared.bus import START, Bus, Entry, Op, Trim, after
-from shared.errors import BusUnavailable, Fatal, Fenced
-from shared.lifecycle import until_stop
+from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
+from rlboost.services.rollout_manager.completion_waiters import CompletionWaiters
+from rlboost.services.rollout_manager.domain import effects
+from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
+from rlboost.services.rollout_manager.domain.compaction import compact, forget_ended
+from rlboost.services.rollout_manager.domain.decide import decide
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.entry_batches import apply_in_batches
+from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
+from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, recover
+from rlboost.shared import names
+from rlboost.shared.bus import START, Bus, Entry, Op, Trim, after
+from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
+from rlboost.shared.lifecycle import until_stop
 
 log = structlog.get_logger(__name__)
 

@@ -6,9 +6,9 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.compaction import ENDED_JOB_RETENTION_S
-from services.rollout_manager.domain.effects import (
+from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.compaction import ENDED_JOB_RETENTION_S
+from rlboost.services.rollout_manager.domain.effects import (
     ClearQuarantine,
     DeadLetterEntry,
     DeadLetterSample,
@@ -26,11 +26,11 @@ from services.rollout_manager.domain.effects import (
     SaveWorker,
     Send,
 )
-from services.rollout_manager.domain.jobs import to_json
-from shared import names
-from shared.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
-from shared.codec import encode
-from shared.messages import DeadLetter, Dismissed
+from rlboost.services.rollout_manager.domain.jobs import to_json
+from rlboost.shared import names
+from rlboost.shared.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
+from rlboost.shared.codec import encode
+from rlboost.shared.messages import DeadLetter, Dismissed
 
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
 """The largest entry id; no stream reaches it."""

@@ -17,15 +17,15 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.rollout_manager.domain.effects import Effect, Refuse
-from services.rollout_manager.domain.frame_columns import TOKEN_BYTES
-from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.serving import Clients
-from services.rollout_manager.domain.world import World
-from shared.columns import I32, floats, ints
-from shared.errors import Rejected, Retryable
-from shared.ids import group_of
-from shared.messages import FINISH_NONE, FINISH_STOP, FinishReason, GroupRequested
+from rlboost.services.rollout_manager.domain.effects import Effect, Refuse
+from rlboost.services.rollout_manager.domain.frame_columns import TOKEN_BYTES
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.serving import Clients
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.columns import I32, floats, ints
+from rlboost.shared.errors import Rejected, Retryable
+from rlboost.shared.ids import group_of
+from rlboost.shared.messages import FINISH_NONE, FINISH_STOP, FinishReason, GroupRequested
 
 IDLE_S = 1.0
 """How often `follow` yields None while there is nothing new."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, islice
 
-from shared.bus import Entry
-from shared.errors import Unprocessable
-from shared.messages import TokenFrame
+from rlboost.shared.bus import Entry
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.messages import TokenFrame
 
 MAX_FRAMES_PER_BATCH = 512
 """Larger batches are no faster a frame (benchmarks.token_plane), and need more memory."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import structlog
 from pydantic import BaseModel, ConfigDict
 
-from shared import names
-from shared.bus import Bus, Fence, Op
-from shared.errors import BusUnavailable, Fenced
-from shared.fenced_lease import FencedLease
-from shared.http.token_signature import is_valid_signature, sign
-from shared.ids import new_token
+from rlboost.shared import names
+from rlboost.shared.bus import Bus, Fence, Op
+from rlboost.shared.errors import BusUnavailable, Fenced
+from rlboost.shared.fenced_lease import FencedLease
+from rlboost.shared.http.token_signature import is_valid_signature, sign
+from rlboost.shared.ids import new_token
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from services.rollout_manager.domain.world import World
+    from rlboost.services.rollout_manager.domain.world import World
 
 
 class ManagerState(Protocol):

@@ -9,18 +9,23 @@ from itertools import groupby
 import structlog
 from pydantic import ValidationError
 
-from services.rollout_manager.domain.apply_messages import apply_delivered, apply_frames, apply_message, apply_record
-from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.effects import ClearQuarantine
-from services.rollout_manager.domain.jobs import Job, QuarantinedJob, from_json
-from services.rollout_manager.domain.quarantine import detach_samples
-from services.rollout_manager.domain.world import Now, World
-from services.rollout_manager.entry_batches import apply_in_batches
-from shared import names
-from shared.bus import START, Bus, Entry, position
-from shared.errors import ConfigError
-from shared.messages import WeightsCommitted, WorkerJoined
-from shared.validation import describe
+from rlboost.services.rollout_manager.domain.apply_messages import (
+    apply_delivered,
+    apply_frames,
+    apply_message,
+    apply_record,
+)
+from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.effects import ClearQuarantine
+from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, from_json
+from rlboost.services.rollout_manager.domain.quarantine import detach_samples
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.entry_batches import apply_in_batches
+from rlboost.shared import names
+from rlboost.shared.bus import START, Bus, Entry, position
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.messages import WeightsCommitted, WorkerJoined
+from rlboost.shared.validation import describe
 
 log = structlog.get_logger(__name__)
 

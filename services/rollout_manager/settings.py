@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import ServiceSettings
+from rlboost.shared.settings import ServiceSettings
 
 
 class Settings(ServiceSettings):

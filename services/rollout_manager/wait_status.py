@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from services.rollout_manager.domain.jobs import Job
-from services.rollout_manager.domain.world import World
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.world import World
 
 
 def job_wait_status(world: World, job: Job, trainer_status: str | None, now: float) -> dict[str, Any] | None:

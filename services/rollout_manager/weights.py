@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from services.rollout_manager.adapters.weight_store import list_models
-from services.rollout_manager.domain.fleet import Worker
-from shared.bus import Bus
-from shared.weights.peers.directory import list_peers
+from rlboost.services.rollout_manager.adapters.weight_store import list_models
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.shared.bus import Bus
+from rlboost.shared.weights.peers.directory import list_peers
 
 if TYPE_CHECKING:
-    from shared.weights.wire import ModelInfo
+    from rlboost.shared.weights.wire import ModelInfo
 
 
 async def weights_overview(bus: Bus, store_url: str, token: str, workers: Iterable[Worker]) -> dict[str, Any]:

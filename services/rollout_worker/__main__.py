@@ -1,4 +1,4 @@
-"""Run a rollout worker: `python -m services.rollout_worker --help`."""
+"""Run a rollout worker: `python -m rlboost.services.rollout_worker --help`."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import sys
 
 import structlog
 
-from services.rollout_worker.adapters.base_model import BaseModel
-from services.rollout_worker.adapters.manager_http import join
-from services.rollout_worker.adapters.memory import MemoryProbe
-from services.rollout_worker.adapters.peer_address import peer_url
-from services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
-from services.rollout_worker.adapters.preemption.notice_file import NoticeFile
-from services.rollout_worker.adapters.store_weights import StoreWeights
-from services.rollout_worker.adapters.torch.factory import TorchFactory
-from services.rollout_worker.adapters.vllm.factory import VllmFactory
-from services.rollout_worker.app import Worker, WorkerOptions
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from services.rollout_worker.ports import EngineFactory, NoticeSource
-from services.rollout_worker.preemption_watch import PreemptionWatch
-from services.rollout_worker.settings import Settings
-from services.rollout_worker.startup_timer import StartupTimer, process_age_s
-from services.rollout_worker.watchdog import Watchdog
-from shared.errors import ConfigError
-from shared.ids import new_token
-from shared.lifecycle import Loop, run_service
-from shared.redis.bus import connect
-from shared.threads import run_in_thread
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient
-from shared.weights.peers.directory import PeerDirectory
-from shared.weights.peers.source import PeerSource
-from shared.weights.peers.transport import PeerTransport
-from shared.weights.puller import Puller
-from shared.weights.source import StoreSource
+from rlboost.services.rollout_worker.adapters.base_model import BaseModel
+from rlboost.services.rollout_worker.adapters.manager_http import join
+from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
+from rlboost.services.rollout_worker.adapters.peer_address import peer_url
+from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
+from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
+from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
+from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
+from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
+from rlboost.services.rollout_worker.app import Worker, WorkerOptions
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
+from rlboost.services.rollout_worker.ports import EngineFactory, NoticeSource
+from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
+from rlboost.services.rollout_worker.settings import Settings
+from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
+from rlboost.services.rollout_worker.watchdog import Watchdog
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import new_token
+from rlboost.shared.lifecycle import Loop, run_service
+from rlboost.shared.redis.bus import connect
+from rlboost.shared.threads import run_in_thread
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.peers.directory import PeerDirectory
+from rlboost.shared.weights.peers.source import PeerSource
+from rlboost.shared.weights.peers.transport import PeerTransport
+from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.source import StoreSource
 
 _TRANSFERS = 8
 """Blobs pulled concurrently."""
@@ -140,9 +140,9 @@ def _http(
         # The web framework is imported while the other loops run, so that the worker joins sooner.
         from prometheus_client import Counter  # noqa: PLC0415
 
-        from services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
-        from shared.http.server import bind, server_loop  # noqa: PLC0415
-        from shared.weights.peers.blob_routes import blob_routes  # noqa: PLC0415
+        from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
+        from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
+        from rlboost.shared.weights.peers.blob_routes import blob_routes  # noqa: PLC0415
 
         sock = bind(settings.host, settings.port)
         port = sock.getsockname()[1]

@@ -11,12 +11,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.rollout_worker.domain.preemption import Notice
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.manager_connection import ManagerConnection
-from shared.http.server import bearer, create_app
-from shared.messages import WorkerState
-from shared.waiting import Waits
+from rlboost.services.rollout_worker.domain.preemption import Notice
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.manager_connection import ManagerConnection
+from rlboost.shared.http.server import bearer, create_app
+from rlboost.shared.messages import WorkerState
+from rlboost.shared.waiting import Waits
 
 
 class Metrics(Collector):

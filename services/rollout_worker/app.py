@@ -19,17 +19,17 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.rollout_worker.commands import CommandLoop
-from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from services.rollout_worker.generator import Generator, ParityCheckFailed
-from services.rollout_worker.manager_connection import REDIS_LIMIT_S, RETRY_INTERVAL_S, ManagerConnection
-from services.rollout_worker.ports import EngineFailed, WeightSource
-from services.rollout_worker.startup_timer import StartupTimer
-from services.rollout_worker.weight_updates import WeightUpdates
-from shared.bus import Bus
-from shared.errors import BusUnavailable, Fatal
-from shared.lifecycle import Loop, stop_cause, supervise, until_stop
-from shared.waiting import Waits
+from rlboost.services.rollout_worker.commands import CommandLoop
+from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from rlboost.services.rollout_worker.generator import Generator, ParityCheckFailed
+from rlboost.services.rollout_worker.manager_connection import REDIS_LIMIT_S, RETRY_INTERVAL_S, ManagerConnection
+from rlboost.services.rollout_worker.ports import EngineFailed, WeightSource
+from rlboost.services.rollout_worker.startup_timer import StartupTimer
+from rlboost.services.rollout_worker.weight_updates import WeightUpdates
+from rlboost.shared.bus import Bus
+from rlboost.shared.errors import BusUnavailable, Fatal
+from rlboost.shared.lifecycle import Loop, stop_cause, supervise, until_stop
+from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from services.rollout_worker.domain.effects import (
+from rlboost.services.rollout_worker.domain.effects import (
     AbortRequests,
     CancelPull,
     DeadLetterCommand,
@@ -28,16 +28,16 @@ from services.rollout_worker.domain.effects import (
     SubmitSamples,
     SuspendEngine,
 )
-from services.rollout_worker.domain.requests import Request
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
-from services.rollout_worker.startup_timer import StartupTimer
-from services.rollout_worker.weight_updates import Outcome, WeightUpdates
-from shared import names
-from shared.bus import Bus, Entry
-from shared.columns import ints
-from shared.errors import BusUnavailable
-from shared.messages import Assignment
+from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
+from rlboost.services.rollout_worker.startup_timer import StartupTimer
+from rlboost.services.rollout_worker.weight_updates import Outcome, WeightUpdates
+from rlboost.shared import names
+from rlboost.shared.bus import Bus, Entry
+from rlboost.shared.columns import ints
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.messages import Assignment
 
 log = structlog.get_logger(__name__)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.rollout_worker.domain.kv_capacity import KvCapacity
-from services.rollout_worker.domain.request_table import RequestTable
-from services.rollout_worker.domain.requests import Emission, Key, Request
-from services.rollout_worker.domain.uniforms import uniforms
-from services.rollout_worker.ports import EngineFailed, EngineStats, Sequences
-from shared.errors import Fatal, NotFound
-from shared.model.parity import ParityReference
+from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
+from rlboost.services.rollout_worker.domain.request_table import RequestTable
+from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.uniforms import uniforms
+from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences
+from rlboost.shared.errors import Fatal, NotFound
+from rlboost.shared.model.parity import ParityReference
 
 if TYPE_CHECKING:
     import torch

@@ -24,13 +24,13 @@ from typing import Literal
 
 import structlog
 
-from services.rollout_worker.domain.parity import Verdict, judge
-from services.rollout_worker.domain.progress import Progress
-from services.rollout_worker.domain.requests import Emission, Key, Request
-from services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
-from shared.errors import Fatal
-from shared.model.parity import Dtype, ParityReference
-from shared.threads import run_in_thread
+from rlboost.services.rollout_worker.domain.parity import Verdict, judge
+from rlboost.services.rollout_worker.domain.progress import Progress
+from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
+from rlboost.shared.errors import Fatal
+from rlboost.shared.model.parity import Dtype, ParityReference
+from rlboost.shared.threads import run_in_thread
 
 log = structlog.get_logger(__name__)
 

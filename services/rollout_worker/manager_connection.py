@@ -14,20 +14,20 @@ from dataclasses import dataclass
 import stamina
 import structlog
 
-from services.rollout_worker.domain.frames import Outbox
-from services.rollout_worker.domain.parity import Verdict
-from services.rollout_worker.domain.requests import Emission
-from services.rollout_worker.domain.session import Session, Weights
-from services.rollout_worker.domain.throughput import Throughput
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.ports import Memory
-from shared import names
-from shared.bus import START, Append, Bus, Entry, Trim, after
-from shared.codec import encode
-from shared.columns import I32, U64, length, pack
-from shared.errors import BusUnavailable
-from shared.ids import new_token
-from shared.messages import (
+from rlboost.services.rollout_worker.domain.frames import Outbox
+from rlboost.services.rollout_worker.domain.parity import Verdict
+from rlboost.services.rollout_worker.domain.requests import Emission
+from rlboost.services.rollout_worker.domain.session import Session, Weights
+from rlboost.services.rollout_worker.domain.throughput import Throughput
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.ports import Memory
+from rlboost.shared import names
+from rlboost.shared.bus import START, Append, Bus, Entry, Trim, after
+from rlboost.shared.codec import encode
+from rlboost.shared.columns import I32, U64, length, pack
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.ids import new_token
+from rlboost.shared.messages import (
     FINISH_RELEASED,
     Assignment,
     DeadLetter,
@@ -39,7 +39,7 @@ from shared.messages import (
     WorkerLeft,
     WorkerState,
 )
-from shared.waiting import Waits
+from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

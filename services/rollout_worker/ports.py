@@ -9,10 +9,10 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from services.rollout_worker.domain.requests import Emission, Key, Request
-from shared.errors import Fatal
-from shared.model.parity import ParityReference
+from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.shared.errors import Fatal
+from rlboost.shared.model.parity import ParityReference
 
 if TYPE_CHECKING:
     import torch

@@ -16,14 +16,14 @@ from typing import Protocol
 
 import structlog
 
-from services.rollout_worker.domain.preemption import (
+from rlboost.services.rollout_worker.domain.preemption import (
     POLL_INTERVAL_S,
     Notice,
     RebalanceRecommendation,
     SourceBackoff,
 )
-from services.rollout_worker.ports import NoticeSource
-from shared.errors import Retryable
+from rlboost.services.rollout_worker.ports import NoticeSource
+from rlboost.shared.errors import Retryable
 
 log = structlog.get_logger(__name__)
 

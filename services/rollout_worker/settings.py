@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.messages import Role
-from shared.settings import ServiceSettings
+from rlboost.shared.messages import Role
+from rlboost.shared.settings import ServiceSettings
 
 _CACHE = Path("~/.cache/rlboost/weights")
 

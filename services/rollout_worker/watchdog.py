@@ -15,9 +15,9 @@ import traceback
 
 import structlog
 
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.ports import EngineFailed
-from shared.lifecycle import until_stop
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.ports import EngineFailed
+from rlboost.shared.lifecycle import until_stop
 
 log = structlog.get_logger(__name__)
 

@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from services.rollout_worker.domain.effects import Effect, PullWeights
-from services.rollout_worker.domain.session import Weights
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.manager_connection import ManagerConnection
-from services.rollout_worker.ports import WeightSource
-from services.rollout_worker.startup_timer import StartupTimer
-from shared.errors import NotFound, Timeout
-from shared.waiting import Waits
+from rlboost.services.rollout_worker.domain.effects import Effect, PullWeights
+from rlboost.services.rollout_worker.domain.session import Weights
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.manager_connection import ManagerConnection
+from rlboost.services.rollout_worker.ports import WeightSource
+from rlboost.services.rollout_worker.startup_timer import StartupTimer
+from rlboost.shared.errors import NotFound, Timeout
+from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m services.trainer`: settings -> adapters -> app -> supervise."""
+"""`python -m rlboost.services.trainer`: settings -> adapters -> app -> supervise."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 
 import structlog
 
-from services.trainer import api
-from services.trainer.app import Trainer
-from services.trainer.device import DeviceThread
-from services.trainer.ports.resources import JobResources
-from services.trainer.settings import Settings
-from shared.http import server as http
-from shared.importing import gc_paused
-from shared.job.spec import JobSpec
-from shared.lifecycle import run_service, supervise
-from shared.redis.bus import connect
-from shared.waiting import Waits
+from rlboost.services.trainer import api
+from rlboost.services.trainer.app import Trainer
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.settings import Settings
+from rlboost.shared.http import server as http
+from rlboost.shared.importing import gc_paused
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.lifecycle import run_service, supervise
+from rlboost.shared.redis.bus import connect
+from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +30,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     waits, device = Waits(), DeviceThread()
 
     def build(spec: JobSpec, job_id: str) -> JobResources:
-        from services.trainer import build  # noqa: PLC0415 - imports torch
+        from rlboost.services.trainer import build  # noqa: PLC0415 - imports torch
 
         return build.build_resources(config, waits, spec, job_id)
 
@@ -61,7 +61,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
 
 def _import_build() -> None:
     with gc_paused():
-        importlib.import_module("services.trainer.build")
+        importlib.import_module("rlboost.services.trainer.build")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from services.trainer.app import Trainer
-from shared.http.server import create_app
-from shared.waiting import Waits
+from rlboost.services.trainer.app import Trainer
+from rlboost.shared.http.server import create_app
+from rlboost.shared.waiting import Waits
 
 
 def create(trainer: Trainer, token: str, waits: Waits) -> FastAPI:

@@ -29,20 +29,20 @@ from typing import NamedTuple
 
 import structlog
 
-from services.trainer.device import DeviceThread
-from services.trainer.domain.job_table import JobTable
-from services.trainer.job import LEASE_LIMIT_S, LEASE_TTL_S, ActiveJob, JobRun
-from services.trainer.job_streams import JobStreams, RetryingBus
-from services.trainer.ports.resources import JobResourcesFactory
-from shared import names
-from shared.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
-from shared.errors import BusUnavailable, ConfigError, Conflict, Fenced, Retryable, RLBoostError, Timeout
-from shared.fenced_lease import FencedLease
-from shared.ids import new_token
-from shared.job import spec as job_spec
-from shared.lifecycle import until_stop
-from shared.messages import JobCommand, JobReport, JobState
-from shared.waiting import Waits
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.job_table import JobTable
+from rlboost.services.trainer.job import LEASE_LIMIT_S, LEASE_TTL_S, ActiveJob, JobRun
+from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
+from rlboost.services.trainer.ports.resources import JobResourcesFactory
+from rlboost.shared import names
+from rlboost.shared.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
+from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Fenced, Retryable, RLBoostError, Timeout
+from rlboost.shared.fenced_lease import FencedLease
+from rlboost.shared.ids import new_token
+from rlboost.shared.job import spec as job_spec
+from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.messages import JobCommand, JobReport, JobState
+from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

@@ -7,34 +7,34 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from services.trainer.adapters.checkpoints.locations import CheckpointLocations
-from services.trainer.adapters.data import find_model, load_data
-from services.trainer.adapters.environment_pool import EnvironmentPool
-from services.trainer.adapters.fsdp.policy import FsdpPolicy
-from services.trainer.adapters.log.folder import JobFolder
-from services.trainer.adapters.log.sinks import openers
-from services.trainer.adapters.machine import machine_of
-from services.trainer.adapters.megatron.policy import MegatronPolicy
-from services.trainer.adapters.no_reward import NoReward
-from services.trainer.adapters.ranks.policy import RanksPolicy
-from services.trainer.adapters.ranks.publisher import RanksPublisher
-from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.adapters.user_code.curriculum import load_skip_function
-from services.trainer.adapters.user_code.loss import load_loss
-from services.trainer.adapters.weights import StorePublisher
-from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.parity import build_probe
-from services.trainer.domain.sft import sft_loss
-from services.trainer.domain.tokens import LossFn
-from services.trainer.ports.resources import JobResources
-from services.trainer.settings import Settings
-from shared.errors import ConfigError
-from shared.job.algorithm import CriticSpec
-from shared.job.spec import JobSpec
-from shared.torch_device import require_device
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
+from rlboost.services.trainer.adapters.checkpoints.locations import CheckpointLocations
+from rlboost.services.trainer.adapters.data import find_model, load_data
+from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
+from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
+from rlboost.services.trainer.adapters.log.folder import JobFolder
+from rlboost.services.trainer.adapters.log.sinks import openers
+from rlboost.services.trainer.adapters.machine import machine_of
+from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
+from rlboost.services.trainer.adapters.no_reward import NoReward
+from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
+from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
+from rlboost.services.trainer.adapters.user_code.loss import load_loss
+from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.domain.parity import build_probe
+from rlboost.services.trainer.domain.sft import sft_loss
+from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.settings import Settings
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.torch_device import require_device
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
 
 
 def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> JobResources:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 
-from services.trainer.device import DeviceThread
-from services.trainer.domain.fingerprint import fingerprint
-from services.trainer.job_streams import JobStreams
-from services.trainer.ports.engine import Snapshot
-from services.trainer.ports.resources import JobResources
-from services.trainer.ports.storage import TrainState
-from shared.bus import START
-from shared.errors import ConfigError, Fatal
-from shared.job.spec import JobSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.fingerprint import fingerprint
+from rlboost.services.trainer.job_streams import JobStreams
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.shared.bus import START
+from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.waiting import Waits
 
 WRITE_LIMIT_S = 3600.0
 """How long the next checkpoint, or the job's end, waits for a checkpoint that is being written."""

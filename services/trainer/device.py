@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from shared.errors import Fatal, Timeout
-from shared.waiting import Waits
+from rlboost.shared.errors import Fatal, Timeout
+from rlboost.shared.waiting import Waits
 
 T = TypeVar("T")
 

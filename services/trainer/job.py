@@ -18,25 +18,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.trainer.checkpoints import Checkpoints
-from services.trainer.device import DeviceThread
-from services.trainer.domain import plan
-from services.trainer.job_streams import FinishedLog, JobStreams, RetryingBus
-from services.trainer.ports.resources import JobResources, JobResourcesFactory
-from services.trainer.ports.storage import TrainState
-from services.trainer.publishing import VersionPublisher
-from services.trainer.step.context import JobContext
-from services.trainer.step.curriculum_log import DurableCurriculum
-from services.trainer.step.resampling_log import DurableResampling
-from services.trainer.step.run import StepRun
-from services.trainer.step.sft import sft_step
-from services.trainer.step.window import RolloutWindow
-from shared import names
-from shared.bus import Append
-from shared.fenced_lease import FencedLease
-from shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
-from shared.messages import JobReport, JobState, StepReport
-from shared.waiting import Waits
+from rlboost.services.trainer.checkpoints import Checkpoints
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain import plan
+from rlboost.services.trainer.job_streams import FinishedLog, JobStreams, RetryingBus
+from rlboost.services.trainer.ports.resources import JobResources, JobResourcesFactory
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.services.trainer.publishing import VersionPublisher
+from rlboost.services.trainer.step.context import JobContext
+from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
+from rlboost.services.trainer.step.resampling_log import DurableResampling
+from rlboost.services.trainer.step.run import StepRun
+from rlboost.services.trainer.step.sft import sft_step
+from rlboost.services.trainer.step.window import RolloutWindow
+from rlboost.shared import names
+from rlboost.shared.bus import Append
+from rlboost.shared.fenced_lease import FencedLease
+from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
+from rlboost.shared.messages import JobReport, JobState, StepReport
+from rlboost.shared.waiting import Waits
 
 LEASE_TTL_S = 5.0
 LEASE_LIMIT_S = 4 * LEASE_TTL_S

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import stamina
 import structlog
 
-from shared import names
-from shared.bus import Append, Bus, Entry, Op
-from shared.errors import BusUnavailable, Timeout
-from shared.messages import Event
-from shared.waiting import Waits
+from rlboost.shared import names
+from rlboost.shared.bus import Append, Bus, Entry, Op
+from rlboost.shared.errors import BusUnavailable, Timeout
+from rlboost.shared.messages import Event
+from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

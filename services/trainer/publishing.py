@@ -10,14 +10,14 @@ committed. Workers must reproduce it before they serve the version.
 
 from __future__ import annotations
 
-from services.trainer.device import DeviceThread
-from services.trainer.domain.parity import Probe, build_reference
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.job_streams import JobStreams
-from services.trainer.ports.engine import Exported, Loaded, PolicyEngine
-from services.trainer.ports.storage import WeightPublisher
-from shared.columns import I32, pack
-from shared.errors import Fatal
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.parity import Probe, build_reference
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.job_streams import JobStreams
+from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
+from rlboost.services.trainer.ports.storage import WeightPublisher
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.errors import Fatal
 
 BASE = 0
 """The version of the base model of adapters."""

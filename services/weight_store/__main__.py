@@ -1,4 +1,4 @@
-"""`python -m services.weight_store`: settings -> adapters -> app -> supervise."""
+"""`python -m rlboost.services.weight_store`: settings -> adapters -> app -> supervise."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 import structlog
 from prometheus_client import REGISTRY
 
-from services.weight_store.adapters.origin import open_origin
-from services.weight_store.api import create
-from services.weight_store.app import WeightStore
-from services.weight_store.deltas import Deltas
-from services.weight_store.metrics import Metrics
-from services.weight_store.settings import Settings
-from shared.http.server import bind, server_loop
-from shared.lifecycle import run_service, supervise
-from shared.redis.bus import connect
-from shared.waiting import Waits
+from rlboost.services.weight_store.adapters.origin import open_origin
+from rlboost.services.weight_store.api import create
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.settings import Settings
+from rlboost.shared.http.server import bind, server_loop
+from rlboost.shared.lifecycle import run_service, supervise
+from rlboost.shared.redis.bus import connect
+from rlboost.shared.waiting import Waits
 
 NAME = "weight_store"
 

@@ -10,15 +10,15 @@ from fastapi import Path as PathParameter
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from services.weight_store.app import WeightStore
-from services.weight_store.chunk_response import chunk_response
-from services.weight_store.domain.versions import Model, Version
-from services.weight_store.metrics import Metrics
-from services.weight_store.ports import StoreFull
-from shared.http.server import PROBLEM, Problem, bearer, create_app
-from shared.waiting import Waits
-from shared.weights.manifest import CHUNK_BYTES, Digest, JobId
-from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.chunk_response import chunk_response
+from rlboost.services.weight_store.domain.versions import Model, Version
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.ports import StoreFull
+from rlboost.shared.http.server import PROBLEM, Problem, bearer, create_app
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
+from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
 Number = Annotated[int, PathParameter(ge=0)]
 

@@ -19,19 +19,27 @@ from collections.abc import Callable, Sequence
 import structlog
 from pydantic import ValidationError
 
-from services.weight_store.deltas import Deltas
-from services.weight_store.domain.garbage import garbage
-from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
-from services.weight_store.metrics import Metrics
-from services.weight_store.ports import Chunks, Documents, Source, StagedPart
-from shared.bus import Bus
-from shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
-from shared.lifecycle import until_stop
-from shared.messages import WeightsCommitted
-from shared.names import WEIGHTS_COMMITTED
-from shared.waiting import Waits
-from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from shared.weights.wire import CommitRequest
+from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.domain.garbage import garbage
+from rlboost.services.weight_store.domain.versions import (
+    Model,
+    Version,
+    check_commit,
+    commit,
+    forget_retired,
+    pin,
+    unpin,
+)
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.ports import Chunks, Documents, Source, StagedPart
+from rlboost.shared.bus import Bus
+from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.messages import WeightsCommitted
+from rlboost.shared.names import WEIGHTS_COMMITTED
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
+from rlboost.shared.weights.wire import CommitRequest
 
 log = structlog.get_logger(__name__)
 

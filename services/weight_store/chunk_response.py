@@ -8,11 +8,11 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import Counter
 
-from services.weight_store.domain.ranges import parse_range
-from services.weight_store.metrics import Metrics
-from services.weight_store.ports import LocalFile, Proxied, Redirect, Source
-from shared.http.server import Problem
-from shared.weights.blob_response import BlobResponse
+from rlboost.services.weight_store.domain.ranges import parse_range
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect, Source
+from rlboost.shared.http.server import Problem
+from rlboost.shared.weights.blob_response import BlobResponse
 
 _MEDIA_TYPE = "application/octet-stream"
 

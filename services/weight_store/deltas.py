@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import structlog
 
-from services.weight_store.domain.delta_graph import (
+from rlboost.services.weight_store.domain.delta_graph import (
     LONGEST_HOPS,
     EdgePair,
     HopPlan,
@@ -25,15 +25,15 @@ from services.weight_store.domain.delta_graph import (
     published,
     span,
 )
-from services.weight_store.domain.versions import Model
-from services.weight_store.metrics import Metrics
-from services.weight_store.ports import Chunks, Documents, StoreFull
-from shared.errors import NotFound, StoreUnavailable, Undecodable, Unprocessable
-from shared.lifecycle import until_stop
-from shared.weights import codec
-from shared.weights.delta_graph import MAX_DOCUMENTS, Edge, EdgeList, Route, VersionEdges
-from shared.weights.manifest import Manifest, digest_of
-from shared.weights.plan import next_stop
+from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.ports import Chunks, Documents, StoreFull
+from rlboost.shared.errors import NotFound, StoreUnavailable, Undecodable, Unprocessable
+from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.weights import codec
+from rlboost.shared.weights.delta_graph import MAX_DOCUMENTS, Edge, EdgeList, Route, VersionEdges
+from rlboost.shared.weights.manifest import Manifest, digest_of
+from rlboost.shared.weights.plan import next_stop
 
 log = structlog.get_logger(__name__)
 

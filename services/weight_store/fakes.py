@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from blake3 import blake3
 
-from services.weight_store.domain.versions import Model
-from services.weight_store.ports import BadChunk, Proxied, StagedPart, StoreFull
-from shared.errors import NotFound
-from shared.weights.manifest import ChunkRef
+from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.ports import BadChunk, Proxied, StagedPart, StoreFull
+from rlboost.shared.errors import NotFound
+from rlboost.shared.weights.manifest import ChunkRef
 
 
 class MemoryChunks:

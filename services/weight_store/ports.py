@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.weight_store.domain.versions import Model
-from shared.errors import Fatal, Unprocessable
-from shared.weights.manifest import ChunkRef
+from rlboost.services.weight_store.domain.versions import Model
+from rlboost.shared.errors import Fatal, Unprocessable
+from rlboost.shared.weights.manifest import ChunkRef
 
 
 class BadChunk(Unprocessable):

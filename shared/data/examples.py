@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from shared.data.rows import is_messages
-from shared.errors import ConfigError
+from rlboost.shared.data.rows import is_messages
+from rlboost.shared.errors import ConfigError
 
 MESSAGES = "messages"
 """The column of whole conversations in most chat data; `data.prompt_key` may name another."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from shared.data.shards import FILE_KINDS, Source, names, shards
-from shared.errors import ConfigError
+from rlboost.shared.data.shards import FILE_KINDS, Source, names, shards
+from rlboost.shared.errors import ConfigError
 
 _OTHER_FILES = {".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".yaml", ".yml", ".zst"}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")

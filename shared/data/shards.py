@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 _SPLIT = re.compile(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from shared.errors import Conflict
+from rlboost.shared.errors import Conflict
 
 MAX_REDIRECTS = 3
 """Per request: the leader may change while a client follows redirects."""

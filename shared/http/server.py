@@ -17,9 +17,9 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.exceptions import HTTPException
 
-from shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
-from shared.lifecycle import Loop
-from shared.waiting import Waits
+from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
+from rlboost.shared.lifecycle import Loop
+from rlboost.shared.waiting import Waits
 
 PROBLEM = "application/problem+json"
 _SCHEME = HTTPBearer(auto_error=False)

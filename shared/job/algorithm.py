@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.ids import MAX_GROUP_SIZE
-from shared.validation import FunctionPath, Section, off_is_no_boolean
+from rlboost.shared.ids import MAX_GROUP_SIZE
+from rlboost.shared.validation import FunctionPath, Section, off_is_no_boolean
 
 Advantage = Literal[
     "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "gae", "best_worst"

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from shared.validation import FunctionPath, Section
+from rlboost.shared.validation import FunctionPath, Section
 
 
 class CurriculumSpec(Section):

@@ -6,10 +6,10 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 
-from shared.data.shards import Source
-from shared.ids import MAX_GROUPS_PER_STEP
-from shared.job.curriculum import CurriculumSpec
-from shared.validation import Section
+from rlboost.shared.data.shards import Source
+from rlboost.shared.ids import MAX_GROUPS_PER_STEP
+from rlboost.shared.job.curriculum import CurriculumSpec
+from rlboost.shared.validation import Section
 
 
 class Rows(NamedTuple):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from shared.user_code.reward_call import InvalidUserFunction, load
+from rlboost.shared.user_code.reward_call import InvalidUserFunction, load
 
 Message = str | list[dict[str, Any]]
 """Text after a text prompt; after a prompt of chat messages, a list of them, or text for one user message."""

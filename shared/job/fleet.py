@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from shared.messages import InFlight
-from shared.validation import Section, off_is_no_boolean
+from rlboost.shared.messages import InFlight
+from rlboost.shared.validation import Section, off_is_no_boolean
 
 REMOVED_ELASTIC = frozenset({"link"})
 """Keys of `elastic` that a stored job may have and that no longer have an effect."""

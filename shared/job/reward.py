@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from shared.validation import FunctionPath, Section
+from rlboost.shared.validation import FunctionPath, Section
 
 RewardStyle = Literal["auto", "trl", "verl"]
 """The calling convention of a reward function; `auto` detects it by the names of the parameters."""

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from pydantic import Field
 
-from shared.validation import Section
+from rlboost.shared.validation import Section
 
 
 class WandbSpec(Section):

@@ -11,12 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from shared.errors import ConfigError
-from shared.ids import MAX_STEPS
-from shared.job import strict_yaml
-from shared.job.algorithm import AlgorithmSpec, with_former_defaults
-from shared.job.data import DataSpec, EvalDataSpec, RlDataSpec, SftDataSpec, TrainDataSpec
-from shared.job.fleet import (
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import MAX_STEPS
+from rlboost.shared.job import strict_yaml
+from rlboost.shared.job.algorithm import AlgorithmSpec, with_former_defaults
+from rlboost.shared.job.data import DataSpec, EvalDataSpec, RlDataSpec, SftDataSpec, TrainDataSpec
+from rlboost.shared.job.fleet import (
     REMOVED_ELASTIC,
     EvalElasticSpec,
     EvalSpec,
@@ -25,10 +25,10 @@ from shared.job.fleet import (
     SftElasticSpec,
     VersionsSpec,
 )
-from shared.job.reward import EnvironmentSpec, RewardPart, RewardSpec
-from shared.job.run_log import LogSpec
-from shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
-from shared.validation import Section, describe, one_of
+from rlboost.shared.job.reward import EnvironmentSpec, RewardPart, RewardSpec
+from rlboost.shared.job.run_log import LogSpec
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
+from rlboost.shared.validation import Section, describe, one_of
 
 Kind = Literal["rl", "sft", "eval"]
 _SECTIONS_BY_KIND = ("data", "elastic")

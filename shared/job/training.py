@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared.validation import Section
+from rlboost.shared.validation import Section
 
 Offload = Literal["none", "optimizer", "all"]
 """What is offloaded to host memory while reserved engines use the trainer's devices: nothing; the optimizer state and

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LONGEST_HEADER_BYTES = 100_000_000

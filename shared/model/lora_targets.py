@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shared.errors import ConfigError
-from shared.job.training import LoraSpec
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import LoraSpec
 
 _WEIGHT = ".weight"
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError, model_validator
 
-from shared.errors import Undecodable
+from rlboost.shared.errors import Undecodable
 
 Dtype = Literal["float32", "bfloat16"]
 Tokens = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]

@@ -19,12 +19,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
-from shared.codec import decode, encode
-from shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
-from shared.messages import DeadLetter, Message
-from shared.names import DEAD_LETTERS
-from shared.redis.fenced_connection import FencedConnection
+from rlboost.shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
+from rlboost.shared.codec import decode, encode
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
+from rlboost.shared.messages import DeadLetter, Message
+from rlboost.shared.names import DEAD_LETTERS
+from rlboost.shared.redis.fenced_connection import FencedConnection
 
 _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.errors import ConfigError
-from shared.user_code.reward_call import describe_import_error, load
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.user_code.reward_call import describe_import_error, load
 
 _mtimes: dict[str, int] = {}
 """Module -> modification time of its file when it was last imported, in nanoseconds."""

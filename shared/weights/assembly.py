@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from shared.errors import Unprocessable
-from shared.weights import codec
-from shared.weights.cache import Cache
-from shared.weights.manifest import ChunkRef
-from shared.weights.parallel import for_each
-from shared.weights.plan import ChunkPlan
-from shared.weights.source import Source, Traffic
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.weights import codec
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.manifest import ChunkRef
+from rlboost.shared.weights.parallel import for_each
+from rlboost.shared.weights.plan import ChunkPlan
+from rlboost.shared.weights.source import Source, Traffic
 
 log = structlog.get_logger(__name__)
 

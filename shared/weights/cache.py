@@ -10,10 +10,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from shared.atomic_file import replace_file
-from shared.errors import Fatal
-from shared.weights.directory_lock import lock_directory
-from shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.atomic_file import replace_file
+from rlboost.shared.errors import Fatal
+from rlboost.shared.weights.directory_lock import lock_directory
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
 
 _DIGEST_LETTERS = 64
 

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import stamina
 
-from shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
-from shared.weights.delta_graph import Route, VersionEdges
-from shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from rlboost.shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.weights.delta_graph import Route, VersionEdges
+from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
+from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, model_validator
 
-from shared.weights.manifest import CHUNK_BYTES, ChunkRef, Digest, Document
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Digest, Document
 
 LIST_EDGES = 16_384
 """Edges in one uploaded list, so that its JSON fits into a chunk."""

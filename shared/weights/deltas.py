@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shared.weights import codec
-from shared.weights.delta_graph import Edge
-from shared.weights.manifest import ITEM_BYTES, ChunkRef, digest_of
+from rlboost.shared.weights import codec
+from rlboost.shared.weights.delta_graph import Edge
+from rlboost.shared.weights.manifest import ITEM_BYTES, ChunkRef, digest_of
 
 DELTA_DTYPES = frozenset({"bfloat16", "float16", "float32"})
 """Dtypes for which the codec produces small deltas. It is exact for any bytes."""

@@ -6,7 +6,7 @@ import fcntl
 from io import FileIO
 from pathlib import Path
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 
 def lock_directory(directory: Path) -> FileIO:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
-from shared.errors import Corrupt
-from shared.weights.manifest import ChunkRef
+from rlboost.shared.errors import Corrupt
+from rlboost.shared.weights.manifest import ChunkRef
 
 Opened = AbstractAsyncContextManager[tuple[int, AsyncIterator[bytes]]]
 """Yields the position of the first byte, and the blocks from there on."""

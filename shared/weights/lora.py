@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 Shape = tuple[int, ...]
 

@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StringConstraints, ValidationError, model_validator
 
-from shared.errors import Undecodable
+from rlboost.shared.errors import Undecodable
 
 CHUNK_BYTES = 4 << 20
 """Size of a chunk; only the last one of a part is smaller."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from shared.weights.delta_graph import Edge, VersionEdges
-from shared.weights.manifest import ChunkRef
+from rlboost.shared.weights.delta_graph import Edge, VersionEdges
+from rlboost.shared.weights.manifest import ChunkRef
 
 FETCH_BYTES = 16 << 10
 """Cost of one request in bytes: headers and round trip. It keeps a plan from using many tiny deltas."""

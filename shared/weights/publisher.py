@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
-from shared.waiting import Waits
-from shared.weights.client import StoreClient, retry_unavailable
-from shared.weights.delta_graph import Edge, lists_of
-from shared.weights.deltas import Chunk, Delta, DeltaEncoder
-from shared.weights.manifest import CHUNK_BYTES, ChunkRef, Part, TensorEntry, digest_of
-from shared.weights.parallel import for_each
-from shared.weights.wire import CommitRequest, VersionInfo
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.delta_graph import Edge, lists_of
+from rlboost.shared.weights.deltas import Chunk, Delta, DeltaEncoder
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Part, TensorEntry, digest_of
+from rlboost.shared.weights.parallel import for_each
+from rlboost.shared.weights.wire import CommitRequest, VersionInfo
 
 _WINDOW = 32
 """Chunks hashed while the previous window is uploaded: bounds the memory for tensors produced on the fly."""

@@ -13,8 +13,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import Corrupt, NotFound
-from shared.weights.manifest import ITEM_BYTES, Manifest, Part, TensorEntry, digest_of
+from rlboost.shared.errors import Corrupt, NotFound
+from rlboost.shared.weights.manifest import ITEM_BYTES, Manifest, Part, TensorEntry, digest_of
 
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, field
 
 import structlog
 
-from shared.waiting import Waits
-from shared.weights.assembly import Assembly, Transfer
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient, retry_unavailable
-from shared.weights.delta_graph import VersionEdges
-from shared.weights.manifest import Manifest
-from shared.weights.peers.blob_index import BlobIndex
-from shared.weights.plan import ChunkPlan, plan
-from shared.weights.pulled import PulledVersion
-from shared.weights.source import Source, StoreSource
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.assembly import Assembly, Transfer
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.delta_graph import VersionEdges
+from rlboost.shared.weights.manifest import Manifest
+from rlboost.shared.weights.peers.blob_index import BlobIndex
+from rlboost.shared.weights.plan import ChunkPlan, plan
+from rlboost.shared.weights.pulled import PulledVersion
+from rlboost.shared.weights.source import Source, StoreSource
 
 log = structlog.get_logger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.errors import Corrupt, NotFound, Unprocessable
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient, retry_unavailable
-from shared.weights.download import Download
-from shared.weights.manifest import ChunkRef
-from shared.weights.parallel import for_each
-from shared.weights.peers.blob_index import BlobIndex
+from rlboost.shared.errors import Corrupt, NotFound, Unprocessable
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.download import Download
+from rlboost.shared.weights.manifest import ChunkRef
+from rlboost.shared.weights.parallel import for_each
+from rlboost.shared.weights.peers.blob_index import BlobIndex
 
 Arrived = Callable[[ChunkRef, Exception | None], Awaitable[None]]
 """Called when a blob is in the cache, or with an error when it cannot be obtained."""

@@ -10,10 +10,10 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shared.model.parity import ParityReference
-from shared.weights.lora import adapter_of
-from shared.weights.manifest import Manifest, TensorEntry
-from shared.weights.pulled import PulledVersion
+from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.weights.lora import adapter_of
+from rlboost.shared.weights.manifest import Manifest, TensorEntry
+from rlboost.shared.weights.pulled import PulledVersion
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class StoredVersion:
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, or those with these names, on the CPU in its published dtype. Blocks on files."""
-        from shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
+        from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
         return torch_tensors.tensors(self._pulled, names)
 
@@ -60,7 +60,7 @@ class StoredVersion:
 
         A tensor loaded in a wider dtype is equal if narrowing it yields the published bytes.
         """
-        from shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
+        from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
         return torch_tensors.differing(self.published, loaded)
 
@@ -106,7 +106,7 @@ class AdaptedVersion:
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, or those with these names, on the CPU in its published dtype. Blocks on files."""
-        from shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
+        from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
         adapter, factors = self._adapter, dict(torch_tensors.tensors(self._pulled))
         for name, tensor in self._base.tensors(names):
@@ -122,7 +122,7 @@ class AdaptedVersion:
 
         A merged tensor is compared with the last result of `tensors`.
         """
-        from shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
+        from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
         unread = self._adapter.factors.keys() - self._merged.keys()
         for _ in self.tensors(unread) if unread else ():

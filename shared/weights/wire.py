@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from shared.weights.manifest import ChunkRef, Digest
+from rlboost.shared.weights.manifest import ChunkRef, Digest
 
 
 class _Body(BaseModel):

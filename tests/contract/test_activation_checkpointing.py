@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from services.trainer import build
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.domain.tokens import TokenBatch
-from services.trainer.settings import Settings
-from shared.errors import ConfigError
-from shared.job.algorithm import CriticSpec
-from shared.job.spec import parse
-from shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.services.trainer import build
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.tokens import TokenBatch
+from rlboost.services.trainer.settings import Settings
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.spec import parse
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_ranks_offload import three_steps as three_steps_of_ranks
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.rollout_worker.adapters.base_model import BaseModel
-from shared.weights.cache import Cache
-from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
+from rlboost.services.rollout_worker.adapters.base_model import BaseModel
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 
 CHUNK = 4096
 

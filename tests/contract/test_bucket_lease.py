@@ -9,15 +9,15 @@ from typing import Any
 import obstore
 import pytest
 
-from services.weight_store.adapters import origin
-from services.weight_store.adapters.lease import Lease
-from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
-from services.weight_store.domain.versions import Model, Version
-from services.weight_store.ports import LocalFile, Proxied, Redirect
-from shared.bucket import Bucket, Changed, Register
-from shared.errors import ConfigError, Fenced, NotFound, StoreUnavailable
-from shared.waiting import Waits
-from shared.weights.manifest import ChunkRef, digest_of
+from rlboost.services.weight_store.adapters import origin
+from rlboost.services.weight_store.adapters.lease import Lease
+from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
+from rlboost.services.weight_store.domain.versions import Model, Version
+from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect
+from rlboost.shared.bucket import Bucket, Changed, Register
+from rlboost.shared.errors import ConfigError, Fenced, NotFound, StoreUnavailable
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from tests.support.s3_server import S3Server
 from tests.support.stopwatch import Stopwatch
 

@@ -8,12 +8,26 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.bus import START, Ack, Append, Bus, Delete, Expire, Fence, HashDelete, HashSet, Renew, Trim, after, position
-from shared.errors import BusUnavailable, ConfigError, Fatal, Fenced
-from shared.fakes import MemoryBus
-from shared.messages import DeadLetter, Event, Resume, Suspend
-from shared.names import DEAD_LETTERS
-from shared.redis.bus import RedisBus
+from rlboost.shared.bus import (
+    START,
+    Ack,
+    Append,
+    Bus,
+    Delete,
+    Expire,
+    Fence,
+    HashDelete,
+    HashSet,
+    Renew,
+    Trim,
+    after,
+    position,
+)
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Fenced
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.messages import DeadLetter, Event, Resume, Suspend
+from rlboost.shared.names import DEAD_LETTERS
+from rlboost.shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 
 S = "test:stream"

@@ -14,14 +14,14 @@ import pytest
 import stamina
 import structlog
 
-from services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
-from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
-from services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from services.trainer.adapters.checkpoints.locations import CheckpointLocations
-from services.trainer.ports.storage import TrainState
-from shared import bucket
-from shared.bucket import Bucket
-from shared.errors import ConfigError, Corrupt, Fatal
+from rlboost.services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
+from rlboost.services.trainer.adapters.checkpoints.bucket import CheckpointBucket
+from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from rlboost.services.trainer.adapters.checkpoints.locations import CheckpointLocations
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.shared import bucket
+from rlboost.shared.bucket import Bucket
+from rlboost.shared.errors import ConfigError, Corrupt, Fatal
 from tests.support.s3_server import S3Server
 
 ROOT = Path(__file__).parents[2]
@@ -86,8 +86,8 @@ def test_checkpoint_is_downloaded_exactly_on_another_machine(s3_url: str, tmp_pa
 
 SAVER = """
 import asyncio, os, sys, pathlib
-from services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
-from shared.bucket import Bucket
+from rlboost.services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
+from rlboost.shared.bucket import Bucket
 from tests.contract.test_checkpoint_bucket import PART, state, writing
 url, scratch = sys.argv[1], pathlib.Path(sys.argv[2])
 checkpoint_bucket.PART_BYTES = PART

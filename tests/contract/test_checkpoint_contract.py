@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import structlog
 
-from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
-from services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from services.trainer.fakes.storage import MemoryCheckpoints
-from services.trainer.ports.storage import CheckpointStore, TrainState
-from shared.errors import Corrupt, Fatal
+from rlboost.services.trainer.adapters.checkpoints.bucket import CheckpointBucket
+from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from rlboost.services.trainer.fakes.storage import MemoryCheckpoints
+from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
+from rlboost.shared.errors import Corrupt, Fatal
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,8 +159,8 @@ def test_full_disk_fails_by_name_and_keeps_the_checkpoint_before(tmp_path: Path)
 
 WRITER = """
 import sys, pathlib
-from services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from services.trainer.ports.storage import TrainState
+from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from rlboost.services.trainer.ports.storage import TrainState
 store = CheckpointFolder(pathlib.Path(sys.argv[1]))
 def write(directory):
     for i in range(4):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.weight_store.adapters.disk import DiskChunks, StoreDirectory
-from services.weight_store.ports import StoreFull
-from shared.errors import ConfigError
-from shared.weights.manifest import digest_of
+from rlboost.services.weight_store.adapters.disk import DiskChunks, StoreDirectory
+from rlboost.services.weight_store.ports import StoreFull
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.weights.manifest import digest_of
 
 DATA = b"some weights" * 1000
 

@@ -11,10 +11,10 @@ import pytest
 from rlboost.rewards import sandbox
 from rlboost.rewards.code import program_of, score
 from rlboost.rewards.sandbox import Limits, SandboxUnavailable, probe, run
-from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.job.reward import RewardSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.job.reward import RewardSpec
+from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 
 

@@ -15,12 +15,12 @@ from pyarrow import parquet
 
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs.file import complete
-from services.trainer.adapters.data import load_data
-from services.trainer.domain.fingerprint import fingerprint
-from services.trainer.ports.data import Data
-from shared.data.rows import is_remote, read_rows
-from shared.errors import ConfigError
-from shared.job.spec import parse, to_json
+from rlboost.services.trainer.adapters.data import load_data
+from rlboost.services.trainer.domain.fingerprint import fingerprint
+from rlboost.services.trainer.ports.data import Data
+from rlboost.shared.data.rows import is_remote, read_rows
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse, to_json
 from tests.support.jobs import job_file
 from tests.support.model_folder import write_model, write_tokenizer
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from services.rollout_worker.fakes import FakeEngine
-from services.rollout_worker.ports import Engine
-from shared.errors import Conflict, Fatal
-from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from rlboost.services.rollout_worker.fakes import FakeEngine
+from rlboost.services.rollout_worker.ports import Engine
+from rlboost.shared.errors import Conflict, Fatal
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 from tests.support import vllm_engines
 from tests.support.engines import Collector, request, run
 from tests.support.eventually import eventually
@@ -48,7 +48,7 @@ class Torch:
         self.weights = tiny_models.weights(self.models[0])
 
     def make(self) -> Engine:
-        from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - imports torch
+        from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - imports torch
 
         return TorchEngine(self._directory, slots=SLOTS)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from services.trainer.adapters.environment_pool import EnvironmentPool
-from services.trainer.fakes.environments import FakeEnvironments
-from services.trainer.ports.environments import EnvironmentFault, Environments, ResetResult, StepResult
-from shared.errors import ConfigError
-from shared.job.reward import EnvironmentSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
+from rlboost.services.trainer.fakes.environments import FakeEnvironments
+from rlboost.services.trainer.ports.environments import EnvironmentFault, Environments, ResetResult, StepResult
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.reward import EnvironmentSpec
+from rlboost.shared.waiting import Waits
 from tests.support.environments import Game
 from tests.support.eventually import eventually
 

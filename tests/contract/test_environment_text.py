@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlboost.environments import ToolEnvironment
-from services.trainer.adapters.environment_text import TokenizerChatFormatter
-from services.trainer.ports.environments import EnvironmentFault
+from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
+from rlboost.services.trainer.ports.environments import EnvironmentFault
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CHATML = """

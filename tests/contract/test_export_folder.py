@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlboost.export_folder import NewFolder, copy_files, new_folder, write_adapter, write_model
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 TENSORS = {"weight": torch.zeros(64, 64)}
 

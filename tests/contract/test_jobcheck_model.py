@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from rlboost.jobs import check as jobcheck
-from services.trainer.adapters.data import load_data
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.adapters.user_code.curriculum import load_skip_function
-from services.trainer.adapters.user_code.loss import load_loss
-from shared.errors import ConfigError
-from shared.job.spec import parse
-from shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.services.trainer.adapters.data import load_data
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
+from rlboost.services.trainer.adapters.user_code.loss import load_loss
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
 
 
@@ -164,7 +164,7 @@ def test_functions_that_run_in_the_trainer_are_tried_as_it_does(folder: Path, mo
 def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     there = {"torch", "transformers"}
-    for module in ("rlboost.jobs.model_check", "shared.job.run_log"):
+    for module in ("rlboost.jobs.model_check", "rlboost.shared.job.run_log"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: name if name in there else None)
     asked: dict[str, Any] = {
         "data": {"train": "openai/gsm8k"},

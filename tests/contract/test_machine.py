@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.machine import machine_of
-from services.trainer.domain.utilization import Machine
-from shared.errors import ConfigError
-from shared.model.folder import count_parameters, read_tensor_shapes
+from rlboost.services.trainer.adapters.machine import machine_of
+from rlboost.services.trainer.domain.utilization import Machine
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.model.folder import count_parameters, read_tensor_shapes
 from tests.support.model_folder import write_model
 from tests.support.trainer_rig import spec
 

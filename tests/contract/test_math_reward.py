@@ -13,10 +13,10 @@ from math_verify import parse as library_parse
 
 from rlboost.rewards import math
 from rlboost.rewards.math import score
-from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.job.reward import RewardSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.job.reward import RewardSpec
+from rlboost.shared.waiting import Waits
 
 SLOW = "$9^{9^{9^{9}}}$"
 """sympy tries to expand the number."""

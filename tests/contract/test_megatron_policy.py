@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.adapters.megatron.policy import MegatronPolicy
-from services.trainer.adapters.ranks.policy import RanksPolicy
-from services.trainer.adapters.ranks.sharded_tensors import SliceReader
-from services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
-from services.trainer.domain.tokens import TokenBatch
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import NotFinite, PolicyEngine
-from shared.columns import F32, I32, pack, unpack
-from shared.errors import ConfigError, Retryable
-from shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
+from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
+from rlboost.services.trainer.domain.tokens import TokenBatch
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine
+from rlboost.shared.columns import F32, I32, pack, unpack
+from rlboost.shared.errors import ConfigError, Retryable
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually

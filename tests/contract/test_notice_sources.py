@@ -10,11 +10,11 @@ from typing import get_args
 
 import pytest
 
-from services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
-from services.rollout_worker.adapters.preemption.notice_file import NoticeFile
-from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from services.rollout_worker.ports import NoticeSource
-from shared.errors import ConfigError, Retryable
+from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
+from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
+from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from rlboost.services.rollout_worker.ports import NoticeSource
+from rlboost.shared.errors import ConfigError, Retryable
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata
 from tests.support.redis_server import free_port

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from services.trainer.adapters.ranks.policy import RanksPolicy
-from services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT
-from services.trainer.domain.loss.policy import clipped_loss
-from shared.job.training import OptimizerSpec
+from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.shared.job.training import OptimizerSpec
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support import rank_policies
 

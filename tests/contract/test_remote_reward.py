@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.job.reward import RewardSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.job.reward import RewardSpec
+from rlboost.shared.waiting import Waits
 
 Start = Callable[..., Awaitable[RewardPool]]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.fakes.rewards import FakeRewards
-from services.trainer.ports.rewards import RewardBatch, RewardFunction, Scores
-from shared.errors import ConfigError
-from shared.job.reward import RewardSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.fakes.rewards import FakeRewards
+from rlboost.services.trainer.ports.rewards import RewardBatch, RewardFunction, Scores
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.reward import RewardSpec
+from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 
 FUNCTIONS = "tests.support.reward_functions"
@@ -164,10 +164,10 @@ def test_reward_process_and_children_exit_with_a_killed_parent(tmp_path: Path) -
     file = tmp_path / "pid"
     program = f"""
 import asyncio, pathlib, sys
-from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports.rewards import RewardBatch
-from shared.job.reward import RewardSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.ports.rewards import RewardBatch
+from rlboost.shared.job.reward import RewardSpec
+from rlboost.shared.waiting import Waits
 
 async def main():
     pool = RewardPool(RewardSpec(function="{FUNCTIONS}:mixed", timeout_s=60), Waits())

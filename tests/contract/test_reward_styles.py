@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.trainer.adapters.reward_pool import RewardPool
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.errors import ConfigError
-from shared.job.reward import RewardSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.reward import RewardSpec
+from rlboost.shared.waiting import Waits
 
 FUNCTIONS = "tests.support.reward_functions"
 VERL_ROW = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7}}

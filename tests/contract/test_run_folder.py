@@ -8,14 +8,14 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.trainer.adapters.log.folder import JobFolder
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.domain.training_row import TrainingRow
-from shared.columns import F32, I32, pack
-from shared.errors import Fatal
-from shared.job.training import OptimizerSpec
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.adapters.log.folder import JobFolder
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import F32, I32, pack
+from rlboost.shared.errors import Fatal
+from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.weights.publisher import Shard
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model, write_tokenizer
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from services.trainer.adapters.log.folder import JobFolder
-from services.trainer.adapters.log.run_log import RunLog
-from services.trainer.adapters.log.sinks import openers
-from shared.errors import ConfigError
+from rlboost.services.trainer.adapters.log.folder import JobFolder
+from rlboost.services.trainer.adapters.log.run_log import RunLog
+from rlboost.services.trainer.adapters.log.sinks import openers
+from rlboost.shared.errors import ConfigError
 from tests.support import wandb_file
 from tests.support.eventually import eventually
 from tests.support.stopwatch import Stopwatch
@@ -89,7 +89,7 @@ async def test_wandb_start_failure_is_reported(tmp_path: Path, monkeypatch: pyte
 def test_missing_logger_library_is_rejected_by_name(
     tmp_path: Path, section: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.job.run_log.find_spec", lambda _: None)
+    monkeypatch.setattr("rlboost.shared.job.run_log.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"log\.{library} needs {library}: .*rlboost\[logs\]"):
         openers(spec(log=section), "job-1", tmp_path)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.trainer.adapters.data import load_data
-from services.trainer.ports.data import Data
-from shared.columns import ints
-from shared.errors import ConfigError
-from shared.job.spec import parse
+from rlboost.services.trainer.adapters.data import load_data
+from rlboost.services.trainer.ports.data import Data
+from rlboost.shared.columns import ints
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
 from tests.support.model_folder import write_model, write_tokenizer
 
 TURNS = (

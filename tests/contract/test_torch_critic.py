@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from services.trainer.adapters.torch.critic import TorchCritic
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.domain.sums import add
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import NotFinite
-from shared.columns import F32, I32, floats, ints, length, pack
-from shared.errors import ConfigError, Corrupt, Fatal
-from shared.job.algorithm import CriticSpec
-from shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.services.trainer.adapters.torch.critic import TorchCritic
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.sums import add
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.shared.columns import F32, I32, floats, ints, length, pack
+from rlboost.shared.errors import ConfigError, Corrupt, Fatal
+from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS

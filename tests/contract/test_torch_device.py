@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import ConfigError
-from shared.torch_device import require_device
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.torch_device import require_device
 
 
 def test_a_device_that_is_here_is_taken() -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import job_loss
-from services.trainer.fakes.storage import MemoryWeights
-from services.trainer.ports.resources import JobResources
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.columns import F32, I32, ints, pack
-from shared.job.spec import JobSpec
-from shared.messages import GroupRequested, SampleFinished
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.columns import F32, I32, ints, pack
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.messages import GroupRequested, SampleFinished
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import VOCABULARY

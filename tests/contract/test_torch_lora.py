@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.log.folder import JobFolder
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss
-from shared.columns import floats, ints
-from shared.errors import ConfigError
-from shared.job.training import LoraSpec, OptimizerSpec
-from shared.weights.publisher import Shard
-from shared.weights.stored import AdaptedVersion
+from rlboost.services.trainer.adapters.log.folder import JobFolder
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.shared.columns import floats, ints
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.stored import AdaptedVersion
 from tests.contract.test_trainer_engine_contract import bits, rows, train
 from tests.support.model_folder import write_model
 from tests.support.staged_versions import pulled

@@ -13,17 +13,17 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.torch.optimizers import hidden_matrices, optimizers
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.domain.sft import sft_loss
-from services.trainer.ports.data import Prompt
-from services.trainer.ports.resources import JobResources
-from shared.columns import I32, pack
-from shared.errors import ConfigError
-from shared.job.algorithm import CriticSpec
-from shared.job.spec import JobSpec, parse
-from shared.job.training import Offload, OptimizerSpec
+from rlboost.services.trainer.adapters.torch.optimizers import hidden_matrices, optimizers
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.sft import sft_loss
+from rlboost.services.trainer.ports.data import Prompt
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.spec import JobSpec, parse
+from rlboost.shared.job.training import Offload, OptimizerSpec
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support.eventually import eventually

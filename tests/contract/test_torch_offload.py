@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.adapters.torch.offload import Offloader
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss
-from shared.job.algorithm import CriticSpec
-from shared.job.training import Offload, OptimizerSpec
+from rlboost.services.trainer.adapters.torch.offload import Offloader
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.training import Offload, OptimizerSpec
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits
 from tests.support.model_folder import write_model

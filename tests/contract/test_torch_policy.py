@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.trainer import build
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
-from services.trainer.domain.tokens import TokenBatch
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import NotFinite
-from services.trainer.settings import Settings
-from shared.columns import F32, I32, U8, floats, ints, pack
-from shared.errors import ConfigError
-from shared.job.spec import parse
-from shared.job.training import OptimizerSpec
+from rlboost.services.trainer import build
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
+from rlboost.services.trainer.domain.tokens import TokenBatch
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.settings import Settings
+from rlboost.shared.columns import F32, I32, U8, floats, ints, pack
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
+from rlboost.shared.job.training import OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support.model_folder import write_model
 from tests.support.small_job import small_job

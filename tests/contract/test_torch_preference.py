@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.loss.preference import pair_losses, sequence_log_ratio
-from services.trainer.domain.training_row import TrainingRow
-from shared.columns import F32, ints, unpack
-from shared.job.algorithm import PreferenceSpec
-from shared.job.spec import parse
-from shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.domain.loss.preference import pair_losses, sequence_log_ratio
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import F32, ints, unpack
+from rlboost.shared.job.algorithm import PreferenceSpec
+from rlboost.shared.job.spec import parse
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS

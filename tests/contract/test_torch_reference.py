@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import PolicyLoss
-from services.trainer.domain.tokens import TokenBatch
-from shared.columns import floats
-from shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss
+from rlboost.services.trainer.domain.tokens import TokenBatch
+from rlboost.shared.columns import floats
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from shared.weights import torch_tensors
-from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from shared.weights.pulled import PulledVersion
-from shared.weights.stored import StoredVersion
+from rlboost.shared.weights import torch_tensors
+from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
+from rlboost.shared.weights.pulled import PulledVersion
+from rlboost.shared.weights.stored import StoredVersion
 
 
 def entry(name: str, whole: torch.Tensor, low: tuple[int, ...], shard: torch.Tensor, start: int) -> TensorEntry:

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.domain.sums import add
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.fakes.engine import FakeEngine
-from services.trainer.ports.engine import Exported, Loaded, PolicyEngine
-from shared.columns import F32, I32, U8, ints, pack, unpack
-from shared.errors import Corrupt, Fatal
-from shared.job.training import LoraSpec, Offload, OptimizerSpec
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.sums import add
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
+from rlboost.shared.columns import F32, I32, U8, ints, pack, unpack
+from rlboost.shared.errors import Corrupt, Fatal
+from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
+from rlboost.shared.weights.publisher import Shard
 from tests.support import rank_policies
 from tests.support.model_folder import write_model
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
-from services.weight_store.adapters.lease import Lease
-from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
-from services.weight_store.domain.versions import Model, Version
-from services.weight_store.fakes import MemoryChunks, MemoryDocuments
-from services.weight_store.ports import BadChunk, Chunks, Documents, LocalFile, Proxied, Redirect, StagedPart
-from shared.bucket import Bucket
-from shared.errors import NotFound
-from shared.waiting import Waits
-from shared.weights.manifest import ChunkRef, digest_of
+from rlboost.services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
+from rlboost.services.weight_store.adapters.lease import Lease
+from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
+from rlboost.services.weight_store.domain.versions import Model, Version
+from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
+from rlboost.services.weight_store.ports import BadChunk, Chunks, Documents, LocalFile, Proxied, Redirect, StagedPart
+from rlboost.shared.bucket import Bucket
+from rlboost.shared.errors import NotFound
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
 
 DATA = b"some weights" * 1000
 CHUNK = ChunkRef(digest_of(DATA), len(DATA))

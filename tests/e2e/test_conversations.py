@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.trainer.domain.turns import TurnIds
-from shared.ids import SampleId
+from rlboost.services.trainer.domain.turns import TurnIds
+from rlboost.shared.ids import SampleId
 from tests.support.black_box import ROOT, BlackBox, Observer, black_box
 
 pytestmark = pytest.mark.timeout(600)

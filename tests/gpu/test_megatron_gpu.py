@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
-from services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
-from services.trainer.ports.engine import PolicyEngine  # noqa: E402 - its like
-from shared.columns import F32, unpack  # noqa: E402 - its like
-from shared.job.training import OptimizerSpec  # noqa: E402 - its like
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
+from rlboost.services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
+from rlboost.services.trainer.ports.engine import PolicyEngine  # noqa: E402 - its like
+from rlboost.shared.columns import F32, unpack  # noqa: E402 - its like
+from rlboost.shared.job.training import OptimizerSpec  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import rows  # noqa: E402 - its like
 from tests.support import rank_policies  # noqa: E402 - its like
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient
-from shared.weights.puller import Puller
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.puller import Puller
 from tests.support.service_process import TOKEN, ServiceProcess
 
 

@@ -17,12 +17,12 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, export_folder
 from rlboost.cli import app
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.adapters.weights import StorePublisher
-from services.trainer.domain.loss.policy import clipped_loss
-from shared.job.training import LoraSpec, OptimizerSpec
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support import vllm_engines
 from tests.support.fake_rest import FakeRest, ok, problem

@@ -26,7 +26,7 @@ from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
 from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, StartFailed
-from shared.errors import ConfigError, Conflict, Fatal
+from rlboost.shared.errors import ConfigError, Conflict, Fatal
 from tests.support import dummy_service
 from tests.support.dummy_cluster import dummies
 from tests.support.eventually import eventually
@@ -149,10 +149,10 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_package_that_would_hide_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "__init__.py").touch()
+    (tmp_path / "rlboost").mkdir()
+    (tmp_path / "rlboost" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="would shadow rlboost's own 'shared'"):
+    with pytest.raises(ConfigError, match="would shadow the installed rlboost"):
         async with running(tmp_path):
             pass
 

@@ -11,11 +11,11 @@ import httpx
 import pytest
 import redis.asyncio
 
-from services.rollout_manager.recovery import read_all
-from shared import names
-from shared.columns import I32, ints
-from shared.messages import Event, SampleFinished, StepReport
-from shared.redis.bus import RedisBus
+from rlboost.services.rollout_manager.recovery import read_all
+from rlboost.shared import names
+from rlboost.shared.columns import I32, ints
+from rlboost.shared.messages import Event, SampleFinished, StepReport
+from rlboost.shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer

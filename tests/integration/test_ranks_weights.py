@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.trainer.adapters.ranks.publisher import RanksPublisher
-from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.ports.engine import PolicyEngine
-from shared.job.training import OptimizerSpec
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
+from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support import rank_policies
 from tests.support.service_process import TOKEN, ServiceProcess

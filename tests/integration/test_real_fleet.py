@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from services.rollout_worker.adapters import manager_http
-from services.rollout_worker.adapters.manager_http import join
-from services.rollout_worker.domain.kv_capacity import round_up
-from shared.columns import I32, length
-from shared.errors import ConfigError
-from shared.messages import SampleDropped
-from shared.protocol import PROTOCOL
+from rlboost.services.rollout_worker.adapters import manager_http
+from rlboost.services.rollout_worker.adapters.manager_http import join
+from rlboost.services.rollout_worker.domain.kv_capacity import round_up
+from rlboost.shared.columns import I32, length
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.messages import SampleDropped
+from rlboost.shared.protocol import PROTOCOL
 from tests.support import dial_out_only, published_model
 from tests.support.dial_out_only import Outside
 from tests.support.eventually import eventually

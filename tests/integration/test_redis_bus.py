@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shared.bus import HashSet
-from shared.errors import BusUnavailable, Fatal, RLBoostError
-from shared.messages import Drain
-from shared.redis.bus import RedisBus
+from rlboost.shared.bus import HashSet
+from rlboost.shared.errors import BusUnavailable, Fatal, RLBoostError
+from rlboost.shared.messages import Drain
+from rlboost.shared.redis.bus import RedisBus
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.redis.bus import RedisBus
+from rlboost.shared.redis.bus import RedisBus
 
 
 @pytest.fixture

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from services.rollout_manager.domain.jobs import ENDED
-from services.rollout_manager.recovery import read_all
-from services.trainer.fakes.rewards import FakeRewards
-from services.trainer.fakes.storage import MemoryWeights
-from services.trainer.ports.resources import JobResources
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared import names
-from shared.columns import ints
-from shared.ids import SampleId
-from shared.messages import Message, SampleFinished, SeedingEnded, SeedingReopened, WeightsCommitted
-from shared.redis.bus import RedisBus
-from shared.weights.publisher import Shard
+from rlboost.services.rollout_manager.domain.jobs import ENDED
+from rlboost.services.rollout_manager.recovery import read_all
+from rlboost.services.trainer.fakes.rewards import FakeRewards
+from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared import names
+from rlboost.shared.columns import ints
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import Message, SampleFinished, SeedingEnded, SeedingReopened, WeightsCommitted
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.weights.publisher import Shard
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer

@@ -11,16 +11,16 @@ import httpx
 import pytest
 import redis.asyncio
 
-from services.rollout_manager.api import IDEMPOTENCY_TTL_S
-from shared import names
-from shared.columns import I32, ints
-from shared.messages import (
+from rlboost.services.rollout_manager.api import IDEMPOTENCY_TTL_S
+from rlboost.shared import names
+from rlboost.shared.columns import I32, ints
+from rlboost.shared.messages import (
     JobReport,
     SampleDropped,
     SeedingEnded,
     SeedingReopened,
 )
-from shared.redis.bus import RedisBus
+from rlboost.shared.redis.bus import RedisBus
 from tests.support import played_job
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob

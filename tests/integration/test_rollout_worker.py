@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.bus import Entry, position
-from shared.columns import U64, ints
-from shared.messages import (
+from rlboost.shared.bus import Entry, position
+from rlboost.shared.columns import U64, ints
+from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
     Dismissed,
@@ -33,9 +33,9 @@ from shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from shared.names import WORKER_HEARTBEATS, job_events
-from shared.redis.bus import RedisBus
-from shared.weights.client import StoreClient
+from rlboost.shared.names import WORKER_HEARTBEATS, job_events
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.weights.client import StoreClient
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import FakeMetadata

@@ -13,12 +13,12 @@ import httpx
 import pytest
 from openai import APIError, APITimeoutError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
-from shared import names
-from shared.columns import I32, pack
-from shared.ids import SampleId
-from shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling
-from shared.redis.bus import RedisBus
-from shared.weights.client import StoreClient
+from rlboost.shared import names
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.weights.client import StoreClient
 from tests.support import published_model
 from tests.support.model_folder import write_tokenizer
 from tests.support.redis_server import RedisServer

@@ -9,17 +9,17 @@ from typing import get_args
 
 import pytest
 
-from services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
-from services.rollout_worker.adapters.preemption.notice_file import NoticeFile
-from services.rollout_worker.app import Worker, WorkerOptions
-from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from services.rollout_worker.ports import NoticeSource
-from services.rollout_worker.preemption_watch import PreemptionWatch
-from shared.fakes import MemoryBus
-from shared.messages import PreemptionNotice, WorkerLeft
-from shared.waiting import Waits
+from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
+from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
+from rlboost.services.rollout_worker.app import Worker, WorkerOptions
+from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
+from rlboost.services.rollout_worker.ports import NoticeSource
+from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.messages import PreemptionNotice, WorkerLeft
+from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata
 from tests.support.worker_manager import JOB, WorkerManager, assign

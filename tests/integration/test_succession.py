@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from rlboost.client import Client
-from services.rollout_worker.adapters.manager_http import join
-from shared import names
-from shared.columns import I32, ints
-from shared.redis.bus import RedisBus
+from rlboost.services.rollout_worker.adapters.manager_http import join
+from rlboost.shared import names
+from rlboost.shared.columns import I32, ints
+from rlboost.shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 from tests.support.played_job import SPEC, PlayedJob
 from tests.support.redis_server import RedisServer

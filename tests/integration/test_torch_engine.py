@@ -14,12 +14,12 @@ torch = pytest.importorskip("torch")
 
 from transformers import LlamaConfig, MistralConfig, Qwen2Config  # noqa: E402 - only where torch is
 
-from services.rollout_worker.adapters.torch import engine as torch_engine  # noqa: E402 - its like
-from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
-from services.rollout_worker.adapters.torch.sampling import sample  # noqa: E402
-from services.rollout_worker.adapters.torch.slot_cache import SlotCache  # noqa: E402
-from services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
-from shared.errors import ConfigError, StoreUnavailable  # noqa: E402
+from rlboost.services.rollout_worker.adapters.torch import engine as torch_engine  # noqa: E402 - its like
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
+from rlboost.services.rollout_worker.adapters.torch.sampling import sample  # noqa: E402
+from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache  # noqa: E402
+from rlboost.services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
+from rlboost.shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402

@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from services.rollout_worker.__main__ import _engines  # noqa: E402 - only where torch is
-from services.rollout_worker.adapters.torch import engine as torch_engine  # noqa: E402 - its like
-from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - its like
-from services.rollout_worker.domain.requests import Request  # noqa: E402 - its like
-from services.rollout_worker.settings import Settings  # noqa: E402 - its like
-from shared.errors import ConfigError  # noqa: E402 - its like
+from rlboost.services.rollout_worker.__main__ import _engines  # noqa: E402 - only where torch is
+from rlboost.services.rollout_worker.adapters.torch import engine as torch_engine  # noqa: E402 - its like
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - its like
+from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402 - its like
+from rlboost.services.rollout_worker.settings import Settings  # noqa: E402 - its like
+from rlboost.shared.errors import ConfigError  # noqa: E402 - its like
 from tests.support import tiny_models  # noqa: E402 - its like
 from tests.support.engines import Collected, Collector, request, run  # noqa: E402 - its like
 from tests.support.eventually import eventually  # noqa: E402 - its like

@@ -15,13 +15,13 @@ import pytest
 from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shared import names
-from shared.ids import SampleId
-from shared.messages import GroupRequested, JobReport, StepReport
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient
-from shared.weights.puller import Puller
+from rlboost.shared import names
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import GroupRequested, JobReport, StepReport
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.puller import Puller
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.scripted_manager import Answer, Script, ScriptedManager, scripted

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shared.ids import SampleId
-from shared.messages import StepReport
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import StepReport
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.mortal_trainer import POINTS
 from tests.support.s3_server import S3Server

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.app import Timing
-from shared import names
-from shared.bus import HashSet
-from shared.messages import JobReport
-from shared.redis.bus import RedisBus
+from rlboost.services.trainer.app import Timing
+from rlboost.shared import names
+from rlboost.shared.bus import HashSet
+from rlboost.shared.messages import JobReport
+from rlboost.shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.adapters.weights import StorePublisher
-from services.trainer.fakes.storage import MemoryWeights
-from services.trainer.ports.storage import WeightPublisher
-from shared.errors import Conflict, NotFound
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.services.trainer.ports.storage import WeightPublisher
+from rlboost.shared.errors import Conflict, NotFound
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.publisher import Shard
 from tests.support.service_process import TOKEN, ServiceProcess
 
 

@@ -12,9 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
-from services.rollout_worker.ports import Engine  # noqa: E402
-from shared.errors import ConfigError, StoreUnavailable  # noqa: E402
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
+from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
+from rlboost.shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
@@ -325,7 +325,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_model_folder_is_stable_for_vllms_compilation_cache(cache: Path) -> None:
-    from services.rollout_worker.adapters.vllm.core import model_folder  # noqa: PLC0415 - it imports vllm
+    from rlboost.services.rollout_worker.adapters.vllm.core import model_folder  # noqa: PLC0415 - it imports vllm
 
     one = model_folder({"model_type": "qwen3", "hidden_size": 8})
     assert one == model_folder({"hidden_size": 8, "model_type": "qwen3"}) != model_folder({"hidden_size": 16})
@@ -336,7 +336,7 @@ def test_model_folder_is_stable_for_vllms_compilation_cache(cache: Path) -> None
 
 
 def test_unwritable_vllm_cache_names_its_setting(cache: Path) -> None:
-    from services.rollout_worker.adapters.vllm.core import model_folder  # noqa: PLC0415 - it imports vllm
+    from rlboost.services.rollout_worker.adapters.vllm.core import model_folder  # noqa: PLC0415 - it imports vllm
 
     cache.write_text("a file")
     with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT to one that can"):

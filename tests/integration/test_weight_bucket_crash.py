@@ -8,13 +8,13 @@ from typing import Any
 import obstore
 import pytest
 
-from services.weight_store.adapters.lease import Lease
-from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
-from services.weight_store.app import WeightStore
-from shared.bucket import Bucket
-from shared.waiting import Waits
-from shared.weights.delta_graph import VersionEdges
-from shared.weights.manifest import Manifest, digest_of
+from rlboost.services.weight_store.adapters.lease import Lease
+from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.shared.bucket import Bucket
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.delta_graph import VersionEdges
+from rlboost.shared.weights.manifest import Manifest, digest_of
 from tests.support.tiny_versions import JOB, content, deltas, publish, store_on
 
 _REQUESTS = ("put_async", "get_async", "delete_async", "list_with_delimiter_async")

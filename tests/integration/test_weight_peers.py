@@ -19,21 +19,21 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter
 from structlog.testing import capture_logs
 
-from shared.bus import Bus
-from shared.fakes import MemoryBus
-from shared.http.server import bind, create_app, server_loop
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient
-from shared.weights.manifest import digest_of
-from shared.weights.peers.blob_index import ALL, BlobIndex
-from shared.weights.peers.blob_routes import blob_routes
-from shared.weights.peers.directory import PeerDirectory
-from shared.weights.peers.source import PeerSource
-from shared.weights.peers.transport import PeerTransport
-from shared.weights.publisher import Publisher, Shard
-from shared.weights.puller import Puller
-from shared.weights.source import StoreSource
+from rlboost.shared.bus import Bus
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.http.server import bind, create_app, server_loop
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.peers.blob_index import ALL, BlobIndex
+from rlboost.shared.weights.peers.blob_routes import blob_routes
+from rlboost.shared.weights.peers.directory import PeerDirectory
+from rlboost.shared.weights.peers.source import PeerSource
+from rlboost.shared.weights.peers.transport import PeerTransport
+from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.source import StoreSource
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 

@@ -17,18 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shared.bus import START
-from shared.errors import BusUnavailable, ConfigError, Conflict, Corrupt, Fatal, NotFound, Timeout
-from shared.messages import WeightsCommitted
-from shared.names import WEIGHTS_COMMITTED
-from shared.redis.bus import RedisBus
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient
-from shared.weights.manifest import CHUNK_BYTES, digest_of
-from shared.weights.publisher import Publisher, Shard
-from shared.weights.puller import Puller
-from shared.weights.wire import ModelInfo, VersionInfo
+from rlboost.shared.bus import START
+from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Corrupt, Fatal, NotFound, Timeout
+from rlboost.shared.messages import WeightsCommitted
+from rlboost.shared.names import WEIGHTS_COMMITTED
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
+from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.wire import ModelInfo, VersionInfo
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess

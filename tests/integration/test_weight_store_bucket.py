@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shared.errors import Retryable
-from shared.waiting import Waits
-from shared.weights.client import StoreClient, retry_unavailable
-from shared.weights.manifest import ChunkRef, digest_of
-from shared.weights.publisher import Publisher, Shard
-from shared.weights.puller import Puller
-from shared.weights.wire import VersionInfo
+from rlboost.shared.errors import Retryable
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.wire import VersionInfo
 from tests.support.eventually import eventually
 from tests.support.s3_server import S3Server
 from tests.support.service_process import TOKEN, ServiceProcess

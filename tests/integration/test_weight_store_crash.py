@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
-from services.weight_store.app import WeightStore
-from shared.weights.delta_graph import VersionEdges
-from shared.weights.manifest import Manifest, digest_of
+from rlboost.services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.shared.weights.delta_graph import VersionEdges
+from rlboost.shared.weights.manifest import Manifest, digest_of
 from tests.support.tiny_versions import JOB, content, deltas, publish, store_on
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shared.errors import Conflict, StoreUnavailable
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient, retry_unavailable
-from shared.weights.manifest import CHUNK_BYTES, Manifest
-from shared.weights.publisher import Publisher, Shard
-from shared.weights.puller import Puller
+from rlboost.shared.errors import Conflict, StoreUnavailable
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.manifest import CHUNK_BYTES, Manifest
+from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.puller import Puller
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.tcp_proxy import TcpProxy

@@ -12,20 +12,20 @@ import torch
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
-from services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.adapters.weights import StorePublisher
-from services.trainer.domain.loss.policy import clipped_loss
-from services.trainer.domain.parity import build_probe
-from services.trainer.fakes.rewards import FakeRewards
-from services.trainer.ports.data import Data, Prompt
-from services.trainer.ports.resources import JobResources
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.columns import I32, pack
-from shared.job.spec import JobSpec
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.parity import build_probe
+from rlboost.services.trainer.fakes.rewards import FakeRewards
+from rlboost.services.trainer.ports.data import Data, Prompt
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.publisher import Shard
 from tests.support.engine_manager import EngineManager
 from tests.support.model_folder import write_model
 from tests.support.service_process import TOKEN, ServiceProcess

@@ -71,13 +71,20 @@ def _imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
     """Yield the modules of ours that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names = [_by_file(alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            members = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [member if member in modules else str(node.module) for member in members]
+            package = _by_file(str(node.module))
+            members = [f"{package}.{alias.name}" for alias in node.names]
+            names = [member if member in modules else package for member in members]
         else:
             continue
         yield from (name for name in names if name in modules)
+
+
+def _by_file(name: str) -> str:
+    """Return a module's name by the path of its file: `rlboost/services` and `rlboost/shared` are links."""
+    below = name.removeprefix("rlboost.")
+    return below if below.partition(".")[0] in ("services", "shared") else name
 
 
 def _module(path: Path) -> str:

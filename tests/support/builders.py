@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shared.columns import F32, I32, U8, U32, U64, pack
-from shared.ids import SampleId
-from shared.job.spec import JobSpec, parse, to_json
-from shared.messages import (
+from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import JobSpec, parse, to_json
+from rlboost.shared.messages import (
     GroupRequested,
     JobCommand,
     JobReport,

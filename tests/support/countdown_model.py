@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.countdown.reward import score
+from rlboost.examples.countdown.reward import score
 from tests.support import tiny_models
 from tests.support.black_box import ROOT
 

@@ -13,20 +13,20 @@ from typing import Self
 
 import torch
 
-from services.rollout_worker.adapters.store_weights import StoreWeights
-from services.rollout_worker.adapters.torch.factory import TorchFactory
-from services.rollout_worker.domain.requests import Emission, Request
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.ports import Engine
-from shared import names
-from shared.bus import START, Append, Bus
-from shared.columns import F32, I32, ints, pack
-from shared.ids import SampleId
-from shared.messages import FINISH_STOP, GroupRequested, SampleFinished, SeedingEnded
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient
-from shared.weights.puller import Puller, Transfer
+from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
+from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
+from rlboost.services.rollout_worker.domain.requests import Emission, Request
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.ports import Engine
+from rlboost.shared import names
+from rlboost.shared.bus import START, Append, Bus
+from rlboost.shared.columns import F32, I32, ints, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import FINISH_STOP, GroupRequested, SampleFinished, SeedingEnded
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.puller import Puller, Transfer
 from tests.support.engines import Collected, Collector
 
 

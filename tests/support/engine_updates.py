@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from services.rollout_worker.ports import Engine
+from rlboost.services.rollout_worker.ports import Engine
 from tests.support import tiny_models
 from tests.support.engines import Collector, request
 from tests.support.eventually import eventually

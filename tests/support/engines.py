@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.rollout_worker.domain.requests import Emission, Key, Request
-from services.rollout_worker.ports import Engine
-from shared.messages import FINISH_NONE, Sampling
+from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.ports import Engine
+from rlboost.shared.messages import FINISH_NONE, Sampling
 from tests.support.eventually import eventually
 
 

@@ -21,15 +21,15 @@ from tests.support import megatron_cpu
 from tests.support.forking import NUMBER, SERVICES, Start, import_environment, is_forkable
 
 _MODULES = (
-    *(f"services.{name}.__main__" for name in SERVICES),
+    *(f"rlboost.services.{name}.__main__" for name in SERVICES),
     # What they import while they run.
     "rlboost.cli",
     "rlboost.local.foreground",
-    "services.rollout_worker.adapters.torch.engine",
-    "services.rollout_worker.api",
-    "services.trainer.adapters.fsdp.rank_engine",
-    "services.trainer.build",
-    "shared.weights.peers.blob_routes",
+    "rlboost.services.rollout_worker.adapters.torch.engine",
+    "rlboost.services.rollout_worker.api",
+    "rlboost.services.trainer.adapters.fsdp.rank_engine",
+    "rlboost.services.trainer.build",
+    "rlboost.shared.weights.peers.blob_routes",
     "uvicorn.protocols.http.httptools_impl",
 )
 _START_LIMIT_S = 180.0

@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.local import die_with_parent
-from shared.importing import modules_hidden
+from rlboost.shared.importing import modules_hidden
 from tests.support import megatron_cpu
 
-RANK = "services.trainer.adapters.ranks.rank"
+RANK = "rlboost.services.trainer.adapters.ranks.rank"
 SERVICES = ("rollout_manager", "rollout_worker", "trainer", "weight_store")
-FORKABLE = {RANK, "rlboost", *(f"services.{name}" for name in SERVICES)}
+FORKABLE = {RANK, "rlboost", *(f"rlboost.services.{name}" for name in SERVICES)}
 """What may be forked."""
-STARTS_OTHERS = ("rlboost", "services.trainer")
+STARTS_OTHERS = ("rlboost", "rlboost.services.trainer")
 NUMBER = struct.Struct("!q")
 
 _READ_AT_RUN_TIME = (
@@ -267,7 +267,7 @@ def _import(modules: Sequence[str]) -> None:
     if importlib.util.find_spec("megatron") is not None:
         with warnings.catch_warnings(), modules_hidden("tensorboard", "wandb"):  # as a rank imports it
             warnings.simplefilter("ignore")
-            importlib.import_module("services.trainer.adapters.megatron.rank_engine")
+            importlib.import_module("rlboost.services.trainer.adapters.megatron.rank_engine")
     for name in modules:
         importlib.import_module(name)
         if name.endswith(".__main__"):

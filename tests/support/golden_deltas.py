@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.weights.codec import Kind
-from shared.weights.codec.blob import WIDTHS
+from rlboost.shared.weights.codec import Kind
+from rlboost.shared.weights.codec.blob import WIDTHS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "codec"
 _TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import threading
 
-from services.rollout_worker.__main__ import main
-from services.rollout_worker.adapters.torch.engine import TorchEngine
-from services.rollout_worker.settings import Settings
-from shared.lifecycle import run_service
+from rlboost.services.rollout_worker.__main__ import main
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
+from rlboost.services.rollout_worker.settings import Settings
+from rlboost.shared.lifecycle import run_service
 
 HANGS_AFTER_TOKENS = 40
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.job.spec import JobSpec, parse
+from rlboost.shared.job.spec import JobSpec, parse
 
 
 def job_file(**changes: Any) -> dict[str, Any]:

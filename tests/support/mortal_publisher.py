@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
-from shared.weights.publisher import Publisher, Shard
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.publisher import Publisher, Shard
 
 MIB = 1 << 20
 

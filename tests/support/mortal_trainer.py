@@ -16,18 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from services.trainer import __main__ as service
-from services.trainer import build as composition
-from services.trainer.ports.engine import Snapshot
-from services.trainer.ports.resources import JobResources
-from services.trainer.ports.storage import TrainState
-from services.trainer.settings import Settings
-from shared.bus import Append, Fence, HashSet, Op
-from shared.ids import SampleId
-from shared.lifecycle import run_service
-from shared.messages import GroupRequested, StepReport
-from shared.redis.bus import RedisBus, connect
-from shared.weights.publisher import Shard
+from rlboost.services.trainer import __main__ as service
+from rlboost.services.trainer import build as composition
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.services.trainer.settings import Settings
+from rlboost.shared.bus import Append, Fence, HashSet, Op
+from rlboost.shared.ids import SampleId
+from rlboost.shared.lifecycle import run_service
+from rlboost.shared.messages import GroupRequested, StepReport
+from rlboost.shared.redis.bus import RedisBus, connect
+from rlboost.shared.weights.publisher import Shard
 
 POINTS = (
     "requested",

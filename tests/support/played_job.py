@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 
-from services.rollout_manager.recovery import read_all
-from shared import names
-from shared.columns import I32, ints, pack
-from shared.errors import BusUnavailable
-from shared.ids import SampleId
-from shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
-from shared.redis.bus import RedisBus
+from rlboost.services.rollout_manager.recovery import read_all
+from rlboost.shared import names
+from rlboost.shared.columns import I32, ints, pack
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
+from rlboost.shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 from tests.support.sim_worker import SimWorker, check_completion
 

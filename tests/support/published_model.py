@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config
 
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
-from shared.weights.manifest import Part
-from shared.weights.publisher import Publisher, Shard
-from shared.weights.wire import CommitRequest
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import Part
+from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.wire import CommitRequest
 from tests.support import tiny_models
 
 MAX_LEN = 8192

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from services.trainer.adapters.fsdp.policy import FsdpPolicy
-from services.trainer.adapters.megatron.policy import MegatronPolicy
-from services.trainer.adapters.ranks.policy import RanksPolicy
-from shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
+from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
+from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from tests.support.megatron_cpu import python_path
 
 _SIZES: dict[str, Any] = {

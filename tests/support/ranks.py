@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODULE = "services.trainer.adapters.ranks.rank"
+MODULE = "rlboost.services.trainer.adapters.ranks.rank"
 _FORKED_NAME = "rank"
 """What a forked process is called, see `tests/support/forking.py`."""
 

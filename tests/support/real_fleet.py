@@ -14,21 +14,21 @@ from typing import Any, TypeVar
 
 import httpx
 
-from services.trainer.adapters.torch.policy import TorchPolicy
-from services.trainer.adapters.weights import StorePublisher
-from services.trainer.device import DeviceThread
-from services.trainer.domain.parity import build_probe
-from services.trainer.job_streams import JobStreams, RetryingBus
-from services.trainer.publishing import VersionPublisher
-from shared import names
-from shared.bus import START
-from shared.columns import I32, pack
-from shared.ids import SampleId
-from shared.job.spec import parse
-from shared.messages import Event, GroupRequested, JobReport, SampleDropped, SampleFinished, Sampling
-from shared.redis.bus import RedisBus
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.parity import build_probe
+from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
+from rlboost.services.trainer.publishing import VersionPublisher
+from rlboost.shared import names
+from rlboost.shared.bus import START
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import parse
+from rlboost.shared.messages import Event, GroupRequested, JobReport, SampleDropped, SampleFinished, Sampling
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer

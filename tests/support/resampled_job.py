@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.trainer.domain.plan import plan_step, training_group
-from services.trainer.domain.resampling import Replacements
-from services.trainer.fakes.rewards import FakeRewards
-from services.trainer.ports.resources import JobResources
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.columns import I32, unpack
-from shared.job.spec import JobSpec, RlJob
-from shared.messages import GroupRequested
+from rlboost.services.trainer.domain.plan import plan_step, training_group
+from rlboost.services.trainer.domain.resampling import Replacements
+from rlboost.services.trainer.fakes.rewards import FakeRewards
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.columns import I32, unpack
+from rlboost.shared.job.spec import JobSpec, RlJob
+from rlboost.shared.messages import GroupRequested
 from tests.support.scripted_manager import scripted
 from tests.support.trainer_rig import Rig, spec
 

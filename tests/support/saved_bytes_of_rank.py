@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from services.trainer.adapters.ranks.layout import Layout
-from services.trainer.adapters.ranks.packed import pack_rows
-from services.trainer.adapters.ranks.rank import engine_class
-from services.trainer.domain.training_row import TrainingRow
-from shared.columns import F32, I32, pack
-from shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.services.trainer.adapters.ranks.layout import Layout
+from rlboost.services.trainer.adapters.ranks.packed import pack_rows
+from rlboost.services.trainer.adapters.ranks.rank import engine_class
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import F32, I32, pack
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 N_TOKENS = 40
 ROW = TrainingRow(pack([3], I32), pack([4] * (N_TOKENS - 1), I32), pack([0.0] * (N_TOKENS - 1), F32), 1.0)
@@ -27,8 +27,8 @@ def main(kind: str, *models: str) -> None:
     make = engine_class(kind)
     from transformers import AutoConfig  # noqa: PLC0415 - after megatron-core, as in a rank
 
-    from services.trainer.adapters.megatron.model_shape import shape_of  # noqa: PLC0415 - after megatron-core, as in a rank
-    from services.trainer.adapters.ranks.offload import local_tensor  # noqa: PLC0415 - after megatron-core, as in a rank
+    from rlboost.services.trainer.adapters.megatron.model_shape import shape_of  # noqa: PLC0415 - after megatron-core, as in a rank
+    from rlboost.services.trainer.adapters.ranks.offload import local_tensor  # noqa: PLC0415 - after megatron-core, as in a rank
     from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
 
     settings = {"temperature": 1.0, "dtype": "float32", "reference": False, "offload": "none"}

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shared import names
-from shared.bus import START, Append, Bus, Op
-from shared.columns import F32, I32, pack
-from shared.errors import BusUnavailable
-from shared.ids import SampleId
-from shared.messages import GroupRequested, SampleDropped, SampleFinished, SeedingEnded
+from rlboost.shared import names
+from rlboost.shared.bus import START, Append, Bus, Op
+from rlboost.shared.columns import F32, I32, pack
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, SeedingEnded
 
 Answer = SampleFinished | SampleDropped
 Script = Callable[[GroupRequested, int], Answer]

@@ -51,7 +51,7 @@ class ServiceProcess:
         """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._module = module or f"services.{name}"
+        self._module = module or f"rlboost.services.{name}"
         self._log = directory / f"{name}.log"
         common = {"RLBOOST_REDIS_URL": redis_url, "RLBOOST_TOKEN": TOKEN, f"{prefix}PORT": str(self.port)}
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", **common, **env}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal, get_args, get_origin
 
-from shared.settings import ServiceSettings
+from rlboost.shared.settings import ServiceSettings
 from tests.support.generated_docs import ROOT, run
 
 PAGE = ROOT / "docs" / "settings.md"
@@ -25,9 +25,9 @@ def tables() -> str:
     """Return one section with a table for the common settings and for each service."""
     parts = [_section("All services", ServiceSettings, set(ServiceSettings.model_fields))]
     for service, title in _TITLES.items():
-        settings: type[ServiceSettings] = importlib.import_module(f"services.{service}.settings").Settings
+        settings: type[ServiceSettings] = importlib.import_module(f"rlboost.services.{service}.settings").Settings
         own = {name for name in settings.model_fields if name not in ServiceSettings.model_fields}
-        parts.append(_section(f"{title}: `python -m services.{service}`", settings, own))
+        parts.append(_section(f"{title}: `python -m rlboost.services.{service}`", settings, own))
     return "\n\n".join(parts)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from shared.bus import START, Append, Bus
-from shared.columns import F32, I32, U8, U32, U64, ints, pack
-from shared.messages import (
+from rlboost.shared.bus import START, Append, Bus
+from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, pack
+from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_RELEASED,
@@ -32,7 +32,7 @@ from shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands, worker_lease
+from rlboost.shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands, worker_lease
 
 RESIDENT_BYTES = 123_000_000
 """What each one says of its memory."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from shared.weights.publisher import Shard
-from shared.weights.pulled import PulledVersion
+from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.pulled import PulledVersion
 
 
 def pulled(shards: Iterable[Shard], directory: Path, version: int = 0, **more: Any) -> PulledVersion:

@@ -6,15 +6,15 @@ import itertools
 
 from prometheus_client import CollectorRegistry
 
-from services.weight_store.app import WeightStore
-from services.weight_store.deltas import Deltas
-from services.weight_store.metrics import Metrics
-from services.weight_store.ports import Chunks, Documents
-from shared.fakes import MemoryBus
-from shared.waiting import Waits
-from shared.weights.delta_graph import Edge, lists_of
-from shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
-from shared.weights.wire import CommitRequest
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.ports import Chunks, Documents
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.delta_graph import Edge, lists_of
+from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
+from rlboost.shared.weights.wire import CommitRequest
 
 JOB = "job-1"
 

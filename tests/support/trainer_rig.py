@@ -9,24 +9,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.trainer.app import Timing, Trainer
-from services.trainer.device import DeviceThread
-from services.trainer.domain.tokens import LossFn
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.fakes.engine import FakeEngine
-from services.trainer.fakes.rewards import FakeRewards
-from services.trainer.fakes.storage import MemoryCheckpoints, MemoryFolder, MemoryWeights
-from services.trainer.ports.data import Data, Prompt
-from services.trainer.ports.resources import JobResources
-from services.trainer.ports.rewards import RewardBatch, Scores
-from services.trainer.ports.storage import CheckpointStore, TrainState
-from shared import names
-from shared.bus import START, Fence
-from shared.columns import I32, pack
-from shared.fakes import MemoryBus
-from shared.job.spec import JobSpec, parse, to_json
-from shared.messages import Event, JobCommand, JobReport, StepReport
-from shared.waiting import Waits
+from rlboost.services.trainer.app import Timing, Trainer
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.fakes.rewards import FakeRewards
+from rlboost.services.trainer.fakes.storage import MemoryCheckpoints, MemoryFolder, MemoryWeights
+from rlboost.services.trainer.ports.data import Data, Prompt
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
+from rlboost.shared import names
+from rlboost.shared.bus import START, Fence
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.job.spec import JobSpec, parse, to_json
+from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
+from rlboost.shared.waiting import Waits
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.scripted_manager import ScriptedManager
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from shared import names
-from shared.bus import START, Delete
-from shared.errors import BusUnavailable
-from shared.ids import SampleId
-from shared.job.spec import parse, to_json
-from shared.messages import Event, JobCommand, JobReport, StepReport
-from shared.redis.bus import RedisBus
-from shared.weights.client import StoreClient
+from rlboost.shared import names
+from rlboost.shared.bus import START, Delete
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import parse, to_json
+from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.weights.client import StoreClient
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.scripted_manager import ScriptedManager

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from services.rollout_worker.adapters.vllm.factory import VllmFactory
+from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
 
 if TYPE_CHECKING:
-    from services.rollout_worker.adapters.vllm.core import VllmCore
-    from services.rollout_worker.adapters.vllm.engine import VllmEngine
-    from services.rollout_worker.ports import Engine
+    from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore
+    from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine
+    from rlboost.services.rollout_worker.ports import Engine
 
 _KV_CACHE_BYTES = 8 << 20
 _shared: dict[str, VllmCore] = {}
@@ -54,8 +54,8 @@ def require(device: str = "cpu") -> None:
 
 def start(config: Any, *, slots: int) -> VllmEngine:
     """Return an engine without weights over the vLLM that runs this model; one of another model is ended first."""
-    from services.rollout_worker.adapters.engine.thread import EngineThread  # noqa: PLC0415 - see require
-    from services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - see require
+    from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread  # noqa: PLC0415 - see require
+    from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - see require
 
     config_json = config.to_json_string()
     thread = EngineThread("vllm-engine")
@@ -81,7 +81,7 @@ def _core(config_json: str, slots: int) -> VllmCore:
 
 
 def _make(config_json: str, slots: int) -> VllmCore:
-    from services.rollout_worker.adapters.vllm.core import VllmCore, VllmOptions  # noqa: PLC0415 - see require
+    from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore, VllmOptions  # noqa: PLC0415 - see require
 
     class Shared(VllmCore):
         """Outlives its engine."""

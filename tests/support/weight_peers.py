@@ -15,20 +15,20 @@ from pathlib import Path
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
 
-from shared import logs
-from shared.http.server import bind, create_app, server_loop
-from shared.lifecycle import supervise
-from shared.redis.bus import connect
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient
-from shared.weights.manifest import digest_of
-from shared.weights.peers.blob_routes import blob_routes
-from shared.weights.peers.directory import PeerDirectory
-from shared.weights.peers.source import PeerSource
-from shared.weights.peers.transport import PeerTransport
-from shared.weights.puller import Puller
-from shared.weights.source import StoreSource
+from rlboost.shared import logs
+from rlboost.shared.http.server import bind, create_app, server_loop
+from rlboost.shared.lifecycle import supervise
+from rlboost.shared.redis.bus import connect
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.peers.blob_routes import blob_routes
+from rlboost.shared.weights.peers.directory import PeerDirectory
+from rlboost.shared.weights.peers.source import PeerSource
+from rlboost.shared.weights.peers.transport import PeerTransport
+from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.source import StoreSource
 
 
 async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeVar
 
-from shared.bus import START, Bus, Entry
-from shared.columns import I32, U8, U32, U64, floats, ints, pack
-from shared.messages import (
+from rlboost.shared.bus import START, Bus, Entry
+from rlboost.shared.columns import I32, U8, U32, U64, floats, ints, pack
+from rlboost.shared.messages import (
     Assign,
     Assignment,
     Message,
@@ -23,8 +23,8 @@ from shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands
-from shared.protocol import PROTOCOL
+from rlboost.shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands
+from rlboost.shared.protocol import PROTOCOL
 from tests.support.eventually import LIMIT_S, eventually
 
 JOB = "job"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from services.rollout_worker.app import Worker, WorkerOptions
-from services.rollout_worker.domain.kv_capacity import KvCapacity
-from services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
-from services.rollout_worker.generator import Generator
-from services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from services.rollout_worker.ports import Memory
-from shared.bus import Append, Op
-from shared.errors import BusUnavailable
-from shared.fakes import MemoryBus
-from shared.names import TOKEN_LOG
-from shared.waiting import Waits
+from rlboost.services.rollout_worker.app import Worker, WorkerOptions
+from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
+from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
+from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
+from rlboost.services.rollout_worker.ports import Memory
+from rlboost.shared.bus import Append, Op
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.names import TOKEN_LOG
+from rlboost.shared.waiting import Waits
 from tests.support.worker_manager import JOB, WorkerManager
 
 

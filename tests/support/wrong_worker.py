@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from services.rollout_worker.__main__ import main
-from services.rollout_worker.adapters.torch.engine import TorchEngine
-from services.rollout_worker.settings import Settings
-from shared.lifecycle import run_service
+from rlboost.services.rollout_worker.__main__ import main
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
+from rlboost.services.rollout_worker.settings import Settings
+from rlboost.shared.lifecycle import run_service
 
 PERMUTED = "model.layers.1.self_attn.q_proj.weight"
 

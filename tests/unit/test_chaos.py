@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlboost.local.chaos import ChaosEvent, generate, parse, play
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 
 def test_a_file_says_when_machines_come_and_go() -> None:

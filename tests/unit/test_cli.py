@@ -480,7 +480,7 @@ def test_join_becomes_the_worker_with_the_secret_in_its_environment(monkeypatch:
     result = rlboost("worker", "join", "--url", "http://10.0.0.5:8700/", "--token", "s3", "--role", "reserved")
     assert result.exit_code == 0, result.stderr
     ((_, arguments, environment),) = became
-    assert arguments[1:] == ["-m", "services.rollout_worker"]
+    assert arguments[1:] == ["-m", "rlboost.services.rollout_worker"]
     own = {name: value for name, value in environment.items() if name.startswith("RLBOOST_")}
     assert own == {
         "RLBOOST_WORKER_URL": "http://10.0.0.5:8700",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.domain import compaction
-from services.rollout_manager.domain.compaction import compact, forget_ended
-from services.rollout_manager.domain.effects import ForgetJob, Record
-from services.rollout_manager.domain.jobs import Job
-from services.rollout_manager.domain.world import World
-from shared.messages import FINISH_STOP, JobState, Restated
+from rlboost.services.rollout_manager.domain import compaction
+from rlboost.services.rollout_manager.domain.compaction import compact, forget_ended
+from rlboost.services.rollout_manager.domain.effects import ForgetJob, Record
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.messages import FINISH_STOP, JobState, Restated
 from tests.support.builders import group_id, group_requested, job_spec, placed, token_frame
 
 SPEC = job_spec()

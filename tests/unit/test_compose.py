@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from shared.http.server import create_app
-from shared.lifecycle import supervise
-from shared.settings import ServiceSettings, read
+from rlboost.shared.http.server import create_app
+from rlboost.shared.lifecycle import supervise
+from rlboost.shared.settings import ServiceSettings, read
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {"RLBOOST_TOKEN": "t0ken", "REDIS_PASSWORD": "passw0rd"}
@@ -103,7 +103,7 @@ def test_the_example_environment_names_what_the_file_reads() -> None:
 
 
 def test_every_role_is_there() -> None:
-    modules = sorted(module_of(name).removeprefix("services.") for name in OURS)
+    modules = sorted(module_of(name).removeprefix("rlboost.services.") for name in OURS)
     assert modules == [*["rollout_manager"] * 2, *["rollout_worker"] * 2, "trainer", "weight_store"]
     roles = {FILE["services"][name]["environment"].get("RLBOOST_WORKER_ROLE") for name in OURS} - {None}
     assert roles == {"reserved", "preemptible"}

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.domain import plan
-from services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
-from services.trainer.domain.conversation import Conversation
-from services.trainer.domain.conversation_collector import ConversationCollector
-from services.trainer.domain.turns import TurnIds
-from shared.columns import F32, I32, U8, ints, pack
-from shared.errors import ConfigError, Fatal
-from shared.ids import SampleId, group_of
-from shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, SeedingEnded, TurnAnswered
+from rlboost.services.trainer.domain import plan
+from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
+from rlboost.services.trainer.domain.conversation import Conversation
+from rlboost.services.trainer.domain.conversation_collector import ConversationCollector
+from rlboost.services.trainer.domain.turns import TurnIds
+from rlboost.shared.columns import F32, I32, U8, ints, pack
+from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, SeedingEnded, TurnAnswered
 from tests.support.trainer_rig import spec
 
 IDS = TurnIds(n_groups=2, group_size=2, max_turns=3)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.countdown import make_data, reward
-from examples.countdown.make_traces import N_ROWS, traces
-from examples.countdown.task import (
+from rlboost.examples.countdown import make_data, reward
+from rlboost.examples.countdown.make_traces import N_ROWS, traces
+from rlboost.examples.countdown.task import (
     ALL_OPERATORS,
     EOS,
     HIT,
@@ -28,7 +28,7 @@ from examples.countdown.task import (
     parse_attempt,
     training_problems,
 )
-from shared.job import spec as job_spec
+from rlboost.shared.job import spec as job_spec
 
 COUNTDOWN = Path(make_data.__file__).parent
 PROBLEM = Problem((3, 8, 4), 44)
@@ -287,7 +287,7 @@ def test_the_warm_up_is_a_job_that_imitates_each_trace_once() -> None:
 
 def test_a_models_verdicts_are_measured_by_the_answers_behind_them() -> None:
     pytest.importorskip("transformers")
-    from examples.countdown.measure import measured  # noqa: PLC0415 - imports torch
+    from rlboost.examples.countdown.measure import measured  # noqa: PLC0415 - imports torch
 
     wrong = "<think>3+8=11*4=44 ✓</think>3+8=11+4=15<eos>"
     texts = [GOOD, wrong, wrong, "<think></think>3+8=11*4=44<eos>", "<think>"]
@@ -297,7 +297,7 @@ def test_a_models_verdicts_are_measured_by_the_answers_behind_them() -> None:
 def test_rounding_a_trained_model_copies_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
-    from examples.countdown import model  # noqa: PLC0415 - imports torch
+    from rlboost.examples.countdown import model  # noqa: PLC0415 - imports torch
 
     for arguments in (["--out", "trained"], ["--rounded", "trained", "--out", "base"]):
         monkeypatch.setattr("sys.argv", ["model", *arguments])

@@ -14,8 +14,8 @@ from rlboost.demo.job import GOAL, countdown
 from rlboost.local.state import StateDir
 from rlboost.report import page
 from rlboost.report.record import Record
-from shared.errors import ConfigError
-from shared.job.spec import parse
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
 from tests.support.synthetic_record import AUDIT, record
 
 ROOT = Path(__file__).parents[2]

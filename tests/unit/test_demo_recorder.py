@@ -11,7 +11,7 @@ from rlboost.demo.recorder import Recorder, observation, this_machine
 from rlboost.local.state import ProcessRecord
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.record import load
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 from tests.support.fake_rest import job
 from tests.support.synthetic_record import record, unfinished
 

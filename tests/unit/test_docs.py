@@ -14,12 +14,12 @@ import typer.main
 import yaml
 
 from rlboost.cli import app
-from services.rollout_manager.api import build
-from services.rollout_manager.app import Manager
-from services.rollout_manager.settings import Settings as ManagerSettings
-from shared import messages, names
-from shared.fakes import MemoryBus
-from shared.job import spec as job_spec
+from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
+from rlboost.shared import messages, names
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.job import spec as job_spec
 from tests.support import architecture_diagram, settings_reference
 from tests.support.generated_docs import read_block
 

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from rlboost.cli import app
 from rlboost.local.processes import LocalOptions, Site, spec_of
-from services.rollout_worker.__main__ import _engines
-from services.rollout_worker.adapters.torch.factory import TorchFactory
-from services.rollout_worker.adapters.vllm.factory import VllmFactory
-from services.rollout_worker.settings import Settings
-from shared.errors import ConfigError
+from rlboost.services.rollout_worker.__main__ import _engines
+from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
+from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
+from rlboost.services.rollout_worker.settings import Settings
+from rlboost.shared.errors import ConfigError
 
 find_spec = importlib.util.find_spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_worker.domain.progress import FIRST_TOKEN_FACTOR, PREFILL_TOKENS_PER_S, Progress
+from rlboost.services.rollout_worker.domain.progress import FIRST_TOKEN_FACTOR, PREFILL_TOKENS_PER_S, Progress
 
 LIMIT_S = 10.0
 

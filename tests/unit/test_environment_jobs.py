@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from rlboost.jobs import check as jobcheck
-from services.rollout_manager.domain.apply_messages import apply_delivered
-from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
-from services.rollout_manager.domain.world import World
-from shared.columns import I32, pack
-from shared.errors import ConfigError
-from shared.job.spec import JobSpec
-from shared.messages import GroupOpened, TurnAnswered
+from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.messages import GroupOpened, TurnAnswered
 from tests.support import jobs
 from tests.support.builders import group_requested
 

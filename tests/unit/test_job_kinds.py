@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rlboost.jobs.evaluation import evaluation_of
-from services.rollout_manager.domain.jobs import from_json as job_from_json
-from services.rollout_manager.domain.jobs import to_json as job_to_json
-from shared.errors import ConfigError
-from shared.job.spec import InvalidJob, RlJob, parse, parse_stored, to_json
-from shared.job.training import TrainerSpec
+from rlboost.services.rollout_manager.domain.jobs import from_json as job_from_json
+from rlboost.services.rollout_manager.domain.jobs import to_json as job_to_json
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import InvalidJob, RlJob, parse, parse_stored, to_json
+from rlboost.shared.job.training import TrainerSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden/jobs"
 """Jobs as the first versions stored them: every kind had the keys of all."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.rollout_manager.domain.jobs import Job
-from shared.job.spec import parse
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.shared.job.spec import parse
 
 SPEC = {"model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "a:b"}, "steps": 2}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.errors import ConfigError
-from shared.job.spec import InvalidJob, load, parse, set_by_override, to_json
-from shared.job.training import LoraSpec
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import InvalidJob, load, parse, set_by_override, to_json
+from rlboost.shared.job.training import LoraSpec
 
 
 def spec(elastic: str, more: str = "") -> dict[str, object]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
-from services.rollout_worker.domain.request_table import RequestTable
-from shared.messages import FINISH_NONE
+from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
+from rlboost.services.rollout_worker.domain.request_table import RequestTable
+from rlboost.shared.messages import FINISH_NONE
 from tests.support.engines import request
 
 SLOTS = 8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.domain.apply_messages import apply_message
-from services.rollout_manager.domain.decide import decide
-from services.rollout_manager.domain.fleet import Worker
-from services.rollout_manager.domain.world import Now, World
-from shared.messages import (
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.decide import decide
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.messages import (
     GroupRequested,
     Message,
     WorkerHeartbeat,

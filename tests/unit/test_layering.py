@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
 SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
+LINKED = re.compile(r"rlboost\.(services|shared|examples)\b")
 HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
 WIRE = {
     "shared.job.algorithm",
@@ -36,6 +37,7 @@ IMPURE = {"asyncio", "time", "random", "os", "socket", "subprocess", "pathlib", 
 
 
 def imports(path: Path, *, only_at_import: bool = False) -> set[str]:
+    """Return the modules that a file imports, those of ours by the path of their file: `shared.ids`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
     nodes = tree.body if only_at_import else list(ast.walk(tree))
@@ -45,7 +47,9 @@ def imports(path: Path, *, only_at_import: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
             found.add(node.module or "")
-    return found
+            if node.module == "rlboost":
+                found |= {f"rlboost.{alias.name}" for alias in node.names}
+    return {name.removeprefix("rlboost.") if LINKED.match(name) else name for name in found}
 
 
 def tops(names: set[str]) -> set[str]:
@@ -59,6 +63,13 @@ def test_no_service_imports_another(service: str) -> None:
             if name.startswith("services."):
                 assert name.split(".")[1] == service, f"{path} imports {name}"
             assert not name.startswith("rlboost"), f"{path} imports {name}"
+
+
+def test_a_module_of_ours_is_imported_from_rlboost() -> None:
+    """A user's folder may have packages `services`, `shared` and `examples`, and it comes first on the path."""
+    for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        found = re.findall(r"^ *(?:from|import) (?:services|shared|examples)\b", path.read_text("utf-8"), re.MULTILINE)
+        assert not found, f"{path}: {found}"
 
 
 def test_shared_imports_no_service() -> None:
@@ -128,7 +139,8 @@ def test_help_and_settings_need_no_heavy_library(service: str) -> None:
     ports = sorted((ROOT / "services" / service).glob("ports*")) + sorted(
         (ROOT / "services" / service).glob("ports/*.py")
     )
-    modules = [f"services.{service}.settings", *(".".join(p.relative_to(ROOT).with_suffix("").parts) for p in ports)]
+    files = [ROOT / "services" / service / "settings.py", *ports]
+    modules = [".".join(("rlboost", *path.relative_to(ROOT).with_suffix("").parts)) for path in files]
     code = f"import sys, {', '.join(modules)}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

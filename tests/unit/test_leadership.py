@@ -9,20 +9,20 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.rollout_manager.adapters.prometheus import WorldCollector
-from services.rollout_manager.api import build
-from services.rollout_manager.app import Manager
-from services.rollout_manager.domain.world import Now
-from services.rollout_manager.leadership import RECOVERY_LEASE_S, ManagerRecord, manager_record
-from services.rollout_manager.settings import Settings
-from shared import names
-from shared.bus import START, Append
-from shared.errors import BusUnavailable, ConfigError, Fenced
-from shared.fakes import MemoryBus
-from shared.job.spec import parse, to_json
-from shared.messages import JobCommand, Resume
-from shared.protocol import PROTOCOL, PROTOCOL_HEADER
-from shared.settings import read
+from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
+from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.leadership import RECOVERY_LEASE_S, ManagerRecord, manager_record
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared import names
+from rlboost.shared.bus import START, Append
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.job.spec import parse, to_json
+from rlboost.shared.messages import JobCommand, Resume
+from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
+from rlboost.shared.settings import read
 from tests.support.jobs import job_file
 
 LEASE_S = 3.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.domain.ledger import Ledger
-from shared.columns import U32, ints, pack
-from shared.errors import Unprocessable
-from shared.messages import FINISH_STOP, Placed, SampleFailed, TokenFrame
+from rlboost.services.rollout_manager.domain.ledger import Ledger
+from rlboost.shared.columns import U32, ints, pack
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.messages import FINISH_STOP, Placed, SampleFailed, TokenFrame
 from tests.support import builders
 from tests.support.builders import group_id, group_requested
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from shared import logs
-from shared.errors import ConfigError, Retryable, Timeout
-from shared.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
-from shared.settings import ServiceSettings
-from shared.waiting import Waits
+from rlboost.shared import logs
+from rlboost.shared.errors import ConfigError, Retryable, Timeout
+from rlboost.shared.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
+from rlboost.shared.settings import ServiceSettings
+from rlboost.shared.waiting import Waits
 
 
 async def until_told(stop: asyncio.Event) -> None:

@@ -82,7 +82,7 @@ def test_a_single_trainer_needs_no_number() -> None:
 
 def test_worker_settings_name_the_manager_role_and_port() -> None:
     spec = spec_of(site(), "worker-2", "preemptible")
-    assert spec.argv == (sys.executable, "-m", "services.rollout_worker")
+    assert spec.argv == (sys.executable, "-m", "rlboost.services.rollout_worker")
     assert spec.ready == HttpReady("http://127.0.0.1:7/healthz")
     assert spec.log == Path("/state/logs/worker-2.log")
     own = {name: value for name, value in spec.env.items() if name.startswith("RLBOOST_WORKER_")}

@@ -7,7 +7,7 @@ import pytest
 
 from rlboost.local.backoff import Backoff
 from rlboost.local.state import Config, ProcessRecord, StateDir
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 RECORD = ProcessRecord("redis", "redis", 123, "2026-01-01T00:00:00.000+00:00", 0, alive=True)
 

@@ -13,12 +13,12 @@ import pytest
 import benchmarks.scheduling.ours as driver
 from benchmarks.scheduling.cases import LOGNORMAL
 from benchmarks.scheduling.measure import prepare, run
-from services.rollout_manager.domain.apply_messages import apply_message
-from services.rollout_manager.domain.decide import decide
-from services.rollout_manager.domain.effects import Effect
-from services.rollout_manager.domain.world import Now, World
-from shared.codec import decode, encode
-from shared.messages import Message
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.decide import decide
+from rlboost.services.rollout_manager.domain.effects import Effect
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.codec import decode, encode
+from rlboost.shared.messages import Message
 
 Turn = tuple[list[tuple[bytes, str]], Now, list[str]]
 """What was read, encoded, with its entries' ids; when; whose lease had run out."""

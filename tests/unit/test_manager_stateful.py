@@ -17,19 +17,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.ledger import FAILURES_LIMIT, WORKERS_LIMIT
-from services.rollout_manager.domain.scheduler import reclaim
-from services.rollout_manager.domain.world import Now
-from services.rollout_manager.leadership import manager_record
-from services.rollout_manager.recovery import read_all
-from shared import names
-from shared.columns import I32, ints
-from shared.errors import BusUnavailable, Fenced
-from shared.fakes import MemoryBus
-from shared.job.spec import parse, to_json
-from shared.messages import (
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.ledger import FAILURES_LIMIT, WORKERS_LIMIT
+from rlboost.services.rollout_manager.domain.scheduler import reclaim
+from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.recovery import read_all
+from rlboost.shared import names
+from rlboost.shared.columns import I32, ints
+from rlboost.shared.errors import BusUnavailable, Fenced
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.job.spec import parse, to_json
+from rlboost.shared.messages import (
     GroupRequested,
     JobCommand,
     JobReport,

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from shared.codec import decode, encode
-from shared.columns import F32, I32, floats, ints, pack
-from shared.errors import Undecodable
-from shared.ids import SampleId, group_of, job_of
-from shared.messages import Message, TokenFrame, registered
+from rlboost.shared.codec import decode, encode
+from rlboost.shared.columns import F32, I32, floats, ints, pack
+from rlboost.shared.errors import Undecodable
+from rlboost.shared.ids import SampleId, group_of, job_of
+from rlboost.shared.messages import Message, TokenFrame, registered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from services.rollout_worker.api import notice_routes
-from services.rollout_worker.domain.preemption import Notice
-from shared.http.server import create_app
+from rlboost.services.rollout_worker.api import notice_routes
+from rlboost.services.rollout_worker.domain.preemption import Notice
+from rlboost.shared.http.server import create_app
 
 
 async def post(body: str, token: str = "token") -> tuple[int, list[Notice]]:

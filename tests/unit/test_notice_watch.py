@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 import structlog
 
-from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from services.rollout_worker.preemption_watch import PreemptionWatch
-from shared.errors import Retryable
+from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
+from rlboost.shared.errors import Retryable
 from tests.support.eventually import eventually
 
 Word = Notice | RebalanceRecommendation | Retryable | None

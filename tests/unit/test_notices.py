@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout_worker.domain.preemption import (
+from rlboost.services.rollout_worker.domain.preemption import (
     Notice,
     RebalanceRecommendation,
     SourceBackoff,
@@ -22,7 +22,7 @@ from services.rollout_worker.domain.preemption import (
     file_notice,
     gcp_notice,
 )
-from shared.errors import Retryable
+from rlboost.shared.errors import Retryable
 
 NOW_S = 1772353200.0  # 2026-03-01T08:20:00Z
 

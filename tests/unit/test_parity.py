@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from services.rollout_worker.domain.parity import MAX_PER_MEAN, MEAN_TOLERANCE, judge
-from services.trainer.domain.parity import COMMON_TOKENS, build_probe, build_reference
-from shared.columns import F32, pack
-from shared.errors import Fatal, Undecodable
-from shared.model.parity import ParityReference, ScoredSequence
+from rlboost.services.rollout_worker.domain.parity import MAX_PER_MEAN, MEAN_TOLERANCE, judge
+from rlboost.services.trainer.domain.parity import COMMON_TOKENS, build_probe, build_reference
+from rlboost.shared.columns import F32, pack
+from rlboost.shared.errors import Fatal, Undecodable
+from rlboost.shared.model.parity import ParityReference, ScoredSequence
 
 
 def canary(

@@ -8,22 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout_manager.domain.fleet import Worker
-from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.scheduling.candidates import (
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.scheduling.candidates import (
     CandidatePool,
     admits,
     best_of,
     has_capacity,
     set_batch_cap,
 )
-from services.rollout_manager.domain.scheduling.fair_share import Demand, Member, fair_shares, reallocate, shares_of
-from services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
-from services.rollout_manager.domain.scheduling.queue import OLDEST_GROUP_EVERY, SampleQueue
-from services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
-from services.rollout_manager.domain.throughput_model import ENOUGH, Profile
-from shared.columns import I32, pack
-from shared.ids import SampleId
+from rlboost.services.rollout_manager.domain.scheduling.fair_share import (
+    Demand,
+    Member,
+    fair_shares,
+    reallocate,
+    shares_of,
+)
+from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
+from rlboost.services.rollout_manager.domain.scheduling.queue import OLDEST_GROUP_EVERY, SampleQueue
+from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
+from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH, Profile
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.ids import SampleId
 from tests.support.builders import group_requested, worker_joined
 
 

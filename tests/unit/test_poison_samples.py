@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.ledger import FAILURES_LIMIT
-from services.rollout_manager.domain.world import Now
-from services.rollout_manager.leadership import manager_record
-from services.rollout_manager.recovery import read_all
-from shared import names
-from shared.codec import decode
-from shared.columns import I32, ints
-from shared.fakes import MemoryBus
-from shared.ids import SampleId
-from shared.messages import (
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.ledger import FAILURES_LIMIT
+from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.recovery import read_all
+from rlboost.shared import names
+from rlboost.shared.codec import decode
+from rlboost.shared.columns import I32, ints
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import (
     DeadLetter,
     Event,
     Message,

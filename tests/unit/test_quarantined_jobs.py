@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.compaction import compact
-from services.rollout_manager.domain.world import Now
-from services.rollout_manager.leadership import manager_record
-from services.rollout_manager.recovery import read_all
-from shared import names
-from shared.bus import HashSet
-from shared.columns import I32, ints
-from shared.fakes import MemoryBus
-from shared.job.spec import to_json
-from shared.messages import (
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.compaction import compact
+from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.recovery import read_all
+from rlboost.shared import names
+from rlboost.shared.bus import HashSet
+from rlboost.shared.columns import I32, ints
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.job.spec import to_json
+from rlboost.shared.messages import (
     DeadLetter,
     JobCommand,
     JobReport,
@@ -122,8 +122,8 @@ async def test_samples_of_a_quarantined_job_keep_their_tokens(stage: Stage) -> N
 
 
 async def test_log_with_a_quarantined_job_is_compacted(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.rollout_manager.domain.compaction.MIN_LOG_TOKENS", 1)
-    monkeypatch.setattr("services.rollout_manager.domain.compaction.MAX_LOG_RATIO", 0)
+    monkeypatch.setattr("rlboost.services.rollout_manager.domain.compaction.MIN_LOG_TOKENS", 1)
+    monkeypatch.setattr("rlboost.services.rollout_manager.domain.compaction.MAX_LOG_RATIO", 0)
     await stage.begin(n=1)
     await stage.turns()
     stage.worker.generate(TOKENS)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.adapters.ranks import policy
-from shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.services.trainer.adapters.ranks import policy
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 
 class FakeRankProcesses:

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable, SlotMoves
-from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED
+from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable, SlotMoves
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED
 from tests.support.engines import request
 
 SLOTS = 5

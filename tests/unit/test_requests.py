@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.domain.apply_messages import apply_message
-from services.rollout_manager.domain.world import Now, World
-from shared.errors import Unprocessable
-from shared.messages import GroupRequested
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.messages import GroupRequested
 from tests.support.builders import group_requested, job_created
 
 NOW = Now(mono=1.0, wall=1000.0)

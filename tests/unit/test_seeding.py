@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.domain.seeding import View, Window
-from services.rollout_manager.domain.window_tuner import ETA, UNSTEADY, Meter, StepTimes, WindowTuner, target_workers
+from rlboost.services.rollout_manager.domain.seeding import View, Window
+from rlboost.services.rollout_manager.domain.window_tuner import (
+    ETA,
+    UNSTEADY,
+    Meter,
+    StepTimes,
+    WindowTuner,
+    target_workers,
+)
 
 
 def view(now: float, **changes: int) -> View:

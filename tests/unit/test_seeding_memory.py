@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.domain.apply_messages import apply_message
-from services.rollout_manager.domain.effects import SaveJob
-from services.rollout_manager.domain.jobs import Job, from_json, to_json
-from services.rollout_manager.domain.seeding import Window
-from services.rollout_manager.domain.window_tuner import Meter
-from services.rollout_manager.domain.world import Now, World
-from shared.job.spec import parse
-from shared.messages import JobReport, StepReport
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.effects import SaveJob
+from rlboost.services.rollout_manager.domain.jobs import Job, from_json, to_json
+from rlboost.services.rollout_manager.domain.seeding import Window
+from rlboost.services.rollout_manager.domain.window_tuner import Meter
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.job.spec import parse
+from rlboost.shared.messages import JobReport, StepReport
 
 SPEC = {"model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "a:b"}, "steps": 9}
 

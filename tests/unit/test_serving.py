@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.completion_waiters import CompletionFailed, CompletionUnavailable, Waiter
-from services.rollout_manager.domain.serving import GRACE_S
-from services.rollout_manager.domain.world import Now
-from shared import names
-from shared.columns import I32, pack
-from shared.fakes import MemoryBus
-from shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
-from shared.job.spec import to_json
-from shared.messages import GroupRequested, JobCommand, JobReport, SampleFailed, Sampling, WeightsCommitted
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.completion_waiters import CompletionFailed, CompletionUnavailable, Waiter
+from rlboost.services.rollout_manager.domain.serving import GRACE_S
+from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.shared import names
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
+from rlboost.shared.job.spec import to_json
+from rlboost.shared.messages import GroupRequested, JobCommand, JobReport, SampleFailed, Sampling, WeightsCommitted
 from tests.support.jobs import job
 from tests.support.sim_worker import SimWorker
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from services.rollout_manager.adapters.model_files import load_model_files
-from services.rollout_manager.openai.served_model import ServedModel
-from services.rollout_manager.ports import TokenizationError
+from rlboost.services.rollout_manager.adapters.model_files import load_model_files
+from rlboost.services.rollout_manager.openai.served_model import ServedModel
+from rlboost.services.rollout_manager.ports import TokenizationError
 from tests.support.model_folder import write_tokenizer
 
 TEMPLATE = (

@@ -10,14 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.completion_waiters import CompletionUnavailable, Waiter, next_chunk
-from shared import names
-from shared.bus import Append
-from shared.columns import I32, pack
-from shared.errors import BusUnavailable, Fenced
-from shared.ids import MAX_STEPS, is_served, request_group
-from shared.messages import GroupRequested, Sampling
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.completion_waiters import CompletionUnavailable, Waiter, next_chunk
+from rlboost.shared import names
+from rlboost.shared.bus import Append
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.errors import BusUnavailable, Fenced
+from rlboost.shared.ids import MAX_STEPS, is_served, request_group
+from rlboost.shared.messages import GroupRequested, Sampling
 from tests.support.sim_worker import check_completion
 from tests.unit.test_manager_stateful import JOBS, Spot
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.settings import Settings
-from services.rollout_worker.settings import Settings as WorkerSettings
-from shared.errors import ConfigError
-from shared.settings import RENAMED, read
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_worker.settings import Settings as WorkerSettings
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.settings import RENAMED, read
 
 
 def test_read_prefers_flags_then_the_service_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

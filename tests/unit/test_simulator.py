@@ -18,7 +18,7 @@ from benchmarks.scheduling.paper import Paper, balance, select
 from benchmarks.scheduling.polyrl import PolyRL, cut
 from benchmarks.scheduling.table import by_case, summary, table, tail_part
 from benchmarks.scheduling.workload import Going, Group, Joining, workload
-from shared.messages import StepReport
+from rlboost.shared.messages import StepReport
 
 SPEC = EngineSpec(step_s=0.01, per_sample_s=0.001, per_kv_token_s=1e-5, prefill_tokens_per_s=1e9, slots=4)
 SMALL = {case.name: case.smaller(8, 3) for case in (LOGNORMAL, TAIL, KV)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.trainer.fakes.engine import FakeEngine
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.shared.weights.publisher import Shard
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig
 

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.domain.advantages import NEED_THE_STEP, centred, estimate, leave_one_out
-from services.trainer.domain.loss.aggregation import divisor, factor
-from services.trainer.domain.loss.importance import masked, truncated
-from services.trainer.domain.loss.kl import k1, k2, k3
-from services.trainer.domain.shaping import overlong_penalty
-from services.trainer.domain.sums import add
-from shared.errors import ConfigError
-from shared.job.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
-from shared.job.spec import load, parse, to_json
+from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, centred, estimate, leave_one_out
+from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
+from rlboost.services.trainer.domain.loss.importance import masked, truncated
+from rlboost.services.trainer.domain.loss.kl import k1, k2, k3
+from rlboost.services.trainer.domain.shaping import overlong_penalty
+from rlboost.services.trainer.domain.sums import add
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
+from rlboost.shared.job.spec import load, parse, to_json
 
 Groups = list[list[float]]
 rewards = st.floats(-10, 10).map(lambda value: round(value, 3))

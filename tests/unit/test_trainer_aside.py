@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.trainer.app import Timing
-from shared import names
-from shared.bus import START
-from shared.job import spec as job_spec
-from shared.job.spec import JobSpec, to_json
-from shared.messages import Event, JobCommand, JobReport
+from rlboost.services.trainer.app import Timing
+from rlboost.shared import names
+from rlboost.shared.bus import START
+from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.spec import JobSpec, to_json
+from rlboost.shared.messages import Event, JobCommand, JobReport
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

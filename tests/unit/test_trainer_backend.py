@@ -12,20 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.adapters.fsdp.model import FsdpWeightMap
-from services.trainer.adapters.megatron.model_shape import ModelShape, require_divisible, shape_of
-from services.trainer.adapters.megatron.weight_map import HEAD, MegatronWeightMap
-from services.trainer.adapters.ranks import wire
-from services.trainer.adapters.ranks.layout import Coordinates, Layout
-from services.trainer.adapters.ranks.packed import pack_rows, unpack_rows
-from services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
-from services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from services.trainer.domain.spread import spread
-from services.trainer.domain.training_row import TrainingRow
-from shared.columns import I32, pack
-from shared.errors import ConfigError
-from shared.job.spec import parse
-from shared.job.training import TrainerSpec
+from rlboost.services.trainer.adapters.fsdp.model import FsdpWeightMap
+from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape, require_divisible, shape_of
+from rlboost.services.trainer.adapters.megatron.weight_map import HEAD, MegatronWeightMap
+from rlboost.services.trainer.adapters.ranks import wire
+from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.packed import pack_rows, unpack_rows
+from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.domain.spread import spread
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
+from rlboost.shared.job.training import TrainerSpec
 from tests.support.small_job import small_job
 
 SHAPE = ModelShape(

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from services.trainer.domain.fingerprint import fingerprint
-from services.trainer.fakes.storage import MemoryCheckpoints
-from services.trainer.ports.engine import Snapshot
-from services.trainer.ports.storage import TrainState
-from shared import names
-from shared.bus import START
-from shared.errors import ConfigError, Fatal
-from shared.ids import SampleId
+from rlboost.services.trainer.domain.fingerprint import fingerprint
+from rlboost.services.trainer.fakes.storage import MemoryCheckpoints
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.shared import names
+from rlboost.shared.bus import START
+from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.ids import SampleId
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec
 

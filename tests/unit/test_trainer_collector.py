@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.domain.collector import DroppedGroup, StepCollector, WholeGroup
-from shared.columns import F32, I32, pack
-from shared.errors import Fatal
-from shared.ids import SampleId
-from shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
+from rlboost.services.trainer.domain.collector import DroppedGroup, StepCollector, WholeGroup
+from rlboost.shared.columns import F32, I32, pack
+from rlboost.shared.errors import Fatal
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
 
 STEP = 3
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.fakes.environments import FakeChatFormatter, FakeEnvironments
-from services.trainer.ports.resources import JobResources
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared import names
-from shared.bus import START
-from shared.columns import F32, I32, U8, ints, length
-from shared.ids import SampleId
-from shared.job.environment import Environment, Message, Step
-from shared.job.spec import JobSpec, parse
-from shared.messages import Event, GroupRequested, SampleDropped, SampleFinished, TurnAnswered
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.fakes.environments import FakeChatFormatter, FakeEnvironments
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared import names
+from rlboost.shared.bus import START
+from rlboost.shared.columns import F32, I32, U8, ints, length
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.environment import Environment, Message, Step
+from rlboost.shared.job.spec import JobSpec, parse
+from rlboost.shared.messages import Event, GroupRequested, SampleDropped, SampleFinished, TurnAnswered
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import JOB, Rig, WatchedEngine, spec
@@ -81,6 +81,16 @@ def done(request: GroupRequested, sample: int) -> Answer:
     """Turns of up to nine tokens, so that three of them have room."""
     short = request.model_copy(update={"sampling": request.sampling.model_copy(update={"max_tokens": 9})})
     return scripted(short, sample)
+
+
+async def first_turns_answered(rig: TalkRig) -> list[TurnAnswered]:
+    """Return the answers to the first turns of all eight samples, once the log has them."""
+
+    async def answers() -> list[TurnAnswered]:
+        found = await rig.answers()
+        return found if len(found) == 8 else []
+
+    return await eventually(answers)
 
 
 async def played(rig: TalkRig) -> TalkRig:
@@ -218,8 +228,7 @@ async def test_what_was_answered_before_the_trainer_was_killed_stays_and_is_aske
     rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= 4
     async with rig.trainer(killed=True):
         await rig.command("create")
-        await rig.waits_for("samples of step 0")
-        before = await rig.answers()
+        before = await first_turns_answered(rig)
     await rig.manager.release()
     rig.lease_runs_out()
     async with rig.trainer():
@@ -247,7 +256,7 @@ async def test_an_environment_that_does_not_do_the_same_again_drops_its_group(tm
     rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= 4
     async with rig.trainer(killed=True):
         await rig.command("create")
-        await rig.waits_for("samples of step 0")
+        await first_turns_answered(rig)
     await rig.manager.release()
     rig.lease_runs_out()
     async with rig.trainer():

@@ -14,21 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.adapters.user_code.curriculum import load_skip_function
-from services.trainer.domain.curriculum import Curriculum, SkipFunction
-from services.trainer.domain.plan import prompt_indices
-from services.trainer.job_streams import RetryingBus
-from services.trainer.ports.rewards import RewardBatch, Scores
-from services.trainer.step.curriculum_log import DurableCurriculum
-from shared import names
-from shared.bus import START, Fence
-from shared.columns import I32, unpack
-from shared.errors import ConfigError, Fatal, Fenced
-from shared.fakes import MemoryBus
-from shared.ids import SampleId
-from shared.job.spec import JobSpec
-from shared.messages import GroupRequested
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
+from rlboost.services.trainer.domain.curriculum import Curriculum, SkipFunction
+from rlboost.services.trainer.domain.plan import prompt_indices
+from rlboost.services.trainer.job_streams import RetryingBus
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
+from rlboost.shared import names
+from rlboost.shared.bus import START, Fence
+from rlboost.shared.columns import I32, unpack
+from rlboost.shared.errors import ConfigError, Fatal, Fenced
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.messages import GroupRequested
+from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec, succession
 
@@ -273,7 +273,7 @@ async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
 async def test_a_function_that_never_answers_ends_the_job_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.step.curriculum_log.PLAN_LIMIT_S", 0.1)
+    monkeypatch.setattr("rlboost.services.trainer.step.curriculum_log.PLAN_LIMIT_S", 0.1)
     rig = Rig(tmp_path, job(function="m:f"))
     build, stop = rig.build, threading.Event()
     rig.build = lambda what, job_id: replace(  # type: ignore[method-assign]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from services.trainer.device import DeviceThread, DeviceTurn
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.fakes.engine import FakeEngine
-from services.trainer.fakes.storage import MemoryWeights
-from shared.waiting import Waits
+from rlboost.services.trainer.device import DeviceThread, DeviceTurn
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig, spec
 
@@ -49,7 +49,7 @@ async def test_a_device_that_is_ours_is_idle_while_nothing_is_computed(
     thread: DeviceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count()
-    monkeypatch.setattr("services.trainer.device.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("rlboost.services.trainer.device.time.monotonic", lambda: float(next(clock)))
     ours = turn(thread, lambda: None)  # 0
     assert ours.idle_s == 0.0  # 1
     ours.set_owned(owned=True)  # 2

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from services.trainer.domain.tokens import LossFn
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.fakes.engine import FakeEngine
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared import names
-from shared.bus import START
-from shared.columns import I32, pack
-from shared.errors import ConfigError
-from shared.ids import SampleId
-from shared.messages import (
+from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared import names
+from rlboost.shared.bus import START
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import (
     Event,
     GroupRequested,
     JobReport,

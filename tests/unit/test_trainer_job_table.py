@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.trainer.domain.job_table import TAKEOVER_LOOKS, JobTable
-from shared.messages import JobCommand
+from rlboost.services.trainer.domain.job_table import TAKEOVER_LOOKS, JobTable
+from rlboost.shared.messages import JobCommand
 
 
 def command(action: Any, job_id: str = "j") -> JobCommand:

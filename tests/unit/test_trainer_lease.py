@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.app import Timing
-from services.trainer.fakes.engine import FakeEngine
-from shared import names
-from shared.bus import Fence, HashSet
-from shared.errors import ConfigError, Conflict
-from shared.messages import JobReport
+from rlboost.services.trainer.app import Timing
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.shared import names
+from rlboost.shared.bus import Fence, HashSet
+from rlboost.shared.errors import ConfigError, Conflict
+from rlboost.shared.messages import JobReport
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

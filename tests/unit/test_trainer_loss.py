@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
-from services.trainer.domain.tokens import TokenBatch
-from shared.errors import Fatal
-from shared.job.algorithm import PRESETS
-from shared.job.spec import JobSpec, parse
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
+from rlboost.services.trainer.domain.tokens import TokenBatch
+from rlboost.shared.errors import Fatal
+from rlboost.shared.job.algorithm import PRESETS
+from rlboost.shared.job.spec import JobSpec, parse
 
 MAX_TOKENS = 9
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
-from services.trainer.domain.utilization import Machine, flops_per_token, peak_flops
-from shared.columns import F32, I32, pack
-from shared.messages import SampleFinished
+from rlboost.services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
+from rlboost.services.trainer.domain.utilization import Machine, flops_per_token, peak_flops
+from rlboost.shared.columns import F32, I32, pack
+from rlboost.shared.messages import SampleFinished
 
 
 def sample(n: int, *, finish: str = "stop", logprob: float = -0.5, old: int = 0) -> SampleFinished:

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.domain.advantages import advantages, standard_deviation
-from services.trainer.domain.plan import check, epoch_order, last_step, plan_step, prompt_indices, spread
-from services.trainer.domain.schedule import learning_rate
-from shared.errors import ConfigError
-from shared.ids import SampleId
-from shared.job.spec import EvalSpec, JobSpec, parse
-from shared.job.training import OptimizerSpec
+from rlboost.services.trainer.domain.advantages import advantages, standard_deviation
+from rlboost.services.trainer.domain.plan import check, epoch_order, last_step, plan_step, prompt_indices, spread
+from rlboost.services.trainer.domain.schedule import learning_rate
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import EvalSpec, JobSpec, parse
+from rlboost.shared.job.training import OptimizerSpec
 
 
 def job(**changes: object) -> JobSpec:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.loss.preference import best_and_worst, numbers, pair_losses, sequence_log_ratio
-from services.trainer.domain.tokens import TokenBatch
-from shared.job.algorithm import PreferenceSpec
-from shared.job.spec import parse
+from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.domain.loss.preference import best_and_worst, numbers, pair_losses, sequence_log_ratio
+from rlboost.services.trainer.domain.tokens import TokenBatch
+from rlboost.shared.job.algorithm import PreferenceSpec
+from rlboost.shared.job.spec import parse
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 SPECS = {

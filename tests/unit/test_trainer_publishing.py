@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.trainer.device import DeviceThread
-from services.trainer.domain.parity import Probe, build_probe
-from services.trainer.fakes.engine import FakeEngine
-from services.trainer.fakes.storage import MemoryWeights
-from services.trainer.publishing import VersionPublisher
-from shared.model.parity import ParityReference
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.parity import Probe, build_probe
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.services.trainer.publishing import VersionPublisher
+from rlboost.shared.model.parity import ParityReference
 
 PROBE = build_probe(96, temperature=0.8, dtype="bfloat16")
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.domain.plan import check
-from services.trainer.domain.resampling import Replacements, has_signal
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.fakes.rewards import FakeRewards
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.errors import ConfigError
-from shared.ids import SampleId
-from shared.job.algorithm import PRESETS
-from shared.job.spec import parse, to_json
+from rlboost.services.trainer.domain.plan import check
+from rlboost.services.trainer.domain.resampling import Replacements, has_signal
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.fakes.rewards import FakeRewards
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.algorithm import PRESETS
+from rlboost.shared.job.spec import parse, to_json
 from tests.support.eventually import eventually
 from tests.support.resampled_job import (
     EQUAL,

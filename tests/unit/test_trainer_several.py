@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.app import Timing
-from shared.messages import JobReport
+from rlboost.services.trainer.app import Timing
+from rlboost.shared.messages import JobReport
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig
 

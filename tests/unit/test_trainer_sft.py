@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.domain.sft import SftStep, sft_loss
-from services.trainer.domain.tokens import LossFn, TokenBatch
-from services.trainer.fakes.engine import FakeEngine
-from services.trainer.ports.data import Prompt
-from services.trainer.ports.engine import NotFinite
-from services.trainer.ports.resources import JobResources
-from shared import names
-from shared.columns import I32, pack
-from shared.job.spec import JobSpec, parse
-from shared.messages import JobCommand
+from rlboost.services.trainer.domain.sft import SftStep, sft_loss
+from rlboost.services.trainer.domain.tokens import LossFn, TokenBatch
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.ports.data import Prompt
+from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.shared import names
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.job.spec import JobSpec, parse
+from rlboost.shared.messages import JobCommand
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

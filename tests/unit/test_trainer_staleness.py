@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from services.trainer.domain.tokens import LossFn
-from services.trainer.fakes.engine import FakeEngine
-from shared import names
-from shared.bus import START
-from shared.errors import ConfigError
-from shared.ids import SampleId
-from shared.messages import Event, GroupRequested
+from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.shared import names
+from rlboost.shared.bus import START
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import Event, GroupRequested
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import JOB, Rig, spec

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.trainer.domain.advantages import NEED_THE_STEP, estimate
-from services.trainer.domain.batching import Accumulate, UpdatePlanner
-from services.trainer.domain.critic import Experience
-from services.trainer.domain.critic import estimate as estimate_tokens
-from services.trainer.domain.loss.policy import job_loss
-from services.trainer.domain.loss.preference import best_and_worst, pair_losses, sequence_log_ratio
-from services.trainer.domain.loss.value import value_loss
-from services.trainer.domain.sums import add
-from services.trainer.domain.tokens import TokenBatch
-from shared.job.algorithm import PRESETS
-from shared.job.spec import JobSpec, parse
+from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, estimate
+from rlboost.services.trainer.domain.batching import Accumulate, UpdatePlanner
+from rlboost.services.trainer.domain.critic import Experience
+from rlboost.services.trainer.domain.critic import estimate as estimate_tokens
+from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.domain.loss.preference import best_and_worst, pair_losses, sequence_log_ratio
+from rlboost.services.trainer.domain.loss.value import value_loss
+from rlboost.services.trainer.domain.sums import add
+from rlboost.services.trainer.domain.tokens import TokenBatch
+from rlboost.shared.job.algorithm import PRESETS
+from rlboost.shared.job.spec import JobSpec, parse
 
 VOCABULARY, CONTEXTS, GROUP = 5, 3, 3
 

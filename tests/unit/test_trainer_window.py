@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.domain.collector import StepCollector
-from services.trainer.domain.window import StepWindow
-from shared.bus import START, Entry
-from shared.columns import F32, I32, pack
-from shared.errors import Fatal
-from shared.ids import SampleId
-from shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
+from rlboost.services.trainer.domain.collector import StepCollector
+from rlboost.services.trainer.domain.window import StepWindow
+from rlboost.shared.bus import START, Entry
+from rlboost.shared.columns import F32, I32, pack
+from rlboost.shared.errors import Fatal
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
 
 N_STEPS, N_GROUPS, SIZE = 5, 2, 2
 

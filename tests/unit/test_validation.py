@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from shared.errors import ConfigError
-from shared.job.algorithm import CriticSpec, PreferenceSpec
-from shared.job.curriculum import CurriculumSpec
-from shared.job.reward import EnvironmentSpec, RewardPart
-from shared.job.run_log import WandbSpec
-from shared.job.spec import RlJob, parse
-from shared.job.training import LoraSpec
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
+from rlboost.shared.job.curriculum import CurriculumSpec
+from rlboost.shared.job.reward import EnvironmentSpec, RewardPart
+from rlboost.shared.job.run_log import WandbSpec
+from rlboost.shared.job.spec import RlJob, parse
+from rlboost.shared.job.training import LoraSpec
 from tests.support.jobs import job_file
 
 JOB = job_file(steps=2)

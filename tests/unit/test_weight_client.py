@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import ConfigError
-from shared.weights.client import StoreClient
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.weights.client import StoreClient
 
 
 @pytest.mark.parametrize(

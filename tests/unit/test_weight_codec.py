@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import Unprocessable
-from shared.weights import codec
-from shared.weights.codec import CorruptDelta, Info, Kind, kernels
-from shared.weights.codec.arrays import Params
-from shared.weights.codec.blob import HEADER, MAX_VALUES, WIDTHS, seal, unseal
-from shared.weights.codec.sections import GUARD, PARAMS, Sections, golomb_k, rice_bits, rice_k
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.weights import codec
+from rlboost.shared.weights.codec import CorruptDelta, Info, Kind, kernels
+from rlboost.shared.weights.codec.arrays import Params
+from rlboost.shared.weights.codec.blob import HEADER, MAX_VALUES, WIDTHS, seal, unseal
+from rlboost.shared.weights.codec.sections import GUARD, PARAMS, Sections, golomb_k, rice_bits, rice_k
 from tests.support.golden_deltas import GOLDEN, golden_case
 
 STEPPED = sorted(WIDTHS)

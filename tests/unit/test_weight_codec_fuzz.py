@@ -14,9 +14,9 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.weights import codec
-from shared.weights.codec import CorruptDelta, Kind, kernels
-from shared.weights.codec.blob import CHECKED_HEADER, FORMAT_VERSION, HEADER, WIDTHS
+from rlboost.shared.weights import codec
+from rlboost.shared.weights.codec import CorruptDelta, Kind, kernels
+from rlboost.shared.weights.codec.blob import CHECKED_HEADER, FORMAT_VERSION, HEADER, WIDTHS
 
 EXAMPLES = int(os.environ.get("RLBOOST_FUZZ_EXAMPLES", "15"))
 IMPLEMENTATIONS = list(kernels.available())

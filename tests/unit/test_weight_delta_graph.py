@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.weight_store.domain.delta_graph import EdgePair, is_worthwhile, outdated, published, span
-from shared.errors import Undecodable
-from shared.weights.delta_graph import LIST_EDGES, Edge, EdgeList, VersionEdges, lists_of
-from shared.weights.manifest import CHUNK_BYTES, ChunkRef
-from shared.weights.plan import plan
+from rlboost.services.weight_store.domain.delta_graph import EdgePair, is_worthwhile, outdated, published, span
+from rlboost.shared.errors import Undecodable
+from rlboost.shared.weights.delta_graph import LIST_EDGES, Edge, EdgeList, VersionEdges, lists_of
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef
+from rlboost.shared.weights.plan import plan
 
 A, B, C, D = (letter * 64 for letter in "abcd")
 

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.weight_store.app import UPLOAD_GRACE_S, WeightStore
-from services.weight_store.deltas import Deltas
-from services.weight_store.fakes import MemoryChunks, MemoryDocuments
-from services.weight_store.metrics import Metrics
-from services.weight_store.ports import StoreFull
-from shared.errors import NotFound, Undecodable
-from shared.fakes import MemoryBus
-from shared.waiting import Waits
-from shared.weights import codec
-from shared.weights.delta_graph import Route, VersionEdges, lists_of
-from shared.weights.deltas import Chunk, Delta, DeltaEncoder
-from shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
-from shared.weights.plan import plan
-from shared.weights.wire import CommitRequest
+from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.ports import StoreFull
+from rlboost.shared.errors import NotFound, Undecodable
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights import codec
+from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of
+from rlboost.shared.weights.deltas import Chunk, Delta, DeltaEncoder
+from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
+from rlboost.shared.weights.plan import plan
+from rlboost.shared.weights.wire import CommitRequest
 from tests.support.eventually import eventually
 
 JOB = "job-1"

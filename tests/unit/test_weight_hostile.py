@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import Undecodable
-from shared.weights.delta_graph import Edge, EdgeList, VersionEdges
-from shared.weights.manifest import CHUNK_BYTES, ChunkRef, Document, Manifest, Part, TensorEntry, digest_of
-from shared.weights.peers.directory import Peer
+from rlboost.shared.errors import Undecodable
+from rlboost.shared.weights.delta_graph import Edge, EdgeList, VersionEdges
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Document, Manifest, Part, TensorEntry, digest_of
+from rlboost.shared.weights.peers.directory import Peer
 
 A, B, C = (digest_of(letter) for letter in (b"a", b"b", b"c"))
 ENTRY = TensorEntry(

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from shared.errors import ConfigError
-from shared.weights.lora import Factors, adapter_of
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.weights.lora import Factors, adapter_of
 
 MODEL = {"model.q.weight": (6, 4), "model.k.weight": (2, 4), "model.norm.weight": (4,)}
 Q = "base_model.model.model.q"

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.errors import Undecodable
-from shared.weights.manifest import (
+from rlboost.shared.errors import Undecodable
+from rlboost.shared.weights.manifest import (
     CHUNK_BYTES,
     ITEM_BYTES,
     ChunkRef,

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout_worker.adapters.peer_address import peer_url
-from shared.bus import HashSet, Renew
-from shared.fakes import MemoryBus
-from shared.names import WEIGHT_PEERS, weight_peer
-from shared.weights.manifest import digest_of
-from shared.weights.peers.blob_index import ALL, BlobIndex, bitmaps_of, blobs_in
-from shared.weights.peers.directory import CLAIM_S, PeerDirectory
-from shared.weights.peers.selection import (
+from rlboost.services.rollout_worker.adapters.peer_address import peer_url
+from rlboost.shared.bus import HashSet, Renew
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.names import WEIGHT_PEERS, weight_peer
+from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.peers.blob_index import ALL, BlobIndex, bitmaps_of, blobs_in
+from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
+from rlboost.shared.weights.peers.selection import (
     MAX_FROM_STORE,
     MAX_IDLE_S,
     MAX_PER_PEER,

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.weight_store import app, deltas
-from services.weight_store.app import UPLOAD_GRACE_S, WeightStore
-from services.weight_store.deltas import Deltas
-from services.weight_store.domain.versions import Version
-from services.weight_store.fakes import MemoryChunks, MemoryDocuments
-from services.weight_store.metrics import Metrics
-from services.weight_store.ports import StoreFull
-from shared.bus import START
-from shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable
-from shared.fakes import MemoryBus
-from shared.messages import WeightsCommitted
-from shared.names import WEIGHTS_COMMITTED
-from shared.waiting import Waits
-from shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from shared.weights.wire import CommitRequest
+from rlboost.services.weight_store import app, deltas
+from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.domain.versions import Version
+from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.ports import StoreFull
+from rlboost.shared.bus import START
+from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.messages import WeightsCommitted
+from rlboost.shared.names import WEIGHTS_COMMITTED
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
+from rlboost.shared.weights.wire import CommitRequest
 from tests.support.eventually import eventually
 
 JOB = "job-1"

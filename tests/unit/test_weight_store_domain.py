@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.weight_store.domain.garbage import garbage
-from services.weight_store.domain.ranges import parse_range
-from services.weight_store.domain.versions import Model, Version, check_commit, commit, forget_retired, pin, unpin
-from shared.errors import Conflict, NotFound
+from rlboost.services.weight_store.domain.garbage import garbage
+from rlboost.services.weight_store.domain.ranges import parse_range
+from rlboost.services.weight_store.domain.versions import (
+    Model,
+    Version,
+    check_commit,
+    commit,
+    forget_retired,
+    pin,
+    unpin,
+)
+from rlboost.shared.errors import Conflict, NotFound
 
 
 def version(number: int, base: int | None = None) -> Version:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_manager.domain.apply_messages import apply_message
-from services.rollout_manager.domain.decide import decide
-from services.rollout_manager.domain.effects import Send
-from services.rollout_manager.domain.world import Now, World
-from shared.messages import InFlight, JobReport, UseVersion
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.decide import decide
+from rlboost.services.rollout_manager.domain.effects import Send
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.messages import InFlight, JobReport, UseVersion
 from tests.support.builders import heartbeat, job_created, job_spec, weights_committed, worker_joined
 
 NOW = Now(mono=1.0, wall=1000.0)

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.rollout_worker.domain import frames
-from services.rollout_worker.domain.kv_capacity import KvCapacity
-from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from services.rollout_worker.fakes import FakeStagedWeights
-from services.rollout_worker.watchdog import Watchdog
-from shared.columns import U64, ints
-from shared.errors import Fatal
-from shared.messages import (
+from rlboost.services.rollout_worker.domain import frames
+from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
+from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from rlboost.services.rollout_worker.fakes import FakeStagedWeights
+from rlboost.services.rollout_worker.watchdog import Watchdog
+from rlboost.shared.columns import U64, ints
+from rlboost.shared.errors import Fatal
+from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
     Assign,
@@ -32,7 +32,7 @@ from shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from shared.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_events, worker_lease
+from rlboost.shared.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_events, worker_lease
 from tests.support.eventually import eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, assign, release, revoke

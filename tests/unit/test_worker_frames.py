@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout_worker.domain.frames import UNSENT_BYTES, Outbox, frames
-from services.rollout_worker.domain.requests import Emission
-from shared.columns import U8, U32, U64, floats, ints
-from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SampleFailed, TokenFrame
+from rlboost.services.rollout_worker.domain.frames import UNSENT_BYTES, Outbox, frames
+from rlboost.services.rollout_worker.domain.requests import Emission
+from rlboost.shared.columns import U8, U32, U64, floats, ints
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SampleFailed, TokenFrame
 
 
 def piece(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.rollout_worker.adapters import memory
-from services.rollout_worker.adapters.memory import MemoryProbe, resident_bytes
-from services.rollout_worker.ports import Memory
+from rlboost.services.rollout_worker.adapters import memory
+from rlboost.services.rollout_worker.adapters.memory import MemoryProbe, resident_bytes
+from rlboost.services.rollout_worker.ports import Memory
 
 
 class FakeNvml:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from services.rollout_worker.fakes import FakeStagedWeights
-from services.rollout_worker.generator import ParityCheckFailed
-from services.rollout_worker.ports import Sequences
-from shared.messages import Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
-from shared.model.parity import ParityReference, ScoredSequence
-from shared.names import job_events
+from rlboost.services.rollout_worker.fakes import FakeStagedWeights
+from rlboost.services.rollout_worker.generator import ParityCheckFailed
+from rlboost.services.rollout_worker.ports import Sequences
+from rlboost.shared.messages import Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
+from rlboost.shared.model.parity import ParityReference, ScoredSequence
+from rlboost.shared.names import job_events
 from tests.support.eventually import eventually
 from tests.support.worker_manager import JOB, assign
 from tests.support.worker_rig import Rig, SlowToLoad

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout_worker.domain.effects import (
+from rlboost.services.rollout_worker.domain.effects import (
     AbortRequests,
     CancelPull,
     DeadLetterCommand,
@@ -23,10 +23,10 @@ from services.rollout_worker.domain.effects import (
     SubmitSamples,
     SuspendEngine,
 )
-from services.rollout_worker.domain.requests import Emission
-from services.rollout_worker.domain.session import Session
-from shared.columns import U32, U64, pack
-from shared.messages import (
+from rlboost.services.rollout_worker.domain.requests import Emission
+from rlboost.services.rollout_worker.domain.session import Session
+from rlboost.shared.columns import U32, U64, pack
+from rlboost.shared.messages import (
     FINISH_RELEASED,
     FINISH_STOP,
     Assign,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout_worker.domain.throughput import Throughput
+from rlboost.services.rollout_worker.domain.throughput import Throughput
 
 
 def test_speed_is_that_of_the_last_seconds() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from services.rollout_manager.ports import TokenizationError
+from rlboost.services.rollout_manager.ports import TokenizationError
 
 
 class JinjaChatTemplate:

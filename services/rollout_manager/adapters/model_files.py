@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.rollout_manager.adapters.chat_template import JinjaChatTemplate
-from services.rollout_manager.ports import ModelFiles, TokenizationError
+from rlboost.services.rollout_manager.adapters.chat_template import JinjaChatTemplate
+from rlboost.services.rollout_manager.ports import ModelFiles, TokenizationError
 
 if TYPE_CHECKING:
     import tokenizers

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from services.rollout_manager.ports import ManagerState
+from rlboost.services.rollout_manager.ports import ManagerState
 
 
 class WorldCollector:

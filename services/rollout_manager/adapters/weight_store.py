@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from shared.errors import ConfigError, Fatal, StoreUnavailable
+from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable
 
 if TYPE_CHECKING:
-    from shared.weights.client import StoreClient
-    from shared.weights.wire import ModelInfo
+    from rlboost.shared.weights.client import StoreClient
+    from rlboost.shared.weights.wire import ModelInfo
 
 _LIMIT_S = 5.0
 
@@ -31,6 +31,6 @@ async def list_models(url: str, token: str) -> tuple[ModelInfo, ...]:
 
 def _import_client() -> type[StoreClient]:
     # Importing it at the top would make starting a manager, and a takeover by one, a seventh slower.
-    from shared.weights.client import StoreClient  # noqa: PLC0415
+    from rlboost.shared.weights.client import StoreClient  # noqa: PLC0415
 
     return StoreClient

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from services.rollout_manager.domain.effects import (
+from rlboost.services.rollout_manager.domain.effects import (
     ForgetWorker,
     QuarantineMessage,
     SaveJob,
     SaveMetrics,
     SaveWorker,
 )
-from services.rollout_manager.domain.fleet import Worker
-from services.rollout_manager.domain.jobs import ENDED, Job
-from services.rollout_manager.domain.ledger import Outcome
-from services.rollout_manager.domain.scheduling.poison import suspects
-from services.rollout_manager.domain.seeding import Window
-from services.rollout_manager.domain.step_windows import end_step
-from services.rollout_manager.domain.world import Now, World
-from shared.columns import U64, ints
-from shared.errors import ConfigError, Unprocessable
-from shared.ids import is_served, job_of
-from shared.job.spec import JobSpec, parse_stored
-from shared.messages import (
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.jobs import ENDED, Job
+from rlboost.services.rollout_manager.domain.ledger import Outcome
+from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
+from rlboost.services.rollout_manager.domain.seeding import Window
+from rlboost.services.rollout_manager.domain.step_windows import end_step
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.columns import U64, ints
+from rlboost.shared.errors import ConfigError, Unprocessable
+from rlboost.shared.ids import is_served, job_of
+from rlboost.shared.job.spec import JobSpec, parse_stored
+from rlboost.shared.messages import (
     Admitted,
     Closed,
     GroupOpened,

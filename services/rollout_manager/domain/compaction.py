@@ -5,9 +5,9 @@ Samples that have been in flight for long are restated at the tail of the log, s
 
 from __future__ import annotations
 
-from services.rollout_manager.domain.ledger import Ledger
-from services.rollout_manager.domain.world import World
-from shared.messages import FINISH_NONE
+from rlboost.services.rollout_manager.domain.ledger import Ledger
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.messages import FINISH_NONE
 
 MIN_LOG_TOKENS = 1 << 20
 """A log with fewer tokens is not compacted."""

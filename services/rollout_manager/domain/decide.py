@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.rollout_manager.domain.apply_messages import lose_worker
-from services.rollout_manager.domain.effects import DeadLetterSample
-from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.scheduler import place_queued, rebalance
-from services.rollout_manager.domain.serving import NO_CLIENTS, Clients, close_served
-from services.rollout_manager.domain.step_windows import advance_window, begin_step
-from services.rollout_manager.domain.worker_allocation import activate_reserved, allocate
-from services.rollout_manager.domain.world import Now, World
-from shared.ids import SampleId, is_served
+from rlboost.services.rollout_manager.domain.apply_messages import lose_worker
+from rlboost.services.rollout_manager.domain.effects import DeadLetterSample
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
+from rlboost.services.rollout_manager.domain.serving import NO_CLIENTS, Clients, close_served
+from rlboost.services.rollout_manager.domain.step_windows import advance_window, begin_step
+from rlboost.services.rollout_manager.domain.worker_allocation import activate_reserved, allocate
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.ids import SampleId, is_served
 
 
 def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = NO_CLIENTS) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.rollout_manager.domain.jobs import Job
-from shared.columns import U64, pack
-from shared.messages import Closed, Event, Message, Restated, WorkerJoined
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.shared.columns import U64, pack
+from rlboost.shared.messages import Closed, Event, Message, Restated, WorkerJoined
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from services.rollout_manager.domain.kv_usage import KvUsage
-from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.throughput_model import Profile, speed_after
-from shared.messages import WorkerHeartbeat, WorkerJoined
+from rlboost.services.rollout_manager.domain.kv_usage import KvUsage
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.throughput_model import Profile, speed_after
+from rlboost.shared.messages import WorkerHeartbeat, WorkerJoined
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
 Serving = tuple[str, int]

@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shared.columns import F32, I32, U8, U32, U64, ints
-from shared.errors import Unprocessable
-from shared.ids import JOB_SHIFT
-from shared.messages import FINISH_NONE, FINISH_RELEASED, TokenFrame
+from rlboost.shared.columns import F32, I32, U8, U32, U64, ints
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.ids import JOB_SHIFT
+from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED, TokenFrame
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

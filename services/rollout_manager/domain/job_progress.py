@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from services.rollout_manager.domain.fleet import FleetCounts
-from services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
-from services.rollout_manager.domain.seeding import Window
-from shared.ids import SampleId
+from rlboost.services.rollout_manager.domain.fleet import FleetCounts
+from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
+from rlboost.services.rollout_manager.domain.seeding import Window
+from rlboost.shared.ids import SampleId
 
 
 @dataclass(slots=True)

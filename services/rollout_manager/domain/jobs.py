@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from services.rollout_manager.domain.window_tuner import WindowTuner
-from shared.job.spec import StoredJob
-from shared.messages import JobState
+from rlboost.services.rollout_manager.domain.window_tuner import WindowTuner
+from rlboost.shared.job.spec import StoredJob
+from rlboost.shared.messages import JobState
 
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.rollout_manager.domain.ledger import Sample
-from shared.columns import length
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.shared.columns import length
 
 
 @dataclass(slots=True)

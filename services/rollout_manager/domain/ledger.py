@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from services.rollout_manager.domain.frame_columns import (
+from rlboost.services.rollout_manager.domain.frame_columns import (
     NO_VERSION,
     TOKEN_BYTES,
     ExpectedRows,
@@ -25,10 +25,18 @@ from services.rollout_manager.domain.frame_columns import (
     Selection,
     decode_frames,
 )
-from shared.columns import U32, U64, ints, length
-from shared.errors import Unprocessable
-from shared.ids import MAX_GROUP_SIZE, job_of
-from shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, Placed, Restated, SampleFailed, TokenFrame
+from rlboost.shared.columns import U32, U64, ints, length
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.ids import MAX_GROUP_SIZE, job_of
+from rlboost.shared.messages import (
+    FINISH_NONE,
+    FINISH_RELEASED,
+    GroupRequested,
+    Placed,
+    Restated,
+    SampleFailed,
+    TokenFrame,
+)
 
 WORKERS_LIMIT = 3
 """A sample that failed on this many different workers is dropped with the reason; preemptions do not count."""

@@ -6,9 +6,9 @@ Its samples stay in the log with their tokens and without an owner; messages abo
 
 from __future__ import annotations
 
-from services.rollout_manager.domain.world import World
-from shared.columns import U32, U64, pack
-from shared.messages import Placed
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.columns import U32, U64, pack
+from rlboost.shared.messages import Placed
 
 
 def detach_samples(world: World) -> None:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.rollout_manager.domain.fleet import Worker
-from services.rollout_manager.domain.kv_usage import tokens_of
-from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.scheduling.candidates import (
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.kv_usage import tokens_of
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.scheduling.candidates import (
     CandidatePool,
     admits,
     best_of,
     has_capacity,
     least_loaded,
 )
-from services.rollout_manager.domain.scheduling.poison import worker_for_retry
-from services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
-from services.rollout_manager.domain.scheduling.requirements import Requirement, max_tokens_of
-from services.rollout_manager.domain.world import Now, World
-from shared.columns import U32, U64, pack
-from shared.ids import is_served
-from shared.messages import Assign, Assignment, Placed, Release
+from rlboost.services.rollout_manager.domain.scheduling.poison import worker_for_retry
+from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
+from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, max_tokens_of
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.columns import U32, U64, pack
+from rlboost.shared.ids import is_served
+from rlboost.shared.messages import Assign, Assignment, Placed, Release
 
 REBALANCE_EVERY_S = 0.2
 """How often loads are compared while no sample is queued."""

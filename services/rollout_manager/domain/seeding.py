@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from services.rollout_manager.domain.window_tuner import Meter
+from rlboost.services.rollout_manager.domain.window_tuner import Meter
 
 Reason = Literal["window", "finished", "no_reserved"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.world import Now, World
 
 GRACE_S = 30.0
 """How long the samples of a disconnected client that may reconnect continue."""

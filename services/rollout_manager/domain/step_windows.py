@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from services.rollout_manager.domain.job_progress import JobProgress
-from services.rollout_manager.domain.jobs import Job
-from services.rollout_manager.domain.seeding import View, Window
-from services.rollout_manager.domain.window_tuner import Meter, Source
-from services.rollout_manager.domain.world import Now, World
-from shared.messages import SeedingEnded, SeedingReopened, StepReport
+from rlboost.services.rollout_manager.domain.job_progress import JobProgress
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.seeding import View, Window
+from rlboost.services.rollout_manager.domain.window_tuner import Meter, Source
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.messages import SeedingEnded, SeedingReopened, StepReport
 
 STRAGGLER_CHECK_EVERY_S = 1.0
 """How often the time that the remaining workers need for the rest of a step is estimated."""

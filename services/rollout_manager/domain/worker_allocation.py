@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.rollout_manager.domain.fleet import FleetCounts, Worker
-from services.rollout_manager.domain.jobs import Job
-from services.rollout_manager.domain.scheduling.fair_share import Demand, Member, reallocate, shares_of
-from services.rollout_manager.domain.world import Now, World
-from shared.messages import Resume, Suspend, UseVersion
+from rlboost.services.rollout_manager.domain.fleet import FleetCounts, Worker
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.scheduling.fair_share import Demand, Member, reallocate, shares_of
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.messages import Resume, Suspend, UseVersion
 
 REALLOCATE_EVERY_S = 0.25
 """How often workers are reallocated among several jobs."""

@@ -10,18 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from services.rollout_manager.domain.audit import Audit
-from services.rollout_manager.domain.effects import EmitEvent, ForgetJob, Outbox, Refuse, SaveLength
-from services.rollout_manager.domain.fleet import Fleet, Worker
-from services.rollout_manager.domain.job_progress import JobProgress
-from services.rollout_manager.domain.jobs import Job, QuarantinedJob
-from services.rollout_manager.domain.ledger import Ledger, Outcome, Sample
-from services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
-from services.rollout_manager.domain.scheduling.queue import SampleQueues
-from services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
-from shared.columns import U32, U64, pack
-from shared.ids import is_served, job_of
-from shared.messages import FINISH_STOP, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
+from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.effects import EmitEvent, ForgetJob, Outbox, Refuse, SaveLength
+from rlboost.services.rollout_manager.domain.fleet import Fleet, Worker
+from rlboost.services.rollout_manager.domain.job_progress import JobProgress
+from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob
+from rlboost.services.rollout_manager.domain.ledger import Ledger, Outcome, Sample
+from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
+from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
+from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
+from rlboost.shared.columns import U32, U64, pack
+from rlboost.shared.ids import is_served, job_of
+from rlboost.shared.messages import FINISH_STOP, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
 
 
 class Now(NamedTuple):

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.completion_waiters import (
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.completion_waiters import (
     IDLE_S,
     CompletionChunk,
     CompletionFailed,
     CompletionUnavailable,
     Waiter,
 )
-from services.rollout_manager.domain.jobs import Job
-from services.rollout_manager.openai.schemas import (
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.openai.schemas import (
     ChatBody,
     Choice,
     CompletionBody,
@@ -34,15 +34,15 @@ from services.rollout_manager.openai.schemas import (
     ResponseFormatter,
     openai_problem,
 )
-from services.rollout_manager.openai.served_model import ServedModel
-from services.rollout_manager.openai.sessions import Sessions, Turn
-from shared import names
-from shared.bus import Append
-from shared.columns import I32, pack
-from shared.errors import BusUnavailable, Fenced
-from shared.http.server import Problem
-from shared.ids import MAX_REQUESTS, request_group
-from shared.messages import GroupRequested, Sampling
+from rlboost.services.rollout_manager.openai.served_model import ServedModel
+from rlboost.services.rollout_manager.openai.sessions import Sessions, Turn
+from rlboost.shared import names
+from rlboost.shared.bus import Append
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.errors import BusUnavailable, Fenced
+from rlboost.shared.http.server import Problem
+from rlboost.shared.ids import MAX_REQUESTS, request_group
+from rlboost.shared.messages import GroupRequested, Sampling
 
 MAX_SAMPLES_IN_FLIGHT = 1024
 """Samples of clients in flight, of all jobs; beyond it, requests are rejected with 429."""

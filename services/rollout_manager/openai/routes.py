@@ -9,15 +9,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Header, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.domain.jobs import Job
-from services.rollout_manager.openai.completions import CompletionRequest, CompletionService
-from services.rollout_manager.openai.schemas import CompletionBody, openai_problem, parse_chat, parse_completion
-from services.rollout_manager.openai.served_model import ServedModel
-from services.rollout_manager.openai.sessions import Sessions
-from services.rollout_manager.ports import LoadModelFiles, TokenizationError
-from services.rollout_manager.settings import Settings
-from shared.bus import Bus
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.openai.completions import CompletionRequest, CompletionService
+from rlboost.services.rollout_manager.openai.schemas import CompletionBody, openai_problem, parse_chat, parse_completion
+from rlboost.services.rollout_manager.openai.served_model import ServedModel
+from rlboost.services.rollout_manager.openai.sessions import Sessions
+from rlboost.services.rollout_manager.ports import LoadModelFiles, TokenizationError
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared.bus import Bus
 
 MODELS_CACHED = 8
 CLIENT_CLOSED_REQUEST = 499

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.rollout_manager.completion_waiters import CompletionChunk
-from services.rollout_manager.openai.detokenizer import Detokenizer
-from services.rollout_manager.openai.served_model import ServedModel
-from shared.http.server import Problem
-from shared.messages import FinishReason
-from shared.validation import describe
+from rlboost.services.rollout_manager.completion_waiters import CompletionChunk
+from rlboost.services.rollout_manager.openai.detokenizer import Detokenizer
+from rlboost.services.rollout_manager.openai.served_model import ServedModel
+from rlboost.shared.http.server import Problem
+from rlboost.shared.messages import FinishReason
+from rlboost.shared.validation import describe
 
 MAX_N = 128
 MAX_STOPS = 16

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.rollout_manager.ports import ModelFiles, TokenizationError, Tokenizer
-from shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_answer
+from rlboost.services.rollout_manager.ports import ModelFiles, TokenizationError, Tokenizer
+from rlboost.shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_answer
 
 
 @dataclass(frozen=True, slots=True)

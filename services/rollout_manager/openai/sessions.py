@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from services.rollout_manager.app import Manager
-from services.rollout_manager.openai.served_model import ServedModel
-from shared import names
-from shared.bus import Bus, Delete, Expire, HashSet, Op
-from shared.columns import I32, ints, pack
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.openai.served_model import ServedModel
+from rlboost.shared import names
+from rlboost.shared.bus import Bus, Delete, Expire, HashSet, Op
+from rlboost.shared.columns import I32, ints, pack
 
 SESSION_TTL_S = 3600.0
 """How long a session is retained after its last turn."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from shared.weights.cache import Cache
-from shared.weights.manifest import Manifest, Part, TensorEntry
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.manifest import Manifest, Part, TensorEntry
 
 if TYPE_CHECKING:
     import torch

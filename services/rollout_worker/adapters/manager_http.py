@@ -6,9 +6,9 @@ import httpx
 import stamina
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.errors import ConfigError, Conflict, Retryable
-from shared.http.redirect import MAX_REDIRECTS, redirected_origin
-from shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.errors import ConfigError, Conflict, Retryable
+from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
+from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
 JOIN_LIMIT_S = 300.0
 """How long a worker retries while the manager does not answer."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.weights.puller import Puller
-from shared.weights.stored import stored_version
+from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.stored import stored_version
 
 if TYPE_CHECKING:
-    from services.rollout_worker.ports import StagedWeights
+    from rlboost.services.rollout_worker.ports import StagedWeights
 
 
 class StoreWeights:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.rollout_worker.domain.requests import Key
-from shared.messages import Assignment, InFlight
+from rlboost.services.rollout_worker.domain.requests import Key
+from rlboost.shared.messages import Assignment, InFlight
 
 
 @dataclass(frozen=True, slots=True)

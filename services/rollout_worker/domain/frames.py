@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.rollout_worker.domain.requests import Emission
-from shared.columns import F32, I32, U8, U32, U64, pack
-from shared.messages import FINISH_NONE, Message, SampleFailed, TokenFrame
+from rlboost.services.rollout_worker.domain.requests import Emission
+from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
+from rlboost.shared.messages import FINISH_NONE, Message, SampleFailed, TokenFrame
 
 FRAME_BYTES = 1 << 20
 """Maximum size of the columns of one frame."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.model.parity import Dtype, ParityReference
+from rlboost.shared.model.parity import Dtype, ParityReference
 
 MEAN_TOLERANCE: dict[Dtype, float] = {"float32": 0.005, "bfloat16": 0.5}
 """Allowed mean difference in nats, by the coarser of the two dtypes. float32 kernels differ by about 1e-5. bfloat16

@@ -16,7 +16,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel, to_pascal
 
-from shared.errors import Retryable
+from rlboost.shared.errors import Retryable
 
 POLL_INTERVAL_S = 1.0
 """How often a source is polled. Azure recommends 1 s, Amazon 5 s; lead times as short as 11 s have been observed."""

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.rollout_worker.domain.kv_capacity import KvCapacity
-from services.rollout_worker.domain.requests import Emission, Key, Request
-from services.rollout_worker.domain.uniforms import as_u64
-from shared.errors import Conflict
-from shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
+from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.uniforms import as_u64
+from rlboost.shared.errors import Conflict
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 
 Ints = npt.NDArray[np.int64]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.messages import FINISH_NONE, Sampling
+from rlboost.shared.messages import FINISH_NONE, Sampling
 
 Key = tuple[int, int]
 """Identifies a request: (sample, attempt)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.rollout_worker.domain.effects import (
+from rlboost.services.rollout_worker.domain.effects import (
     AbortRequests,
     CancelPull,
     DeadLetterCommand,
@@ -23,9 +23,9 @@ from services.rollout_worker.domain.effects import (
     SubmitSamples,
     SuspendEngine,
 )
-from services.rollout_worker.domain.requests import Emission, Key
-from shared.columns import U32, U64, ints
-from shared.messages import (
+from rlboost.services.rollout_worker.domain.requests import Emission, Key
+from rlboost.shared.columns import U32, U64, ints
+from rlboost.shared.messages import (
     FINISH_NONE,
     Assign,
     Assignment,

@@ -13,18 +13,18 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from services.trainer.adapters.environment_text import TokenizerChatFormatter
-from services.trainer.adapters.tokens import RowTokenizer
-from services.trainer.ports.data import Data, Prompt
-from shared.columns import I32, pack
-from shared.data.examples import TextExample, example_of, without_nulls
-from shared.data.rows import Row, is_messages, read_rows
-from shared.data.shards import Source, shown
-from shared.errors import ConfigError
-from shared.job.data import SftDataSpec
-from shared.job.spec import JobSpec
-from shared.model.folder import require_tokenizer
-from shared.user_code.reward_call import TRL_ARGUMENTS
+from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
+from rlboost.services.trainer.adapters.tokens import RowTokenizer
+from rlboost.services.trainer.ports.data import Data, Prompt
+from rlboost.shared.columns import I32, pack
+from rlboost.shared.data.examples import TextExample, example_of, without_nulls
+from rlboost.shared.data.rows import Row, is_messages, read_rows
+from rlboost.shared.data.shards import Source, shown
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.data import SftDataSpec
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.folder import require_tokenizer
+from rlboost.shared.user_code.reward_call import TRL_ARGUMENTS
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 

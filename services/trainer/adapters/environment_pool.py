@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
-from services.trainer.ports.environments import EnvironmentFault, ResetResult, StepResult
-from shared.job.reward import EnvironmentSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
+from rlboost.services.trainer.ports.environments import EnvironmentFault, ResetResult, StepResult
+from rlboost.shared.job.reward import EnvironmentSpec
+from rlboost.shared.waiting import Waits
 
 _CLOSE_LIMIT_S = 5.0
 """How long a process may take to close its environments."""
@@ -65,7 +65,10 @@ class _Host:
     def __init__(self, spec: EnvironmentSpec) -> None:
         self.process = UserCodeProcess(
             UserProgram(
-                "services.trainer.children.environment", spec.model_dump_json(), "environment.function", spec.function
+                "rlboost.services.trainer.children.environment",
+                spec.model_dump_json(),
+                "environment.function",
+                spec.function,
             )
         )
         self.conversations: set[int] = set()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.trainer.ports.environments import EnvironmentFault
-from shared.job.environment import Message
-from shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_answer
+from rlboost.services.trainer.ports.environments import EnvironmentFault
+from rlboost.shared.job.environment import Message
+from rlboost.shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_answer
 
 
 class TokenizerChatFormatter:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from services.trainer.domain.utilization import Machine, flops_per_token, peak_flops
-from shared.errors import ConfigError
-from shared.job.spec import JobSpec
-from shared.model.folder import count_parameters, read_config
+from rlboost.services.trainer.domain.utilization import Machine, flops_per_token, peak_flops
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.folder import count_parameters, read_config
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of `config.json` of mixtures of experts, in which a token does not use every parameter."""

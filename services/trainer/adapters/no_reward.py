@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 
 
 class NoReward:

@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
-from services.trainer.domain.rewards import combine
-from services.trainer.ports.rewards import RewardBatch, Scores
-from shared.job.reward import RewardPart, RewardSpec
-from shared.waiting import Waits
+from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
+from rlboost.services.trainer.domain.rewards import combine
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.shared.job.reward import RewardPart, RewardSpec
+from rlboost.shared.waiting import Waits
 
 _DETAIL_CHARS = 500
 
@@ -63,7 +63,7 @@ class RewardPool:
 def _program(spec: RewardSpec) -> UserProgram:
     parts = json.dumps([{**part.model_dump(), "timeout_s": spec.timeout_s} for part in spec.parts])
     functions = ", ".join(part.source for part in spec.parts)
-    return UserProgram("services.trainer.children.reward", parts, "reward.function", functions)
+    return UserProgram("rlboost.services.trainer.children.reward", parts, "reward.function", functions)
 
 
 def _scores(answer: dict[str, Any], n: int, parts: Sequence[RewardPart]) -> Scores:

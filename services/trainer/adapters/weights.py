@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.errors import NotFound
-from shared.waiting import Waits
-from shared.weights.cache import Cache
-from shared.weights.client import StoreClient, retry_unavailable
-from shared.weights.manifest import Manifest, digest_of
-from shared.weights.publisher import Publisher, Shard
-from shared.weights.puller import Puller
+from rlboost.shared.errors import NotFound
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.manifest import Manifest, digest_of
+from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.puller import Puller
 
 Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
 """(name, offset, shape, dtype) of each shard -> digest."""

@@ -1,4 +1,4 @@
-"""A process that runs environments: `python -m services.trainer.children.environment SPEC`.
+"""A process that runs environments: `python -m rlboost.services.trainer.children.environment SPEC`.
 
 SPEC is JSON: the fields of `EnvironmentSpec`. `child` describes the transport. A request is a map:
 
@@ -20,9 +20,9 @@ from typing import Any
 
 import msgpack
 
-from services.trainer.children.child import Pipe
-from shared.job.environment import Step, close, environment_factory
-from shared.user_code.reward_call import describe_import_error
+from rlboost.services.trainer.children.child import Pipe
+from rlboost.shared.job.environment import Step, close, environment_factory
+from rlboost.shared.user_code.reward_call import describe_import_error
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from services.trainer.children.reward_styles import Caller, rows_of
+from rlboost.services.trainer.children.reward_styles import Caller, rows_of
 
 _BUSY = {429, 502, 503, 504}
 """Status codes that are retried."""

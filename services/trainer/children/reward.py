@@ -1,4 +1,4 @@
-"""A process that runs the user's reward functions: `python -m services.trainer.children.reward PARTS`.
+"""A process that runs the user's reward functions: `python -m rlboost.services.trainer.children.reward PARTS`.
 
 PARTS is JSON, a list of the fields of `RewardPart`, with `timeout_s`. `child` describes the transport.
 """
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from services.trainer.children.child import Pipe
-from services.trainer.children.remote_reward import remote
-from services.trainer.children.reward_styles import Caller, caller
-from shared.user_code.reward_call import describe_import_error, load
+from rlboost.services.trainer.children.child import Pipe
+from rlboost.services.trainer.children.remote_reward import remote
+from rlboost.services.trainer.children.reward_styles import Caller, caller
+from rlboost.shared.user_code.reward_call import describe_import_error, load
 
 
 def main() -> int:

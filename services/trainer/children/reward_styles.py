@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from shared.user_code.reward_call import detect_style, ground_truth
+from rlboost.shared.user_code.reward_call import detect_style, ground_truth
 
 
 class Caller(NamedTuple):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.trainer.domain.conversation import Conversation
-from shared.columns import F32, I32, length
-from shared.errors import Fatal
-from shared.ids import SampleId, group_of
-from shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
+from rlboost.services.trainer.domain.conversation import Conversation
+from rlboost.shared.columns import F32, I32, length
+from rlboost.shared.errors import Fatal
+from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from shared.columns import I32, U8, length, pack
-from shared.messages import SampleFinished, TurnAnswered
+from rlboost.shared.columns import I32, U8, length, pack
+from rlboost.shared.messages import SampleFinished, TurnAnswered
 
 
 @dataclass(slots=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector, WholeGroup
-from services.trainer.domain.conversation import Conversation
-from services.trainer.domain.turns import TurnIds
-from shared.errors import Fatal
-from shared.ids import SampleId, group_of
-from shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, TurnAnswered
+from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector, WholeGroup
+from rlboost.services.trainer.domain.conversation import Conversation
+from rlboost.services.trainer.domain.turns import TurnIds
+from rlboost.shared.errors import Fatal
+from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, TurnAnswered
 
 
 class ConversationCollector(StepCollector):

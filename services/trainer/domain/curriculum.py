@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.trainer.domain.plan import epoch_order
-from shared.errors import Fatal
-from shared.job.curriculum import CurriculumSpec
-from shared.job.spec import GeneratingJob
+from rlboost.services.trainer.domain.plan import epoch_order
+from rlboost.shared.errors import Fatal
+from rlboost.shared.job.curriculum import CurriculumSpec
+from rlboost.shared.job.spec import GeneratingJob
 
 Means = Sequence[tuple[int, float]]
 """(row, mean reward) of each scored training group of a step."""

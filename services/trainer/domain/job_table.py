@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.messages import JobCommand
+from rlboost.shared.messages import JobCommand
 
 TAKEOVER_LOOKS = 6
 """Any trainer may take over a job seen without a lease this often in a row; a restarted trainer is back earlier."""

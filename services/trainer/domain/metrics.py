@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.trainer.domain.advantages import standard_deviation
-from services.trainer.domain.conversation import Conversation
-from services.trainer.domain.pass_at_k import pass_rates
-from services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
-from shared.columns import I32, floats, length
-from shared.messages import SampleFinished
+from rlboost.services.trainer.domain.advantages import standard_deviation
+from rlboost.services.trainer.domain.conversation import Conversation
+from rlboost.services.trainer.domain.pass_at_k import pass_rates
+from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
+from rlboost.shared.columns import I32, floats, length
+from rlboost.shared.messages import SampleFinished
 
 _TOKEN_MEANS = {
     "ratio/mean": "ratio",

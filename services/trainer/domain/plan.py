@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
-from services.trainer.domain.turns import TurnIds
-from shared.errors import ConfigError
-from shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
-from shared.job.fleet import EvalSpec
-from shared.job.spec import GeneratingJob, RlJob
+from rlboost.services.trainer.domain.turns import TurnIds
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
+from rlboost.shared.job.fleet import EvalSpec
+from rlboost.shared.job.spec import GeneratingJob, RlJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.trainer.domain.plan import epoch_order
-from shared.job.spec import GeneratingJob
+from rlboost.services.trainer.domain.plan import epoch_order
+from rlboost.shared.job.spec import GeneratingJob
 
 
 def has_signal(rewards: Sequence[float]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.job.training import OptimizerSpec
+from rlboost.shared.job.training import OptimizerSpec
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int, steps: int) -> float:

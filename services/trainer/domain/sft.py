@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.trainer.domain.tokens import TokenBatch
+from rlboost.services.trainer.domain.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from torch import Tensor

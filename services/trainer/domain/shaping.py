@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.trainer.domain.metrics import ScoredGroup
-from shared.columns import I32, length
-from shared.job.algorithm import AlgorithmSpec
+from rlboost.services.trainer.domain.metrics import ScoredGroup
+from rlboost.shared.columns import I32, length
+from rlboost.shared.job.algorithm import AlgorithmSpec
 
 
 def shaped_rewards(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.columns import I32, length
+from rlboost.shared.columns import I32, length
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.ids import SampleId
+from rlboost.shared.ids import SampleId
 
 
 @dataclass(frozen=True, slots=True)

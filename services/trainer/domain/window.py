@@ -6,10 +6,10 @@ order, so a step that is trained again from the stream gets the same.
 
 from __future__ import annotations
 
-from services.trainer.domain.collector import Outcome, StepCollector
-from shared.bus import Entry, position
-from shared.ids import SampleId
-from shared.messages import (
+from rlboost.services.trainer.domain.collector import Outcome, StepCollector
+from rlboost.shared.bus import Entry, position
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import (
     GroupOpened,
     Message,
     SampleDropped,

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.trainer.ports.environments import EnvironmentFault, ResetResult, StepResult
-from shared.job.environment import Environment, Message
+from rlboost.services.trainer.ports.environments import EnvironmentFault, ResetResult, StepResult
+from rlboost.shared.job.environment import Environment, Message
 
 
 class FakeEnvironments:

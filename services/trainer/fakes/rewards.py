@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 
 
 class FakeRewards:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import Snapshot
-from services.trainer.ports.storage import TrainState
-from shared.errors import Conflict, NotFound
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.shared.errors import Conflict, NotFound
+from rlboost.shared.weights.publisher import Shard
 
 
 class MemoryWeights:

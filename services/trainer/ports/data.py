@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.trainer.ports.environments import ChatFormatter
+from rlboost.services.trainer.ports.environments import ChatFormatter
 
 
 @dataclass(frozen=True, slots=True)

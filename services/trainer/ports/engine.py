@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from services.trainer.domain.tokens import LossFn
-from services.trainer.domain.training_row import TrainingRow
-from shared.errors import Fatal
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.errors import Fatal
+from rlboost.shared.weights.publisher import Shard
 
 
 class RankInfo(NamedTuple):

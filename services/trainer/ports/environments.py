@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared.job.environment import Message
+from rlboost.shared.job.environment import Message
 
 
 class EnvironmentFault(Exception):

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.trainer.domain.curriculum import SkipFunction
-from services.trainer.domain.parity import Probe
-from services.trainer.domain.tokens import LossFn
-from services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
-from services.trainer.ports.data import Data
-from services.trainer.ports.engine import Critic, PolicyEngine
-from services.trainer.ports.environments import Environments
-from services.trainer.ports.rewards import RewardFunction
-from services.trainer.ports.storage import CheckpointStore, RunFolder, TrainState, WeightPublisher
-from shared.job.spec import JobSpec
+from rlboost.services.trainer.domain.curriculum import SkipFunction
+from rlboost.services.trainer.domain.parity import Probe
+from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
+from rlboost.services.trainer.ports.data import Data
+from rlboost.services.trainer.ports.engine import Critic, PolicyEngine
+from rlboost.services.trainer.ports.environments import Environments
+from rlboost.services.trainer.ports.rewards import RewardFunction
+from rlboost.services.trainer.ports.storage import CheckpointStore, RunFolder, TrainState, WeightPublisher
+from rlboost.shared.job.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True)

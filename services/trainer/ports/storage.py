@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import Snapshot
-from shared.bus import START
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.shared.bus import START
+from rlboost.shared.weights.publisher import Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from services.trainer.device import DeviceThread
-from services.trainer.domain.plan import PlannedGroup
-from services.trainer.job_streams import JobStreams
-from services.trainer.ports.data import Prompt
-from services.trainer.ports.resources import JobResources
-from services.trainer.step.curriculum_log import DurableCurriculum
-from services.trainer.step.resampling_log import DurableResampling
-from shared.job.spec import GeneratingJob
-from shared.waiting import Waits
+from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.plan import PlannedGroup
+from rlboost.services.trainer.job_streams import JobStreams
+from rlboost.services.trainer.ports.data import Prompt
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
+from rlboost.services.trainer.step.resampling_log import DurableResampling
+from rlboost.shared.job.spec import GeneratingJob
+from rlboost.shared.waiting import Waits
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from services.trainer.domain.curriculum import Curriculum, Means, PromptSelection
-from services.trainer.job_streams import RetryingBus
-from services.trainer.ports.resources import JobResources
-from shared import names
-from shared.bus import Fence, HashSet
-from shared.errors import Fatal, Timeout
-from shared.job.spec import GeneratingJob
-from shared.threads import run_in_thread
-from shared.waiting import Waits
+from rlboost.services.trainer.domain.curriculum import Curriculum, Means, PromptSelection
+from rlboost.services.trainer.job_streams import RetryingBus
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.shared import names
+from rlboost.shared.bus import Fence, HashSet
+from rlboost.shared.errors import Fatal, Timeout
+from rlboost.shared.job.spec import GeneratingJob
+from rlboost.shared.threads import run_in_thread
+from rlboost.shared.waiting import Waits
 
 PLAN_LIMIT_S = 300.0
 T = TypeVar("T")

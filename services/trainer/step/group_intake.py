@@ -14,17 +14,17 @@ import asyncio
 from operator import itemgetter
 from statistics import fmean
 
-from services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector
-from services.trainer.domain.metrics import ScoredGroup, StepTally
-from services.trainer.domain.plan import PlannedGroup, plan_step
-from services.trainer.domain.schedule import learning_rate
-from services.trainer.domain.shaping import length_penalties
-from services.trainer.step.context import JobContext
-from services.trainer.step.group_requests import GroupRequests
-from services.trainer.step.multi_turn import Conversations
-from services.trainer.step.resampling_log import StepReplacements
-from services.trainer.step.scoring import GroupScorer
-from shared.errors import Fatal, Timeout
+from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector
+from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step
+from rlboost.services.trainer.domain.schedule import learning_rate
+from rlboost.services.trainer.domain.shaping import length_penalties
+from rlboost.services.trainer.step.context import JobContext
+from rlboost.services.trainer.step.group_requests import GroupRequests
+from rlboost.services.trainer.step.multi_turn import Conversations
+from rlboost.services.trainer.step.resampling_log import StepReplacements
+from rlboost.services.trainer.step.scoring import GroupScorer
+from rlboost.shared.errors import Fatal, Timeout
 
 
 class GroupIntake:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.trainer.domain.plan import PlannedGroup
-from services.trainer.step.context import JobContext
-from services.trainer.step.multi_turn import Conversations
-from shared import names
-from shared.bus import Append
-from shared.messages import GroupRequested, Sampling
+from rlboost.services.trainer.domain.plan import PlannedGroup
+from rlboost.services.trainer.step.context import JobContext
+from rlboost.services.trainer.step.multi_turn import Conversations
+from rlboost.shared import names
+from rlboost.shared.bus import Append
+from rlboost.shared.messages import GroupRequested, Sampling
 
 _GROUPS_PER_TRANSACTION = 64
 """Bounds the size of a transaction with long prompts, and lets workers start while other environments are reset."""

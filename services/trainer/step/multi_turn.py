@@ -20,26 +20,26 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from services.trainer.domain.conversation import Conversation
-from services.trainer.domain.conversation_collector import ConversationCollector
-from services.trainer.domain.plan import PlannedGroup, turn_ids
-from services.trainer.ports.data import Prompt
-from services.trainer.ports.environments import (
+from rlboost.services.trainer.domain.conversation import Conversation
+from rlboost.services.trainer.domain.conversation_collector import ConversationCollector
+from rlboost.services.trainer.domain.plan import PlannedGroup, turn_ids
+from rlboost.services.trainer.ports.data import Prompt
+from rlboost.services.trainer.ports.environments import (
     ChatFormatter,
     EnvironmentFault,
     Environments,
     ResetResult,
     StepResult,
 )
-from services.trainer.step.context import JobContext
-from shared import names
-from shared.bus import Append, Op
-from shared.columns import I32, ints, length, pack
-from shared.errors import Fatal, Timeout
-from shared.ids import SampleId, group_of
-from shared.job.environment import Message
-from shared.job.reward import EnvironmentSpec
-from shared.messages import GroupOpened, GroupRequested, TurnAnswered
+from rlboost.services.trainer.step.context import JobContext
+from rlboost.shared import names
+from rlboost.shared.bus import Append, Op
+from rlboost.shared.columns import I32, ints, length, pack
+from rlboost.shared.errors import Fatal, Timeout
+from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.job.environment import Message
+from rlboost.shared.job.reward import EnvironmentSpec
+from rlboost.shared.messages import GroupOpened, GroupRequested, TurnAnswered
 
 
 class Conversations:

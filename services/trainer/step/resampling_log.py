@@ -10,16 +10,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from services.trainer.domain.metrics import ScoredGroup
-from services.trainer.domain.plan import PlannedGroup, training_group
-from services.trainer.domain.resampling import Replacements, has_signal
-from services.trainer.domain.shaping import shaped_rewards
-from services.trainer.job_streams import RetryingBus
-from services.trainer.step.curriculum_log import DurableCurriculum
-from shared import names
-from shared.bus import Fence, HashDelete, HashSet
-from shared.ids import SampleId
-from shared.job.spec import JobSpec, RlJob
+from rlboost.services.trainer.domain.metrics import ScoredGroup
+from rlboost.services.trainer.domain.plan import PlannedGroup, training_group
+from rlboost.services.trainer.domain.resampling import Replacements, has_signal
+from rlboost.services.trainer.domain.shaping import shaped_rewards
+from rlboost.services.trainer.job_streams import RetryingBus
+from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
+from rlboost.shared import names
+from rlboost.shared.bus import Fence, HashDelete, HashSet
+from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import JobSpec, RlJob
 
 
 class DurableResampling:

@@ -17,16 +17,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from services.trainer.device import DeviceTurn
-from services.trainer.domain import sums
-from services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner
-from services.trainer.domain.metrics import Durations, StepTally
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import NotFinite
-from services.trainer.step.context import JobContext
-from services.trainer.step.group_intake import GroupIntake
-from services.trainer.step.training_rows import TrainingRowBuilder
-from shared.errors import Fatal
+from rlboost.services.trainer.device import DeviceTurn
+from rlboost.services.trainer.domain import sums
+from rlboost.services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner
+from rlboost.services.trainer.domain.metrics import Durations, StepTally
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.step.context import JobContext
+from rlboost.services.trainer.step.group_intake import GroupIntake
+from rlboost.services.trainer.step.training_rows import TrainingRowBuilder
+from rlboost.shared.errors import Fatal
 
 T = TypeVar("T")
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
-from services.trainer.domain.metrics import ScoredGroup, StepTally
-from services.trainer.domain.plan import PlannedGroup
-from services.trainer.ports.data import Data, Prompt
-from services.trainer.ports.rewards import RewardBatch, Scores
-from services.trainer.step.context import JobContext
-from services.trainer.step.multi_turn import Conversations
-from shared.columns import ints
-from shared.ids import SampleId
+from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
+from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.plan import PlannedGroup
+from rlboost.services.trainer.ports.data import Data, Prompt
+from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.step.context import JobContext
+from rlboost.services.trainer.step.multi_turn import Conversations
+from rlboost.shared.columns import ints
+from rlboost.shared.ids import SampleId
 
 _TEXT_CHARS = 4_000
 """Published prompts and completions are cut to this length."""

@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from services.trainer.device import DeviceTurn
-from services.trainer.domain import critic, sums
-from services.trainer.domain.advantages import NEED_THE_STEP, estimate
-from services.trainer.domain.batching import pack
-from services.trainer.domain.loss import preference
-from services.trainer.domain.metrics import ScoredGroup, StepTally
-from services.trainer.domain.shaping import shaped_rewards
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import Critic
-from services.trainer.step.context import JobContext
-from shared.columns import F32, unpack
-from shared.job.algorithm import CriticSpec, PreferenceSpec
+from rlboost.services.trainer.device import DeviceTurn
+from rlboost.services.trainer.domain import critic, sums
+from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, estimate
+from rlboost.services.trainer.domain.batching import pack
+from rlboost.services.trainer.domain.loss import preference
+from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.shaping import shaped_rewards
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import Critic
+from rlboost.services.trainer.step.context import JobContext
+from rlboost.shared.columns import F32, unpack
+from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
 
 T = TypeVar("T")
 EngineCall = Callable[[Sequence[Sequence[TrainingRow]]], list[bytes]]

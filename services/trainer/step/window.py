@@ -9,11 +9,11 @@ Ends when: the job does. Entries of a step that is not requested yet stay in the
 
 from __future__ import annotations
 
-from services.trainer.domain.window import StepWindow
-from services.trainer.job_streams import FinishedLog
-from services.trainer.step.context import JobContext
-from services.trainer.step.group_intake import GroupIntake
-from shared.errors import Fatal, Timeout
+from rlboost.services.trainer.domain.window import StepWindow
+from rlboost.services.trainer.job_streams import FinishedLog
+from rlboost.services.trainer.step.context import JobContext
+from rlboost.services.trainer.step.group_intake import GroupIntake
+from rlboost.shared.errors import Fatal, Timeout
 
 
 class RolloutWindow:

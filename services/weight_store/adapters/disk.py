@@ -24,12 +24,12 @@ from pathlib import Path
 from blake3 import blake3
 from pydantic import TypeAdapter
 
-from services.weight_store.domain.versions import Model
-from services.weight_store.ports import BadChunk, LocalFile, StagedPart, StoreFull
-from shared.atomic_file import sync_path, temporary_file
-from shared.errors import Fatal, NotFound
-from shared.weights.directory_lock import lock_directory
-from shared.weights.manifest import ChunkRef
+from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.ports import BadChunk, LocalFile, StagedPart, StoreFull
+from rlboost.shared.atomic_file import sync_path, temporary_file
+from rlboost.shared.errors import Fatal, NotFound
+from rlboost.shared.weights.directory_lock import lock_directory
+from rlboost.shared.weights.manifest import ChunkRef
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MODEL = TypeAdapter(Model)

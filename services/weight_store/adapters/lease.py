@@ -23,11 +23,11 @@ from typing import Self
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.bucket import Bucket, Changed, Found, Register
-from shared.errors import ConfigError, Fenced, NotFound, Retryable, StoreUnavailable
-from shared.ids import new_token
-from shared.lifecycle import until_stop
-from shared.waiting import Waits
+from rlboost.shared.bucket import Bucket, Changed, Found, Register
+from rlboost.shared.errors import ConfigError, Fenced, NotFound, Retryable, StoreUnavailable
+from rlboost.shared.ids import new_token
+from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

@@ -22,12 +22,12 @@ from typing import Self
 from blake3 import blake3
 from pydantic import TypeAdapter
 
-from services.weight_store.adapters.lease import Lease
-from services.weight_store.domain.versions import Model
-from services.weight_store.ports import BadChunk, Proxied, Redirect, StagedPart
-from shared.bucket import Bucket, Register
-from shared.errors import NotFound, StoreUnavailable
-from shared.weights.manifest import ChunkRef
+from rlboost.services.weight_store.adapters.lease import Lease
+from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.ports import BadChunk, Proxied, Redirect, StagedPart
+from rlboost.shared.bucket import Bucket, Register
+from rlboost.shared.errors import NotFound, StoreUnavailable
+from rlboost.shared.weights.manifest import ChunkRef
 
 _CHUNKS, _MODELS = "chunks", "models"
 _STAGED_AT = "staged"

@@ -11,14 +11,14 @@ from urllib.parse import unquote, urlsplit
 
 import structlog
 
-from services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
-from services.weight_store.adapters.lease import Lease
-from services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
-from services.weight_store.ports import Chunks, Documents
-from shared.bucket import SCHEMES, Bucket, configuration
-from shared.errors import ConfigError, Fatal, StoreUnavailable
-from shared.lifecycle import Loop
-from shared.waiting import Waits
+from rlboost.services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
+from rlboost.services.weight_store.adapters.lease import Lease
+from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
+from rlboost.services.weight_store.ports import Chunks, Documents
+from rlboost.shared.bucket import SCHEMES, Bucket, configuration
+from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable
+from rlboost.shared.lifecycle import Loop
+from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

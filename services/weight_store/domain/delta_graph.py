@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from shared.errors import Undecodable
-from shared.weights.delta_graph import Edge, EdgeList
+from rlboost.shared.errors import Undecodable
+from rlboost.shared.weights.delta_graph import Edge, EdgeList
 
 LONGEST_HOPS = 4
 """Hops over 1, 2, 4 and 8 versions: a longer delta contains most of the values."""

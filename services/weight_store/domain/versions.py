@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shared.errors import Conflict, NotFound
+from rlboost.shared.errors import Conflict, NotFound
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 Pure functions on bytes; every machine produces the same bytes. The format is in `docs/weights-format.md`.
 """
 
-from shared.weights.codec.blob import CorruptDelta, Info, Kind, inspect
-from shared.weights.codec.delta import apply, apply_into, compose, encode, invert
+from rlboost.shared.weights.codec.blob import CorruptDelta, Info, Kind, inspect
+from rlboost.shared.weights.codec.delta import apply, apply_into, compose, encode, invert
 
 __all__ = [
     "CorruptDelta",

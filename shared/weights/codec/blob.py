@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from shared.errors import Unprocessable
+from rlboost.shared.errors import Unprocessable
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.weights.codec import kernels
-from shared.weights.codec.arrays import VALUE_TYPES, Positions, Steps, Values
-from shared.weights.codec.blob import HEADER, MAX_VALUES, WIDTHS, Buffer, CorruptDelta, Info, Kind, seal, unseal
-from shared.weights.codec.sections import HIGH, LOW, Sections, pack_steps, rice_k
+from rlboost.shared.weights.codec import kernels
+from rlboost.shared.weights.codec.arrays import VALUE_TYPES, Positions, Steps, Values
+from rlboost.shared.weights.codec.blob import HEADER, MAX_VALUES, WIDTHS, Buffer, CorruptDelta, Info, Kind, seal, unseal
+from rlboost.shared.weights.codec.sections import HIGH, LOW, Sections, pack_steps, rice_k
 
 
 def encode(base: Buffer, new: Buffer, dtype: str, kind: Kind | None = None) -> bytes:

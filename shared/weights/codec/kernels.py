@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from shared.weights.codec.arrays import Bits, Magnitudes, Params, Positions, Steps, Values
-from shared.weights.codec.numpy_kernels import NumpyKernels
+from rlboost.shared.weights.codec.arrays import Bits, Magnitudes, Params, Positions, Steps, Values
+from rlboost.shared.weights.codec.numpy_kernels import NumpyKernels
 
 
 class Kernels(Protocol):
@@ -88,7 +88,7 @@ def using(name: str) -> Iterator[Kernels]:
 
 def _native_kernels() -> Mapping[str, Kernels]:
     try:
-        from shared.weights.codec.native_kernels import native_kernels  # noqa: PLC0415 - the extension is optional
+        from rlboost.shared.weights.codec.native_kernels import native_kernels  # noqa: PLC0415 - the extension is optional
     except ImportError:
         return {}
     return native_kernels()

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.weights.codec import _native
-from shared.weights.codec.arrays import (
+from rlboost.shared.weights.codec import _native
+from rlboost.shared.weights.codec.arrays import (
     STEP_TYPES,
     Bits,
     Magnitudes,
@@ -16,7 +16,7 @@ from shared.weights.codec.arrays import (
     Values,
     padded,
 )
-from shared.weights.codec.blob import CorruptDelta
+from rlboost.shared.weights.codec.blob import CorruptDelta
 
 LEVELS = ("scalar", "avx2", "avx512")
 _FUSED_LEVEL = 2

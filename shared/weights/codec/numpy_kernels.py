@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.weights.codec.arrays import (
+from rlboost.shared.weights.codec.arrays import (
     STEP_TYPES,
     Bits,
     Magnitudes,
@@ -16,7 +16,7 @@ from shared.weights.codec.arrays import (
     Values,
     padded,
 )
-from shared.weights.codec.blob import CorruptDelta
+from rlboost.shared.weights.codec.blob import CorruptDelta
 
 _U64 = NDArray[np.uint64]
 

@@ -12,9 +12,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from shared.weights.codec.arrays import Bits, Magnitudes, Params, Positions, Steps, padded
-from shared.weights.codec.blob import Buffer, CorruptDelta, Info, Kind
-from shared.weights.codec.kernels import Kernels
+from rlboost.shared.weights.codec.arrays import Bits, Magnitudes, Params, Positions, Steps, padded
+from rlboost.shared.weights.codec.blob import Buffer, CorruptDelta, Info, Kind
+from rlboost.shared.weights.codec.kernels import Kernels
 
 MAX_K = 24
 """Largest parameter of a Rice code."""

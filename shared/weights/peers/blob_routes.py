@@ -10,13 +10,13 @@ from fastapi import APIRouter, Depends, Header, Response
 from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
-from shared.errors import NotFound
-from shared.http.server import Problem
-from shared.http.token_signature import is_valid_signature
-from shared.weights.blob_response import BlobResponse
-from shared.weights.cache import Cache
-from shared.weights.manifest import Digest
-from shared.weights.peers.transport import BUSY_STATUS
+from rlboost.shared.errors import NotFound
+from rlboost.shared.http.server import Problem
+from rlboost.shared.http.token_signature import is_valid_signature
+from rlboost.shared.weights.blob_response import BlobResponse
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.manifest import Digest
+from rlboost.shared.weights.peers.transport import BUSY_STATUS
 
 MAX_CONCURRENT = 16
 """Concurrent uploads of one peer, which also runs an engine."""

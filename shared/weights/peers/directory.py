@@ -11,8 +11,8 @@ from typing import Annotated
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from shared.bus import Bus, Delete, HashDelete, HashSet, Renew
-from shared.names import WEIGHT_PEERS, weight_claim, weight_peer
+from rlboost.shared.bus import Bus, Delete, HashDelete, HashSet, Renew
+from rlboost.shared.names import WEIGHT_PEERS, weight_claim, weight_peer
 
 log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.weights.peers.directory import CLAIM_S
+from rlboost.shared.weights.peers.directory import CLAIM_S
 
 MAX_PER_PEER = 4
 """Concurrent transfers from one peer."""

@@ -24,16 +24,16 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from shared.errors import BusUnavailable
-from shared.lifecycle import until_stop
-from shared.weights.cache import Cache
-from shared.weights.download import Download
-from shared.weights.manifest import ChunkRef
-from shared.weights.peers import selection as rules
-from shared.weights.peers.blob_index import BlobIndex, bitmaps_of, blobs_in
-from shared.weights.peers.directory import CLAIM_S, LEASE_S, Peer, PeerDirectory
-from shared.weights.peers.selection import FromPeer, FromStore, PeerSelection, Wait
-from shared.weights.peers.transport import (
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.download import Download
+from rlboost.shared.weights.manifest import ChunkRef
+from rlboost.shared.weights.peers import selection as rules
+from rlboost.shared.weights.peers.blob_index import BlobIndex, bitmaps_of, blobs_in
+from rlboost.shared.weights.peers.directory import CLAIM_S, LEASE_S, Peer, PeerDirectory
+from rlboost.shared.weights.peers.selection import FromPeer, FromStore, PeerSelection, Wait
+from rlboost.shared.weights.peers.transport import (
     BlobNotHeld,
     DigestMismatch,
     PeerBusy,
@@ -42,7 +42,7 @@ from shared.weights.peers.transport import (
     PeerTransport,
     PeerUnreachable,
 )
-from shared.weights.source import Arrived, StoreSource, Traffic
+from rlboost.shared.weights.source import Arrived, StoreSource, Traffic
 
 log = structlog.get_logger(__name__)
 

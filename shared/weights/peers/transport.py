@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from shared.errors import Corrupt
-from shared.http.token_signature import sign
-from shared.weights.download import Download
+from rlboost.shared.errors import Corrupt
+from rlboost.shared.http.token_signature import sign
+from rlboost.shared.weights.download import Download
 
 BUSY_STATUS = 503
 _CONNECT_S = 2.0

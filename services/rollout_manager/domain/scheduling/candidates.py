@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.rollout_manager.domain.fleet import Fleet, Serving, Worker
-from services.rollout_manager.domain.scheduling.requirements import Requirement
-from services.rollout_manager.domain.throughput_model import Profile
+from rlboost.services.rollout_manager.domain.fleet import Fleet, Serving, Worker
+from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
+from rlboost.services.rollout_manager.domain.throughput_model import Profile
 
 PLATEAU = 0.9
 """A batch is on the plateau when it reaches this share of the throughput of all slots."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from services.rollout_manager.domain.fleet import Worker
-from services.rollout_manager.domain.ledger import Sample, name_of
-from services.rollout_manager.domain.scheduling.candidates import has_capacity, least_loaded
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.ledger import Sample, name_of
+from rlboost.services.rollout_manager.domain.scheduling.candidates import has_capacity, least_loaded
 
 
 def on_trial(sample: Sample) -> bool:

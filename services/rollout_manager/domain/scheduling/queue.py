@@ -13,9 +13,9 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.rollout_manager.domain.ledger import Sample
-from services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
-from services.rollout_manager.domain.scheduling.requirements import Requirement, requirement_of
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
+from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, requirement_of
 
 OLDEST_GROUP_EVERY = 4
 

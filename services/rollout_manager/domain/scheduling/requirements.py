@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from services.rollout_manager.domain.ledger import Sample
-from shared.columns import length
-from shared.ids import is_served
+from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.shared.columns import length
+from rlboost.shared.ids import is_served
 
 ANY_VERSION = 1 << 32
 """Newer than every real version."""

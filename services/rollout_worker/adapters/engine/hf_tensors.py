@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 
 class HfTensors:

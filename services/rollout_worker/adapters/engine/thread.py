@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from services.rollout_worker.ports import EngineFailed
-from shared.errors import Fatal, RLBoostError
+from rlboost.services.rollout_worker.ports import EngineFailed
+from rlboost.shared.errors import Fatal, RLBoostError
 
 T = TypeVar("T")
 

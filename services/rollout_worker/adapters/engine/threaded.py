@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from services.rollout_worker.adapters.engine.thread import EngineThread
-from services.rollout_worker.domain.request_table import RequestTable
-from services.rollout_worker.domain.requests import Emission, Key, Request
-from services.rollout_worker.ports import EngineStats, Sequences
+from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
+from rlboost.services.rollout_worker.domain.request_table import RequestTable
+from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.ports import EngineStats, Sequences
 
 if TYPE_CHECKING:
     import torch

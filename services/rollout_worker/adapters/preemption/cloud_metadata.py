@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from services.rollout_worker.domain.preemption import (
+from rlboost.services.rollout_worker.domain.preemption import (
     Notice,
     RebalanceRecommendation,
     aws_notice,
@@ -23,7 +23,7 @@ from services.rollout_worker.domain.preemption import (
     azure_notice,
     gcp_notice,
 )
-from shared.errors import ConfigError, Retryable
+from rlboost.shared.errors import ConfigError, Retryable
 
 LIMIT_S = 2.0
 _HIGHEST_PORT = 65535

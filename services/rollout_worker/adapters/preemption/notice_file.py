@@ -5,8 +5,8 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation, file_notice
-from shared.errors import Retryable
+from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation, file_notice
+from rlboost.shared.errors import Retryable
 
 _MAX_CHARS = 64
 """Characters: enough for a number."""

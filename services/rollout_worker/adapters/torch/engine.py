@@ -18,19 +18,19 @@ from typing import Literal
 import numpy as np
 import torch
 
-from services.rollout_worker.adapters.engine.thread import EngineThread
-from services.rollout_worker.adapters.engine.threaded import ThreadedEngine
-from services.rollout_worker.adapters.torch import model as torch_model
-from services.rollout_worker.adapters.torch.sampling import sample
-from services.rollout_worker.adapters.torch.scoring import score
-from services.rollout_worker.adapters.torch.slot_cache import SlotCache
-from services.rollout_worker.domain import prefixes
-from services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
-from services.rollout_worker.domain.request_table import Ints, RequestTable
-from services.rollout_worker.domain.requests import Key
-from services.rollout_worker.domain.uniforms import uniforms
-from services.rollout_worker.ports import Sequences
-from shared.errors import ConfigError
+from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
+from rlboost.services.rollout_worker.adapters.engine.threaded import ThreadedEngine
+from rlboost.services.rollout_worker.adapters.torch import model as torch_model
+from rlboost.services.rollout_worker.adapters.torch.sampling import sample
+from rlboost.services.rollout_worker.adapters.torch.scoring import score
+from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
+from rlboost.services.rollout_worker.domain import prefixes
+from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
+from rlboost.services.rollout_worker.domain.request_table import Ints, RequestTable
+from rlboost.services.rollout_worker.domain.requests import Key
+from rlboost.services.rollout_worker.domain.uniforms import uniforms
+from rlboost.services.rollout_worker.ports import Sequences
+from rlboost.shared.errors import ConfigError
 
 _PREFILL_TOKENS = 4096
 """Maximum tokens of one prefill pass, including padding: bounds the memory of a pass and the delay of running requests.

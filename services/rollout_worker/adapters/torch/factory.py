@@ -6,10 +6,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from shared.importing import gc_paused
+from rlboost.shared.importing import gc_paused
 
 if TYPE_CHECKING:
-    from services.rollout_worker.ports import Engine
+    from rlboost.services.rollout_worker.ports import Engine
 
 
 class TorchFactory:
@@ -26,14 +26,14 @@ class TorchFactory:
     def prepare(self) -> None:
         """See `EngineFactory`."""
         with gc_paused():
-            import services.rollout_worker.adapters.torch.engine  # noqa: F401, PLC0415 - it imports torch
-        from shared.torch_device import require_device  # noqa: PLC0415 - it imports torch
+            import rlboost.services.rollout_worker.adapters.torch.engine  # noqa: F401, PLC0415 - it imports torch
+        from rlboost.shared.torch_device import require_device  # noqa: PLC0415 - it imports torch
 
         require_device(self._device, "RLBOOST_WORKER_DEVICE")
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""
-        from services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - it imports torch
+        from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - it imports torch
 
         with TemporaryDirectory(prefix="rlboost-model-") as directory:
             Path(directory, "config.json").write_text(config_json, encoding="utf-8")

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.rollout_worker.adapters.engine.hf_tensors import check_nothing_missing, target_of
-from services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
-from services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
-from shared.errors import ConfigError
+from rlboost.services.rollout_worker.adapters.engine.hf_tensors import check_nothing_missing, target_of
+from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
+from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
+from rlboost.shared.errors import ConfigError
 
 Model = Any
 """A `transformers.PreTrainedModel` with a language-model head."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from services.rollout_worker.adapters.torch.model import Model
-from services.rollout_worker.ports import Sequences
+from rlboost.services.rollout_worker.adapters.torch.model import Model
+from rlboost.services.rollout_worker.ports import Sequences
 
 
 class _NoCache:

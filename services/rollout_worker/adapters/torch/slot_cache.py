@@ -17,9 +17,9 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity, round_up
-from services.rollout_worker.domain.request_table import SlotMoves
-from shared.errors import ConfigError
+from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity, round_up
+from rlboost.services.rollout_worker.domain.request_table import SlotMoves
+from rlboost.shared.errors import ConfigError
 
 ATTENTION = "rlboost_slots"
 """The name under which transformers knows the attention function."""

@@ -26,13 +26,13 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from services.rollout_worker.adapters.engine.hf_tensors import HfTensors
-from services.rollout_worker.adapters.vllm import seeded_sampling, worker_extension
-from services.rollout_worker.domain.requests import Request
-from services.rollout_worker.ports import Sequences
-from shared.atomic_file import replace_file
-from shared.errors import ConfigError
-from shared.messages import Sampling
+from rlboost.services.rollout_worker.adapters.engine.hf_tensors import HfTensors
+from rlboost.services.rollout_worker.adapters.vllm import seeded_sampling, worker_extension
+from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.services.rollout_worker.ports import Sequences
+from rlboost.shared.atomic_file import replace_file
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.messages import Sampling
 
 _CPU_KV_CACHE_BYTES = 256 << 20
 """Default on a CPU: vLLM's own default is a large part of the machine's memory."""

@@ -16,13 +16,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from services.rollout_worker.adapters.engine.thread import EngineThread
-from services.rollout_worker.adapters.engine.threaded import ThreadedEngine
-from services.rollout_worker.adapters.vllm.core import VllmCore
-from services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable
-from services.rollout_worker.domain.requests import Key
-from services.rollout_worker.ports import Sequences
-from shared.errors import Timeout
+from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
+from rlboost.services.rollout_worker.adapters.engine.threaded import ThreadedEngine
+from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore
+from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable
+from rlboost.services.rollout_worker.domain.requests import Key
+from rlboost.services.rollout_worker.ports import Sequences
+from rlboost.shared.errors import Timeout
 
 T = TypeVar("T")
 

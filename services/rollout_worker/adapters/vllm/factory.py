@@ -6,12 +6,12 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Literal
 
-from services.rollout_worker.adapters.engine.thread import EngineThread
-from shared.errors import ConfigError
-from shared.importing import gc_paused
+from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import gc_paused
 
 if TYPE_CHECKING:
-    from services.rollout_worker.ports import Engine
+    from rlboost.services.rollout_worker.ports import Engine
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in this process: see `core`
@@ -64,14 +64,14 @@ class VllmFactory:
         for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._device == "cpu" else {})}.items():
             os.environ.setdefault(name, value)
         with gc_paused():
-            from services.rollout_worker.adapters.vllm.core import check_device  # noqa: PLC0415 - it imports vllm
+            from rlboost.services.rollout_worker.adapters.vllm.core import check_device  # noqa: PLC0415 - it imports vllm
 
         check_device(self._device)
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""
-        from services.rollout_worker.adapters.vllm.core import VllmCore, VllmOptions  # noqa: PLC0415 - they import vllm
-        from services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - it imports vllm
+        from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore, VllmOptions  # noqa: PLC0415 - they import vllm
+        from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - it imports vllm
 
         options = VllmOptions(
             slots=self._slots,

@@ -15,9 +15,9 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from services.rollout_worker.adapters.torch.sampling import sample
-from services.rollout_worker.domain.requests import Request
-from services.rollout_worker.domain.uniforms import as_u64, uniforms
+from rlboost.services.rollout_worker.adapters.torch.sampling import sample
+from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.services.rollout_worker.domain.uniforms import as_u64, uniforms
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate

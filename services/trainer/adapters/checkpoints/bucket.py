@@ -26,7 +26,7 @@ from typing import TypeVar
 import stamina
 import structlog
 
-from services.trainer.adapters.checkpoints.files import (
+from rlboost.services.trainer.adapters.checkpoints.files import (
     CORRUPT_ERRORS,
     N_RETAINED,
     Manifest,
@@ -36,11 +36,11 @@ from services.trainer.adapters.checkpoints.files import (
     step_of,
     unique_name,
 )
-from services.trainer.ports.engine import Snapshot
-from services.trainer.ports.storage import TrainState
-from shared.bucket import Bucket, Listed, NoCredentials, Refused, configuration
-from shared.errors import Fatal, NotFound, StoreUnavailable
-from shared.ids import new_token
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.shared.bucket import Bucket, Listed, NoCredentials, Refused, configuration
+from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable
+from rlboost.shared.ids import new_token
 
 log = structlog.get_logger(__name__)
 

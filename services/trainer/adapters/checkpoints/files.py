@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 
 from blake3 import blake3
 
-from services.trainer.ports.storage import TrainState
-from shared.errors import Corrupt
-from shared.ids import new_token
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.shared.errors import Corrupt
+from rlboost.shared.ids import new_token
 
 N_RETAINED = 2
 """Checkpoints that a job retains: if the newest does not verify, there is the one before."""

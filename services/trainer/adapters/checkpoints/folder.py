@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from services.trainer.adapters.checkpoints.files import (
+from rlboost.services.trainer.adapters.checkpoints.files import (
     CORRUPT_ERRORS,
     N_RETAINED,
     PREFIX,
@@ -21,10 +21,10 @@ from services.trainer.adapters.checkpoints.files import (
     step_of,
     unique_name,
 )
-from services.trainer.ports.engine import Snapshot
-from services.trainer.ports.storage import TrainState
-from shared.atomic_file import sync_path
-from shared.errors import Fatal
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.shared.atomic_file import sync_path
+from rlboost.shared.errors import Fatal
 
 log = structlog.get_logger(__name__)
 

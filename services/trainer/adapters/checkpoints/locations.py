@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.trainer.adapters.checkpoints.bucket import CheckpointBucket
-from services.trainer.adapters.checkpoints.files import CORRUPT_ERRORS, step_of
-from services.trainer.adapters.checkpoints.folder import MANIFEST_FILE, CheckpointFolder, read
-from services.trainer.ports.storage import CheckpointStore, TrainState
-from shared.bucket import SCHEMES
-from shared.errors import ConfigError
-from shared.job.training import RESUME_WORDS
+from rlboost.services.trainer.adapters.checkpoints.bucket import CheckpointBucket
+from rlboost.services.trainer.adapters.checkpoints.files import CORRUPT_ERRORS, step_of
+from rlboost.services.trainer.adapters.checkpoints.folder import MANIFEST_FILE, CheckpointFolder, read
+from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
+from rlboost.shared.bucket import SCHEMES
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import RESUME_WORDS
 
 
 @dataclass(frozen=True, slots=True)

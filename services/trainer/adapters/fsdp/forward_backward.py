@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
-from services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch, unpack_rows
-from services.trainer.adapters.torch.logprobs import LogprobPass
-from services.trainer.domain.training_row import TrainingRow
-from shared.columns import I32, pack
+from rlboost.services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch, unpack_rows
+from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import I32, pack
 
 _DUMMY = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
 

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.trainer.adapters.ranks.offload import local_tensor
-from services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
-from shared.errors import ConfigError
-from shared.job.training import OptimizerSpec
+from rlboost.services.trainer.adapters.ranks.offload import local_tensor
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import OptimizerSpec
 
 
 class FsdpWeightMap:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from services.trainer.adapters.ranks.policy import RanksPolicy
-from shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 
 class FsdpPolicy(RanksPolicy):

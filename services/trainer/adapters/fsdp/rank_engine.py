@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from services.trainer.adapters.fsdp.forward_backward import PaddedForwardBackward
-from services.trainer.adapters.fsdp.model import FsdpModel, TrainedFsdpModel
-from services.trainer.adapters.fsdp.state import FsdpOptimizerState
-from services.trainer.adapters.ranks.engine import RankEngine
-from services.trainer.adapters.ranks.layout import Coordinates, Layout
-from services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
-from services.trainer.adapters.torch.logprobs import LogprobPass
+from rlboost.services.trainer.adapters.fsdp.forward_backward import PaddedForwardBackward
+from rlboost.services.trainer.adapters.fsdp.model import FsdpModel, TrainedFsdpModel
+from rlboost.services.trainer.adapters.fsdp.state import FsdpOptimizerState
+from rlboost.services.trainer.adapters.ranks.engine import RankEngine
+from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
+from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 
 
 class FsdpRank(RankEngine):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from services.trainer.adapters.ranks.offload import local_tensor
-from services.trainer.adapters.ranks.trainable import WEIGHT
+from rlboost.services.trainer.adapters.ranks.offload import local_tensor
+from rlboost.services.trainer.adapters.ranks.trainable import WEIGHT
 
 _STEP = "step"
 

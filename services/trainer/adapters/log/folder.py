@@ -13,13 +13,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from services.trainer.adapters.log.run_log import Opener, RunLog
-from services.trainer.domain.training_row import TrainingRow
-from shared.atomic_file import replace_file
-from shared.columns import floats, ints
-from shared.errors import Fatal
-from shared.model.folder import copy_without_weights, declare_dtype
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.adapters.log.run_log import Opener, RunLog
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.atomic_file import replace_file
+from rlboost.shared.columns import floats, ints
+from rlboost.shared.errors import Fatal
+from rlboost.shared.model.folder import copy_without_weights, declare_dtype
+from rlboost.shared.weights.publisher import Shard
 
 _FINISH_LIMIT_S = 5.0
 """How long loggers may take at the end: a stopping trainer has ten seconds in all."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.trainer.adapters.log.run_log import Opener
-from services.trainer.adapters.log.wandb import Wandb
-from shared.errors import ConfigError
-from shared.job.run_log import lacking
-from shared.job.spec import BaseJob
+from rlboost.services.trainer.adapters.log.run_log import Opener
+from rlboost.services.trainer.adapters.log.wandb import Wandb
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.run_log import lacking
+from rlboost.shared.job.spec import BaseJob
 
 
 def openers(spec: BaseJob, job_id: str, folder: Path) -> dict[str, Opener]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
-from services.trainer.adapters.log.run_log import LoggerFailed
-from services.trainer.adapters.log.wandb_child import STARTED
-from shared.job.run_log import WandbSpec
-from shared.job.spec import BaseJob
+from rlboost.services.trainer.adapters.log.run_log import LoggerFailed
+from rlboost.services.trainer.adapters.log.wandb_child import STARTED
+from rlboost.shared.job.run_log import WandbSpec
+from rlboost.shared.job.spec import BaseJob
 
 
 class Wandb:
@@ -38,7 +38,7 @@ class Wandb:
         folder.mkdir(parents=True, exist_ok=True)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = Popen(
-            [sys.executable, "-m", "services.trainer.adapters.log.wandb_child"],
+            [sys.executable, "-m", "rlboost.services.trainer.adapters.log.wandb_child"],
             stdin=PIPE,
             stdout=PIPE,
             stderr=self._stderr,

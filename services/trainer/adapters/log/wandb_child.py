@@ -1,4 +1,4 @@
-"""`python -m services.trainer.adapters.log.wandb_child`: one Weights & Biases run, in its own process.
+"""`python -m rlboost.services.trainer.adapters.log.wandb_child`: one Weights & Biases run, in its own process.
 
 Standard input has lines of JSON: the arguments of `wandb.init`, then one row per line, then `null`. `STARTED` on
 standard output means that the run has started. If the input ends without `null`, the trainer has died; the child still

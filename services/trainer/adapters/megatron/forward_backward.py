@@ -18,9 +18,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor, distributed
 
-from services.trainer.adapters.megatron.model import MegatronModel
-from services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch
-from shared.columns import I32, U8, ints, unpack
+from rlboost.services.trainer.adapters.megatron.model import MegatronModel
+from rlboost.services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch
+from rlboost.shared.columns import I32, U8, ints, unpack
 
 
 class PipelineForwardBackward:

@@ -18,11 +18,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from services.trainer.adapters.megatron.layers import block_spec
-from services.trainer.adapters.megatron.model_shape import ModelShape
-from services.trainer.adapters.megatron.weight_map import MegatronWeightMap
-from services.trainer.adapters.ranks.layout import Coordinates, Layout
-from shared.job.training import OptimizerSpec
+from rlboost.services.trainer.adapters.megatron.layers import block_spec
+from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape
+from rlboost.services.trainer.adapters.megatron.weight_map import MegatronWeightMap
+from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.shared.job.training import OptimizerSpec
 
 
 class MegatronModel:

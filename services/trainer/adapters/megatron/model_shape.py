@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from services.trainer.adapters.ranks.layout import Layout
-from shared.errors import ConfigError
+from rlboost.services.trainer.adapters.ranks.layout import Layout
+from rlboost.shared.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

@@ -6,10 +6,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from services.trainer.adapters.megatron.model_shape import require_divisible, shape_of
-from services.trainer.adapters.ranks.policy import RanksPolicy
-from shared.errors import ConfigError
-from shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.services.trainer.adapters.megatron.model_shape import require_divisible, shape_of
+from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 
 class MegatronPolicy(RanksPolicy):

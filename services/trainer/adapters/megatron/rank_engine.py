@@ -8,14 +8,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from services.trainer.adapters.megatron.forward_backward import PipelineForwardBackward
-from services.trainer.adapters.megatron.model import MegatronModel, TrainedMegatronModel
-from services.trainer.adapters.megatron.model_shape import ModelShape
-from services.trainer.adapters.megatron.state import MegatronOptimizerState
-from services.trainer.adapters.ranks.engine import RankEngine
-from services.trainer.adapters.ranks.layout import Coordinates, Layout
-from services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
-from shared.errors import ConfigError
+from rlboost.services.trainer.adapters.megatron.forward_backward import PipelineForwardBackward
+from rlboost.services.trainer.adapters.megatron.model import MegatronModel, TrainedMegatronModel
+from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape
+from rlboost.services.trainer.adapters.megatron.state import MegatronOptimizerState
+from rlboost.services.trainer.adapters.ranks.engine import RankEngine
+from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
+from rlboost.shared.errors import ConfigError
 
 
 class MegatronRank(RankEngine):

@@ -14,8 +14,8 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, distributed
 
-from services.trainer.adapters.megatron.model import TrainedMegatronModel
-from services.trainer.adapters.ranks.trainable import WEIGHT
+from rlboost.services.trainer.adapters.megatron.model import TrainedMegatronModel
+from rlboost.services.trainer.adapters.ranks.trainable import WEIGHT
 
 _STEP = "step"
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.trainer.adapters.megatron.model_shape import ModelShape
-from services.trainer.adapters.ranks.layout import Coordinates, Layout
-from services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape
+from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TOP = {

@@ -18,18 +18,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, distributed
 
-from services.trainer.adapters.ranks.layout import Coordinates, Layout
-from services.trainer.adapters.ranks.offload import StorageOffloader
-from services.trainer.adapters.ranks.packed import PackedBatch
-from services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
-from services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, ForwardBackward, Model, Trainable
-from shared.errors import ConfigError, Corrupt, Fatal
-from shared.job.training import Offload, OptimizerSpec
-from shared.waiting import Waits
-from shared.weights.client import StoreClient
-from shared.weights.manifest import digest_of
-from shared.weights.publisher import Publisher, Shard
+from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.offload import StorageOffloader
+from rlboost.services.trainer.adapters.ranks.packed import PackedBatch
+from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, ForwardBackward, Model, Trainable
+from rlboost.shared.errors import ConfigError, Corrupt, Fatal
+from rlboost.shared.job.training import Offload, OptimizerSpec
+from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.publisher import Publisher, Shard
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 """Timeout of a collective operation."""

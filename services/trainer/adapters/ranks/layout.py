@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shared.job.training import TrainerSpec
+from rlboost.shared.job.training import TrainerSpec
 
 
 class Layout(NamedTuple):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from services.trainer.adapters.torch.offload import Offloader
-from shared.job.training import Offload
+from rlboost.services.trainer.adapters.torch.offload import Offloader
+from rlboost.shared.job.training import Offload
 
 GradientsFn = Callable[[], tuple[Iterable[Tensor], bool]]
 """Returns the tensors that hold gradients, and True if any were accumulated; otherwise they are all zeros."""

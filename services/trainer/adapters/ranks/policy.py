@@ -21,22 +21,22 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from services.trainer.adapters.ranks.layout import Coordinates, Layout
-from services.trainer.adapters.ranks.packed import pack_rows
-from services.trainer.adapters.ranks.processes import RankProcesses
-from services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
-from services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
-from services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from services.trainer.adapters.torch.batch import token_batch
-from services.trainer.domain import sums
-from services.trainer.domain.spread import spread
-from services.trainer.domain.tokens import LossFn
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
-from shared.columns import F32, unpack
-from shared.errors import ConfigError, Fatal
-from shared.job.training import OptimizerSpec, TrainerSpec
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.packed import pack_rows
+from rlboost.services.trainer.adapters.ranks.processes import RankProcesses
+from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
+from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.torch.batch import token_batch
+from rlboost.services.trainer.domain import sums
+from rlboost.services.trainer.domain.spread import spread
+from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
+from rlboost.shared.columns import F32, unpack
+from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.weights.publisher import Shard
 
 _BATCHES_PER_STAGE = 4
 """Parts into which a micro-batch is split per pipeline stage. With fewer the stages idle longer."""

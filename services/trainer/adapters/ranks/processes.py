@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.trainer.adapters.ranks import wire
-from shared.errors import Retryable, Timeout
+from rlboost.services.trainer.adapters.ranks import wire
+from rlboost.shared.errors import Retryable, Timeout
 
 CALL_LIMIT_S = 3600.0
 """Limit of one call; a rank that takes longer hangs."""
@@ -114,7 +114,13 @@ class RankProcesses:
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         for _ in range(self._n):
             ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "services.trainer.adapters.ranks.rank", str(theirs.fileno()), self._kind]
+            command = [
+                sys.executable,
+                "-m",
+                "rlboost.services.trainer.adapters.ranks.rank",
+                str(theirs.fileno()),
+                self._kind,
+            ]
             with theirs:
                 # Its own session: a keyboard interrupt is for the trainer.
                 process = subprocess.Popen(  # noqa: S603 - our own module

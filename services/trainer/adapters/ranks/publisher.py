@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.trainer.adapters.ranks.policy import RanksPolicy
-from services.trainer.adapters.weights import Digests, StorePublisher
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.adapters.weights import Digests, StorePublisher
+from rlboost.shared.weights.publisher import Shard
 
 
 @dataclass(eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""`python -m services.trainer.adapters.ranks.rank FD KIND`: the process of one rank.
+"""`python -m rlboost.services.trainer.adapters.ranks.rank FD KIND`: the process of one rank.
 
 Consumes: calls from the trainer, on socket FD. Produces: a result or an error per call, and questions during a call.
 Waits for: the next call, in `inbox.get()`, which the reader thread feeds; and for other ranks, in collectives.
@@ -16,12 +16,12 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from services.trainer.adapters.ranks import wire
-from services.trainer.adapters.ranks.layout import Layout
-from shared.importing import gc_paused, modules_hidden
+from rlboost.services.trainer.adapters.ranks import wire
+from rlboost.services.trainer.adapters.ranks.layout import Layout
+from rlboost.shared.importing import gc_paused, modules_hidden
 
 if TYPE_CHECKING:
-    from services.trainer.adapters.ranks.engine import RankEngine
+    from rlboost.services.trainer.adapters.ranks.engine import RankEngine
 
 _REPORTERS = ("tensorboard", "wandb")
 """Optional imports of megatron-core that a rank does not need; they would cost a second of CPU time per start."""
@@ -61,10 +61,10 @@ def engine_class(kind: str) -> type[RankEngine]:
     """Import and return the engine of a kind of rank."""
     if kind == "megatron":
         with modules_hidden(*_REPORTERS):
-            from services.trainer.adapters.megatron.rank_engine import MegatronRank  # noqa: PLC0415 - optional
+            from rlboost.services.trainer.adapters.megatron.rank_engine import MegatronRank  # noqa: PLC0415 - optional
 
         return MegatronRank
-    from services.trainer.adapters.fsdp.rank_engine import FsdpRank  # noqa: PLC0415 - only one kind is imported
+    from rlboost.services.trainer.adapters.fsdp.rank_engine import FsdpRank  # noqa: PLC0415 - only one kind is imported
 
     return FsdpRank
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 
 _SLICES = "slices"
 """Key of the metadata: JSON, tensor name -> [global shape, offset]."""

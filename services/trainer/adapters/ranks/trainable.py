@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch
-from services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgpack
 
-from shared import errors
-from shared.errors import RLBoostError
+from rlboost.shared import errors
+from rlboost.shared.errors import RLBoostError
 
 _LENGTH_BYTES = 8
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError
 
 
 def checkpoint_activations(model: Any) -> None:

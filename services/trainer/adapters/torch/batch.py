@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.domain.tokens import TokenBatch
-from services.trainer.domain.training_row import TrainingRow
-from shared.columns import F32, I32, U8, unpack
+from rlboost.services.trainer.domain.tokens import TokenBatch
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import F32, I32, U8, unpack
 
 Array = np.ndarray[Any, Any]
 

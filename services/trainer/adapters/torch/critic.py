@@ -14,15 +14,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModel
 
-from services.trainer.adapters.torch import batch
-from services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
-from services.trainer.adapters.torch.logprobs import in_dtype
-from services.trainer.adapters.torch.state import load_state, snapshot_of
-from services.trainer.domain.loss.value import value_loss
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import Snapshot
-from shared.errors import ConfigError, Corrupt
-from shared.job.algorithm import CriticSpec
+from rlboost.services.trainer.adapters.torch import batch
+from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
+from rlboost.services.trainer.adapters.torch.logprobs import in_dtype
+from rlboost.services.trainer.adapters.torch.state import load_state, snapshot_of
+from rlboost.services.trainer.domain.loss.value import value_loss
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.shared.errors import ConfigError, Corrupt
+from rlboost.shared.job.algorithm import CriticSpec
 
 _PREFIX = "critic-"
 """Prefix of its files in a checkpoint."""

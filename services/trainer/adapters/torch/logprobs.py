@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.adapters.torch.batch import padded
-from services.trainer.adapters.torch.selected_logprobs import selected_logprobs
-from services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.adapters.torch.batch import padded
+from rlboost.services.trainer.adapters.torch.selected_logprobs import selected_logprobs
+from rlboost.services.trainer.domain.training_row import TrainingRow
 
 
 def in_dtype(dtype: torch.dtype, device: torch.device) -> torch.autocast:

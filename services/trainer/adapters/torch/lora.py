@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError
-from shared.job.training import LoraSpec
-from shared.model.lora_targets import check_targets
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import LoraSpec
+from rlboost.shared.model.lora_targets import check_targets
 
 _NAME = "default"
 """PEFT's name of an unnamed adapter."""

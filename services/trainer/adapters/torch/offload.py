@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shared.job.training import Offload
+from rlboost.shared.job.training import Offload
 
 
 class Offloader:

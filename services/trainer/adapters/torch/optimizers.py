@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.errors import ConfigError
-from shared.job.training import OptimizerSpec
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import OptimizerSpec
 
 
 def optimizers(model: Any, parameters: Sequence[Tensor], spec: OptimizerSpec) -> list[torch.optim.Optimizer]:

@@ -16,23 +16,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
-from services.trainer.adapters.torch.batch import columns, token_batch
-from services.trainer.adapters.torch.critic import TorchCritic
-from services.trainer.adapters.torch.logprobs import LogprobPass
-from services.trainer.adapters.torch.lora import Adapter
-from services.trainer.adapters.torch.offload import Offloader
-from services.trainer.adapters.torch.optimizers import optimizers
-from services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
-from services.trainer.domain import sums
-from services.trainer.domain.batching import n_padded
-from services.trainer.domain.tokens import LossFn
-from services.trainer.domain.training_row import TrainingRow
-from services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
-from shared.errors import ConfigError, Fatal
-from shared.job.algorithm import CriticSpec
-from shared.job.training import LoraSpec, Offload, OptimizerSpec
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
+from rlboost.services.trainer.adapters.torch.batch import columns, token_batch
+from rlboost.services.trainer.adapters.torch.critic import TorchCritic
+from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
+from rlboost.services.trainer.adapters.torch.lora import Adapter
+from rlboost.services.trainer.adapters.torch.offload import Offloader
+from rlboost.services.trainer.adapters.torch.optimizers import optimizers
+from rlboost.services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
+from rlboost.services.trainer.domain import sums
+from rlboost.services.trainer.domain.batching import n_padded
+from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
+from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
+from rlboost.shared.weights.publisher import Shard
 
 
 class TorchPolicy:

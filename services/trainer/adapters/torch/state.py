@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.trainer.ports.engine import Snapshot
-from shared.errors import ConfigError, Corrupt
-from shared.weights.publisher import Shard
+from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.shared.errors import ConfigError, Corrupt
+from rlboost.shared.weights.publisher import Shard
 
 _MODEL_FILE = "model.safetensors"
 _OPTIMIZER_FILE = "optimizer.safetensors"

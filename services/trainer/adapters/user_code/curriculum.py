@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.trainer.domain.curriculum import SkipFunction
-from services.trainer.ports.data import Prompt
-from shared.errors import ConfigError
-from shared.user_code.functions import load_user_function
+from rlboost.services.trainer.domain.curriculum import SkipFunction
+from rlboost.services.trainer.ports.data import Prompt
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.user_code.functions import load_user_function
 
 _FIELD = "data.curriculum.function"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from services.trainer.domain.tokens import TokenLoss
-from shared.user_code.functions import load_user_function
+from rlboost.services.trainer.domain.tokens import TokenLoss
+from rlboost.shared.user_code.functions import load_user_function
 
 
 def load_loss(path: str) -> TokenLoss:

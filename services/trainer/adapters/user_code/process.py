@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from shared.errors import ConfigError
-from shared.waiting import Waits
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.waiting import Waits
 
 IMPORT_LIMIT_S = 60.0
 _LENGTH_BYTES = 4

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.domain.loss.aggregation import divisor, factor
-from services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip, unclipped
-from services.trainer.domain.loss.importance import RULES
-from services.trainer.domain.loss.kl import ESTIMATORS, k3
-from services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
-from services.trainer.domain.sums import MAX_PREFIX, MISMATCH
-from services.trainer.domain.tokens import LossFn, TokenBatch, TokenLoss
-from shared.errors import Fatal
-from shared.job.algorithm import Aggregation, Clip, Importance, KlEstimator, RatioLevel
-from shared.job.spec import GeneratingJob
+from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
+from rlboost.services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip, unclipped
+from rlboost.services.trainer.domain.loss.importance import RULES
+from rlboost.services.trainer.domain.loss.kl import ESTIMATORS, k3
+from rlboost.services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
+from rlboost.services.trainer.domain.sums import MAX_PREFIX, MISMATCH
+from rlboost.services.trainer.domain.tokens import LossFn, TokenBatch, TokenLoss
+from rlboost.shared.errors import Fatal
+from rlboost.shared.job.algorithm import Aggregation, Clip, Importance, KlEstimator, RatioLevel
+from rlboost.shared.job.spec import GeneratingJob
 
 
 @dataclass(frozen=True, slots=True)

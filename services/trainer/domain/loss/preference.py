@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.job.algorithm import PreferenceSpec
+from rlboost.shared.job.algorithm import PreferenceSpec
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
