@@ -5,11 +5,12 @@ Those modules import their implementation only when a command runs, so that `--h
 
 from __future__ import annotations
 
-from rlboost.commands import config, demo, export, jobs, ps, report, up, worker
+from rlboost.commands import config, demo, export, init, jobs, ps, report, up, worker
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
 app = new_app("Reinforcement learning of language models on spot GPUs: nothing is lost when they go.", top=True)
+init.register(app)
 up.register(app)
 demo.register(app)
 report.register(app)
