@@ -6,6 +6,7 @@ A Qwen3 of 0.2 M parameters with random weights; or, with `--rounded MODEL`, wit
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -54,14 +55,14 @@ def write(out: Path, tokenizer: PreTrainedTokenizerFast, rounded: Path | None) -
     tokenizer.save_pretrained(out)
 
 
-def main(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write the folder that the command line names."""
+def main(vocabulary: Sequence[str] = VOCABULARY) -> None:
+    """Write the folder that the command line names; `vocabulary` has the text of each token, by token id."""
     parser = argparse.ArgumentParser(description="Write a model of 0.2 M parameters.")
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
     parser.add_argument("--rounded", type=Path, help="a trained model, whose weights are taken in bfloat16")
     asked = parser.parse_args()
-    write(asked.out, tokenizer, asked.rounded)
+    write(asked.out, pretrained(vocabulary), asked.rounded)
 
 
 if __name__ == "__main__":
-    main(pretrained())
+    main()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from rlboost.examples.countdown import model
 from rlboost.examples.countdown.task import BOS, EOS, PAD, VOCABULARY_SIZE
-from rlboost.examples.countdown.tokenizer import pretrained
 
 _USED = (PAD, BOS, EOS, "\n", *map(chr, range(ord(" "), ord("~") + 1)))
 VOCABULARY = (*_USED, *(f"<unused{i}>" for i in range(VOCABULARY_SIZE - len(_USED))))
@@ -21,4 +20,4 @@ VOCABULARY = (*_USED, *(f"<unused{i}>" for i in range(VOCABULARY_SIZE - len(_USE
 
 
 if __name__ == "__main__":
-    model.main(pretrained(VOCABULARY))
+    model.main(VOCABULARY)

@@ -89,7 +89,8 @@ def check_job(raw: object) -> Found:
     found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec)]
     if model_is_here and not any(found):
         found.append(data_problem(spec))
-    advice = lr_advice(spec, n_parameters(spec) if model_is_here else None)
+    # None for a Hugging Face id; a folder that is missing here may hold a model of any size.
+    advice = "" if found[0] else lr_advice(spec, n_parameters(spec) if model_is_here else None)
     return Found([problem for problem in found if problem], missing_libraries(spec), [advice] if advice else [])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -32,9 +33,9 @@ def make(folder: Path, model: str | None = None) -> list[str]:
 
     """
     given = None if model is None else _checked_model(model)
-    _require_empty(folder)
     template = Path(str(examples.__file__)).parent / "sums"
     try:
+        _require_empty(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name in _COPIED:
             text = (template / name).read_text(encoding="utf-8")
@@ -51,7 +52,7 @@ def make(folder: Path, model: str | None = None) -> list[str]:
 
 def with_model(job_file: str, model: str, lr: str) -> str:
     """Return the text of a job file of the template for another model, with AdamW at a learning rate for it."""
-    text = re.sub(r"^model: .*$", lambda _: f"model: {model}", job_file, count=1, flags=re.MULTILINE)
+    text = re.sub(r"^model: .*$", lambda _: f"model: {json.dumps(model)}", job_file, count=1, flags=re.MULTILINE)
     return re.sub(r"^optimizer: .*$", f"optimizer: {{lr: {lr}, warmup_steps: 5}}", text, count=1, flags=re.MULTILINE)
 
 
@@ -77,4 +78,4 @@ def _require_empty(folder: Path) -> None:
         return
     ours = [name for name in there if name in {*_COPIED, *make_data.FILES, MODEL}]
     what = f"a new job would overwrite {', '.join(ours)}" if ours else f"it has {', '.join(there[:_SHOWN])}"
-    raise ConfigError(f"{folder} is not empty, {what}: name a new folder, such as 'rlboost init sums'")
+    raise ConfigError(f"{folder} is not empty, {what}: name a new folder")

@@ -74,6 +74,11 @@ def test_init_path_of_a_file_is_refused(here: Path) -> None:
     assert "sums is a file" in rlboost("init", "sums", code=2)
 
 
+def test_init_folder_in_a_file_is_refused(here: Path) -> None:
+    (here / "file").touch()
+    assert "name another folder" in rlboost("init", "file/sums", code=2)
+
+
 def test_init_hub_id_fills_job_files_with_rates_for_it(here: Path) -> None:
     rlboost("init", "sums", "--model", "Qwen/Qwen3-0.6B")
     assert not (here / "sums/model").exists()
@@ -85,9 +90,9 @@ def test_init_hub_id_fills_job_files_with_rates_for_it(here: Path) -> None:
 
 
 def test_init_model_folder_is_absolute_in_job_files(here: Path) -> None:
-    (here / "my base").mkdir()
-    new_folder.make(Path("sums"), "my base")
-    assert job_spec.load("sums/job.yaml")["model"] == str(here / "my base")
+    (here / "my: base #1").mkdir()
+    new_folder.make(Path("sums"), "my: base #1")
+    assert job_spec.load("sums/job.yaml")["model"] == str(here / "my: base #1")
 
 
 def test_init_unknown_model_creates_nothing(here: Path) -> None:
@@ -129,5 +134,6 @@ def test_config_check_from_another_folder_says_where_it_searched() -> None:
     rlboost("init", "sums")
     found = rlboost("config", "check", "sums/job.yaml", code=2)
     assert "run 'cd sums' first" in found
+    assert "optimizer.lr" not in found  # of a model that is not found, the size is not known
     Path("sums/job.yaml").rename("job.yaml")
     assert "first" not in rlboost("config", "check", "job.yaml", code=2)
