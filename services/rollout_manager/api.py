@@ -22,7 +22,9 @@ from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, Op, position
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, StoreUnavailable
-from rlboost.shared.http.server import Problem, bearer, create_app
+from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.server import create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
@@ -45,7 +47,7 @@ def build(manager: Manager, bus: Bus, settings: Settings, extensions: Iterable[E
     """Return the manager's HTTP app, with the routes of `extensions` under `/v1`."""
     token = settings.token.get_secret_value()
     app = create_app("RLBoost", token=token, ready=lambda: _missing(manager))
-    router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token)), Depends(_leader_only(manager, token))])
+    router = guarded_router(token, prefix="/v1", dependencies=[Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
     _add_fleet(router, manager, settings)
