@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import rlboost
-
 SETTING = "RLBOOST_TRAINER_USER_MODULES"
 """Installed packages that job files may name, separated by commas."""
 OUR_PACKAGES = ("rlboost.rewards", "rlboost.environments", "rlboost.examples")
@@ -41,7 +39,7 @@ def check_module(name: str) -> None:
 
     """
     top = name.partition(".")[0]
-    if top == rlboost.__name__:
+    if top == "rlboost":
         if not f"{name}.".startswith(tuple(f"{package}." for package in OUR_PACKAGES)):
             raise ForbiddenFunction(f"{name} is internal to rlboost: {_WHERE}")
         return
@@ -85,5 +83,5 @@ def _installed() -> set[Path]:
 
 def _ours() -> set[Path]:
     # In a checkout these are folders of its root, which may be on the path.
-    root = Path(rlboost.__path__[0])
+    root = Path(__file__).parents[2]
     return {(root / part).resolve() for part in ("services", "shared")}
