@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlboost.demo.news import News, Newsroom
-from rlboost.follow import ENDED, step_line
+from rlboost.follow import ENDED
+from rlboost.job_lines import step_line
 from rlboost.report.record import Observation, Record, SeenWorker
 
 NEWS_SHOWN = 9
