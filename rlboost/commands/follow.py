@@ -83,7 +83,7 @@ def follow_job(job_id: str, state: Path, *, from_step: int | None, as_json: bool
                 print_change(job_id, job.get("steps", 0), (kind, news))
     except KeyboardInterrupt:
         stop = command(f"cancel {job_id}", state)
-        typer.echo(f"\n{job_id} is still running: '{again}' follows it again, '{stop}' stops it", err=True)
+        typer.echo(f"\n{job_id} is still running\n  follow it again: {again}\n  stop it: {stop}", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except ClientError as error:
         raise ClientError(error.title, f"{error.detail}; '{again}' follows the job again", error.status) from error
