@@ -52,15 +52,21 @@ def back_line(outage: Mapping[str, Any]) -> str:
     return f"the manager answers again, after {duration(outage['outage_s'])}"
 
 
+def begin_line(job: Mapping[str, Any]) -> str:
+    """Format a job's state when a follower joins it."""
+    return f"{job['id']} is {job['state']}" + (f": {job['step']} of {job['steps']} steps" if job["steps"] else "")
+
+
 def end_line(job: Mapping[str, Any], logs: str) -> str:
     """Format how a job ended; `logs` is the command that prints its log."""
-    job_id, steps = job["id"], f"{job['step']} of {job['steps']} steps"
+    ended = f"{job['id']} {job['state']}"
     match job["state"]:
         case "completed":
-            return f"{job_id} completed: {job['step']} steps"
+            return f"{ended}: {job['step']} steps"
         case "cancelled":
-            return f"{job_id} cancelled after {steps}" + (f": {job['error']}" if job["error"] else "")
-    return f"{job_id} {job['state']}: " + (job["error"] or f"after {steps}; '{logs}' prints its log")
+            after = f"{ended} after {job['step']} of {job['steps']} steps" if job["steps"] else ended
+            return after + (f": {job['error']}" if job["error"] else "")
+    return f"{ended}: " + (job["error"] or f"'{logs}' prints its log")
 
 
 def remaining(job: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -48,10 +48,12 @@ def follow(
     Also shows the steps and the result of a job that has ended. Ctrl-C stops following, not the job. While the manager
     does not answer, for example between 'rlboost down' and 'up', it tries again for 10 minutes.
     """
+    from rlboost.job_lines import begin_line  # noqa: PLC0415 - keeps --help quick
+
     with connect(state) as client:
         found = client.jobs.find(job)
     if not as_json:
-        typer.echo(f"{found['id']} is {found['state']}: {found['step']} of {found['steps']} steps")
+        typer.echo(begin_line(found))
     follow_job(found["id"], state, from_step=None if from_step is None else from_step - 1, as_json=as_json)
 
 

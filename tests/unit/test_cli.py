@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, follow
 from rlboost.cli import app
-from rlboost.commands import ps
+from rlboost.commands import ps, up
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 
@@ -683,6 +683,17 @@ def test_a_hugging_face_id_is_left_to_the_trainer() -> None:
 
 
 # --- up and down ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [Path(".rlboost"), Path("/tmp/x y")])
+def test_up_prints_the_next_commands_and_where_the_token_is(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    up._print_ready(Config("http://127.0.0.1:77", "mysecret", "redis://x", str(state.absolute()), 1), state)
+    shown = capsys.readouterr().out
+    assert "mysecret" not in shown
+    assert str(state.absolute() / "config.json") in shown
+    assert 'base_url="http://127.0.0.1:77/v1"' in shown
+    flag = "" if state == Path(".rlboost") else " --state '/tmp/x y'"
+    assert f"rlboost run JOB.yaml --follow{flag}\n" in shown
 
 
 def test_down_without_a_system_says_so() -> None:
