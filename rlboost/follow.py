@@ -28,6 +28,8 @@ _LONG_OUTAGE_S = 2.0
 """A shorter outage, such as a new leader's start, is not shown."""
 _LAST_WORDS_S = 5.0
 """How long to read remaining warnings after a job has ended."""
+_WARNINGS = frozenset({"warning", "warning_cleared"})
+"""Kinds of events that are shown."""
 
 
 def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None = 0) -> Iterator[Change]:
@@ -177,7 +179,7 @@ class _Warnings:
             try:
                 for event in self._client.jobs.events(self._job_id, self._last_id):
                     self._last_id = event.id or self._last_id
-                    if event.kind == "warning":
+                    if event.kind in _WARNINGS:
                         self._came.put(str(event.data["fields"]["text"]))
             except (httpx.HTTPError, RuntimeError):  # the client was closed: there may be a new one
                 time.sleep(_POLL_S)

@@ -89,6 +89,7 @@ def _status_rows(job: dict[str, Any], recent: list[dict[str, Any]], now: float) 
     rows += [(name, moment(job[f"{name}_at"], now)) for name in ("created", "started", "finished") if job[f"{name}_at"]]
     rows += [("error", job["error"])] if job["error"] else []
     rows += [("waiting", wait_line(job["waiting"], now).removeprefix("waiting "))] if job["waiting"] else []
+    rows += [("warning", text) for text in job.get("warnings", ())]
     if job["latest"]:
         rows += [("", ""), (f"step {job['step']}", "")]
     return rows + [(f"  {name}", f"{value:.4g}") for name, value in sorted((job["latest"] or {}).items())]
