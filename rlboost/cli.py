@@ -5,7 +5,7 @@ Those modules import their implementation only when a command runs, so that `--h
 
 from __future__ import annotations
 
-from rlboost.commands import config, demo, export, jobs, ps, report, up, worker
+from rlboost.commands import config, demo, export, jobs, ps, report, samples, up, worker
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
@@ -14,6 +14,7 @@ up.register(app)
 demo.register(app)
 report.register(app)
 jobs.register(app)
+samples.register(app)
 evaluation.register(app)
 export.register(app)
 ps.register(app)

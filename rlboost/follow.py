@@ -19,6 +19,8 @@ _LONG_WAIT_S = 5.0
 """Every step waits briefly for samples and weights; only longer waits are shown."""
 _LAST_WORDS_S = 5.0
 """How long to read remaining warnings after a job has ended."""
+_WARNINGS = frozenset({"warning", "warning_cleared"})
+"""Kinds of events that are shown."""
 _SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
 
 
@@ -67,7 +69,7 @@ class _Warnings:
     def _listen(self) -> None:
         try:
             for event in self._client.jobs.events(self._job_id):
-                if event.kind == "warning":
+                if event.kind in _WARNINGS:
                     self._came.put(str(event.data["fields"]["text"]))
         except (ClientError, httpx.HTTPError, RuntimeError):
             return  # polling the job fails in the same way and reports it; or the client is closed

@@ -102,6 +102,7 @@ def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOp
     rows.insert(1, ("step", f"{shown['step']} of {shown['steps']}"))
     if shown["waiting"]:
         rows.append(("waiting", wait_line(shown["waiting"])))
+    rows += [("warning", text) for text in shown.get("warnings", ())]
     rows += [(name, f"{value:.4g}") for name, value in sorted((shown["latest"] or {}).items())]
     print_table(shown["id"], ("", ""), rows)
 

@@ -327,6 +327,7 @@ def _on_step_report(world: World, report: StepReport, now: Now) -> None:
         max(job.step, report.step + 1), job.spec.steps
     )  # the report of the last evaluation is of no training step
     job.on_metrics(report.step, report.metrics)
+    job.warnings = report.warnings
     job.checkpointed_step = max(job.checkpointed_step, report.checkpointed_step)
     if progress := world.progress.get(job.id):
         progress.forget_steps_before(job.checkpointed_step)
