@@ -193,7 +193,7 @@ class Jobs:
         return jobs
 
     def show(self, job_id: str) -> Json:
-        """Return one job: its state, step, latest metrics, what it waits for, its error."""
+        """Return one job: its state, step, latest metrics, warnings, what it waits for, its error."""
         job: Json = self._get(job_id)
         return job
 

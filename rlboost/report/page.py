@@ -85,6 +85,7 @@ def render(record: Record, drawings: dict[str, str]) -> str:
         verdict="Every guarantee held" if held else "Some guarantees were violated",
         verdict_class="good" if held else "bad",
         intro=tables.intro(record),
+        warnings=tables.warnings(record),
         cards=tables.cards(record),
         guarantees=tables.guarantees(record),
         sections="\n".join(_sections(drawings)),

@@ -25,6 +25,11 @@ def intro(record: Record) -> str:
     return escape(text)
 
 
+def warnings(record: Record) -> str:
+    """Return the warnings about the job's learning that held at its end, nothing if there are none."""
+    return "".join(f'<p class="bad">Warning: {escape(text)}</p>' for text in record.job.get("warnings", ()))
+
+
 def cards(record: Record) -> str:
     """Return the headline numbers."""
     audit = record.audit

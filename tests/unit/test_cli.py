@@ -338,9 +338,11 @@ def test_an_answer_that_is_a_problem_is_one_line(rest: FakeRest) -> None:
 
 def test_status_shows_state_step_wait_and_metrics(rest: FakeRest) -> None:
     waiting = {"for": "the trainer", "because": "it died", "since": "2026-01-01", "limit_s": 30.0}
-    rest.on("GET /v1/jobs/j-1", ok(job("running", 2, waiting=waiting, latest={"reward/mean": 0.25})))
+    rest.on(
+        "GET /v1/jobs/j-1", ok(job("running", 2, waiting=waiting, latest={"reward/mean": 0.25}, warnings=["all 0"]))
+    )
     shown = rlboost("status", "j-1").stdout
-    for part in ("running", "2 of 3", "waiting for the trainer because it died", "for 30 s at most", "0.25"):
+    for part in ("running", "2 of 3", "waiting for the trainer because it died", "for 30 s at most", "0.25", "all 0"):
         assert part in shown
     assert json.loads(rlboost("status", "j-1", "--json").stdout)["waiting"] == waiting
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import structlog
 
 from rlboost.services.trainer.domain.learning_health import Change, LearningHealth
 from rlboost.services.trainer.domain.learning_rules import JobFacts
-from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.data import Data
 from rlboost.shared import names
 from rlboost.shared.columns import ints
-from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec
 
 log = structlog.get_logger(__name__)
@@ -66,42 +64,30 @@ class LearningWatch:
     async def _emit(self, change: Change, step: int, tally: StepTally | None) -> None:
         finding = change.finding
         if not change.holds:
-            text = f"no longer: {finding.seen} (since step {change.since_step})"
-            await self._streams.emit_event("warning_cleared", text=text, name=finding.name, step=step)
+            text = f"no longer: {finding.seen} (a warning since step {change.since_step})"
+            await self._streams.emit_event("warning_cleared", name=finding.name, step=step, text=text)
             return
-        shown = {} if tally is None else example(finding.name, tally, self._data)
-        text = ". ".join(part for part in (finding.text, _sentence(shown)) if part)
-        fields = {"seen": finding.seen, "causes": finding.causes, "remedy": finding.remedy}
-        await self._streams.emit_event("warning", text=text, name=finding.name, step=step, **fields, **shown)
+        shown = "" if tally is None else example(finding.name, tally, self._data)
+        text = f"{finding.text}. {shown}" if shown else finding.text
+        await self._streams.emit_event("warning", name=finding.name, step=step, text=text)
 
 
-def example(name: str, tally: StepTally, data: Data) -> dict[str, Any]:
-    """Return what illustrates a finding: one completion with its reward, or why the first group was dropped."""
+def example(name: str, tally: StepTally, data: Data) -> str:
+    """Return what illustrates a finding, as one line: a completion with its reward, or why a group was dropped."""
     if name == "many_groups_dropped" and tally.first_detail:
-        return {"first_dropped": " ".join(tally.first_detail.split())[:_DETAIL_CHARS]}
-    is_eval = name == "eval_reward_zero"
-    groups = tally.evaluated if is_eval else tally.scored
+        detail = " ".join(tally.first_detail.split())[:_DETAIL_CHARS]
+        return f"The first group dropped in the last step: {detail}"
+    groups = tally.evaluated if name == "eval_reward_zero" else tally.scored
     found = [(reward, group.samples[i].sample, group, i) for group in groups for i, reward in enumerate(group.rewards)]
     if not found:
-        return {}
-    reward, sample, group, i = min(found, key=lambda one: one[:2])
-    return {"sample": str(SampleId.unpack(sample)), "reward": reward, **_texts(group, i, data)}
-
-
-def _texts(group: ScoredGroup, i: int, data: Data) -> dict[str, str]:
+        return ""
+    reward, _, group, i = min(found, key=lambda one: one[:2])
     prompt, completion = (data.decode(ints(column), False) for column in (group.prompt, group.completions[i]))
-    prompt = prompt if len(prompt) <= _PROMPT_CHARS else "..." + prompt[-_PROMPT_CHARS:]
+    if len(prompt) > _PROMPT_CHARS:
+        prompt = "..." + prompt[-_PROMPT_CHARS:]
     if len(completion) > _COMPLETION_CHARS:  # the answer is often at the end
         half = _COMPLETION_CHARS // 2
         completion = f"{completion[:half]} ... {completion[-half:]}"
-    return {"prompt": prompt, "completion": completion}
-
-
-def _sentence(shown: Mapping[str, Any]) -> str:
-    if "first_dropped" in shown:
-        return f"The first of the last step: {shown['first_dropped']}"
-    if not shown:
-        return ""
     # As JSON, so that line breaks and control characters do not reach a terminal.
-    prompt, completion = (json.dumps(shown[name], ensure_ascii=False) for name in ("prompt", "completion"))
-    return f"Sampled: prompt {prompt}, completion {completion}, reward {shown['reward']:g}"
+    prompt, completion = (json.dumps(text, ensure_ascii=False) for text in (prompt, completion))
+    return f"Sampled: prompt {prompt}, completion {completion}, reward {reward:g}"
