@@ -11,7 +11,7 @@ from rlboost.services.trainer.domain.learning_health import CLEAR_STEPS, Change,
 from rlboost.services.trainer.domain.learning_rules import WINDOW_STEPS, JobFacts
 from rlboost.shared.job.spec import parse
 
-FACTS = JobFacts("j-1", prompts_per_step=32, limits="sampling.max_tokens is 256", eval_samples=200)
+FACTS = JobFacts("j-1", prompts_per_step=32, group_size=8, limits="sampling.max_tokens is 256", eval_samples=200)
 
 
 def rl(reward: float = 0.5, **changes: Any) -> dict[str, float]:
@@ -140,6 +140,29 @@ def test_a_warning_has_the_numbers_the_causes_and_what_to_do(row: dict[str, floa
     [text] = health.warnings
     assert "\n" not in text
     assert [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (equal(0.0), ["mean reward of 0.5", "optimizer.lr"]),
+        (rl(completions__clipped_ratio=0.95), ["1% in the first step", "optimizer.lr"]),
+    ],
+)
+def test_a_warning_names_the_updates_where_it_went_well_before(row: dict[str, float], words: list[str]) -> None:
+    health = LearningHealth(FACTS)
+    for step, one in enumerate([rl(0.5), *[row] * WINDOW_STEPS]):
+        health.observe(step, one)
+    [text] = health.warnings
+    assert [word for word in words if word not in text] == [], text
+
+
+def test_one_lucky_reward_before_does_not_blame_the_updates() -> None:
+    health = LearningHealth(FACTS)
+    for step, one in enumerate([rl(0.001), *[equal(0.0)] * WINDOW_STEPS]):
+        health.observe(step, one)
+    [text] = health.warnings
+    assert "too hard" in text
 
 
 def test_a_warning_is_raised_once_and_cleared_after_good_steps() -> None:

@@ -61,6 +61,8 @@ def test_the_rows_names_are_the_fields() -> None:
     assert tally.metrics() == pytest.approx(
         {
             "reward/mean": 0.75,
+            "reward/min": 0.0,
+            "reward/max": 1.0,
             "reward/std": math.sqrt(0.5) / 2,
             "frac_reward_zero_std": 0.5,
             "completions/mean_length": 3.0,

@@ -38,9 +38,11 @@ a fall."""
 KL_NATS = 1.0
 """KL to the starting weights, per token. At 1 nat an average token is e times as likely as in the starting model; runs
 that stay usable are below about 0.1."""
-EVAL_EXPECTED = 10.0
-"""Rewarded evaluation completions that the training reward leads to expect. To see none of ten has a probability below
-e^-10 if both data are alike."""
+EXPECTED_REWARDS = 10.0
+"""Rewarded completions that an earlier, or the training, reward leads to expect. If nothing had changed, seeing none of
+ten would have a probability of about e^-10."""
+CLIPPED_BEFORE = 0.5
+"""Fraction of clipped completions in the first steps below which the limit was high enough then."""
 LOSS_RATIO = 1.5
 """Loss of the last steps over that of the first. A supervised loss ends above its start only if updates do damage."""
 
@@ -51,6 +53,7 @@ class JobFacts:
 
     job_id: str
     prompts_per_step: int = 1
+    group_size: int = 1
     compares_within_groups: bool = True
     """Whether advantages compare only completions of the same prompt."""
     has_curriculum: bool = False
@@ -68,6 +71,7 @@ class JobFacts:
         return cls(
             job_id,
             spec.data.prompts_per_step,
+            spec.algorithm.group_size,
             compares_within_groups=spec.algorithm.advantage not in {"batch_std", "gae"},
             has_curriculum=spec.data.curriculum is not None,
             limits=f"sampling.max_tokens is {spec.sampling.max_tokens}{turns}",
@@ -106,6 +110,8 @@ class History:
     lowest: float = math.inf
     """Lowest reward of a completion."""
     highest: float = -math.inf
+    highest_mean: float = -math.inf
+    """Highest mean reward of a step."""
     best: float = -math.inf
     """Highest mean reward of `WINDOW_STEPS` steps in a row."""
 
@@ -122,6 +128,7 @@ class History:
         if "reward/mean" in row:
             self.lowest = min(self.lowest, row.get("reward/min", row["reward/mean"]))
             self.highest = max(self.highest, row.get("reward/max", row["reward/mean"]))
+            self.highest_mean = max(self.highest_mean, row["reward/mean"])
             if len(means := self.window("reward/mean")) == WINDOW_STEPS:
                 self.best = max(self.best, _mean(means))
 
@@ -149,7 +156,12 @@ def no_learning_signal(history: History, job: JobFacts) -> Finding | None:
         return _equal_groups(history) if job.compares_within_groups else None
     look = f"'rlboost samples {job.job_id}' shows completions with their rewards"
     seen = f"every completion of the last {WINDOW_STEPS} steps got reward {low:g}, so the rewards teach nothing"
-    if low <= 0:
+    n_completions = WINDOW_STEPS * job.prompts_per_step * job.group_size
+    if low < history.highest_mean and history.score(history.highest_mean) * n_completions >= EXPECTED_REWARDS:
+        seen += f", after a mean reward of {history.highest_mean:.3g} in an earlier step"
+        causes = "updates damaged the model (optimizer.lr is too high), or the reward changed during the run"
+        remedy = f"{look}; start again, or from an earlier checkpoint, with a lower optimizer.lr"
+    elif low <= 0:
         causes = (
             "the reward does not recognize right answers (it compares another text than the model writes: spaces, "
             "special tokens, an unfinished answer), or the prompts are too hard for this model"
@@ -210,14 +222,21 @@ def completions_clipped(history: History, job: JobFacts) -> Finding | None:
     ratios = history.window("completions/clipped_ratio")
     if not ratios or min(ratios) < CLIPPED_RATIO:
         return None
-    return Finding(
-        "completions_clipped",
-        f"{min(ratios):.0%} or more of the completions of each of the last {WINDOW_STEPS} steps were cut "
-        f"({job.limits})",
-        "the limit is too low for an answer, or the model does not write its end token (a base model, or a prompt "
-        "without the chat template)",
-        "raise the limit, or teach the model to end first (kind: sft); ignore this if the cut is intended",
+    seen = (
+        f"{min(ratios):.0%} or more of the completions of each of the last {WINDOW_STEPS} steps were cut ({job.limits})"
     )
+    before = history.first[0].get("completions/clipped_ratio", 1.0)
+    if before < CLIPPED_BEFORE:
+        seen += f", {before:.0%} in the first step"
+        causes = "answers grew beyond the limit, or updates damaged the model (optimizer.lr is too high)"
+        remedy = f"look at them with 'rlboost samples {job.job_id}'; raise the limit, or lower optimizer.lr"
+    else:
+        causes = (
+            "the limit is too low for an answer, or the model does not write its end token (a base model, or a prompt "
+            "without the chat template)"
+        )
+        remedy = "raise the limit, or teach the model to end first (kind: sft); ignore this if the cut is intended"
+    return Finding("completions_clipped", seen, causes, remedy)
 
 
 def entropy_collapsed(history: History, job: JobFacts) -> Finding | None:
@@ -297,7 +316,7 @@ def eval_reward_zero(history: History, job: JobFacts) -> Finding | None:
         return None
     expected = [row.get("reward/mean", 0.0) / history.highest * job.eval_samples for row in rows]
     expected = [n for row, n in zip(rows, expected, strict=True) if "reward/mean" in row]
-    if not expected or min(expected) < EVAL_EXPECTED:
+    if not expected or min(expected) < EXPECTED_REWARDS:
         return None
     return Finding(
         "eval_reward_zero",
