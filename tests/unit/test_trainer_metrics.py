@@ -91,6 +91,7 @@ def test_the_rows_names_are_the_fields() -> None:
             "eval/pass@1": 0.0,
             "samples/duplicates": 3.0,
             "groups/dropped": 2.0,
+            "groups/dropped_ratio": 0.4,
             "groups/dropped/timeout": 2.0,
             "dropped_groups/equal_rewards": 1.0,
             "reward/overlong_penalty": 0.25,
