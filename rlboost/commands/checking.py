@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +16,9 @@ from rlboost.commands.common import EXIT_CONFIG
 
 if TYPE_CHECKING:
     from rlboost.jobs.check import Found
+
+_SLOW_S = 1.0
+"""A part of the check that takes longer is shown."""
 
 NoCheckOption = Annotated[
     bool, typer.Option("--no-check", help="Check the job file's fields only, not the files and functions it names.")
@@ -30,10 +37,11 @@ def require_sound(job_file: str, job: dict[str, Any], state: Path) -> None:
     from rlboost.jobs.check import Found, check_job  # noqa: PLC0415 - keeps --help quick
     from rlboost.jobs.user_code_check import MissingHere  # noqa: PLC0415 - likewise
 
-    found = check_job(job)
+    with progress() as on_part:
+        found = check_job(job, on_part)
     if not _is_trained_here(state):
         missing = [problem for problem in found.problems if isinstance(problem, MissingHere)]
-        found = Found([problem for problem in found.problems if problem not in missing], [])
+        found = Found([problem for problem in found.problems if problem not in missing], [], found.notices)
         for problem in missing:
             typer.echo(f"rlboost: {job_file}: warning: {problem}", err=True)
     print_findings(job_file, found)
@@ -48,10 +56,33 @@ def print_findings(job_file: str, found: Found) -> None:
     """
     for problem in found.problems:
         typer.echo(f"rlboost: {job_file}: {problem}", err=True)
+    for notice in found.notices:
+        typer.echo(f"rlboost: {job_file}: note: {notice}", err=True)
     for warning in found.warnings:
         typer.echo(f"rlboost: {job_file}: warning: {warning} (matters only if this machine trains the job)", err=True)
     if found.problems:
         raise typer.Exit(EXIT_CONFIG)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that announces the next part of the check; a slow part is shown on a terminal."""
+    timer: threading.Timer | None = None
+
+    def on_part(text: str) -> None:
+        nonlocal timer
+        if timer is not None:
+            timer.cancel()
+        if sys.stderr.isatty():
+            timer = threading.Timer(_SLOW_S, typer.echo, [f"checking the job: {text} ..."], {"err": True})
+            timer.daemon = True
+            timer.start()
+
+    try:
+        yield on_part
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def _is_trained_here(state: Path) -> bool:

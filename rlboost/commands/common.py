@@ -80,8 +80,10 @@ def endpoint(state: Path) -> tuple[str, str]:
     if url and (config is None or config.url != url):
         raise ConfigError(f"RLBOOST_URL is {url}, but its token is not known: set RLBOOST_TOKEN")
     if config is None:
-        why = "is still starting" if folder.running() else "does not run"
-        raise ConfigError(f"the system in {state} {why}: start one with 'rlboost up', or set RLBOOST_URL and _TOKEN")
+        why = "is still starting" if folder.running() else folder.end() or "does not run"
+        raise ConfigError(
+            f"the system in {state} {why}: start one with 'rlboost up', or set RLBOOST_URL and RLBOOST_TOKEN"
+        )
     return config.url, token or config.token
 
 

@@ -69,6 +69,10 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     require_engine(engine)
     options = LocalOptions(state, reserved, workers, engine.value, port, standby=standby, trainers=trainers)
     schedule = _schedule(chaos, options) if chaos else []
+    if reserved == workers == 0:
+        typer.echo("rlboost: warning: no workers: jobs wait until one joins ('rlboost worker join')", err=True)
+    elif reserved == 0:
+        typer.echo("rlboost: warning: no reserved worker: jobs wait whenever no preemptible worker is there", err=True)
     if detach:
         _up_in_background(options, chaos, as_json=as_json)
     else:

@@ -82,7 +82,7 @@ def test_without_a_system_every_command_says_how_to_start_one() -> None:
         result = rlboost(*command)
         assert result.exit_code == 2
         assert result.stderr == (
-            "rlboost: the system in .rlboost does not run: start one with 'rlboost up', or set RLBOOST_URL and _TOKEN\n"
+            "rlboost: the system in .rlboost does not run: start one with 'rlboost up', or set RLBOOST_URL and RLBOOST_TOKEN\n"
         )
 
 
