@@ -83,11 +83,11 @@ def drain(
 
 def _drain_warning(worker_id: str, workers: Sequence[Mapping[str, Any]]) -> str:
     """Return what the fleet lacks without a worker, empty if nothing; `workers` are those before it is drained."""
-    role = {worker["id"]: worker["role"] for worker in workers}.get(worker_id)
-    rest = [w for w in workers if w["id"] != worker_id and w["state"] not in _GONE | {"draining"}]
-    if not rest:
+    roles = {w["id"]: w.get("role") for w in workers if w["state"] not in _GONE | {"draining"}}
+    role = roles.pop(worker_id, None)
+    if not roles:
         return f"{worker_id} was the last worker: jobs wait until another joins ('rlboost worker join')"
-    if role == "reserved" and not any(worker["role"] == "reserved" for worker in rest):
+    if role == "reserved" and "reserved" not in roles.values():
         return (
             f"{worker_id} was the last reserved worker: jobs now wait whenever no preemptible worker is there; "
             "'rlboost worker join --role reserved' adds one, and a restart of the local system brings it back"

@@ -10,6 +10,7 @@ async with LocalCluster(LocalOptions(workers=3)) as cluster:
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import shutil
@@ -105,7 +106,8 @@ class LocalCluster:
         """Return a failure of the disk or of a limit of this machine as a `Fatal`, other errors as they are."""
         if not isinstance(error, OSError):
             return error
-        return Fatal(f"the system in {self.options.state_dir} ended: {_reason(error)}")
+        advice = ": free some space" if error.errno in {errno.ENOSPC, errno.EDQUOT} else ""
+        return Fatal(f"the system in {self.options.state_dir} ended: {_reason(error)}{advice}")
 
     def _survey(self) -> Site:
         redis_port = self._ports.of("redis", self.options.redis_port)
