@@ -62,8 +62,8 @@ def _complaint(state: StateDir, log: Path, before: int) -> str:
     with log.open("rb") as written:
         written.seek(before)
         text = written.read().decode(errors="replace")
-    if said := text.rpartition("rlboost: ")[2].strip():
-        return said
+    if complaint := text.rpartition("rlboost: ")[2].strip():
+        return complaint
     # A full disk keeps the supervisor from writing its log.
     end = state.end()
     return f"the system in {state.path} {end}" if end and end.reason else f"the supervisor died: see {log}"
