@@ -7,7 +7,7 @@ import pytest
 from rlboost.services.rollout_manager.domain.ledger import Ledger
 from rlboost.shared.columns import U32, ints, pack
 from rlboost.shared.errors import Unprocessable
-from rlboost.shared.messages import FINISH_STOP, Placed, SampleFailed, TokenFrame
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP, Placed, SampleFailed, TokenFrame
 from tests.support import builders
 from tests.support.builders import group_id, group_requested
 
@@ -59,6 +59,27 @@ def test_overlap_of_a_frame_is_cut(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5, 6]))
     ledger.extend(frame("w1", 1, 1, [6, 7], finish=FINISH_STOP))
     assert tokens_of(ledger) == [5, 6, 7]
+    assert list(ledger.finished) == [GROUP]
+
+
+@pytest.mark.parametrize("end_in", ["one_frame", "overlapping_frame"])
+def test_tokens_after_the_end_of_a_sample_add_nothing(ledger: Ledger, end_in: str) -> None:
+    if end_in == "overlapping_frame":
+        ledger.extend(frame("w1", 1, 0, [5]))
+    ledger.extend(frame("w1", 1, 0, [5, 6], finish=FINISH_STOP))
+    for more in (frame("w1", 1, 2, [7]), frame("w1", 1, 1, [6, 7, 8]), frame("w1", 1, 2, [7], finish=FINISH_LENGTH)):
+        outcome = ledger.extend(more)
+        assert not outcome.accepted
+        assert outcome.duplicates == {1: 1}
+    sample = ledger.samples[GROUP]
+    assert (tokens_of(ledger), sample.finish, ledger.tokens_live) == ([5, 6], FINISH_STOP, 2)
+    assert sample.spans == [("w1", 0, 2)]
+
+
+def test_row_after_the_end_in_the_same_frame_adds_nothing(ledger: Ledger) -> None:
+    rows = [(GROUP, 1, 0, 2, 0, FINISH_STOP), (GROUP, 1, 2, 1, 0, 0)]
+    ledger.extend(builders.token_frame(rows, worker="w1", tokens=[5, 6, 7]))
+    assert tokens_of(ledger) == [5, 6]
     assert list(ledger.finished) == [GROUP]
 
 
