@@ -62,6 +62,14 @@ def test_overlap_of_a_frame_is_cut(ledger: Ledger) -> None:
     assert list(ledger.finished) == [GROUP]
 
 
+def test_frame_repeated_after_an_overlap_counts_once(ledger: Ledger) -> None:
+    ledger.extend(frame("w1", 1, 0, [5]))
+    ledger.extend(frame("w1", 1, 0, [5, 6]))
+    outcome = ledger.extend(frame("w1", 1, 1, [6]))
+    assert tokens_of(ledger) == [5, 6]
+    assert outcome.duplicates == {1: 1}
+
+
 @pytest.mark.parametrize("end_in", ["one_frame", "overlapping_frame"])
 def test_tokens_after_the_end_of_a_sample_add_nothing(ledger: Ledger, end_in: str) -> None:
     if end_in == "overlapping_frame":
