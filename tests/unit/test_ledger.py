@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.ledger import Ledger
+from rlboost.services.rollout_manager.domain.ledger import PAST_TOKENS, Ledger
 from rlboost.shared.columns import U32, ints, pack
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP, Placed, SampleFailed, TokenFrame
@@ -140,6 +140,44 @@ def test_failure_counts_only_under_the_current_attempt(ledger: Ledger) -> None:
     assert not ledger.fail(SampleFailed(worker="w1", sample=GROUP, attempt=9, reason="no"))
     assert ledger.fail(SampleFailed(worker="w1", sample=GROUP, attempt=1, reason="too long"))
     assert ledger.failed == {GROUP: "too long"}
+
+
+def failed(attempt: int = 1, worker: str = "w1-1") -> SampleFailed:
+    return SampleFailed(worker=worker, sample=GROUP, attempt=attempt, reason="no")
+
+
+def test_failure_of_a_complete_sample_does_not_count(ledger: Ledger) -> None:
+    ledger.extend(frame("w1", 1, 0, [5], finish=FINISH_STOP))
+    assert not ledger.fail(failed())
+    assert not ledger.failed
+
+
+def test_failures_start_anew_past_the_position_of_the_last(ledger: Ledger) -> None:
+    assert ledger.fail(failed())
+    ledger.place(placed("w2-1", 2, 0))
+    ledger.extend(frame("w2-1", 2, 0, list(range(PAST_TOKENS))))
+    assert ledger.fail(failed(2, "w2-1"))
+    assert ledger.samples[GROUP].failed_on == ["w2"]
+
+
+def test_failures_survive_in_a_restatement(ledger: Ledger) -> None:
+    ledger.fail(failed())
+    fresh = Ledger()
+    fresh.restate(ledger.restated(ledger.samples[GROUP]), "9-0")
+    assert fresh.samples[GROUP].failed_on == ["w1"]
+
+
+def test_restatement_that_missed_a_placement_keeps_older_entries(ledger: Ledger) -> None:
+    record = ledger.restated(ledger.samples[GROUP])
+    ledger.place(placed("w2", 2, 0))
+    ledger.restate(record, "9-0")
+    assert ledger.samples[GROUP].first_id == "1-0"
+
+
+def test_restatement_counts_the_log_from_its_own_entry(ledger: Ledger) -> None:
+    ledger.extend(frame("w1", 1, 0, [5, 6]))
+    ledger.restate(ledger.restated(ledger.samples[GROUP]), "9-0")
+    assert (ledger.samples[GROUP].first_mark, ledger.tokens_in_log) == (2, 4)
 
 
 def test_restated_sample_replaces_older_entries(ledger: Ledger) -> None:
