@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,9 +83,9 @@ def killed_in_the_middle(pids: Mapping[str, int], directory: Path, n: int) -> li
 def fetches_from_store(log: str) -> dict[str, list[float]]:
     """Return when each blob was fetched from the store, in order."""
     fetches: dict[str, list[float]] = defaultdict(list)
-    for line in log.splitlines():
-        if line.startswith("{") and (entry := json.loads(line))["event"] == "blob_from_store":
-            fetches[entry["blob"]].append(datetime.fromisoformat(entry["timestamp"]).timestamp())
+    # Processes share the log, so two entries may be on one line.
+    for blob, at in re.findall(r'\{"blob": "(\w+)"[^}]*"event": "blob_from_store"[^}]*"timestamp": "([^"]+)"', log):
+        fetches[blob].append(datetime.fromisoformat(at).timestamp())
     return {blob: sorted(times) for blob, times in fetches.items()}
 
 

@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlboost.local.state import StateDir
-from tests.support.fork_server import ForkServer, fork_server
+from tests.support.fork_server import ForkedProcess, ForkServer, fork_server
 
 ROOT = Path(__file__).parents[2]
 RLBOOST = [sys.executable, "-m", "rlboost"]
@@ -72,7 +72,7 @@ class Observer:
         while True:
             stopping = self._stop.is_set()
             try:
-                reply: Any = self._redis.xread(self._streams, count=2000, block=20)  # type: ignore[arg-type]
+                reply: Any = self._redis.xread(self._streams, count=2000, block=100)  # type: ignore[arg-type]
             except redis.RedisError:
                 time.sleep(0.01)
                 continue
@@ -341,11 +341,26 @@ class BlackBox:
     def down(self) -> None:
         """Stop everything."""
         self.http.close()
-        self.command("down")
+        log = self.state / "logs" / "down.log"
+        process = start_forked("down", "--state", str(self.state), log=log)
+        try:
+            assert process.wait(180) == 0, f"rlboost down: {self.logs()}"
+        finally:
+            process.kill()
 
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start_forked(*args: str, log: Path) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Begin `rlboost ARGS` without its imports where that is possible, see `fork_server`; `log` gets what it prints."""
+    env = _environment()
+    forks = fork_server(env)
+    with log.open("wb") as out:
+        if forks is None:
+            return subprocess.Popen([*RLBOOST, *args], cwd=ROOT, env=env, stdout=out, stderr=out)
+        return forks.start("rlboost", env, *args, stdout=out.fileno(), stderr=out.fileno(), cwd=ROOT)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The client of the fork server: starts services without their imports, which `tests/support/forking.py` has done.
 
-Tests of starting itself (the command line, the demo, a worker that joins by hand) and of modules or settings of their
-own do not use it: they start Python as users do.
+Tests of starting itself (the command line, a demo that is stopped, a worker that joins by hand) and of modules or
+settings of their own do not use it: they start Python as users do.
 """
 
 from __future__ import annotations
