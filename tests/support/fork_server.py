@@ -32,7 +32,7 @@ _MODULES = (
     "rlboost.shared.weights.peers.blob_routes",
     "uvicorn.protocols.http.httptools_impl",
 )
-_START_LIMIT_S = 180.0
+_START_LIMIT_S = 400.0
 _FORK_LIMIT_S = 60.0
 _MAX_SERVERS = 3
 """Tests whose environment differs in what imports may depend on get a server of their own, up to this number."""
