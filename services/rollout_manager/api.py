@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.routing import APIRoute
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
+from rlboost.services.rollout_manager.openai.errors import openai_error_response
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
@@ -44,14 +46,16 @@ Extension = Callable[[APIRouter, Manager, Bus, Settings], None]
 def build(manager: Manager, bus: Bus, settings: Settings, extensions: Iterable[Extension] = ()) -> FastAPI:
     """Return the manager's HTTP app, with the routes of `extensions` under `/v1`."""
     token = settings.token.get_secret_value()
-    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager))
     router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token)), Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
     _add_fleet(router, manager, settings)
     _add_weights(router, manager, bus, settings)
+    own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
         add_routes(router, manager, bus, settings)
+    error_response = openai_error_response(own_paths)
+    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager), error_response=error_response)
     app.include_router(router)
     return app
 

@@ -24,6 +24,9 @@ from rlboost.shared.waiting import Waits
 PROBLEM = "application/problem+json"
 _SCHEME = HTTPBearer(auto_error=False)
 
+ErrorResponse = Callable[[Request, Mapping[str, Any]], Response | None]
+"""Returns the response for a problem document where its route has another error format; None to send the document."""
+
 
 class Problem(Exception):
     """An error response: RFC 9457's title, status and detail; the detail says what to do."""
@@ -50,7 +53,14 @@ def bearer(token: str) -> Callable[..., Coroutine[Any, Any, None]]:
     return check
 
 
-def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits: Waits | None = None) -> FastAPI:
+def create_app(
+    title: str,
+    *,
+    token: str,
+    ready: Callable[[], str | None],
+    waits: Waits | None = None,
+    error_response: ErrorResponse = lambda _request, _document: None,
+) -> FastAPI:
     """Return an app with the routes that every service has.
 
     Args:
@@ -58,6 +68,7 @@ def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits
         token: required for `/metrics`; `/healthz` and `/readyz` are open.
         ready: returns None if the service is ready, otherwise what is missing.
         waits: shown by `/readyz`.
+        error_response: for routes whose clients expect another error format than problem documents.
 
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
@@ -79,41 +90,41 @@ def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits
     async def metrics() -> Response:
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
-    _add_problem_handlers(app)
+    _add_problem_handlers(app, error_response)
     return app
 
 
-def _add_problem_handlers(app: FastAPI) -> None:
-    def problem(status: int, title: str, detail: str, **extra: Any) -> JSONResponse:
-        body = {"type": "about:blank", "title": title, "status": status, "detail": detail, **extra}
-        return JSONResponse(body, status, media_type=PROBLEM)
+def _add_problem_handlers(app: FastAPI, error_response: ErrorResponse) -> None:
+    def problem(request: Request, status: int, title: str, detail: str, **extra: Any) -> Response:
+        document = {"type": "about:blank", "title": title, "status": status, "detail": detail, **extra}
+        return error_response(request, document) or JSONResponse(document, status, media_type=PROBLEM)
 
     @app.exception_handler(Problem)
-    async def _(_: Request, error: Problem) -> JSONResponse:
-        answer = problem(error.status, error.title, error.detail, **error.extra)
+    async def _(request: Request, error: Problem) -> Response:
+        answer = problem(request, error.status, error.title, error.detail, **error.extra)
         answer.headers.update(error.headers or {})
         return answer
 
     @app.exception_handler(HTTPException)
-    async def _(_: Request, error: HTTPException) -> JSONResponse:
-        return problem(error.status_code, str(error.detail), str(error.detail))
+    async def _(request: Request, error: HTTPException) -> Response:
+        return problem(request, error.status_code, str(error.detail), str(error.detail))
 
     @app.exception_handler(RequestValidationError)
-    async def _(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _(request: Request, error: RequestValidationError) -> Response:
         fields = [{"field": ".".join(map(str, item["loc"])), "error": item["msg"]} for item in error.errors()]
-        return problem(422, "Invalid request", "correct the fields listed in 'errors'", errors=fields)
+        return problem(request, 422, "Invalid request", "correct the fields listed in 'errors'", errors=fields)
 
     @app.exception_handler(RLBoostError)
-    async def _(_: Request, error: RLBoostError) -> JSONResponse:
+    async def _(request: Request, error: RLBoostError) -> Response:
         if isinstance(error, NotFound):
-            return problem(404, "Not found", str(error))
+            return problem(request, 404, "Not found", str(error))
         if isinstance(error, Rejected):
-            return problem(409, "Conflict", str(error))
+            return problem(request, 409, "Conflict", str(error))
         if isinstance(error, Unprocessable):
-            return problem(422, "Not usable", str(error))
+            return problem(request, 422, "Not usable", str(error))
         if isinstance(error, Retryable):
-            return problem(503, "Unavailable", f"{error}; try again")
-        return problem(500, "Internal error", str(error))
+            return problem(request, 503, "Unavailable", f"{error}; try again")
+        return problem(request, 500, "Internal error", str(error))
 
 
 def bind(host: str, port: int) -> socket.socket:
