@@ -12,6 +12,7 @@ from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.openai.errors import openai_error_format
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http import server
@@ -33,7 +34,8 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         leader_lease_s=config.leader_lease_s,
     )
     WorldCollector(manager).register()
-    app = build(manager, bus, config, extensions=[partial(add_openai_routes, load_model_files=load_model_files)])
+    routes = partial(add_openai_routes, load_model_files=load_model_files)
+    app = build(manager, bus, config, extensions=[routes], error_format_besides=openai_error_format)
     try:
         await supervise({"manage": manager.run, "http": server.server_loop(app, sock)}, stop)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -17,14 +17,13 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
-from rlboost.services.rollout_manager.openai.errors import openai_error_response
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, Op, position
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, StoreUnavailable
-from rlboost.shared.http.server import Problem, bearer, create_app
+from rlboost.shared.http.server import ErrorFormat, Problem, bearer, create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
@@ -43,8 +42,24 @@ Extension = Callable[[APIRouter, Manager, Bus, Settings], None]
 """Adds routes to the API."""
 
 
-def build(manager: Manager, bus: Bus, settings: Settings, extensions: Iterable[Extension] = ()) -> FastAPI:
-    """Return the manager's HTTP app, with the routes of `extensions` under `/v1`."""
+def build(
+    manager: Manager,
+    bus: Bus,
+    settings: Settings,
+    extensions: Iterable[Extension] = (),
+    error_format_besides: Callable[[Collection[str]], ErrorFormat] | None = None,
+) -> FastAPI:
+    """Return the manager's HTTP app.
+
+    Args:
+        manager: answers requests while it leads.
+        bus: the broker.
+        settings: the manager's.
+        extensions: add routes under `/v1`.
+        error_format_besides: takes the first parts of this module's paths under `/v1`; returns the format of the errors
+            of all other routes.
+
+    """
     token = settings.token.get_secret_value()
     router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token)), Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
@@ -54,8 +69,8 @@ def build(manager: Manager, bus: Bus, settings: Settings, extensions: Iterable[E
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
         add_routes(router, manager, bus, settings)
-    error_response = openai_error_response(own_paths)
-    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager), error_response=error_response)
+    error_format = error_format_besides(own_paths) if error_format_besides else None
+    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager), error_format=error_format)
     app.include_router(router)
     return app
 

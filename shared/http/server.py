@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import socket
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import uvicorn
@@ -24,8 +25,8 @@ from rlboost.shared.waiting import Waits
 PROBLEM = "application/problem+json"
 _SCHEME = HTTPBearer(auto_error=False)
 
-ErrorResponse = Callable[[Request, Mapping[str, Any]], Response | None]
-"""Returns the response for a problem document where its route has another error format; None to send the document."""
+ErrorFormat = Callable[[str, str, Mapping[str, Any]], tuple[int, dict[str, Any]] | None]
+"""(method, path, problem document) -> status and JSON body of the error; None to send the document."""
 
 
 class Problem(Exception):
@@ -59,7 +60,7 @@ def create_app(
     token: str,
     ready: Callable[[], str | None],
     waits: Waits | None = None,
-    error_response: ErrorResponse = lambda _request, _document: None,
+    error_format: ErrorFormat | None = None,
 ) -> FastAPI:
     """Return an app with the routes that every service has.
 
@@ -68,7 +69,7 @@ def create_app(
         token: required for `/metrics`; `/healthz` and `/readyz` are open.
         ready: returns None if the service is ready, otherwise what is missing.
         waits: shown by `/readyz`.
-        error_response: for routes whose clients expect another error format than problem documents.
+        error_format: for routes whose clients do not expect problem documents.
 
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
@@ -90,14 +91,22 @@ def create_app(
     async def metrics() -> Response:
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
-    _add_problem_handlers(app, error_response)
+    _add_problem_handlers(app, error_format)
     return app
 
 
-def _add_problem_handlers(app: FastAPI, error_response: ErrorResponse) -> None:
-    def problem(request: Request, status: int, title: str, detail: str, **extra: Any) -> Response:
-        document = {"type": "about:blank", "title": title, "status": status, "detail": detail, **extra}
-        return error_response(request, document) or JSONResponse(document, status, media_type=PROBLEM)
+def _problem_response(
+    error_format: ErrorFormat | None, request: Request, status: int, title: str, detail: str, **extra: Any
+) -> JSONResponse:
+    document = {"type": "about:blank", "title": title, "status": status, "detail": detail, **extra}
+    if error_format and (other := error_format(request.method, request.url.path, document)):
+        status, body = other
+        return JSONResponse(body, status)
+    return JSONResponse(document, status, media_type=PROBLEM)
+
+
+def _add_problem_handlers(app: FastAPI, error_format: ErrorFormat | None) -> None:
+    problem = partial(_problem_response, error_format)
 
     @app.exception_handler(Problem)
     async def _(request: Request, error: Problem) -> Response:

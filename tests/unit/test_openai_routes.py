@@ -13,7 +13,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
 
 from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.openai.errors import error_object
+from rlboost.services.rollout_manager.openai.errors import error_object, openai_error_format
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.openai.schemas import parse_chat
 from rlboost.services.rollout_manager.openai.unsupported import IGNORED, UNSUPPORTED
@@ -49,6 +49,7 @@ class Site(Rig):
                     self.bus,
                     Settings(token=TOKEN),  # type: ignore[arg-type]
                     [partial(add_openai_routes, load_model_files=lambda _: self.files)],
+                    openai_error_format,
                 )
             ),
             base_url="http://manager",

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
-
-from rlboost.shared.http.server import ErrorResponse, Problem
+from rlboost.shared.http.server import ErrorFormat, Problem
 
 ROUTES = "GET /v1/models, GET /v1/models/{model}, POST /v1/completions and POST /v1/chat/completions"
 
@@ -25,7 +22,7 @@ def error_object(problem: Problem) -> dict[str, Any]:
     return dict(problem.extra.get("error") or _error(problem.status, problem.title, problem.detail))
 
 
-def openai_error_response(own_paths: Collection[str]) -> ErrorResponse:
+def openai_error_format(own_paths: Collection[str]) -> ErrorFormat:
     """Return a function that gives errors this format on all routes below `/v1`, known or not, but RLBoost's own.
 
     Args:
@@ -33,22 +30,22 @@ def openai_error_response(own_paths: Collection[str]) -> ErrorResponse:
 
     """
 
-    def response(request: Request, document: Mapping[str, Any]) -> Response | None:
-        version, _, path = request.url.path.strip("/").partition("/")
-        if version != "v1" or path.partition("/")[0] in own_paths:
+    def format_error(method: str, path: str, document: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
+        version, _, rest = path.strip("/").partition("/")
+        if version != "v1" or rest.partition("/")[0] in own_paths:
             return None
         status, title, detail = document["status"], document["title"], document["detail"]
         if status == 401:
             title = "Invalid API key"
         elif "error" not in document and status in {404, 405}:
             title = "Unknown URL"
-            detail = f"{request.method} {request.url.path} is not supported: of OpenAI's API, this server has {ROUTES}"
+            detail = f"{method} {path} is not supported: of OpenAI's API, this server has {ROUTES}"
         elif fields := document.get("errors"):
             status, detail = 400, "; ".join(f"{item['field']}: {item['error']}" for item in fields)
         error = document.get("error") or _error(status, title, detail)
-        return JSONResponse({"error": error}, status)
+        return status, {"error": error}
 
-    return response
+    return format_error
 
 
 def _error(status: int, title: str, detail: str, param: str | None = None) -> dict[str, Any]:
