@@ -21,6 +21,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rlboost.shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
 from rlboost.shared.codec import decode, encode
+from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
 from rlboost.shared.messages import DeadLetter, Message
 from rlboost.shared.names import DEAD_LETTERS
@@ -159,6 +160,7 @@ class RedisBus:
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
         """See `Bus.dead_letter`."""
         letter = self._letter(stream, entry.id, encode(entry.message), reason)
+        report_dead_letter(stream, entry.id, reason)
         await self.transact([Append(DEAD_LETTERS, letter, _DEAD_LETTERS_MAX_LEN), Ack(stream, group, (entry.id,))])
 
     async def trim(self, stream: str, min_id: str) -> None:
@@ -247,6 +249,7 @@ class RedisBus:
         return found
 
     async def _dead_letter_raw(self, stream: str, group: str | None, entry_id: str, body: bytes, reason: str) -> None:
+        report_dead_letter(stream, entry_id, reason)
         pipe = self._redis.pipeline(transaction=True)
         _queue(pipe, Append(DEAD_LETTERS, self._letter(stream, entry_id, body, reason), _DEAD_LETTERS_MAX_LEN))
         if group is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 
 from rlboost.services.rollout_manager.domain.effects import (
@@ -123,8 +124,9 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
     if counted:
         world.audit_frames(outcome)
     # Tokens are missing between the ledger and a gap's frame: the owner's later frames cannot be used either.
-    gaps = [i for i in outcome.gaps if world.ledger.samples[i].worker in world.fleet.workers]
-    for sample_id in gaps:
+    # After a failure, the owner's later frames leave a gap.
+    gaps = [i for i in (*outcome.gaps, *outcome.failed) if world.ledger.samples[i].worker in world.fleet.workers]
+    for sample_id in dict.fromkeys(gaps):
         world.revoke(world.ledger.samples[sample_id])
     for sample_id in dict.fromkeys([*gaps, *outcome.released]):
         world.unassign(world.ledger.samples[sample_id])
@@ -326,10 +328,12 @@ def _on_step_report(world: World, report: StepReport, now: Now) -> None:
     job.step = min(
         max(job.step, report.step + 1), job.spec.steps
     )  # the report of the last evaluation is of no training step
-    job.on_metrics(report.step, report.metrics)
+    # JSON has neither NaN nor infinities, so a record with one could not be read again.
+    metrics = {name: value for name, value in report.metrics.items() if math.isfinite(value)}
+    job.on_metrics(report.step, metrics)
     job.checkpointed_step = max(job.checkpointed_step, report.checkpointed_step)
     if progress := world.progress.get(job.id):
         progress.forget_steps_before(job.checkpointed_step)
     end_step(world, job, report, now)
     world.outbox.add(SaveJob(job))
-    world.outbox.add(SaveMetrics(job.id, report.step, report.metrics))
+    world.outbox.add(SaveMetrics(job.id, report.step, metrics))
