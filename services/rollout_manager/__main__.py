@@ -24,6 +24,8 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the manager until the stop."""
     sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")
+    # Clients have connections of their own: however many there are, the manager's loop gets one.
+    clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
     record = manager_record(host, port, socket.gethostname(), config.public_url)
     manager = Manager(
@@ -35,10 +37,11 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     )
     WorldCollector(manager).register()
     routes = partial(add_openai_routes, load_model_files=load_model_files)
-    app = build(manager, bus, config, extensions=[routes], error_format_besides=openai_error_format)
+    app = build(manager, clients_bus, config, extensions=[routes], error_format_besides=openai_error_format)
     try:
         await supervise({"manage": manager.run, "http": server.server_loop(app, sock)}, stop)
     finally:
+        await clients_bus.close()
         await bus.close()
 
 

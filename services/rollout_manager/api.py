@@ -17,6 +17,7 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
+from rlboost.services.rollout_manager.event_followers import EventFollowers
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
@@ -31,7 +32,6 @@ from rlboost.shared.messages import Drain, Event, JobCommand
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
 COMMANDS_MAX_LEN = 10_000
-STREAM_BLOCK_S = 1.0
 IDEMPOTENCY_TTL_S = 24 * 3600.0
 IDEMPOTENCY_KEY_CHARACTERS = 255
 
@@ -227,6 +227,8 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
+    followers = EventFollowers(bus)
+
     @router.get("/jobs/{job_id}/audit", tags=["history"])
     async def audit(job_id: str) -> dict[str, Any]:
         job = _job(manager, job_id)
@@ -256,8 +258,10 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     ) -> StreamingResponse:
         _known(manager, job_id)
         cursor = _checked_id(last_event_id or START)
+        followers.check_limit()
         # Look the job up each time: a recovery replaces the world.
-        events = _tail(bus, request, job_id, cursor, lambda: _known(manager, job_id).ended)
+        stream, is_over = names.job_events(job_id), lambda: _known(manager, job_id).ended
+        events = followers.follow(stream, cursor, is_over, request.is_disconnected)
         return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
 
     @router.get("/jobs/{job_id}/samples", tags=["history"])
@@ -270,7 +274,9 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.get("/jobs/{job_id}/logs", tags=["history"])
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
         _known(manager, job_id)
-        events = _tail(bus, request, job_id, START, lambda: not follow or _known(manager, job_id).ended)
+        followers.check_limit()
+        stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
+        events = followers.follow(stream, START, is_over, request.is_disconnected)
         return StreamingResponse(_log_lines(events), media_type="text/plain; charset=utf-8")
 
 
@@ -280,22 +286,6 @@ def _checked_id(event_id: str) -> str:
     except ValueError as error:
         raise Problem(400, "Bad Last-Event-ID", f"{event_id!r} is not the id of an event: leave it out") from error
     return event_id
-
-
-async def _tail(
-    bus: Bus, request: Request, job_id: str, cursor: str, is_over: Callable[[], bool]
-) -> AsyncIterator[Entry | None]:
-    """Yield a job's events after the cursor, and None when there is no new one, until `is_over` and all are read."""
-    while not await request.is_disconnected():
-        over = is_over()
-        entries = await bus.read({names.job_events(job_id): cursor}, block_s=0 if over else STREAM_BLOCK_S)
-        for entry in entries:
-            cursor = entry.id
-            yield entry
-        if not entries and over:
-            return
-        if not entries:
-            yield None
 
 
 async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,34 @@ async def test_events_can_be_followed_and_resumed(system: System) -> None:
     seen = await _read_events(system, {}, lambda kinds: "worker_joined" in kinds and "job_state" in kinds)
     rest = await _read_events(system, {"Last-Event-ID": seen[0][0]}, lambda kinds: len(kinds) >= len(seen) - 1)
     assert rest[: len(seen) - 1] == seen[1:]
+
+
+async def test_a_hundred_followers_of_events_do_not_stop_the_manager(system: System) -> None:
+    """More than a pool has connections, and for longer than the leader's lease."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=system.manager.url, headers=headers, limits=limits) as http:
+
+        async def follow() -> int:
+            async with asyncio.timeout(60), http.stream("GET", _events_path(system)) as answer:
+                assert answer.status_code == 200
+                keep_alives = 0
+                async for line in answer.aiter_lines():
+                    keep_alives += line.startswith(":")
+                    if '"state":"completed"' in line:
+                        break
+                return keep_alives
+
+        async with asyncio.TaskGroup() as group:
+            followers = [group.create_task(follow(), name=f"follower-{i}") for i in range(100)]
+            limit = time.monotonic() + 5
+            while time.monotonic() < limit:
+                assert (await system.get("/readyz"))["ready"]
+                assert len(await system.get("/v1/jobs")) == 1
+                await asyncio.sleep(0.05)
+            await system.bus.append(names.JOB_REPORTS, JobReport(job_id=system.id, state="completed", step=9))
+        assert all(follower.result() for follower in followers)
+    assert await system.bus.lease_values([names.MANAGER_EPOCH]) == ["1"]
 
 
 async def _read_events(

@@ -330,7 +330,8 @@ class Ledger:
         if request.group % MAX_GROUP_SIZE or not 0 <= message.sample - request.group < request.n:
             raise Unprocessable(f"sample {message.sample} is not one of the {request.n} of group {request.group}")
         n_tokens, n_logprobs = length(message.tokens), length(message.logprobs)
-        if not n_tokens == n_logprobs == (spanned := sum(n for _, _, n in message.spans)):
+        spanned = sum(n for _, _, n in message.spans)
+        if not n_tokens == n_logprobs == spanned:
             raise Unprocessable(
                 f"sample {message.sample} is restated with {n_tokens} tokens, {n_logprobs} log-probabilities and spans "
                 f"over {spanned}"
