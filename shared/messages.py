@@ -13,10 +13,21 @@ Times are Unix seconds, durations seconds, sizes bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+from rlboost.shared.message_fields import (
+    Attempt,
+    Column32,
+    Column64,
+    Count,
+    Finite,
+    PackedId,
+    Seconds,
+    Span,
+    Version,
+)
 
 Role = Literal["reserved", "preemptible"]
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
@@ -25,31 +36,6 @@ JobState = Literal["pending", "running", "paused", "completed", "failed", "cance
 InFlight = Literal["recompute", "keep", "finish"]
 """What happens to running samples at a weight update: they continue with the new weights, with their KV cache
 recomputed (`recompute`) or as it is (`keep`); or they finish with the old weights first (`finish`)."""
-
-
-def _whole(item_bytes: int) -> Callable[[bytes], bytes]:
-    def check(column: bytes) -> bytes:
-        if len(column) % item_bytes:
-            raise ValueError(f"a column of {len(column)} bytes, which is no multiple of {item_bytes}")
-        return column
-
-    return check
-
-
-Column32 = Annotated[bytes, AfterValidator(_whole(4))]
-"""An int32, uint32 or float32 column; those of `TokenFrame` are checked by the ledger, many frames at once."""
-Column64 = Annotated[bytes, AfterValidator(_whole(8))]
-"""A uint64 column."""
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Attempt = Annotated[int, Field(ge=0, lt=1 << 31)]
-PackedId = Annotated[int, Field(ge=0, lt=1 << 64)]
-"""See `shared.ids.SampleId`."""
-Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
-"""A weight version; -1 before the first."""
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Span = Annotated[tuple[str, Version, Count], Strict(False)]
-"""(worker, weight version, number of tokens) of consecutive tokens. msgpack decodes tuples as lists."""
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_RELEASED = 0, 1, 2, 3
 """Codes of `TokenFrame.finish`: the sample continues; it ended with a stop token; it ended at `max_tokens`; the worker
