@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rlboost.shared.bus import Bus, Entry, position
-from rlboost.shared.http.server import Problem
+from rlboost.shared.http.problem import Problem
 
 MAX_FOLLOWERS = 1024
 """Open streams of one manager; beyond it, requests are rejected with 429."""

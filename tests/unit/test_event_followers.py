@@ -12,7 +12,7 @@ from rlboost.services.rollout_manager import event_followers
 from rlboost.services.rollout_manager.event_followers import MAX_READS, EventFollowers
 from rlboost.shared.bus import START, Entry
 from rlboost.shared.fakes import MemoryBus
-from rlboost.shared.http.server import Problem
+from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
 from tests.support.eventually import eventually
 

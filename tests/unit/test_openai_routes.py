@@ -19,7 +19,7 @@ from rlboost.services.rollout_manager.openai.schemas import parse_chat
 from rlboost.services.rollout_manager.openai.unsupported import IGNORED, UNSUPPORTED
 from rlboost.services.rollout_manager.ports import ModelFiles
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared.http.server import Problem
+from rlboost.shared.http.problem import Problem
 from tests.support.eventually import eventually
 from tests.unit.test_serving import Rig
 

@@ -328,7 +328,7 @@ def _on_step_report(world: World, report: StepReport, now: Now) -> None:
     job.step = min(
         max(job.step, report.step + 1), job.spec.steps
     )  # the report of the last evaluation is of no training step
-    # JSON has neither NaN nor infinities, so a record with one could not be read again.
+    # JSON has no other numbers; the run log has them all.
     metrics = {name: value for name, value in report.metrics.items() if math.isfinite(value)}
     job.on_metrics(report.step, metrics)
     job.checkpointed_step = max(job.checkpointed_step, report.checkpointed_step)

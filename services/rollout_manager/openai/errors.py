@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rlboost.shared.http.server import ErrorFormat, Problem
+from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.server import ErrorFormat
 
 ROUTES = "GET /v1/models, GET /v1/models/{model}, POST /v1/completions and POST /v1/chat/completions"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlboost.services.rollout_manager.openai.errors import openai_problem
-from rlboost.shared.http.server import Problem
+from rlboost.shared.http.problem import Problem
 
 IGNORED = frozenset(
     {
