@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlboost.services.rollout_manager.domain.ledger import Ledger, Outcome
-from rlboost.services.rollout_manager.entry_batches import apply_in_batches
+from rlboost.services.rollout_manager.entry_batches import PoisonEntries, apply_in_batches
 from rlboost.shared.bus import Entry
 from rlboost.shared.columns import I32, U32, U64, ints, pack
 from rlboost.shared.errors import Unprocessable
@@ -152,7 +152,7 @@ def test_only_the_invalid_frame_of_a_batch_is_refused() -> None:
         assert isinstance(entry.message, TokenFrame)
         ledger.extend(entry.message)
 
-    unusable = apply_in_batches(entries, lambda run: ledger.extend(*run), one)
+    unusable = apply_in_batches(entries, lambda run: ledger.extend(*run), one, PoisonEntries())
     assert [(entry.id, type(error)) for entry, error in unusable] == [("2-0", Unprocessable)]
     assert ledger.samples[SAMPLES[0]].tokens == pack([0, 1, 2], I32)
 
@@ -166,6 +166,7 @@ def test_entries_keep_their_order_around_batches_of_frames() -> None:
         [Entry("log", f"{i}-0", message) for i, message in enumerate(messages)],
         lambda run: seen.append(f"{len(run)} frames"),
         lambda entry: seen.append(entry.message.tag),
+        PoisonEntries(),
     )
     assert seen == ["2 frames", "Placed", "TokenFrame", "Placed", "2 frames"]
     assert not unusable
