@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from rlboost.services.rollout_manager.settings import Settings as ManagerSetting
 from rlboost.shared import messages, names
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.job import spec as job_spec
-from tests.support import architecture_diagram, settings_reference
+from tests.support import architecture_diagram, job_reference, settings_reference
 from tests.support.generated_docs import read_block
+from tests.support.other_trainers import NAMES
 
 ROOT = Path(__file__).parents[2]
 DOCS = [
@@ -29,7 +31,7 @@ DOCS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "deploy/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 _TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|benchmarks|\.ci"
@@ -143,6 +145,26 @@ def test_named_manager_routes_exist() -> None:
 def test_settings_reference_matches_the_settings_classes() -> None:
     shown = read_block(settings_reference.PAGE, settings_reference.BLOCK)
     assert shown == settings_reference.tables(), "run python -m tests.support.settings_reference --write"
+
+
+@pytest.mark.parametrize(
+    ("page", "block", "generate"),
+    [
+        (job_reference.PAGE, job_reference.BLOCK, job_reference.tables),
+        (job_reference.OTHERS_PAGE, job_reference.OTHERS_BLOCK, job_reference.names),
+    ],
+    ids=["keys", "names"],
+)
+def test_job_reference_matches_the_job_classes(page: Path, block: str, generate: Callable[[], str]) -> None:
+    assert read_block(page, block) == generate(), "run python -m tests.support.job_reference --write"
+
+
+def test_each_job_key_has_a_meaning() -> None:
+    assert [key.path for key in job_reference.keys() if not key.meaning] == [], "add a docstring below the field"
+
+
+def test_names_of_other_trainers_belong_to_job_keys() -> None:
+    assert set(NAMES) <= {key.path for key in job_reference.keys()}
 
 
 def test_package_diagram_matches_the_imports() -> None:
