@@ -225,7 +225,8 @@ GROUPLESS: frozenset[str] = frozenset({"batch_std", "gae"})
 class AlgorithmSpec(Section):
     """The algorithm: `name` is a preset of the other keys, each of which a job file may override.
 
-    `PRESETS` has the choices of each name. The default is GRPO (DeepSeekMath, arXiv 2402.03300) with the clip and the token mean of DAPO (arXiv 2503.14476).
+    `PRESETS` has the choices of each name. The default is GRPO (DeepSeekMath, arXiv 2402.03300) with the clip and the
+    token mean of DAPO (arXiv 2503.14476).
     """
 
     name: Literal[

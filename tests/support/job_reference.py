@@ -45,7 +45,7 @@ class Key(NamedTuple):
 
 
 @cache
-def keys() -> tuple[Key, ...]:
+def job_keys() -> tuple[Key, ...]:
     """Return every key of every kind of job, sections before their keys."""
     found: dict[str, Key] = {}
     for kind, model in _KINDS.items():
@@ -63,7 +63,7 @@ def _merged(key: Key, other: Key) -> Key:
 def tables() -> str:
     """Return the top-level keys and one section for each section of a job file."""
     by_section: dict[str, list[Key]] = {"": []}
-    for key in keys():
+    for key in job_keys():
         if key.is_section:
             by_section.setdefault(key.path, [])
         by_section[key.path.rpartition(".")[0]].append(key)
@@ -74,7 +74,7 @@ def names() -> str:
     """Return the table of what other trainers call the keys."""
     lines = ["| RLBoost | TRL | verl | OpenRLHF | prime-rl |", "|---|---|---|---|---|"]
     lines += [
-        "| " + " | ".join((f"`{key.path}`", *NAMES[key.path])).strip() + " |" for key in keys() if key.path in NAMES
+        "| " + " | ".join((f"`{key.path}`", *NAMES[key.path])).strip() + " |" for key in job_keys() if key.path in NAMES
     ]
     return "\n".join(lines)
 
@@ -95,7 +95,7 @@ def _section_text(path: str, members: list[Key]) -> str:
     plain = [key for key in members if not key.is_section]
     lines = [f"## `{path}`" if path else "## Top level", ""]
     if path:
-        section = next(key for key in keys() if key.path == path)
+        section = next(key for key in job_keys() if key.path == path)
         lines += [_kinds(section) + section.meaning, ""]
     lines += ["| key | default | values | meaning | TRL | verl |", "|---|---|---|---|---|---|"]
     for key in plain:
@@ -110,7 +110,7 @@ def _section_text(path: str, members: list[Key]) -> str:
 
 def _kinds(key: Key) -> str:
     parent = key.path.rpartition(".")[0]
-    possible = next((other.kinds for other in keys() if other.path == parent), tuple(_KINDS))
+    possible = next((other.kinds for other in job_keys() if other.path == parent), tuple(_KINDS))
     return "" if key.kinds == possible else f"Only kind {' or '.join(f'`{kind}`' for kind in key.kinds)}. "
 
 
