@@ -32,6 +32,10 @@ def site_path(page: str, target: str) -> str:
     if "://" in target:
         return target
     file = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+    return posixpath.relpath(_on_site(file), posixpath.dirname(_on_site(page)) or ".")
+
+
+def _on_site(file: str) -> str:
     return PAGES.get(file, file.removeprefix("docs/"))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from openai import APIError, APITimeoutError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
+from rlboost.client import Client
 from rlboost.shared import names
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.ids import SampleId
@@ -20,6 +22,8 @@ from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFi
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.weights.client import StoreClient
 from tests.support import published_model
+from tests.support.doc_snippets import blocks_in
+from tests.support.generated_docs import ROOT
 from tests.support.model_folder import write_tokenizer
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
@@ -353,3 +357,19 @@ def test_a_model_that_is_not_there_or_does_not_run_is_said_so(system: System) ->
     until(lambda: system.http.get(f"/v1/jobs/{system.remote}").json()["state"] == "completed")
     with pytest.raises(ConflictError, match="no longer served"):
         system.openai.completions.create(model="remote", prompt=[3])
+
+
+def test_client_blocks_of_the_documentation_run(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("countdown", "chess"):
+        system.create_job(name, str(system.model))
+    connect = partial(Client, system.manager.url, TOKEN)
+    monkeypatch.setattr("openai.OpenAI", lambda **_: system.openai)
+    monkeypatch.setattr("rlboost.client.Client", lambda *_: connect())
+    for page in ("serving.md", "rest.md"):
+        blocks = blocks_in(ROOT / "docs" / page, "python")
+        assert blocks
+        module: dict[str, Any] = {}
+        for block in blocks:
+            exec(block, module)
+        if page == "serving.md":
+            assert module["second"].choices[0].message.role == "assistant"
