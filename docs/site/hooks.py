@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File
+
 ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": "index.md",
@@ -46,8 +48,6 @@ def with_site_links(page: str, text: str) -> str:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages from outside `docs/`, and Mermaid."""
-    from mkdocs.structure.files import File  # noqa: PLC0415 - the test of links has no MkDocs
-
     for source, name in PAGES.items():
         content = with_site_links(source, (ROOT / source).read_text(encoding="utf-8"))
         files.append(File.generated(config, name, content=content))
