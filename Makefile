@@ -70,7 +70,7 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	mkdir -p build
 	if command -v npm > /dev/null; then \
 		tar xzOf "$$(npm pack --silent --pack-destination build $(MERMAID) | sed 's,^,build/,')" \
-			package/dist/mermaid.min.js > build/mermaid.min.js; fi
+			package/dist/mermaid.min.js > build/mermaid.min.js || rm -f build/mermaid.min.js; fi
 	@touch $@
 
 bench: $(INSTALLED) ## run every benchmark
