@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import httpx
 import pytest
 from openai import APIError, APITimeoutError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
-from rlboost.client import Client
 from rlboost.shared import names
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.ids import SampleId
@@ -359,12 +357,16 @@ def test_a_model_that_is_not_there_or_does_not_run_is_said_so(system: System) ->
         system.openai.completions.create(model="remote", prompt=[3])
 
 
-def test_client_blocks_of_the_documentation_run(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_client_blocks_of_the_documentation_run(
+    system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("countdown", "chess"):
         system.create_job(name, str(system.model))
-    connect = partial(Client, system.manager.url, TOKEN)
+    (tmp_path / ".rlboost").mkdir()
+    (tmp_path / ".rlboost/config.json").write_text(json.dumps({"url": system.manager.url, "token": TOKEN}))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("openai.OpenAI", lambda **_: system.openai)
-    monkeypatch.setattr("rlboost.client.Client", lambda *_: connect())
     for page in ("serving.md", "rest.md"):
         blocks = blocks_in(ROOT / "docs" / page, "python")
         assert blocks

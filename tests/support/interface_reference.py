@@ -44,6 +44,7 @@ EVENTS: Mapping[str, str] = {
     "seeding_window_closing": "reserved workers were asked to hand back their samples",
     "seeding_window_updated": "the learned window changed",
     "warning": "something in the job needs attention",
+    "warning_cleared": "a warning no longer holds",
     "weights_restored": "a version was published again after a restart",
     "weights_unavailable": "a worker could not get a version",
     "worker_joined": "a worker joined",

@@ -115,6 +115,16 @@ def test_command_and_its_options_exist(place: Mention) -> None:
             assert word.partition("=")[0] in options, word
 
 
+def test_named_job_keys_exist() -> None:
+    known = {key.path for key in job_reference.job_keys()}
+    sections = "|".join(sorted(path for path in known if any(key.startswith(f"{path}.") for key in known)))
+    foreign = {"architecture.md", "coming-from.md", "job-keys.md", "CHANGELOG.md"}
+    named = named_in_code(rf"(?:^|\s)((?:{sections})\.[a-z_.]+)(?=[:=`\s]|$)")
+    assert len(named) > 50
+    unknown = [str(place) for place in named if place.doc.name not in foreign and place.text not in known]
+    assert [place for place in unknown if not place.endswith((".log", ".jsonl"))] == []
+
+
 @pytest.mark.parametrize("place", named_in_code(r"\bmake ([a-z-]+)"), ids=str)
 def test_make_target_exists(place: Mention) -> None:
     assert re.search(rf"^{place.text}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
