@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlboost.shared.user_code.allowed import ForbiddenFunction, check_function, check_module
+
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
@@ -26,11 +28,13 @@ def load(path: str) -> Callable[..., Any]:
     """Import and return `package.module:function`; this runs the user's code.
 
     Raises:
+        ForbiddenFunction: a job file may not name it; nothing was imported.
         InvalidUserFunction: it does not exist, or is not callable.
         Exception: whatever the user's code raises.
 
     """
     place, _, names = path.partition(":")
+    check_module(place)
     found = importlib.import_module(place)
     for name in names.split("."):
         try:
@@ -43,6 +47,7 @@ def load(path: str) -> Callable[..., Any]:
         place = f"{place}.{name}"
     if not callable(found):
         raise InvalidUserFunction(f"it is of the type {type(found).__name__}")
+    check_function(path, found)
     return found
 
 
@@ -56,6 +61,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
 
     """
     reason = " ".join(str(error).split())
+    if isinstance(error, ForbiddenFunction):
+        return f"{path} is not allowed: {reason}"
     if isinstance(error, InvalidUserFunction):
         return f"{path} is no {kind}: {reason}"
     module = path.partition(":")[0]
