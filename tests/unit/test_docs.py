@@ -122,7 +122,7 @@ def test_named_job_keys_exist() -> None:
     named = named_in_code(rf"(?:^|\s)((?:{sections})\.[a-z_.]+)(?=[:=`\s]|$)")
     assert len(named) > 50
     unknown = [str(place) for place in named if place.doc.name not in foreign and place.text not in known]
-    assert [place for place in unknown if not place.endswith((".log", ".jsonl"))] == []
+    assert [place for place in unknown if not place.endswith((".log", ".jsonl", ".py"))] == []
 
 
 @pytest.mark.parametrize("place", named_in_code(r"\bmake ([a-z-]+)"), ids=str)
