@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands import config, demo, export, follow, init, jobs, ps, report, up, worker
+from rlboost.commands import config, demo, export, follow, init, jobs, ps, report, samples, up, worker
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
@@ -20,6 +20,7 @@ demo.register(app)
 report.register(app)
 jobs.register(app)
 follow.register(app)
+samples.register(app)
 evaluation.register(app)
 export.register(app)
 ps.register(app)

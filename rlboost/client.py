@@ -212,7 +212,7 @@ class Jobs:
             return named[-1]
 
     def show(self, job_id: str) -> Json:
-        """Return one job: its state, step, latest metrics, what it waits for, its error."""
+        """Return one job: its state, step, latest metrics, warnings, what it waits for, its error."""
         job: Json = self._get(job_id)
         return job
 

@@ -57,6 +57,7 @@ def render(history: History, drawings: dict[str, str]) -> str:
         verdict=escape(str(job["state"])),
         verdict_class=_VERDICTS.get(job["state"], "open"),
         intro=escape(_intro(history)),
+        warnings=tables.warnings(job),
         cards="".join(tables.card(*card) for card in _cards(history)),
         body=JOB.substitute(
             sections=figure_sections(SECTIONS, drawings),

@@ -119,6 +119,7 @@ def render(record: Record, drawings: dict[str, str]) -> str:
         verdict="Every guarantee held" if held else "Some guarantees were violated",
         verdict_class="good" if held else "bad",
         intro=tables.intro(record),
+        warnings=tables.warnings(record.job),
         cards=tables.cards(record),
         body=DEMO.substitute(
             guarantees=tables.guarantees(record),

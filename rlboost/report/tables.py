@@ -31,6 +31,11 @@ def card(value: str, name: str, more: str) -> str:
     return f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>'
 
 
+def warnings(job: Mapping[str, Any]) -> str:
+    """Return the warnings about a job's learning that hold at present, nothing if there are none."""
+    return "".join(f'<p class="bad">Warning: {escape(text)}</p>' for text in job.get("warnings", ()))
+
+
 def cards(record: Record) -> str:
     """Return the headline numbers."""
     audit = record.audit

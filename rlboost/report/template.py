@@ -41,7 +41,7 @@ tr:first-child td { border-top: 0; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; padding-right: 0; white-space: nowrap; }
 td.good, td.bad { font-weight: 600; white-space: nowrap; }
 td.good { color: var(--good); }
-td.bad { color: var(--bad); }
+td.bad, p.bad { color: var(--bad); }
 article { margin-top: 14px; }
 article p { margin: 0 0 6px; }
 pre { margin: 0; padding: 10px 14px; border-radius: 8px; background: #f5f7f9; font-size: 13px; white-space: pre-wrap;
@@ -56,6 +56,7 @@ pre { margin: 0; padding: 10px 14px; border-radius: 8px; background: #f5f7f9; fo
 <header>
 <h1>RLBoost: $name <span class="verdict $verdict_class">$verdict</span></h1>
 <p>$intro</p>
+$warnings
 </header>
 <div class="cards">$cards</div>
 $body

@@ -345,10 +345,21 @@ def test_an_answer_that_is_a_problem_is_one_line(rest: FakeRest) -> None:
 
 def test_status_shows_state_step_wait_and_metrics(rest: FakeRest) -> None:
     waiting = {"for": "the trainer", "because": "it died", "since": "2026-01-01", "limit_s": 2592000.0}
-    rest.on("GET /v1/jobs/j-1", ok(job("running", 2, waiting=waiting, latest={"reward/mean": 0.25})))
+    rest.on(
+        "GET /v1/jobs/j-1", ok(job("running", 2, waiting=waiting, latest={"reward/mean": 0.25}, warnings=["all 0"]))
+    )
     rest.on("GET /v1/jobs/j-1/metrics", ok([{"step": step, "time/step_s": 60.0 + step} for step in range(2)]))
     shown = rlboost("status", "j-1").stdout
-    for part in ("running", "2 of 3", "the trainer because it died", "30 days at most", "step 2", "0.25", "60 s left"):
+    for part in (
+        "running",
+        "2 of 3",
+        "the trainer because it died",
+        "30 days at most",
+        "step 2",
+        "0.25",
+        "60 s left",
+        "all 0",
+    ):
         assert part in shown
     assert json.loads(rlboost("status", "j-1", "--json").stdout)["waiting"] == waiting
 
