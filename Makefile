@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_INSTALLED := $(VENV)/.vllm-installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 TORCH_CPU := 2.13.0+cpu
+# It draws the site's diagrams. Without npm the theme loads it in the reader's browser.
+MERMAID := mermaid@11.17.2
 # What generates: torch or vllm.
 ENGINE ?= torch
 # The first of these that runs and is new enough.
@@ -19,7 +22,7 @@ TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-long check fmt bench up down clean
+.PHONY: help install install-vllm demo test test-long check fmt docs bench up down clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -58,6 +61,17 @@ check: $(INSTALLED) ## lint, formatting and types; changes nothing
 fmt: $(INSTALLED) ## format the code, and mend what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(DOCS_INSTALLED) ## build the documentation's site into build/site; a broken link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	mkdir -p build
+	if command -v npm > /dev/null; then \
+		tar xzOf "$$(npm pack --silent --pack-destination build $(MERMAID) | sed 's,^,build/,')" \
+			package/dist/mermaid.min.js > build/mermaid.min.js || rm -f build/mermaid.min.js; fi
+	@touch $@
 
 bench: $(INSTALLED) ## run every benchmark
 	@set -e; for file in benchmarks/[a-z]*.py benchmarks/*/__main__.py; do \

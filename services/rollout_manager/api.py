@@ -133,6 +133,7 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
         raw: Annotated[dict[str, Any], Body()],
         idempotency_key: Annotated[str | None, Header(max_length=IDEMPOTENCY_KEY_CHARACTERS)] = None,
     ) -> JSONResponse:
+        """Create a job from a job file as JSON; a repeated `Idempotency-Key` returns the same job."""
         spec = _validated(raw)
         job_id = f"{spec.name}-{new_token(3)}"
         if idempotency_key:
@@ -147,12 +148,14 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
 
     @router.get("/jobs", tags=["jobs"])
     async def list_jobs() -> list[dict[str, Any]]:
+        """Return every job, oldest first: state, step, current wait, error."""
         jobs: list[Job | QuarantinedJob] = [*manager.world.jobs.values(), *manager.world.quarantined.values()]
         jobs.sort(key=lambda job: job.no)
         return [await _public(manager, bus, job) for job in jobs]
 
     @router.get("/jobs/{job_id}", tags=["jobs"])
     async def show_job(job_id: str) -> dict[str, Any]:
+        """Return one job: state, step, metrics of its last step, current wait, error."""
         return await _public(manager, bus, _known(manager, job_id))
 
     @router.get("/jobs/{job_id}/spec", tags=["jobs"])
@@ -174,6 +177,7 @@ def _add_action(router: APIRouter, manager: Manager, action: Action, written: di
 
     @router.post(f"/jobs/{{job_id}}/{action}", status_code=202, tags=["jobs"], name=f"{action}_job")
     async def act(job_id: str) -> dict[str, Any]:
+        """Pause, resume or cancel the job."""
         job = _job(manager, job_id)
         if not job.allows(action):
             raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
@@ -244,6 +248,7 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
 
     @router.get("/jobs/{job_id}/audit", tags=["history"])
     async def audit(job_id: str) -> dict[str, Any]:
+        """Account for every sample and token of the job."""
         job = _job(manager, job_id)
         in_flight = manager.world.in_flight
         live = [(need.is_serving, in_flight.by_requirement[need]) for need in in_flight.of_job(job.id)]
@@ -285,6 +290,7 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
 
     @router.get("/jobs/{job_id}/samples", tags=["history"])
     async def samples(job_id: str, step: int | None = None) -> list[dict[str, Any]]:
+        """Return recent samples with reward and lineage, of one step if `step` is given."""
         job = _known(manager, job_id)
         entries = await bus.read({names.job_samples(job.id): START}, count=10_000)
         rows = [entry.message.fields for entry in entries if isinstance(entry.message, Event)]
@@ -292,6 +298,7 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
 
     @router.get("/jobs/{job_id}/logs", tags=["history"])
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
+        """Stream the job's events as text; with `follow`, until the job ends."""
         _known(manager, job_id)
         followers.check_limit()
         stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
@@ -345,11 +352,13 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
 
     @router.get("/workers", tags=["fleet"])
     async def workers() -> list[dict[str, Any]]:
+        """Return every worker: role, state, version, samples, throughput, memory."""
         fleet = manager.world.fleet
         return [_times(worker.public()) for worker in (*fleet.workers.values(), *fleet.gone.values())]
 
     @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"])
     async def drain(worker_id: str) -> dict[str, str]:
+        """Have the worker hand off its samples and exit."""
         if worker_id not in manager.world.fleet.workers:
             detail = f"there is no worker {worker_id!r}: list them with 'rlboost worker list' or GET /v1/workers"
             raise Problem(404, "No such worker", detail)
@@ -358,6 +367,7 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
 
     @router.get("/fleet", tags=["fleet"])
     async def fleet() -> dict[str, Any]:
+        """Return counts of workers, throughput and the number of workers worth having."""
         workers = list(manager.world.fleet.workers.values())
         preemptible = [worker for worker in workers if not worker.reserved]
         return {

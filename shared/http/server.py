@@ -48,10 +48,12 @@ def create_app(
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
+        """Answer 200 while the process lives; needs no token."""
         return {"status": "ok"}
 
     @app.get("/readyz", tags=["health"])
     async def readyz() -> dict[str, Any]:
+        """Answer 200 when the service can work, 503 with the reason otherwise; needs no token."""
         missing = ready()
         waiting = [wait.public() for wait in waits.current()] if waits else []
         state: dict[str, Any] = {"ready": missing is None, "missing": missing, "waiting": waiting}
@@ -63,6 +65,7 @@ def create_app(
 
     @guarded.get("/metrics")
     async def metrics() -> Response:
+        """Return metrics for Prometheus."""
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(guarded)

@@ -25,19 +25,23 @@ Importance = Literal["truncate", "mask"]
 
 
 class CriticSpec(Section):
-    """A value model, trained beside the policy by AdamW, and what is made of its values."""
+    """The critic of PPO: a value model that AdamW trains alongside the policy."""
 
     lr: float = Field(1e-5, gt=0)
-    """Its warm-up and decay are those of `optimizer`."""
+    """Learning rate of the critic's AdamW; warm-up and decay are those of `optimizer`."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moments."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
     grad_clip: float = Field(1.0, gt=0)
+    """Maximum norm of the critic's gradient."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """What a reward is worth one token earlier."""
+    """Discount factor per token."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """Generalised advantage estimation, arXiv 1506.02438: 0 trusts the critic alone, 1 the rewards alone."""
+    """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 relies on the critic only, 1 on the rewards
+    only."""
     value_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] = 0.2
-    """How far a value may move in one step before moving further brings nothing."""
+    """Bound on a value's change in one step; `off` removes it."""
 
     @field_validator("value_clip", mode="before")
     @classmethod
@@ -46,14 +50,14 @@ class CriticSpec(Section):
 
 
 class PreferenceSpec(Section):
-    """How the best of a group is preferred to its worst."""
+    """The loss of online DPO, which prefers the best completion of a group to the worst."""
 
     variant: Literal["sigmoid", "ipo"] = "sigmoid"
-    """DPO, arXiv 2305.18290; or IPO, arXiv 2310.12036, which aims at a margin of 1 / (2 beta) and goes no further."""
+    """Loss of a pair: DPO (arXiv 2305.18290), or IPO (arXiv 2310.12036), which stops at a margin of 1 / (2 beta)."""
     beta: float = Field(0.1, gt=0, allow_inf_nan=False)
-    """How much the distance to the starting weights costs."""
+    """Weight of the distance to the starting weights."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """With `sigmoid`: how often the worst is taken to be the better one after all."""
+    """With `sigmoid`: assumed probability that the preference is wrong."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -219,63 +223,59 @@ GROUPLESS: frozenset[str] = frozenset({"batch_std", "gae"})
 
 
 class AlgorithmSpec(Section):
-    """What is made of rewards: see `PRESETS` for what each name chooses, and the fields for what may be chosen.
+    """The algorithm: `name` is a preset of the other keys, each of which a job file may override.
 
-    The default is GRPO (DeepSeekMath, arXiv 2402.03300) with the clip and the token mean of DAPO (arXiv 2503.14476).
+    `PRESETS` has the choices of each name. The default is GRPO (DeepSeekMath, arXiv 2402.03300) with the clip and the
+    token mean of DAPO (arXiv 2503.14476).
     """
 
     name: Literal[
         "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "cispo", "ppo", "dpo"
     ] = "grpo"
+    """Preset of the choices below."""
     group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE)
+    """Samples per prompt."""
     updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates per step; the step's groups are divided among them, so each sample is used once."""
     advantage: Advantage = "group_std"
-    """What a sample's reward is compared with; `best_worst` makes a pair of each group and takes nothing else of it."""
+    """Baseline and scale of a sample's reward; `best_worst` trains on one pair per group and nothing else."""
     equal_groups: Literal["drop", "keep"] | None = "drop"
-    """Whether groups whose rewards are all equal are left out of the loss, or count in its denominator."""
+    """Whether groups of equal rewards are left out of the loss, or count in its denominator."""
     resample: Annotated[int, Field(ge=0, le=64)] | None = 0
-    """How many groups of other prompts may replace one that is left out, each if the one before is left out, too.
-
-    Dynamic sampling: DAPO, arXiv 2503.14476, section 3.2.
-    """
+    """Most groups of other prompts that replace a group of equal rewards, one after the other (DAPO's dynamic sampling,
+    arXiv 2503.14476)."""
     loss: FunctionPath | None = None
-    """`module:function`: the tokens' losses by a function of yours, in place of `ratio` and `clip`."""
+    """`module:function` with a custom loss per token, in place of `ratio` and `clip`."""
     ratio: RatioLevel | None = "token"
-    """Of what the ratio of new to old probability is: each token, or the whole completion (a geometric mean)."""
+    """Ratio of new to old probability: of each token, or of the whole completion (geometric mean)."""
     clip: Clip | None = "ppo"
-    """`ppo`: clipped tokens have no gradient; `cispo`: the ratio is a clipped weight, all have one; `none`."""
+    """`ppo`: clipped tokens have no gradient; `cispo`: the ratio is a clipped weight and every token has a gradient."""
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = 0.2
-    """The ratio is clipped at 1 - this; 1 is no bound."""
+    """The ratio is clipped below at 1 minus this; 1 removes the bound."""
     clip_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.28
-    """And at 1 + this."""
+    """The ratio is clipped above at 1 plus this."""
     aggregation: Aggregation | None = "token_mean"
-    """What the update's loss is: the mean over tokens; or the mean over completions of their tokens' mean, of their
-    sum, or of their sum divided by `sampling.max_tokens`."""
+    """Loss of an update: mean over tokens; or mean over completions of their token mean, of their token sum, or of
+    that sum divided by `sampling.max_tokens`."""
     old_logprobs: Literal["auto", "sampled", "recomputed"] | None = "auto"
-    """What the ratio compares with: what the engine said when it drew a token, or what the step's first weights say.
-
-    The second is the decoupled objective: what lies between the two is an importance weight (`tis_cap`). `auto` is
-    `sampled` without staleness and `recomputed` with it.
-    """
+    """Old policy of the ratio: the engine's log-probabilities, or the trainer's under the weights at the start of the
+    step. `auto` is `sampled` with `elastic.max_staleness: 0`, else `recomputed`."""
     tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] | None = 2.0
-    """With the decoupled objective: where the importance weight of a token of older weights is cut.
-
-    `off` leaves such tokens unweighted. Otherwise there is nothing to weigh.
-    """
+    """With `recomputed`: bound of a token's importance weight (trainer / engine); `off` disables these weights."""
     importance: Importance | None = "truncate"
-    """What becomes of weights beyond `tis_cap`: cut to it, or tokens with one beyond it or below 1 / it masked."""
+    """Importance weights beyond `tis_cap` are truncated, or tokens with a weight beyond it or below 1 / it masked."""
     kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """How much the distance to the starting weights costs; above 0 the trainer keeps a copy of these."""
+    """Weight of the KL penalty to the starting weights; above 0 the trainer stores a copy of them."""
     kl_estimator: KlEstimator | None = None
-    """Estimator of that distance in the loss."""
+    """Estimator of that KL."""
     overlong_penalty: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """What is taken off the reward of a completion of `sampling.max_tokens`."""
+    """Deduction from the reward of a completion of `sampling.max_tokens`."""
     overlong_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The last part of `sampling.max_tokens`, in which the penalty rises from 0."""
+    """The last fraction of `sampling.max_tokens`, over which the deduction rises from 0."""
     critic: CriticSpec | None = None
-    """With `advantage: gae`."""
+    """The critic, with `advantage: gae`."""
     preference: PreferenceSpec | None = None
-    """With `advantage: best_worst`."""
+    """The loss of pairs, with `advantage: best_worst`."""
 
     @property
     def needs_reference(self) -> bool:

@@ -13,13 +13,15 @@ class CurriculumSpec(Section):
     """Which prompts are skipped, by the mean rewards of their last groups."""
 
     skip_solved_above: float | None = Field(None, allow_inf_nan=False)
-    """Skip a prompt whose mean is at least this; with a reward of 0 or 1, 1.0 skips what is always solved."""
+    """Skip a prompt whose mean reward is at least this; with rewards of 0 and 1, 1.0 skips prompts that are always
+    solved."""
     skip_failed_below: float | None = Field(None, allow_inf_nan=False)
-    """Skip a prompt whose mean is at most this; with a reward of 0 or 1, 0.0 skips what is never solved."""
+    """Skip a prompt whose mean reward is at most this; with rewards of 0 and 1, 0.0 skips prompts that are never
+    solved."""
     window: int = Field(1, ge=1)
-    """How many groups count; a prompt with fewer groups is never skipped by the two limits above."""
+    """Number of last groups that count; the two limits never skip a prompt with fewer groups."""
     retry_steps: int | None = Field(None, ge=1)
-    """A prompt whose last group is at least this many steps old is not skipped."""
+    """A skipped prompt returns after this many steps without a group; by default never."""
     function: FunctionPath | None = None
     """`package.module:function`: gets the means of all earlier groups, oldest first, and returns True to skip."""
 

@@ -32,7 +32,7 @@ class DataSpec(Section):
     prompt_key: str = "prompt"
     """The column of the prompt: text, or chat messages, which the model's chat template renders."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Rows with longer prompts are skipped and counted."""
+    """Rows with longer prompts are left out and counted."""
 
     @property
     def rows(self) -> tuple[Rows, ...]:
@@ -53,19 +53,22 @@ class TrainDataSpec(DataSpec):
     """Training data."""
 
     train: Source
+    """Training rows: a file, a pattern, a folder, the id of a Hugging Face dataset, or a list of these."""
     eval: Source | None = None
     """Held-out rows, for the job's evaluations and for `rlboost eval` with its job file."""
     train_split: str = "train"
-    """The split of a Hugging Face dataset."""
+    """Split of a Hugging Face dataset for training."""
     eval_split: str = "test"
+    """Split of a Hugging Face dataset for evaluation."""
     prompts_per_step: int = Field(32, ge=1, lt=MAX_GROUPS_PER_STEP)
+    """Prompts per step; with kind `sft`, rows per step."""
 
 
 class RlDataSpec(TrainDataSpec):
     """Prompts for reinforcement learning."""
 
     curriculum: CurriculumSpec | None = None
-    """Which prompts are skipped because of earlier rewards."""
+    """Skips prompts because of the rewards of their earlier groups."""
 
 
 class SftDataSpec(TrainDataSpec):
@@ -75,7 +78,7 @@ class SftDataSpec(TrainDataSpec):
     completion_key: str = "completion"
     """The column of the completion: text, or chat messages of the assistant."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """Rows with longer completions are skipped and counted."""
+    """Rows with longer completions are left out and counted."""
 
 
 class EvalDataSpec(DataSpec):
@@ -85,4 +88,6 @@ class EvalDataSpec(DataSpec):
     prompts_per_step: ClassVar[int] = 0
     curriculum: ClassVar[None] = None
     eval: Source
+    """Held-out rows, for the job's evaluations and for `rlboost eval` with its job file."""
     eval_split: str = "test"
+    """Split of a Hugging Face dataset for evaluation."""

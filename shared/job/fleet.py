@@ -16,12 +16,14 @@ MAX_STALENESS = 16
 
 
 class SamplingSpec(Section):
-    """How rollouts are drawn."""
+    """How completions are sampled."""
 
     temperature: float = Field(1.0, ge=0)
-    """0, the most likely token each time, is for jobs of kind eval."""
+    """Sampling temperature; 0 (greedy) only for jobs of kind `eval`."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; 1 keeps every token."""
     max_tokens: int = Field(256, ge=1)
+    """Most tokens of a completion."""
 
     @property
     def scored_temperature(self) -> float:
@@ -33,23 +35,18 @@ class VersionsSpec(Section):
     """How versions of the weights are published."""
 
     weights: Literal["full", "delta", "lora"] = "full"
-    """Whole chunks only, or deltas to the last version beside them, or an adapter alone.
-
-    `delta` makes pulls small where workers are far, and costs the trainer host memory for one copy of the model. With
-    `lora` the model stays as it is and an adapter is trained (section `lora`); workers fetch the model once.
-    """
+    """How versions are published: whole; also as lossless deltas, which costs the trainer host memory for one copy of
+    the model; or, with an adapter that is trained in place of the model (section `lora`), as that adapter."""
 
 
 class _FleetSpec(Section):
     """How workers are shared out."""
 
     seeding: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto", "off"] = "auto"
-    """How long the reserved engines generate at the start of a step while preemptible workers are there.
-
-    Seconds; or `auto`: the manager learns it for each fleet size; or `off`: not at all.
-    """
+    """Seconds that the reserved workers generate at the start of a step while there are preemptible workers. `auto`:
+    the manager learns it for each fleet size; `off`: not at all."""
     share: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """The job's part of the preemptible workers, relative to the other jobs' shares."""
+    """Share of the preemptible workers, relative to those of other jobs."""
 
     @field_validator("seeding", mode="before")
     @classmethod
@@ -61,13 +58,10 @@ class RlElasticSpec(VersionsSpec, _FleetSpec):
     """How the job uses workers that come and go."""
 
     max_staleness: int = Field(0, ge=0, le=MAX_STALENESS)
-    """How many weight versions may lie between making a token and training on it; 0 is strictly on-policy."""
+    """Most weight versions between generating a token and training on it; 0 is strictly on-policy."""
     in_flight: InFlight = "recompute"
-    """With `max_staleness` above 0, what becomes of samples that run when a worker gets new weights.
-
-    `recompute`: they go on under these, with their KV cache made anew. `keep`: they go on with the cache that they
-    have, so their tokens attend to what older weights made. `finish`: they end under the old weights first.
-    """
+    """With `max_staleness` above 0: what running samples do when their worker gets new weights. They continue with a
+    recomputed KV cache, continue with the cache they have, or finish under the old weights first."""
 
 
 class SftElasticSpec(VersionsSpec):
@@ -87,10 +81,11 @@ class EvalElasticSpec(_FleetSpec):
 
 
 class EvalSpec(Section):
-    """Evaluation on held-out prompts, generated beside the training samples of the same step."""
+    """Evaluation on held-out prompts, generated alongside the training samples of the same step."""
 
     every: int = Field(10, ge=1)
+    """Steps between evaluations; the model is also evaluated before the first step and after the last one."""
     samples: int = Field(256, ge=1)
-    """How many completions in all, spread evenly over the evaluation prompts."""
+    """Number of completions, spread evenly over the evaluation prompts."""
     pass_reward: float = Field(1.0, allow_inf_nan=False)
-    """The least reward of a completion that passes, for `eval/pass@k`."""
+    """Lowest reward of a completion that passes, for `eval/pass@k`."""

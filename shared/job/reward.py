@@ -28,12 +28,13 @@ class RewardPart(Section):
     function: FunctionPath | None = None
     """`package.module:function`."""
     url: Address = None
-    """Instead of a function: a service that gets the group by POST, see `services.trainer.children.remote_reward`."""
+    """HTTP service that scores a group, instead of a function."""
     weight: float = Field(1.0, allow_inf_nan=False)
-    """The factor of its rewards in the sum; 0 only logs them."""
+    """Factor of its rewards in the sum; 0 only logs them."""
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
     """Logged as `reward/<name>/mean`; by default the function's name, or `remote`."""
     style: RewardStyle = "auto"
+    """Calling convention; `auto` detects it by the names of the parameters."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, in addition to the columns of the data."""
 
@@ -59,13 +60,19 @@ class RewardSpec(Section):
     """
 
     function: FunctionPath | None = None
+    """`package.module:function`."""
     url: Address = None
+    """HTTP service that scores a group, instead of a function."""
     style: RewardStyle = "auto"
+    """Calling convention; `auto` detects it by the names of the parameters."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, in addition to the columns of the data."""
     functions: Annotated[tuple[RewardPart, ...], Field(min_length=1)] | None = None
+    """Several functions or services, whose weighted sum is the reward; replaces the four keys above."""
     timeout_s: float = Field(5.0, gt=0)
-    """The limit for one group, all functions together."""
+    """Seconds for one group, all functions together; then the group is dropped."""
     workers: int = Field(1, ge=1)
+    """Processes that run reward functions; with `url`, concurrent requests."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -92,12 +99,12 @@ class EnvironmentSpec(Section):
     """The environment of multi-turn jobs; see `shared.job.environment`."""
 
     function: FunctionPath
-    """`package.module:function`, or a class: returns a new environment for each conversation."""
+    """`package.module:function`, or a class, that returns a new environment for each conversation."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     max_turns: int = Field(8, ge=1)
-    """The most turns of the model in one conversation."""
+    """Most turns of the model in one conversation."""
     timeout_s: float = Field(30.0, gt=0)
-    """The limit for one step of the environment."""
+    """Seconds for one step of the environment."""
     workers: int = Field(1, ge=1)
     """Processes that run environments; each answers one conversation at a time."""

@@ -13,16 +13,20 @@ class WandbSpec(Section):
     """A run of Weights & Biases. WANDB_API_KEY and WANDB_MODE are read from the trainer's environment."""
 
     project: str = Field(min_length=1)
+    """Project of the run."""
     entity: str | None = None
-    """The project's owner; None: the owner of the API key."""
+    """Owner of the project; by default the owner of the API key."""
     group: str | None = None
+    """Group of the run."""
     tags: tuple[str, ...] = ()
+    """Tags of the run."""
 
 
 class LogSpec(Section):
     """Where the run's metrics are logged, in addition to `metrics.jsonl`."""
 
     wandb: WandbSpec | None = None
+    """Log to Weights & Biases."""
     tensorboard: bool = False
     """Write event files to the run's folder `tensorboard/`."""
 

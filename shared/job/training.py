@@ -17,14 +17,20 @@ class OptimizerSpec(Section):
     """The optimizer."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`muon` updates the hidden layers' matrices by Muon, and all else by AdamW at the same `lr`."""
+    """`muon` updates matrices of hidden layers by Muon and everything else by AdamW, at the same `lr`."""
     lr: float = Field(1e-6, gt=0)
+    """Learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moments."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly to `lr`."""
     decay: float = Field(0.0, ge=0, le=1)
-    """The learning rate falls linearly by this fraction from the first to the last step."""
+    """Fraction by which the learning rate falls linearly from the first to the last step: 0 is constant, 1 ends at
+    0."""
     grad_clip: float = Field(1.0, gt=0)
+    """Maximum norm of the gradient."""
 
 
 RESUME_WORDS = ("auto", "never")
@@ -35,32 +41,33 @@ class TrainerSpec(Section):
     """How the trainer runs."""
 
     backend: Literal["torch", "megatron"] = "torch"
-    """`torch` trains in one process, or with FSDP2 in `data_parallel` of them; `megatron` (megatron-core) in as many as
-    the three numbers below make together."""
+    """`torch` trains in one process, or with FSDP2 in `data_parallel` processes; `megatron` (megatron-core) in the
+    product of `tensor_parallel`, `pipeline_parallel` and `data_parallel`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the computation; master weights are float32, except those frozen by `elastic.weights: lora`."""
     checkpoint_every: int = Field(10, ge=1)
+    """Steps between checkpoints."""
     checkpoints: str = ""
-    """The folder or object-store URL of the job's checkpoints; the trainer's default if empty."""
+    """Folder or object-store URL of the job's checkpoints; empty: the trainer's default."""
     resume: str = Field("auto", min_length=1)
-    """Whether to continue from the job's newest checkpoint (`auto`) or to fail if there is one (`never`).
-
-    Or the checkpoint of another job to start from: its run folder, its checkpoints or one of them, as a path or URL.
-    The job continues with its weights, optimizer state and step, and with samples of its own.
-    """
+    """`auto` continues from the job's newest checkpoint, `never` fails if there is one. Or a path or URL of another
+    job's run folder or checkpoint: the job starts with its weights, optimizer state and step."""
     micro_batch_tokens: int = Field(4096, ge=1)
+    """Most tokens of a micro-batch, padding included; a longer sample is a micro-batch of its own."""
     activation_checkpointing: bool = False
     """Store only the input of each layer for the backward pass, and recompute the rest."""
     seed: int = 0
+    """Seed of the data's order and of every sample."""
     offload: Offload = "none"
-    """For devices that reserved engines share with the trainer; see `Offload`."""
+    """State that is moved to host memory while reserved engines use the trainer's device."""
     tensor_parallel: int = Field(1, ge=1)
-    """Processes that share each layer."""
+    """Processes that each layer is split over; only `megatron`."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Processes that share the layers, one after the other."""
+    """Pipeline stages; only `megatron`."""
     data_parallel: int = Field(1, ge=1)
-    """Replicas that share the samples; with `torch`, FSDP2 shards of the model."""
+    """Replicas that samples are split over; with `torch`, FSDP2 shards of the model."""
     sequence_parallel: bool = False
-    """With `tensor_parallel`: split norms along the tokens, too (arXiv 2205.05198)."""
+    """With `tensor_parallel`: also split norms along the tokens (arXiv 2205.05198)."""
     distributed_optimizer: bool = False
     """With `data_parallel`: shard the optimizer state over replicas (ZeRO stage 1, arXiv 1910.02054)."""
 
@@ -91,6 +98,7 @@ class LoraSpec(Section):
     """A low-rank adapter (LoRA, arXiv 2106.09685) on linear layers, with the defaults of PEFT."""
 
     rank: int = Field(8, ge=1)
+    """Rank of the adapter's matrices."""
     alpha: float = Field(8.0, gt=0, allow_inf_nan=False)
     """The adapter's product is scaled by `alpha / rank`."""
     dropout: float = Field(0.0, ge=0, lt=1)

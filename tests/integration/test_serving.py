@@ -20,6 +20,8 @@ from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFi
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.weights.client import StoreClient
 from tests.support import published_model
+from tests.support.doc_snippets import blocks_in
+from tests.support.generated_docs import ROOT
 from tests.support.model_folder import write_tokenizer
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
@@ -371,3 +373,23 @@ def test_a_model_that_is_not_there_or_does_not_run_is_said_so(system: System) ->
     until(lambda: system.http.get(f"/v1/jobs/{system.remote}").json()["state"] == "completed")
     with pytest.raises(ConflictError, match="no longer served"):
         system.openai.completions.create(model="remote", prompt=[3])
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_client_blocks_of_the_documentation_run(
+    system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("countdown", "chess"):
+        system.create_job(name, str(system.model))
+    (tmp_path / ".rlboost").mkdir()
+    (tmp_path / ".rlboost/config.json").write_text(json.dumps({"url": system.manager.url, "token": TOKEN}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("openai.OpenAI", lambda **_: system.openai)
+    for page in ("serving.md", "rest.md"):
+        blocks = blocks_in(ROOT / "docs" / page, "python")
+        assert blocks
+        module: dict[str, Any] = {}
+        for block in blocks:
+            exec(block, module)
+        if page == "serving.md":
+            assert module["second"].choices[0].message.role == "assistant"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import pytest
 import typer.main
 import yaml
 
+from benchmarks import gpu_fit
 from rlboost.cli import app
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
@@ -20,23 +22,24 @@ from rlboost.services.rollout_manager.settings import Settings as ManagerSetting
 from rlboost.shared import messages, names
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.job import spec as job_spec
-from tests.support import architecture_diagram, settings_reference
+from tests.support import architecture_diagram, interface_reference, job_reference, settings_reference
+from tests.support.doc_snippets import DOCS, blocks_in
 from tests.support.generated_docs import read_block
+from tests.support.other_trainers import NAMES
 
 ROOT = Path(__file__).parents[2]
-DOCS = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "deploy/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").glob("*/README.md")),
-]
 _TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|benchmarks|\.ci"
 _FILE = re.compile(rf"(?<![\w/.-])((?:{_TOPS})/[\w./*-]*[\w*])(?:::(\w+))?")
 _ROOT_FILE = re.compile(r"^[\w.-]+\.(?:toml|yml|md|txt)$|^Makefile$|^\.env\.example$")
 _ROUTE = r"(?:^|GET |POST )(/(?:v1/(?:jobs|join|workers|fleet)[\w/{}]*|healthz|readyz|metrics))(?![\w/])"
 _LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+
+GENERATED = [
+    (job_reference.PAGE, job_reference.BLOCK, job_reference.tables, "tests.support.job_reference"),
+    (job_reference.OTHERS_PAGE, job_reference.OTHERS_BLOCK, job_reference.names, "tests.support.job_reference"),
+    (gpu_fit.PAGE, gpu_fit.BLOCK, gpu_fit.tables, "benchmarks.gpu_fit"),
+    *((*block, "tests.support.interface_reference") for block in interface_reference.BLOCKS),
+]
 
 
 class Mention(NamedTuple):
@@ -55,10 +58,6 @@ def code_in(doc: Path) -> list[str]:
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return [*(line for block in blocks for line in block.splitlines()), *re.findall(r"`([^`]+)`", prose)]
-
-
-def blocks_in(doc: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", doc.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def named_in_code(pattern: str) -> list[Mention]:
@@ -116,6 +115,16 @@ def test_command_and_its_options_exist(place: Mention) -> None:
             assert word.partition("=")[0] in options, word
 
 
+def test_named_job_keys_exist() -> None:
+    known = {key.path for key in job_reference.job_keys()}
+    sections = "|".join(sorted(path for path in known if any(key.startswith(f"{path}.") for key in known)))
+    foreign = {"architecture.md", "coming-from.md", "job-keys.md", "CHANGELOG.md"}
+    named = named_in_code(rf"(?:^|\s)((?:{sections})\.[a-z_.]+)(?=[:=`\s]|$)")
+    assert len(named) > 50
+    unknown = [str(place) for place in named if place.doc.name not in foreign and place.text not in known]
+    assert [place for place in unknown if not place.endswith((".log", ".jsonl", ".py"))] == []
+
+
 @pytest.mark.parametrize("place", named_in_code(r"\bmake ([a-z-]+)"), ids=str)
 def test_make_target_exists(place: Mention) -> None:
     assert re.search(rf"^{place.text}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -143,6 +152,24 @@ def test_named_manager_routes_exist() -> None:
 def test_settings_reference_matches_the_settings_classes() -> None:
     shown = read_block(settings_reference.PAGE, settings_reference.BLOCK)
     assert shown == settings_reference.tables(), "run python -m tests.support.settings_reference --write"
+
+
+@pytest.mark.parametrize(("page", "block", "generate", "command"), GENERATED, ids=[block[1] for block in GENERATED])
+def test_generated_block_matches_the_code(page: Path, block: str, generate: Callable[[], str], command: str) -> None:
+    assert read_block(page, block) == generate(), f"run python -m {command} --write"
+
+
+def test_each_interface_has_a_meaning() -> None:
+    rows = "\n".join(generate() for _, _, generate in interface_reference.BLOCKS)
+    assert re.findall(r"^.*\|  \|$", rows, re.MULTILINE) == [], "add a docstring, help text, or entry of EVENTS"
+
+
+def test_each_job_key_has_a_meaning() -> None:
+    assert [key.path for key in job_reference.job_keys() if not key.meaning] == [], "add a docstring below the field"
+
+
+def test_names_of_other_trainers_belong_to_job_keys() -> None:
+    assert set(NAMES) <= {key.path for key in job_reference.job_keys()}
 
 
 def test_package_diagram_matches_the_imports() -> None:

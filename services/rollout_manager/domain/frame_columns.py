@@ -2,7 +2,7 @@
 
 A loaded manager reads thousands of rows a turn, and nearly all of them simply continue their samples. So the next row
 that each sample expects is stored in columns too, all rows are compared with it in a few array operations, and only
-irregular rows are looked at one by one. Measured figures: docs/performance.md.
+irregular rows are looked at one by one. Measured figures: docs/notes/measurements.md.
 """
 
 from __future__ import annotations

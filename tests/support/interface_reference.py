@@ -1,0 +1,179 @@
+"""The tables of commands, REST routes, Prometheus metrics and job events, generated from the code.
+
+python -m tests.support.interface_reference --write
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from rlboost.cli import app
+from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared.fakes import MemoryBus
+from tests.support.generated_docs import ROOT, write_block
+
+_METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily", "SummaryMetricFamily", "_gauge"}
+_EMITTERS = {"emit_event", "_emit_event"}
+EVENTS: Mapping[str, str] = {
+    "adapter_saved": "the LoRA adapter of a completed job is in its folder",
+    "checkpoint_failed": "a checkpoint could not be written",
+    "checkpoint_saved": "a checkpoint is complete",
+    "group_dropped": "a group was not trained on: it could not be generated or scored",
+    "job_quarantined": "a manager or trainer cannot read the job",
+    "job_state": "the job's state changed",
+    "model_saved": "the model of a completed job is in its folder",
+    "parity_check_failed": "a worker's engine disagrees with the trainer; it serves nothing",
+    "prompts_left_out": "rows beyond the job's length limits",
+    "rebalance_recommended": "the cloud recommends replacing a worker's machine",
+    "reclaim_requested": "a worker was asked to hand back running samples",
+    "resumed": "the trainer continued from a checkpoint",
+    "sample_failed": "a sample failed on an engine",
+    "samples_migrated": "samples were handed back to resume on other workers",
+    "samples_unassigned": "samples of a lost worker went back to the queue",
+    "seeding_ended": "reserved workers stopped generating for the step",
+    "seeding_reopened": "reserved workers generate again, as no preemptible worker is left",
+    "seeding_started": "reserved workers generate at the start of a step",
+    "seeding_window_closing": "reserved workers were asked to hand back their samples",
+    "seeding_window_updated": "the learned window changed",
+    "warning": "something in the job needs attention",
+    "warning_cleared": "a warning no longer holds",
+    "weights_restored": "a version was published again after a restart",
+    "weights_unavailable": "a worker could not get a version",
+    "worker_joined": "a worker joined",
+    "worker_left": "a worker exited as planned",
+    "worker_lost": "a worker's lease expired, or its engine failed",
+    "worker_notice": "a worker announced that it will be preempted",
+    "worker_reassigned": "a worker changed jobs",
+    "worker_state": "a worker's state changed",
+}
+"""Event -> meaning."""
+
+
+def commands() -> str:
+    """Return a section for each command with its arguments and options."""
+    root: Any = typer.main.get_command(app)
+    return "\n\n".join(_command(path, command) for path, command in _leaves("rlboost", root))
+
+
+def _leaves(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "commands"):
+        yield path, command
+        return
+    for name, child in command.commands.items():
+        if not child.hidden:
+            yield from _leaves(f"{path} {name}", child)
+
+
+def _command(path: str, command: Any) -> str:
+    shown = [param for param in command.params if not getattr(param, "hidden", False) and param.name != "help"]
+    arguments = [_argument(param) for param in shown if _is_argument(param)]
+    lines = [
+        f"## `{path}`",
+        "",
+        "```text",
+        " ".join([path, *arguments, "[OPTIONS]"]),
+        "```",
+        "",
+        _cell(command.help or ""),
+    ]
+    if shown:
+        lines += ["", "| argument or option | default | meaning |", "|---|---|---|"]
+    for param in shown:
+        name = _argument(param) if _is_argument(param) else "/".join((*param.opts, *param.secondary_opts))
+        lines.append(f"| `{name}` | {_default(param)} | {_cell(getattr(param, 'help', '') or '')} |")
+    return "\n".join(lines)
+
+
+def _is_argument(param: Any) -> bool:
+    return bool(param.param_type_name == "argument")
+
+
+def _argument(param: Any) -> str:
+    return (param.metavar or param.name.upper()) + "..." * (param.nargs == -1)
+
+
+def _default(param: Any) -> str:
+    value = param.default
+    if param.required:
+        return "required"
+    if callable(value) or value in (None, "", []):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else getattr(value, 'value', value)}`"
+
+
+def routes() -> str:
+    """Return the manager's routes, from its OpenAPI description."""
+    manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
+    paths = build(manager, MemoryBus(), Settings(token="t")).openapi()["paths"]
+    lines = ["| route | parameters | meaning |", "|---|---|---|"]
+    for path, methods in paths.items():
+        for method, route in methods.items():
+            given = [f"`{one['name']}`" for one in route.get("parameters", []) if one["in"] != "path"]
+            lines.append(f"| `{method.upper()} {path}` | {', '.join(given)} | {_cell(route.get('description', ''))} |")
+    return "\n".join(lines)
+
+
+def metrics() -> str:
+    """Return the Prometheus metrics of each service."""
+    lines = ["| metric | service | meaning |", "|---|---|---|"]
+    for service, call in _calls(_METRIC_CLASSES):
+        texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        if len(texts) == 2:
+            is_counter = "Counter" in ast.unparse(call.func)
+            texts[0] = texts[0] if texts[0].startswith("rlboost_") else f"rlboost_worker_{texts[0]}"
+            lines.append(f"| `{texts[0]}{'_total' * is_counter}` | {service} | {_cell(texts[1]).rstrip('.')} |")
+    return "\n".join([*lines[:2], *sorted(lines[2:])])
+
+
+def events() -> str:
+    """Return the events of jobs, with their fields."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for service, call in _calls(_EMITTERS):
+        kinds = [arg for arg in call.args if isinstance(arg, ast.Constant | ast.IfExp)]
+        names = {part.value for kind in kinds for part in ast.walk(kind) if isinstance(part, ast.Constant)}
+        for name in sorted(str(name) for name in names if isinstance(name, str)):
+            services, fields = found.setdefault(name, (set(), set()))
+            services.add(service)
+            fields.update(keyword.arg for keyword in call.keywords if keyword.arg)
+    lines = ["| event | from | fields | meaning |", "|---|---|---|---|"]
+    for name, (services, fields) in sorted(found.items()):
+        shown = ", ".join(f"`{field}`" for field in sorted(fields))
+        lines.append(f"| `{name}` | {', '.join(sorted(services))} | {shown} | {EVENTS.get(name, '')} |")
+    return "\n".join(lines)
+
+
+def _calls(functions: set[str]) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls of functions with these names, each with its service."""
+    for file in sorted((ROOT / "services").rglob("*.py")):
+        service = file.relative_to(ROOT / "services").parts[0].replace("_", " ")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in functions:
+                yield service, node
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+BLOCKS: tuple[tuple[Path, str, Callable[[], str]], ...] = (
+    (ROOT / "docs" / "cli.md", "commands", commands),
+    (ROOT / "docs" / "rest.md", "routes", routes),
+    (ROOT / "docs" / "metrics.md", "metrics", metrics),
+    (ROOT / "docs" / "metrics.md", "events", events),
+)
+
+
+if __name__ == "__main__":
+    for page, block, generate in BLOCKS:
+        if sys.argv[1:] == ["--write"]:
+            write_block(page, block, generate())
+        else:
+            print(generate(), end="\n\n")

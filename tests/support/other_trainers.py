@@ -1,0 +1,184 @@
+"""What other trainers call RLBoost's job keys, for the job key reference and the page about coming from them.
+
+Names are those of TRL 1.16 (`GRPOConfig`, and arguments of `GRPOTrainer`), verl 0.9 (`ppo_trainer.yaml`; `actor.`,
+`rollout.` and `model.` are below `actor_rollout_ref`), OpenRLHF 0.11 (`train_ppo_ray`) and prime-rl (2026; `model.`,
+`optim.`, `loss.` and `scheduler.` are the trainer's, the others the orchestrator's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Names(NamedTuple):
+    """Names of one key, each in code marks where it is a name; empty where there is no such setting."""
+
+    trl: str = ""
+    verl: str = ""
+    openrlhf: str = ""
+    prime_rl: str = ""
+
+
+NAMES: Mapping[str, Names] = {
+    "model": Names("`model`", "`model.path`", "`actor.model_name_or_path`", "`model.name`"),
+    "name": Names("`run_name`", "`trainer.experiment_name`", "`logger.wandb.run_name`", "`wandb.name`"),
+    "steps": Names("`max_steps`", "`trainer.total_training_steps`", "", "`max_steps`"),
+    "data.train": Names("`train_dataset`", "`data.train_files`", "`data.prompt_dataset`", "`env`"),
+    "data.eval": Names("`eval_dataset`", "`data.val_files`", "`eval.dataset`", "`eval.env`"),
+    "data.prompt_key": Names("", "`data.prompt_key`", "`data.input_key`"),
+    "data.train_split": Names("", "", "`data.prompt_split`"),
+    "data.eval_split": Names("", "", "`eval.split`"),
+    "data.max_prompt_tokens": Names("", "`data.max_prompt_length`"),
+    "data.prompts_per_step": Names(
+        "`generation_batch_size` / `num_generations`",
+        "`data.train_batch_size`",
+        "`rollout.batch_size`",
+        "`batch_size` / `rollouts_per_example`",
+    ),
+    "data.curriculum.skip_solved_above": Names("", "", "", "`buffer.easy_threshold`"),
+    "data.curriculum.skip_failed_below": Names("", "", "", "`buffer.hard_threshold`"),
+    "reward.function": Names("`reward_funcs`", "`reward.custom_reward_function.path`", "`reward.remote_url`"),
+    "reward.url": Names("", "", "`reward.remote_url`"),
+    "reward.workers": Names("", "`reward.num_workers`"),
+    "reward.functions.weight": Names("`reward_weights`"),
+    "environment.function": Names(
+        "`environment_factory`", "`rollout.agent.agent_loop_config_path`", "`train.agent_func_path`", "`env.id`"
+    ),
+    "environment.arguments": Names("", "", "", "`env.args`"),
+    "environment.max_turns": Names("`max_tool_calling_iterations`", "`rollout.multi_turn.max_assistant_turns`"),
+    "algorithm.name": Names("`loss_type`", "`algorithm.adv_estimator`", "`algo.advantage.estimator`", "`loss.type`"),
+    "algorithm.group_size": Names(
+        "`num_generations`", "`rollout.n`", "`rollout.n_samples_per_prompt`", "`rollouts_per_example`"
+    ),
+    "algorithm.updates_per_step": Names(
+        "`steps_per_generation` / `gradient_accumulation_steps`",
+        "`data.train_batch_size` / `actor.ppo_mini_batch_size`",
+        "`rollout.batch_size` x `rollout.n_samples_per_prompt` / `train.batch_size`",
+    ),
+    "algorithm.advantage": Names(
+        "`scale_rewards`", "`algorithm.norm_adv_by_std_in_grpo`", "`algo.advantage.no_std_norm`", "`advantage.type`"
+    ),
+    "algorithm.equal_groups": Names(
+        "",
+        "`algorithm.filter_groups.enable`",
+        "`algo.dynamic_filtering_enable`",
+        "`buffer.online_difficulty_filtering`",
+    ),
+    "algorithm.resample": Names("", "`algorithm.filter_groups.max_num_gen_batches`"),
+    "algorithm.loss": Names("", "`actor.policy_loss.loss_mode`", "", "`loss.import_path`"),
+    "algorithm.ratio": Names(
+        "`importance_sampling_level`", "`actor.policy_loss.loss_mode`", "`actor.policy_loss_type`"
+    ),
+    "algorithm.clip_low": Names(
+        "`epsilon`", "`actor.clip_ratio_low`", "`actor.eps_clip_low_high`", "`loss.ipo_mask_low`"
+    ),
+    "algorithm.clip_high": Names(
+        "`epsilon_high`", "`actor.clip_ratio_high`", "`actor.eps_clip_low_high`", "`loss.ipo_mask_high`"
+    ),
+    "algorithm.aggregation": Names("`loss_type`", "`actor.loss_agg_mode`", "`actor.loss_agg_mode`"),
+    "algorithm.old_logprobs": Names("", "`algorithm.rollout_correction.bypass_mode`"),
+    "algorithm.tis_cap": Names(
+        "`vllm_importance_sampling_clip_max`",
+        "`algorithm.rollout_correction.rollout_is_threshold`",
+        "`algo.advantage.is_correction_threshold`",
+    ),
+    "algorithm.importance": Names(
+        "`vllm_importance_sampling_mode`",
+        "`algorithm.rollout_correction.rollout_rs`",
+        "`algo.advantage.is_correction_mode`",
+    ),
+    "algorithm.kl_coef": Names("`beta`", "`actor.kl_loss_coef`", "`algo.kl.init_coef`", "`loss.kl_tau`"),
+    "algorithm.kl_estimator": Names("", "`actor.kl_loss_type`", "`algo.kl.estimator`"),
+    "algorithm.overlong_penalty": Names(
+        "", "`reward.reward_kwargs.overlong_buffer_cfg.penalty_factor`", "`reward.overlong_penalty_factor`"
+    ),
+    "algorithm.overlong_fraction": Names(
+        "", "`reward.reward_kwargs.overlong_buffer_cfg.len`", "`reward.overlong_buffer_len`"
+    ),
+    "algorithm.critic.lr": Names("", "`critic.optim.lr`", "`critic.adam.lr`"),
+    "algorithm.critic.betas": Names("", "`critic.optim.betas`", "`critic.adam.betas`"),
+    "algorithm.critic.weight_decay": Names("", "`critic.optim.weight_decay`", "`critic.adam.weight_decay`"),
+    "algorithm.critic.grad_clip": Names("", "`critic.grad_clip`"),
+    "algorithm.critic.gamma": Names("", "`algorithm.gamma`", "`algo.advantage.gamma`"),
+    "algorithm.critic.gae_lambda": Names("", "`algorithm.lam`", "`algo.advantage.lambd`"),
+    "algorithm.critic.value_clip": Names("", "`critic.cliprange_value`", "`critic.value_clip`"),
+    "sampling.temperature": Names(
+        "`temperature`", "`rollout.temperature`", "`rollout.temperature`", "`sampling.temperature`"
+    ),
+    "sampling.top_p": Names("`top_p`", "`rollout.top_p`", "`rollout.top_p`"),
+    "sampling.max_tokens": Names(
+        "`max_completion_length`", "`data.max_response_length`", "`rollout.max_new_tokens`", "`sampling.max_tokens`"
+    ),
+    "optimizer.name": Names("`optim`", "`actor.optim.optimizer`", "`actor.optim`", "`optim.type`"),
+    "optimizer.lr": Names("`learning_rate`", "`actor.optim.lr`", "`actor.adam.lr`", "`optim.lr`"),
+    "optimizer.betas": Names(
+        "`adam_beta1`, `adam_beta2`", "`actor.optim.betas`", "`actor.adam.betas`", "`optim.betas1`, `optim.betas2`"
+    ),
+    "optimizer.weight_decay": Names(
+        "`weight_decay`", "`actor.optim.weight_decay`", "`actor.adam.weight_decay`", "`optim.weight_decay`"
+    ),
+    "optimizer.warmup_steps": Names("`warmup_steps`", "`actor.optim.lr_warmup_steps`", "", "`scheduler.warmup_steps`"),
+    "optimizer.decay": Names(
+        "`lr_scheduler_type`", "`actor.optim.lr_scheduler_type`", "`actor.lr_scheduler`", "`scheduler.type`"
+    ),
+    "optimizer.grad_clip": Names("`max_grad_norm`", "`actor.grad_clip`", "", "`optim.max_norm`"),
+    "lora.rank": Names("`peft_config.r`", "`model.lora_rank`", "`ds.lora.rank`", "`model.lora.rank`"),
+    "lora.alpha": Names("`peft_config.lora_alpha`", "`model.lora_alpha`", "`ds.lora.alpha`", "`model.lora.alpha`"),
+    "lora.dropout": Names(
+        "`peft_config.lora_dropout`", "`model.lora.dropout`", "`ds.lora.dropout`", "`model.lora.dropout`"
+    ),
+    "lora.targets": Names(
+        "`peft_config.target_modules`",
+        "`model.target_modules`",
+        "`ds.lora.target_modules`",
+        "`model.lora.target_modules`",
+    ),
+    "trainer.backend": Names("", "`actor.strategy`"),
+    "trainer.dtype": Names("`bf16`", "`actor.fsdp_config.dtype`", "`ds.param_dtype`"),
+    "trainer.checkpoint_every": Names("`save_steps`", "`trainer.save_freq`", "`ckpt.save_steps`", "`ckpt.interval`"),
+    "trainer.checkpoints": Names("`output_dir`", "`trainer.default_local_dir`", "`ckpt.path`", "`output_dir`"),
+    "trainer.resume": Names(
+        "`resume_from_checkpoint`", "`trainer.resume_mode`", "`ckpt.load_enable`", "`ckpt.resume_step`"
+    ),
+    "trainer.micro_batch_tokens": Names(
+        "`per_device_train_batch_size` (in completions)",
+        "`actor.ppo_max_token_len_per_gpu`",
+        "`train.max_tokens_per_gpu`",
+        "`seq_len`",
+    ),
+    "trainer.activation_checkpointing": Names(
+        "`gradient_checkpointing`",
+        "`model.enable_gradient_checkpointing`",
+        "`actor.gradient_checkpointing_enable`",
+        "`model.ac`",
+    ),
+    "trainer.seed": Names("`seed`", "`data.seed`", "`train.seed`", "`seed`"),
+    "trainer.offload": Names(
+        "", "`actor.fsdp_config.optimizer_offload`", "`ds.adam_offload`", "`model.optim_cpu_offload`"
+    ),
+    "trainer.tensor_parallel": Names(
+        "", "`actor.megatron.tensor_model_parallel_size`", "`ds.tensor_parallel_size`", "`model.tp`"
+    ),
+    "trainer.pipeline_parallel": Names("", "`actor.megatron.pipeline_model_parallel_size`"),
+    "trainer.data_parallel": Names(
+        "`accelerate launch --num_processes`", "`trainer.n_gpus_per_node`", "`actor.num_gpus_per_node`"
+    ),
+    "elastic.max_staleness": Names(
+        "", "`trainer.v1.sampler.max_off_policy_threshold`", "`train.async_queue_size`", "`max_async_level`"
+    ),
+    "elastic.in_flight": Names("", "", "`train.partial_rollout_enable`"),
+    "eval.every": Names("`eval_steps`", "`trainer.test_freq`", "`eval.steps`", "`eval.interval`"),
+    "eval.samples": Names(
+        "`num_generations_eval` (per prompt)",
+        "`rollout.val_kwargs.n` (per prompt)",
+        "`eval.n_samples_per_prompt`",
+        "`eval.rollouts_per_example`",
+    ),
+    "log.wandb": Names("`report_to`", "`trainer.logger`", "`logger.wandb.key`", "`wandb`"),
+    "log.wandb.project": Names("`project`", "`trainer.project_name`", "`logger.wandb.project`", "`wandb.project`"),
+    "log.wandb.entity": Names("", "", "`logger.wandb.org`"),
+    "log.wandb.group": Names("", "", "`logger.wandb.group`"),
+    "log.tensorboard": Names("`report_to`", "`trainer.logger`", "`logger.tensorboard_dir`"),
+}
+"""Dotted job key -> what others call it. Entries of `reward.functions` have no index."""
