@@ -64,9 +64,10 @@ class ToolEnvironment:
         self.row = row
         return None
 
-    async def step(self, text: str) -> Step:
+    async def step(self, text: str, *, text_raw: str | None = None) -> Step:
         """Answer the tool calls of a turn; see `Environment.step`."""
-        calls = _CALL.findall(text)
+        # The tags of a call are special tokens in some tokenizers.
+        calls = _CALL.findall(text if text_raw is None else text_raw)
         if not calls:
             return Step(reward=self.score(text), done=True)
         self.n_calls += len(calls)

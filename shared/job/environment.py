@@ -53,7 +53,10 @@ class Environment(Protocol):
         """
 
     def step(self, text: str) -> Step | Awaitable[Step]:
-        """Reply to one turn of the model, given without special tokens; also called for a truncated turn."""
+        """Reply to one turn of the model, given without special tokens; also called for a truncated turn.
+
+        With a parameter `text_raw` it gets the same text with special tokens in addition.
+        """
 
 
 def environment_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:

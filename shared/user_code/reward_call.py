@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
+RAW_ARGUMENTS = ("completions_raw",)
+"""Ours, for functions of TRL's signature that have such a parameter: the completions with special tokens."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
 """Columns that may hold the ground truth, besides verl's `reward_model.ground_truth`."""
@@ -101,6 +103,15 @@ def detect_style(function: Callable[..., Any], arguments: Mapping[str, Any], sty
             else f"it takes {signature}, but is called with {', '.join((*parameters, *arguments))}: {error}"
         ) from error
     return style
+
+
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function has a parameter of this name that can be passed by name."""
+    try:
+        parameter = inspect.signature(function).parameters.get(name)
+    except (TypeError, ValueError):  # some C functions have none
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def ground_truth(row: Mapping[str, Any]) -> Any:

@@ -61,6 +61,11 @@ async def test_step_processes_a_conversation_turn_by_turn(environments: Environm
     assert await environments.step(1, row, 3, ["ab", "abc"]) == [StepResult("2:abc", 3.0, True)]
 
 
+async def test_step_passes_raw_text_to_an_environment_that_names_it(start: Start) -> None:
+    pool = await start("Raw")
+    assert (await pool.step(1, {}, 3, ["ab"], ["ab<eos>"]))[0].observation == "ab of ab<eos>"
+
+
 async def test_step_replays_all_turns_after_release(environments: Environments) -> None:
     await environments.step(1, {}, 3, ["ab"])
     environments.release(1)

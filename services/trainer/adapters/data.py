@@ -24,7 +24,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import SftDataSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import require_tokenizer
-from rlboost.shared.user_code.reward_call import TRL_ARGUMENTS
+from rlboost.shared.user_code.reward_call import RAW_ARGUMENTS, TRL_ARGUMENTS
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -113,7 +113,7 @@ class _Reader:
         if key not in row.values:
             known = ", ".join(row.values) or "none"
             raise ConfigError(f"{location}: no key {key!r} (keys: {known}): correct the line or set data.prompt_key")
-        for name in TRL_ARGUMENTS:
+        for name in (*TRL_ARGUMENTS, *RAW_ARGUMENTS):
             if name in row.values and name != key:
                 raise ConfigError(f"{location}: a column named {name!r} hides a reward function argument: rename it")
         given = row.values[key]

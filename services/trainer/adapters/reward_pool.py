@@ -42,6 +42,7 @@ class RewardPool:
             "prompts": batch.prompts,
             "completions": batch.completions,
             "completion_ids": batch.completion_ids,
+            "completions_raw": batch.completions_raw,
             "columns": batch.columns,
             "solutions": batch.solutions,
         }

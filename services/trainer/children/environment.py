@@ -4,8 +4,8 @@ SPEC is JSON: the fields of `EnvironmentSpec`. `child` describes the transport. 
 
 - `release`: ids of conversations whose environments to discard first.
 - `conversation`: None asks for the start of a conversation, with `row` and `seed`. Otherwise the id of one, with
-  `texts`: the turns that its environment has not processed. Without an environment for it here, `texts` has all turns
-  and `row` and `seed` are given, too.
+  `turns`: pairs of the text without and with special tokens, of the turns that its environment has not processed.
+  Without an environment for it here, `turns` has all of them, and `row` and `seed` are given, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgpack
 
 from rlboost.services.trainer.children.child import Pipe
 from rlboost.shared.job.environment import Step, close, environment_factory
-from rlboost.shared.user_code.reward_call import describe_import_error
+from rlboost.shared.user_code.reward_call import describe_import_error, has_parameter
 
 
 def main() -> int:
@@ -83,7 +83,13 @@ class _Host:
             environment = self._environments[request["conversation"]] = self._make()
             self._call(environment.reset, request["row"], request["seed"])
         environment = self._environments[request["conversation"]]
-        return {"results": [_step_result(self._call(environment.step, text)) for text in request["texts"]]}
+        pass_raw = has_parameter(environment.step, "text_raw")
+        return {
+            "results": [
+                _step_result(self._call(environment.step, text, **({"text_raw": raw} if pass_raw else {})))
+                for text, raw in request["turns"]
+            ]
+        }
 
     def release(self, conversation: int | None) -> None:
         """Close the environment of a conversation, if it is here."""
@@ -95,9 +101,9 @@ class _Host:
         for conversation in list(self._environments):
             self.release(conversation)
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         # Called outside the event loop: the environment may run one of its own.
-        result = function(*arguments)
+        result = function(*arguments, **named)
         if inspect.isawaitable(result):
 
             async def wait() -> Any:
