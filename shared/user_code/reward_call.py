@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlboost.shared.user_code.errors import place_of
+
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 RAW_ARGUMENTS = ("completions_raw",)
 """Ours, for functions of TRL's signature that have such a parameter: the completions with special tokens."""
@@ -61,7 +63,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
     if isinstance(error, InvalidUserFunction):
         return f"{path} is no {kind}: {reason}"
     module = path.partition(":")[0]
-    problem = f"{path} cannot be imported: {type(error).__name__}: {reason}"
+    place = place_of(error)
+    problem = f"{path} cannot be imported: {type(error).__name__}: {reason}" + (f" ({place})" if place else "")
     if not isinstance(error, ModuleNotFoundError):
         return f"{problem}; fix {module}"
     if not f"{module}.".startswith(f"{error.name}."):

@@ -105,7 +105,10 @@ async def test_failing_environment_gives_a_reason_and_others_continue(
 
 async def test_raising_reset_is_a_reason(start: Start) -> None:
     pool = await start()
-    assert await reason(pool.reset({"does": "raise at once"}, 0)) == ("environment_raised", "ValueError: not today")
+    fault, text = await reason(pool.reset({"does": "raise at once"}, 0))
+    assert (fault, text[:21]) == ("environment_raised", "ValueError: not today")
+    assert "row: does='raise at once'" in text
+    assert 'raise ValueError("not today")' in text
     assert await pool.reset({}, 0) == ResetResult(None, [])
 
 

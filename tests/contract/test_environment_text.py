@@ -197,3 +197,7 @@ async def test_a_tool_that_raises_tells_the_model_why_and_one_that_waits_is_awai
         '{"text": "é"}',
     ]
     assert environment.n_calls == 2
+    head, row, *_ = step.warning.splitlines()
+    assert head.startswith("the tool later raised ValueError: nothing to do (")
+    assert row == "row: arguments={'text': ''}"
+    assert not (await environment.step(CALL)).warning

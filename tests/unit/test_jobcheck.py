@@ -122,12 +122,12 @@ def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
     [
         (
             "import nothing_like_it",
-            "ModuleNotFoundError: No module named 'nothing_like_it'; install it, or fix sick",
+            "ModuleNotFoundError: No module named 'nothing_like_it' (sick.py:1); install it, or fix sick",
         ),
         ("def score(:", "SyntaxError: invalid syntax (sick.py, line 1); fix sick"),
-        ("raise ValueError('one\\ntwo')", "ValueError: one two; fix sick"),
-        ("raise AttributeError('own')", "AttributeError: own; fix sick"),
-        ("exit('enough')", "SystemExit: enough; fix sick"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one two (sick.py:1); fix sick"),
+        ("raise AttributeError('own')", "AttributeError: own (sick.py:1); fix sick"),
+        ("exit('enough')", "SystemExit: enough (sick.py:1); fix sick"),
     ],
 )
 def test_a_failing_module_is_not_reported_as_missing(folder: Path, code: str, why: str) -> None:

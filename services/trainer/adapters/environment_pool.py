@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
 from rlboost.services.trainer.ports.environments import EnvironmentFault, ResetResult, StepResult
 from rlboost.shared.job.reward import EnvironmentSpec
@@ -24,10 +25,11 @@ _CLOSE_LIMIT_S = 5.0
 class EnvironmentPool:
     """`Environments` over `environment.workers` processes."""
 
-    def __init__(self, spec: EnvironmentSpec, waits: Waits) -> None:
-        """Prepare; `start` starts the processes."""
+    def __init__(self, spec: EnvironmentSpec, waits: Waits, log: UserCodeLog | None = None) -> None:
+        """Prepare; `start` starts the processes. Their output goes to `log`."""
         self._waits = waits
-        self._hosts = [_Host(spec) for _ in range(spec.workers)]
+        self._log = log
+        self._hosts = [_Host(spec, log) for _ in range(spec.workers)]
         self._host_of: dict[int, _Host] = {}
         """Conversation -> its process."""
 
@@ -68,20 +70,21 @@ class EnvironmentPool:
         """See `Environments.close`."""
         async with self._waits.on("the environment", because="open environments close", limit_s=_CLOSE_LIMIT_S + 5):
             await asyncio.gather(*(host.process.kill(_CLOSE_LIMIT_S) for host in self._hosts))
+        if self._log is not None:
+            self._log.close()
 
 
 class _Host:
     """One process and its conversations."""
 
-    def __init__(self, spec: EnvironmentSpec) -> None:
-        self.process = UserCodeProcess(
-            UserProgram(
-                "rlboost.services.trainer.children.environment",
-                spec.model_dump_json(),
-                "environment.function",
-                spec.function,
-            )
+    def __init__(self, spec: EnvironmentSpec, log: UserCodeLog | None) -> None:
+        program = UserProgram(
+            "rlboost.services.trainer.children.environment",
+            spec.model_dump_json(),
+            "environment.function",
+            spec.function,
         )
+        self.process = UserCodeProcess(program, log)
         self.conversations: set[int] = set()
         """Conversations assigned to this process."""
         self.n_calls = 0

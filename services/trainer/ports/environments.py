@@ -43,6 +43,8 @@ class StepResult:
     observation: Message
     reward: float
     done: bool
+    warning: str = ""
+    """For the user."""
 
 
 class Environments(Protocol):

@@ -66,6 +66,7 @@ class GroupScorer:
         self._tally.first_detail = self._tally.first_detail or detail
         name = str(SampleId.unpack(group))
         await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=detail)
+        await self._job.warn(self._job.faults.of_group(self._tally.step, reason, detail))
 
 
 def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
