@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,31 @@ def detect_style(function: Callable[..., Any], arguments: Mapping[str, Any], sty
             else f"it takes {signature}, but is called with {', '.join((*parameters, *arguments))}: {error}"
         ) from error
     return style
+
+
+def missing_columns(
+    function: Callable[..., Any], arguments: Mapping[str, Any], style: str, columns: Collection[str]
+) -> str:
+    """Return what a function needs and the data do not have, an empty text if nothing is missing.
+
+    Args:
+        function: of the signature `style`.
+        arguments: the keyword arguments in the job file.
+        style: `trl` or `verl`, as `detect_style` returns it.
+        columns: those of a data row, without the prompt.
+
+    """
+    if style == "verl":
+        known = ("reward_model", *TRUTH_COLUMNS)
+        return "" if any(name in columns for name in known) else f"one of the columns {', '.join(known)}"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some C functions have none
+        return ""
+    given = {*TRL_ARGUMENTS, *RAW_ARGUMENTS, *arguments, *columns}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [p.name for p in parameters if p.kind in named and p.default is p.empty and p.name not in given]
+    return f"the column {', '.join(map(repr, missing))}" if missing else ""
 
 
 def has_parameter(function: Callable[..., Any], name: str) -> bool:

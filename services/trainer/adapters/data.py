@@ -138,11 +138,12 @@ class _Reader:
             example = example_of(row.values, spec.prompt_key, spec.completion_key)
         except ConfigError as error:
             raise ConfigError(f"{location}: {error}") from error
-        ids = self._tokens.prompt(example.prompt, spec.prompt_key, location)
         if isinstance(example, TextExample):
+            ids = self._tokens.prompt(example.prompt, spec.prompt_key, location)
             target = self._tokens.completion(example.completion, location)
         else:
-            target = self._tokens.answer(example.prompt, example.completion, location)
+            ids = self._tokens.prompt(example.prompt, spec.prompt_key, location, example.tools)
+            target = self._tokens.answer(example.prompt, example.completion, location, example.tools)
         if _is_longer(ids, spec.max_prompt_tokens) or _is_longer(target, spec.max_completion_tokens):
             return None
         if not self._tokens.fit(len(ids) + len(target)):

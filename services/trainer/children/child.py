@@ -1,8 +1,8 @@
 """The transport of a process that runs user code; `adapters.user_code.process` is the other side.
 
 It reads requests from standard input and writes answers to standard output, each a 4-byte big-endian length and a
-msgpack map. The user's prints go to standard error. The process ends with its input, or when its parent is gone. At SIGUSR1 it
-writes the stack of each thread to standard error.
+msgpack map. The user's prints go to standard error. The process ends with its input, or when its parent is gone. At
+SIGUSR1 it writes the stack of each thread to standard error.
 """
 
 from __future__ import annotations

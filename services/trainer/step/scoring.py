@@ -65,7 +65,9 @@ class GroupScorer:
         self._tally.dropped[reason] += 1
         self._tally.first_detail = self._tally.first_detail or detail
         name = str(SampleId.unpack(group))
-        await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=detail)
+        # The traceback once for each step: the stream of events is bounded in entries, not in bytes.
+        shown = detail if self._tally.dropped[reason] == 1 else "\n".join(detail.splitlines()[:2])
+        await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=shown)
         await self._job.warn(self._job.faults.of_group(self._tally.step, reason, detail))
 
 
