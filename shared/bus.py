@@ -138,7 +138,8 @@ class Bus(Protocol):
     async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
         """Return up to `count` entries per stream after each cursor, waiting up to `block_s` for the first.
 
-        An entry that does not decode is moved to the dead-letter stream and omitted.
+        An entry that does not decode is omitted, and copied to the dead-letter stream once per reader. It stays in its
+        stream, where a newer release can read it.
         """
 
     async def consume(

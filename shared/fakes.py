@@ -61,6 +61,7 @@ class MemoryBus:
         self._hashes: dict[str, dict[str, str]] = defaultdict(dict)
         self._counters: dict[str, int] = defaultdict(int)
         self._leases: dict[str, tuple[str, float]] = {}
+        self._undecodable: set[tuple[str, str]] = set()
         self._changed = asyncio.Condition()
         self.down = False
         """While true, every call raises `BusUnavailable`."""
@@ -154,11 +155,11 @@ class MemoryBus:
         try:
             return Entry(stream, entry_id, decode(body))
         except Undecodable as error:
-            del self._streams[stream].entries[entry_id]
             if group is not None:
                 self._streams[stream].pending[group].pop(entry_id, None)
-            letter = self._letter(stream, entry_id, body, str(error))
-            self._streams[DEAD_LETTERS].add(encode(letter))
+            if (stream, entry_id) not in self._undecodable:
+                self._undecodable.add((stream, entry_id))
+                self._streams[DEAD_LETTERS].add(encode(self._letter(stream, entry_id, body, str(error))))
             return None
 
     @staticmethod

@@ -91,9 +91,9 @@ class FencedLease:
         self._fence = fence
         return True
 
-    def renewal(self, value: str) -> Op:
-        """Return the operation that renews the lease, for a transaction under `fence`."""
-        return Renew(self._key, value, self._ttl_s)
+    def renewal(self, value: str, *, ttl_s: float | None = None) -> Op:
+        """Return the operation that renews the lease for `ttl_s` or the usual time, for a transaction under `fence`."""
+        return Renew(self._key, value, ttl_s or self._ttl_s)
 
     async def renew(self, value: str, ops: Sequence[Op] = ()) -> None:
         """Renew the lease, and apply `ops` in the same transaction.

@@ -61,9 +61,9 @@ def score(
 
 
 def _passes(program: str, test: str, limits: Limits, *, isolated: bool) -> bool:
-    # A program that exits early never reaches the final print of a word it cannot know.
+    # The word is printed after the tests: a program that exits early does not know it.
     word = secrets.token_hex(16)
-    ran = run(f"{program}\n\n{test}\n\nprint({word!r})\n", "", limits, isolated=isolated)
+    ran = run(program, "", limits, isolated=isolated, epilogue=f"{test}\n\nprint({word!r})\n")
     return _well(ran) and ran.output.rstrip().endswith(word)
 
 

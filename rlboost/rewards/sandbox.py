@@ -53,7 +53,7 @@ class Ran:
     timed_out: bool = False
 
 
-def run(program: str, stdin: str = "", limits: Limits = Limits(), *, isolated: bool = True) -> Ran:
+def run(program: str, stdin: str = "", limits: Limits = Limits(), *, isolated: bool = True, epilogue: str = "") -> Ran:
     """Run a Python program and wait for its exit.
 
     Args:
@@ -62,6 +62,8 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), *, isolated: b
         limits: resource limits.
         isolated: False allows network and file system access and applies only the limits; a process that it starts in
             its own session may then outlive it. For machines that forbid namespaces and are isolated themselves.
+        epilogue: source code that runs in the program's module after its last statement; no file has it, and it is
+            read only then.
 
     Raises:
         SandboxUnavailable: it cannot be isolated.
@@ -69,7 +71,7 @@ def run(program: str, stdin: str = "", limits: Limits = Limits(), *, isolated: b
     """
     if isolated:
         probe()
-    return _run(program, stdin, limits, isolated=isolated)
+    return _run(program, stdin, limits, isolated=isolated, epilogue=epilogue)
 
 
 @lru_cache(maxsize=1)
@@ -90,11 +92,12 @@ def probe() -> None:
         )
 
 
-def _run(program: str, stdin: str, limits: Limits, *, isolated: bool) -> Ran:
+def _run(program: str, stdin: str, limits: Limits, *, isolated: bool, epilogue: str = "") -> Ran:
     # In files, so that the file size limit applies.
     with tempfile.TemporaryDirectory() as work, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         asked = {
             "program": program,
+            "epilogue": epilogue,
             "input": stdin,
             "work": work,
             "isolated": isolated,

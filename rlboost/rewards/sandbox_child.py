@@ -1,6 +1,6 @@
 """Isolate this process, then run a program: a script of `rlboost.rewards.sandbox`, standard library only.
 
-Standard input has JSON, `{"program", "input", "work", "isolated", "cpu_s", "memory_bytes", "file_bytes"}`.
+Standard input has JSON: `{"program", "epilogue", "input", "work", "isolated", "cpu_s", "memory_bytes", "file_bytes"}`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,26 @@ _NOBODY = 65534
 _MOST_PROCESSES = 64
 _MOST_FILES = 256
 
+_MAIN = """
+import os, sys, types
+descriptor = int(sys.argv.pop())
+sys.argv = ["program.py"]
+module = sys.modules["__main__"] = types.ModuleType("__main__")
+with open("program.py", encoding="utf-8") as file:
+    source = file.read()
+exec(compile(source, "program.py", "exec"), module.__dict__)
+with open(descriptor, encoding="utf-8") as file:
+    source = file.read()
+exec(compile(source, "epilogue", "exec"), module.__dict__)
+"""
+"""Runs the program and then its epilogue, which has what the program must not know: what is expected of it."""
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> int:
     """Run the program; return its exit code, or 128 plus the signal that ended it."""
+    _call(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")  # our limits are enforced by the parent
     asked = json.load(sys.stdin.buffer)
     if asked["isolated"]:
         try:
@@ -89,7 +104,12 @@ def _run(asked: dict[str, Any]) -> None:
         resource.setrlimit(what, (most, most))
     _call(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     os.dup2(os.open("input", os.O_RDONLY), 0)
-    os.execv(sys.executable, [sys.executable, "-I", "-B", "program.py"])  # noqa: S606 - this is what it is for
+    epilogue = os.memfd_create("epilogue", 0)
+    with open(epilogue, "w", encoding="utf-8", closefd=False) as file:
+        file.write(asked["epilogue"])
+    os.lseek(epilogue, 0, os.SEEK_SET)
+    arguments = [sys.executable, "-I", "-B", "-c", _MAIN, str(epilogue)]
+    os.execv(sys.executable, arguments)  # noqa: S606 - this is what it is for
 
 
 def _code(pid: int) -> int:

@@ -22,18 +22,23 @@ from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, Op, position
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, StoreUnavailable
-from rlboost.shared.http.server import Problem, bearer, create_app
+from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.server import create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
-from rlboost.shared.messages import Drain, Event, JobCommand
+from rlboost.shared.messages import Drain, Event, JobCommand, JobState
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
-COMMANDS_MAX_LEN = 10_000
+COMMANDS_MAX_LEN = 100_000
 STREAM_BLOCK_S = 1.0
 IDEMPOTENCY_TTL_S = 24 * 3600.0
 IDEMPOTENCY_KEY_CHARACTERS = 255
 
+Action = Literal["pause", "resume", "cancel"]
+_STATES: dict[Action, JobState] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}
+"""The state that a command leads to."""
 _TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at", "since")
 
 
@@ -45,7 +50,7 @@ def build(manager: Manager, bus: Bus, settings: Settings, extensions: Iterable[E
     """Return the manager's HTTP app, with the routes of `extensions` under `/v1`."""
     token = settings.token.get_secret_value()
     app = create_app("RLBoost", token=token, ready=lambda: _missing(manager))
-    router = APIRouter(prefix="/v1", dependencies=[Depends(bearer(token)), Depends(_leader_only(manager, token))])
+    router = guarded_router(token, prefix="/v1", dependencies=[Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
     _add_fleet(router, manager, settings)
@@ -137,19 +142,27 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
         found: dict[str, Any] = json.loads(spec_to_json(_job(manager, job_id).spec))
         return found
 
-    def add_action(action: Literal["pause", "resume", "cancel"]) -> None:
-        @router.post(f"/jobs/{{job_id}}/{action}", status_code=202, tags=["jobs"], name=f"{action}_job")
-        async def act(job_id: str) -> dict[str, Any]:
-            job = _job(manager, job_id)
-            if not job.allows(action):
-                raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
+    written: dict[str, Action] = {}
+    for action in _STATES:
+        _add_action(router, manager, action, written)
+
+
+def _add_action(router: APIRouter, manager: Manager, action: Action, written: dict[str, Action]) -> None:
+    """Add the route of an action. `written` has the newest command of each job.
+
+    A client may repeat a command for days: what has already had its effect is not written to the stream again.
+    """
+
+    @router.post(f"/jobs/{{job_id}}/{action}", status_code=202, tags=["jobs"], name=f"{action}_job")
+    async def act(job_id: str) -> dict[str, Any]:
+        job = _job(manager, job_id)
+        if not job.allows(action):
+            raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
+        if not (written.get(job.id) == action and job.state == _STATES[action]):
             command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
             await _write(manager, [Append(names.JOB_COMMANDS, command, COMMANDS_MAX_LEN)])
-            return {"id": job.id, "state": job.state}
-
-    add_action("pause")
-    add_action("resume")
-    add_action("cancel")
+            written[job.id] = action
+        return {"id": job.id, "state": job.state}
 
 
 def _validated(raw: dict[str, Any]) -> JobSpec:

@@ -81,6 +81,8 @@ class Manager:
         self._closed_streams: list[str] = []
         """Streams whose stored cursors are to be deleted."""
         self._trimmed_at = 0.0
+        self._trims: list[Op] = []
+        """Trims of what stored cursors and restated records have made superfluous; done at the next turn."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lead or stand by until the stop."""
@@ -134,13 +136,17 @@ class Manager:
             if self._cursors:
                 self._step_down("another manager became the leader during an outage")
             return False
-        recovered = await recover(self._bus, self._lease_s, self._now())
+        recovered = await recover(self._bus, self._lease_s, self._now(), self._keep_lease)
         self.world, self._cursors = recovered.world, recovered.cursors
         self._audit_texts.clear()
+        self._trims.clear()
         # Store the cursors of this recovery now, so that what it counted is not counted again.
         await self._commit(dict(self._cursors))
         self.recovered = True
         return True
+
+    async def _keep_lease(self) -> None:
+        await self._bus.transact(self._leadership.recovery_renewal(self._now().mono), self._leadership.fence)
 
     async def recover(self) -> None:
         """Become the leader and rebuild the world.
@@ -186,12 +192,14 @@ class Manager:
         dead = [worker for worker, lease in zip(suspects, leases, strict=True) if lease is None]
         decide(self.world, now, dead, self.completion_waiters.clients)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in entries}
-        trims: list[Op] = []
+        await self._trim()
+        due: list[Op] = []
         if now.mono - self._trimmed_at > TRIM_EVERY_S:
             self._trimmed_at = now.mono
-            trims = self._trims()
+            due = self._due_trims()
             self._forget_ended(now)
-        await self._commit(advanced, trims)
+        await self._commit(advanced)
+        self._trims = due
         self.completion_waiters.notify(self.world)
         self._follow_jobs()
 
@@ -206,7 +214,12 @@ class Manager:
             log.warning("dead_lettered", stream=entry.stream, entry=entry.id, reason=str(error))
             world.outbox.add(effects.DeadLetterEntry(entry.stream, entry.id, entry.message, str(error)))
 
-    async def _commit(self, advanced: dict[str, str], trims: list[Op] | None = None) -> None:
+    async def _trim(self) -> None:
+        # In a transaction of its own, before any write: Redis accepts it when its memory is full.
+        trims, self._trims = self._trims, []
+        await self._bus.transact(trims, self._leadership.fence)
+
+    async def _commit(self, advanced: dict[str, str]) -> None:
         changed = {}
         for job_id, audit in self.world.audits.items():
             text = audit.model_dump_json()
@@ -215,7 +228,7 @@ class Manager:
                 changed[job_id] = audit
         closed_streams, self._closed_streams = self._closed_streams, []
         decided = self.world.outbox.take()
-        ops = [*operations(decided), *bookkeeping(advanced, changed, closed_streams), *(trims or ())]
+        ops = [*operations(decided), *bookkeeping(advanced, changed, closed_streams)]
         ops += self._leadership.renewal(self._now().mono)
         await self._bus.transact(ops, self._leadership.fence)
         self.completion_waiters.fail(decided)
@@ -234,7 +247,7 @@ class Manager:
             del self._cursors[stream]
             self._closed_streams.append(stream)
 
-    def _trims(self) -> list[Op]:
+    def _due_trims(self) -> list[Op]:
         oldest = compact(self.world, self._cursors[names.TOKEN_LOG])
         trims: list[Op] = [Trim(names.TOKEN_LOG, oldest)]
         for stream, cursor in self._cursors.items():

@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 LEASE_S = 3.0
 RECOVERY_LEASE_S = 30.0
-"""The lease during a recovery, which may keep the loop from renewing it; no recovery takes this long."""
+"""The lease during a recovery. It is renewed between batches of entries; no batch takes this long."""
 _RENEWALS_PER_LEASE = 3
 _CHECKS_PER_LEASE = 10
 """How often a standby checks the lease in the time that one lasts."""
@@ -81,7 +81,8 @@ class Leadership:
         self._value = record.model_dump_json()
         self._lease = FencedLease(bus, names.MANAGER_LEASE, names.MANAGER_EPOCH, lease_s)
         self._lease_s = lease_s
-        self._renewed_at = float("-inf")
+        self._recovery_lease_s = max(lease_s, RECOVERY_LEASE_S)
+        self._renewed_at = self._recovery_renewed_at = float("-inf")
         self._may_succeed_address = True
         self._leader: ManagerRecord | None = None
 
@@ -116,10 +117,10 @@ class Leadership:
         if self._leader is not None and not self._may_replace(self._leader):
             self._may_succeed_address = False
             return False
-        if not await self._lease.acquire(self._value, replacing=held, ttl_s=max(self._lease_s, RECOVERY_LEASE_S)):
+        if not await self._lease.acquire(self._value, replacing=held, ttl_s=self._recovery_lease_s):
             return False
         self._may_succeed_address = False
-        self._renewed_at = float("-inf")
+        self._renewed_at = self._recovery_renewed_at = float("-inf")
         self._leader = self.record
         log.info("leadership_acquired", epoch=self._lease.epoch, url=self.record.url)
         return True
@@ -136,6 +137,13 @@ class Leadership:
             return []
         self._renewed_at = now
         return [self._lease.renewal(self._value)]
+
+    def recovery_renewal(self, now: float) -> list[Op]:
+        """Return the operations that renew the lease for the length of a recovery's when it is time."""
+        if now - self._recovery_renewed_at < self._recovery_lease_s / _RENEWALS_PER_LEASE:
+            return []
+        self._recovery_renewed_at = now
+        return [self._lease.renewal(self._value, ttl_s=self._recovery_lease_s)]
 
     def invalidate(self, fence: Fence) -> None:
         """Stop leading under `fence`, until the lease is acquired again: a write had no reply, or was refused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -37,8 +37,13 @@ SHARED_STREAMS = (
     names.WORKER_HEARTBEATS,
 )
 """Streams that are read for all jobs, in the order in which entries of one batch are applied."""
+Between = Callable[[], Awaitable[None]]
 MAX_BATCH = 256
 """An entry is a frame or a whole sample, so a batch takes a few MiB."""
+
+
+async def _nothing() -> None:
+    """Do nothing between batches."""
 
 
 @dataclass(slots=True)
@@ -49,8 +54,10 @@ class Recovered:
     cursors: dict[str, str] = field(default_factory=dict)
 
 
-async def recover(bus: Bus, lease_s: float, now: Now) -> Recovered:
+async def recover(bus: Bus, lease_s: float, now: Now, between_batches: Between = _nothing) -> Recovered:
     """Rebuild the world.
+
+    `between_batches` is awaited before each batch of entries is read: a long recovery must renew the leader's lease.
 
     The token log is replayed from its oldest entry; entries after the stored cursor also count in the audit. Decisions
     are made only after its end, since a later record may show that a decision was already made.
@@ -66,17 +73,17 @@ async def recover(bus: Bus, lease_s: float, now: Now) -> Recovered:
             # At its next heartbeat the worker is dismissed as unknown, and joins again.
             log.warning("worker_unreadable", worker=worker_id, reason=_describe(error))
     for job in world.jobs.active():
-        await _recall_delivered(bus, world, job)
+        await _recall_delivered(bus, world, job, between_batches)
     active = {job.id for job in world.jobs.active()}
-    for entry in await read_all(bus, names.WEIGHTS_COMMITTED):
+    for entry in await read_all(bus, names.WEIGHTS_COMMITTED, between_batches):
         if isinstance(entry.message, WeightsCommitted) and entry.message.job_id in active:
             progress = world.progress[entry.message.job_id]
             progress.committed_version = max(entry.message.version, progress.committed_version)
     cursors = {stream: stored.get(stream, START) for stream in SHARED_STREAMS}
-    n_entries = await _replay_log(bus, world, cursors)
+    n_entries = await _replay_log(bus, world, cursors, between_batches)
     _reattach_samples(world, now)
     for job in world.jobs.active():
-        await _apply_quarantined(bus, world, job, now)
+        await _apply_quarantined(bus, world, job, now, between_batches)
     for job in world.jobs.active():
         stream = names.rollouts_requested(job.id)
         cursors[stream] = stored.get(stream, START)
@@ -121,26 +128,26 @@ def _describe(error: Exception) -> str:
     return "; ".join(describe(error)) if isinstance(error, ValidationError) else str(error)
 
 
-async def _recall_delivered(bus: Bus, world: World, job: Job) -> None:
-    async for entries in batches(bus, names.rollouts_finished(job.id)):
+async def _recall_delivered(bus: Bus, world: World, job: Job, between: Between) -> None:
+    async for entries in batches(bus, names.rollouts_finished(job.id), between):
         for entry in entries:
             apply_delivered(world, job.id, entry.message)
 
 
-async def _apply_quarantined(bus: Bus, world: World, job: Job, now: Now) -> None:
+async def _apply_quarantined(bus: Bus, world: World, job: Job, now: Now, between: Between) -> None:
     """Apply the messages about a job that an earlier manager stored while the job was quarantined."""
-    entries = await read_all(bus, names.job_quarantine(job.id))
+    entries = await read_all(bus, names.job_quarantine(job.id), between)
     for entry in entries:
         apply_message(world, entry.message, entry.id, now)
     if entries:
         world.outbox.add(ClearQuarantine(job.id))
 
 
-async def _replay_log(bus: Bus, world: World, cursors: dict[str, str]) -> int:
+async def _replay_log(bus: Bus, world: World, cursors: dict[str, str], between: Between) -> int:
     """Replay the whole token log and move its cursor to the end; return the number of entries."""
     counted_to = position(cursors[names.TOKEN_LOG])
     n_entries = 0
-    async for entries in batches(bus, names.TOKEN_LOG):
+    async for entries in batches(bus, names.TOKEN_LOG, between):
         for counted, batch in groupby(entries, key=lambda entry: position(entry.id) > counted_to):
             _replay(world, batch, counted=counted)
         cursors[names.TOKEN_LOG] = entries[-1].id
@@ -148,17 +155,20 @@ async def _replay_log(bus: Bus, world: World, cursors: dict[str, str]) -> int:
     return n_entries
 
 
-async def batches(bus: Bus, stream: str) -> AsyncIterator[list[Entry]]:
-    """Yield every entry of the stream, at most `MAX_BATCH` at a time."""
+async def batches(bus: Bus, stream: str, between: Between = _nothing) -> AsyncIterator[list[Entry]]:
+    """Yield every entry of the stream, at most `MAX_BATCH` at a time; `between` is awaited before each read."""
     cursor = START
-    while entries := await bus.read({stream: cursor}, count=MAX_BATCH):
+    while True:
+        await between()
+        if not (entries := await bus.read({stream: cursor}, count=MAX_BATCH)):
+            return
         cursor = entries[-1].id
         yield entries
 
 
-async def read_all(bus: Bus, stream: str) -> list[Entry]:
+async def read_all(bus: Bus, stream: str, between: Between = _nothing) -> list[Entry]:
     """Return every entry of a short stream."""
-    return [entry async for entries in batches(bus, stream) for entry in entries]
+    return [entry async for entries in batches(bus, stream, between) for entry in entries]
 
 
 def _replay(world: World, entries: Iterable[Entry], *, counted: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import get_args
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlboost.services.rollout_worker.domain.preemption import Notice
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
-from rlboost.shared.http.server import bearer, create_app
+from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.server import create_app
 from rlboost.shared.messages import WorkerState
 from rlboost.shared.waiting import Waits
 
@@ -90,7 +91,7 @@ class NoticeBody(BaseModel):
 
 def notice_routes(on_notice: Callable[[Notice], None], token: str) -> APIRouter:
     """Return `POST /v1/notice`, which announces a preemption of this machine. It needs the token."""
-    router = APIRouter(dependencies=[Depends(bearer(token))], tags=["notices"])
+    router = guarded_router(token, tags=["notices"])
 
     @router.post("/v1/notice", status_code=202)
     async def notice(body: NoticeBody) -> NoticeBody:

@@ -27,6 +27,9 @@ class Settings(ServiceSettings):
         "", description="folder or s3://BUCKET/PREFIX, gs://, az:// of checkpoints; `DIR` if empty"
     )
     device: str = Field("cpu", description="torch device of the trained model")
+    user_modules: str = Field(
+        "", description="installed packages, separated by commas, whose functions job files may name as user code"
+    )
     outage_limit_s: float = Field(600.0, gt=0, description="give up when Redis or the weight store is away for so long")
     samples_limit_s: float = Field(3600.0, gt=0, description="a job fails when no sample comes for so long")
 

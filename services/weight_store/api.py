@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
@@ -15,7 +15,9 @@ from rlboost.services.weight_store.chunk_response import chunk_response
 from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
-from rlboost.shared.http.server import PROBLEM, Problem, bearer, create_app
+from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.problem import PROBLEM, Problem
+from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
 from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
@@ -28,10 +30,13 @@ def create(
 ) -> FastAPI:
     """Return the service's app; `ready` returns why the origin is not ready, or None."""
     app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
-    guarded = [Depends(bearer(token))]
-    app.include_router(_chunk_routes(store, metrics), dependencies=guarded)
-    app.include_router(_version_routes(store), dependencies=guarded)
-    app.include_router(_publishing_routes(store), dependencies=guarded)
+    chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"])
+    _add_chunks(chunks, store, metrics)
+    models = guarded_router(token, prefix="/v1/models", tags=["models"])
+    _add_versions(models, store)
+    _add_publishing(models, store)
+    app.include_router(chunks)
+    app.include_router(models)
 
     @app.exception_handler(StoreFull)
     async def _(_: Request, error: StoreFull) -> JSONResponse:
@@ -41,9 +46,7 @@ def create(
     return app
 
 
-def _chunk_routes(store: WeightStore, metrics: Metrics) -> APIRouter:
-    router = APIRouter(prefix="/v1/chunks", tags=["chunks"])
-
+def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None:
     @router.put("/{digest}", status_code=204)
     async def put(digest: Digest, request: Request) -> None:
         blocks = await _body(request)
@@ -59,12 +62,8 @@ def _chunk_routes(store: WeightStore, metrics: Metrics) -> APIRouter:
     async def missing(body: ChunkList) -> MissingChunks:
         return MissingChunks(missing=tuple(await store.missing(body.chunks)))
 
-    return router
 
-
-def _version_routes(store: WeightStore) -> APIRouter:
-    router = APIRouter(prefix="/v1/models", tags=["models"])
-
+def _add_versions(router: APIRouter, store: WeightStore) -> None:
     @router.get("")
     async def models() -> ModelList:
         return ModelList(models=tuple(map(_model_info, store.models())))
@@ -91,12 +90,8 @@ def _version_routes(store: WeightStore) -> APIRouter:
     async def route(job_id: JobId, version: Number, have: int = -1) -> Response:
         return Response(await store.route(job_id, version, have), media_type="application/json")
 
-    return router
 
-
-def _publishing_routes(store: WeightStore) -> APIRouter:
-    router = APIRouter(prefix="/v1/models", tags=["models"])
-
+def _add_publishing(router: APIRouter, store: WeightStore) -> None:
     @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204)
     async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
         await store.put_part(job_id, version, rank, await request.body())
@@ -113,8 +108,6 @@ def _publishing_routes(store: WeightStore) -> APIRouter:
     @router.delete("/{job_id}/versions/{version}/pin", status_code=204)
     async def unpin(job_id: JobId, version: Number) -> None:
         await store.unpin(job_id, version)
-
-    return router
 
 
 async def _body(request: Request) -> list[bytes]:

@@ -76,6 +76,8 @@ class WeightStore:
         self._keep = keep_versions
         self._clock = clock
         self._models: dict[str, Model] = {}
+        self._unreadable: dict[str, str] = {}
+        """Why a job's document cannot be parsed, by job. Nothing of these jobs is served or changed."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By job: held while its documents change."""
         self._announcements: asyncio.Queue[WeightsCommitted | None] = asyncio.Queue()
@@ -83,12 +85,18 @@ class WeightStore:
     async def load(self) -> None:
         """Read every model, announce every head, and queue every version for the composition of deltas."""
         for job_id in await self._documents.jobs():
-            model = await self._documents.model(job_id)
+            try:
+                model = await self._documents.model(job_id)
+            except Undecodable as error:
+                self._unreadable[job_id] = str(error)
+                continue
             self._models[job_id] = model
             if model.versions:
                 self._announcements.put_nowait(_announcement(job_id, model.versions[-1]))
             for version in model.versions:
                 self._deltas.committed(job_id, version.version, model.base)
+        for job_id, reason in self._unreadable.items():
+            log.error("model_quarantined", job=job_id, reason=reason)
 
     def models(self) -> list[Model]:
         """Return every model with a version, by job id."""
@@ -99,12 +107,21 @@ class WeightStore:
 
         Raises:
             NotFound: nothing was committed for this job.
+            Conflict: its document cannot be parsed.
 
         """
+        self._check_readable(job_id)
         model = self._models.get(job_id)
         if model is None or not model.versions:
             raise NotFound(f"job {job_id} has no committed version")
         return model
+
+    def _check_readable(self, job_id: str) -> None:
+        if reason := self._unreadable.get(job_id):
+            raise Conflict(
+                f"the weights of job {job_id} are quarantined: {reason}. Restore the document from a backup or remove "
+                f"the folder models/{job_id}, then restart the weight store"
+            )
 
     async def manifest(self, job_id: str, version: int) -> tuple[bytes, str]:
         """Return the manifest of a visible version and its digest; raises `NotFound`."""
@@ -169,6 +186,7 @@ class WeightStore:
 
         """
         async with self._locks[job_id]:
+            self._check_readable(job_id)
             model = self._models.get(job_id, Model(job_id))
             if found := model.find(version):
                 await self._check_same(job_id, found, request)
@@ -182,6 +200,7 @@ class WeightStore:
                     f"version {version} of job {job_id} lacks {len(missing)} of {len(refs)} chunks: publish it again"
                 )
             data = await asyncio.to_thread(manifest.encode)
+            await self._chunks.sync()
             delta_bytes = await self._deltas.record(job_id, version, manifest)
             await self._documents.put_manifest(job_id, version, data)
             new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
@@ -236,11 +255,18 @@ class WeightStore:
         while not await until_stop(stop, _COLLECT_INTERVAL_S):
             try:
                 await self.collect_once()
-            except StoreUnavailable as error:
+            except (StoreUnavailable, Undecodable) as error:
                 log.warning("collection_deferred", error=str(error))
 
     async def collect_once(self) -> None:
-        """Remove retired versions, abandoned parts, and unreferenced chunks."""
+        """Remove retired versions, abandoned parts, and unreferenced chunks.
+
+        Raises:
+            Undecodable: the chunks that a job refers to are unknown, so nothing was removed.
+
+        """
+        if self._unreadable:
+            raise Undecodable(f"the documents of {', '.join(sorted(self._unreadable))} cannot be parsed")
         now = self._now()
         # Read before the references: a chunk that is referenced for the first time later has also been used later.
         last_used = await self._chunks.last_used()

@@ -11,7 +11,7 @@ from prometheus_client import Counter
 from rlboost.services.weight_store.domain.ranges import parse_range
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect, Source
-from rlboost.shared.http.server import Problem
+from rlboost.shared.http.problem import Problem
 from rlboost.shared.weights.blob_response import BlobResponse
 
 _MEDIA_TYPE = "application/octet-stream"

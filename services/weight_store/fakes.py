@@ -22,6 +22,9 @@ class MemoryChunks:
         self.full = False
         """True: every write fails as on a full disk."""
 
+    async def sync(self) -> None:
+        """See `Chunks.sync`."""
+
     async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
         """See `Chunks.put`."""
         data = b"".join(blocks)

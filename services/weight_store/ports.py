@@ -67,6 +67,9 @@ class Chunks(Protocol):
 
         """
 
+    async def sync(self) -> None:
+        """Make every chunk that was put survive a power failure."""
+
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
         """Return the digests that are missing or have another size, and mark the others as used at `now`."""
 

@@ -4,50 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import socket
-from collections.abc import Callable, Coroutine, Generator, Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Generator
+from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.exceptions import HTTPException
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
+from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.lifecycle import Loop
 from rlboost.shared.waiting import Waits
-
-PROBLEM = "application/problem+json"
-_SCHEME = HTTPBearer(auto_error=False)
-
-
-class Problem(Exception):
-    """An error response: RFC 9457's title, status and detail; the detail says what to do."""
-
-    def __init__(
-        self, status: int, title: str, detail: str, *, headers: Mapping[str, str] | None = None, **extra: Any
-    ) -> None:
-        """Create an error; `extra` adds fields to the document."""
-        super().__init__(detail)
-        self.headers = headers
-        self.status, self.title, self.detail, self.extra = status, title, detail, extra
-
-
-def bearer(token: str) -> Callable[..., Coroutine[Any, Any, None]]:
-    """Return a dependency that rejects requests without this bearer token. An empty token rejects all requests."""
-
-    async def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]) -> None:
-        given = credentials.credentials if credentials else ""
-        if not token or not hmac.compare_digest(given.encode(), token.encode()):
-            raise Problem(
-                401, "Unauthorized", "send the header 'Authorization: Bearer <token>' with this system's token"
-            )
-
-    return check
 
 
 def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits: Waits | None = None) -> FastAPI:
@@ -75,9 +47,13 @@ def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits
             raise Problem(503, "Not ready", missing, **state)
         return state
 
-    @app.get("/metrics", tags=["health"], dependencies=[Depends(bearer(token))])
+    guarded = guarded_router(token, tags=["health"])
+
+    @guarded.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    app.include_router(guarded)
 
     _add_problem_handlers(app)
     return app

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -15,8 +16,15 @@ import redis.asyncio as aioredis
 import stamina
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rlboost.shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
@@ -39,6 +47,20 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return redis.call('INCR', KEYS[2])
 """
 """A script, so that lease and epoch change atomically, in the append-only file too."""
+
+_REMEDIES: dict[type[ResponseError], str] = {
+    OutOfMemoryError: "raise its maxmemory; what consumers have read is trimmed in the meantime",
+    ReadOnlyError: "it is a replica: waiting for the primary",
+    MasterDownError: "waiting for its primary",
+    ClusterDownError: "waiting for the cluster",
+}
+_REMEDIES_BY_CODE = {
+    "LOADING": "it loads its data",
+    "BUSY ": "it runs a script",
+    "MISCONF": "free space on its disk",
+    "NOREPLICAS": "start its replicas",
+}
+"""For the codes of replies that redis-py has no class for; it keeps them in the text."""
 
 T = TypeVar("T")
 
@@ -73,6 +95,8 @@ class RedisBus:
                 "%2F, @ as %40, # as %23 and ? as %3F in the password"
             ) from None
         self._fenced = FencedConnection(self._redis.connection_pool)
+        self._undecodable: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """The newest entries that did not decode, by stream and id: each gets one dead letter, however often read."""
 
     async def _call(self, what: Awaitable[T]) -> T:
         task = asyncio.current_task()
@@ -85,11 +109,12 @@ class RedisBus:
                 raise ConfigError(f"Redis at {self.address} rejected the password: {text}") from error
             raise BusUnavailable(f"Redis at {self.address}: {text or type(error).__name__}") from error
         except ResponseError as error:
-            text = str(error)
-            # For a command in a transaction, redis-py puts the reply after a description of the command.
-            if text.rpartition("caused error: ('")[2].startswith(("LOADING", "BUSY ", "MASTERDOWN", "MISCONF")):
-                raise BusUnavailable(f"Redis at {self.address}: {text}") from error
-            raise Fatal(f"Redis at {self.address} rejected a command: {text}") from error
+            if isinstance(error, ReadOnlyError):
+                # After a failover: this connection is to the former primary. A new one may reach the new primary.
+                await self._redis.connection_pool.disconnect(inuse_connections=False)
+            if remedy := _remedy(error):
+                raise BusUnavailable(f"Redis at {self.address} accepts no writes: {error}; {remedy}") from error
+            raise Fatal(f"Redis at {self.address} rejected a command: {error}") from error
         except RedisError as error:
             raise BusUnavailable(f"Redis at {self.address}: {error!r}") from error
         if task and task.cancelling() > cancels:
@@ -121,7 +146,8 @@ class RedisBus:
             reply = await self._call(self._redis.xread(cast("Any", dict(cursors)), count=count, block=block_ms))
             if (entries := await self._entries(reply)) or not reply:
                 return entries
-            # No entry of this batch decoded. They were removed from the stream, which may have more after them.
+            # No entry of this batch decoded; the streams may have more after them.
+            cursors = {**cursors, **_last_ids(reply)}
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
@@ -236,9 +262,8 @@ class RedisBus:
 
     async def _entries(self, reply: Any, group: str | None = None) -> list[Entry]:
         found: list[Entry] = []
-        for raw_stream, rows in reply.items() if isinstance(reply, dict) else reply or ():
-            stream = _text(raw_stream)
-            for raw_id, fields in _flat(rows):
+        for stream, rows in _streams(reply):
+            for raw_id, fields in rows:
                 entry_id, body = _text(raw_id), fields.get(_FIELD, b"")
                 try:
                     found.append(Entry(stream, entry_id, decode(body)))
@@ -247,12 +272,14 @@ class RedisBus:
         return found
 
     async def _dead_letter_raw(self, stream: str, group: str | None, entry_id: str, body: bytes, reason: str) -> None:
-        pipe = self._redis.pipeline(transaction=True)
-        _queue(pipe, Append(DEAD_LETTERS, self._letter(stream, entry_id, body, reason), _DEAD_LETTERS_MAX_LEN))
-        if group is not None:
-            pipe.xack(stream, group, entry_id)
-        pipe.xdel(stream, entry_id)
-        await self._call(pipe.execute())
+        # The entry stays in its stream: a newer release may have written it, and can read it.
+        ops: list[Op] = [Ack(stream, group, (entry_id,))] if group is not None else []
+        if (stream, entry_id) not in self._undecodable:
+            ops.append(Append(DEAD_LETTERS, self._letter(stream, entry_id, body, reason), _DEAD_LETTERS_MAX_LEN))
+        await self.transact(ops)
+        self._undecodable[stream, entry_id] = None
+        if len(self._undecodable) > _DEAD_LETTERS_MAX_LEN:
+            self._undecodable.popitem(last=False)
 
     def _letter(self, stream: str, entry_id: str, body: bytes, reason: str) -> DeadLetter:
         return DeadLetter(
@@ -298,9 +325,25 @@ def _queue(pipe: Any, op: Op) -> None:
             pipe.set(lease, value, px=int(ttl_s * 1000))
 
 
-def _flat(rows: Any) -> Any:
-    # redis-py nests the rows once more under RESP3.
-    return rows[0] if rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list | tuple) else rows
+def _streams(reply: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each stream of a reply with its rows (id, fields)."""
+    for stream, rows in reply.items() if isinstance(reply, dict) else reply or ():
+        # redis-py nests the rows once more under RESP3.
+        is_nested = rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list | tuple)
+        yield _text(stream), rows[0] if is_nested else rows
+
+
+def _last_ids(reply: Any) -> dict[str, str]:
+    return {stream: _text(rows[-1][0]) for stream, rows in _streams(reply) if rows}
+
+
+def _remedy(error: ResponseError) -> str | None:
+    """Return what makes Redis accept the command later, None if it never will."""
+    if found := _REMEDIES.get(type(error)):
+        return found
+    # For a command in a transaction, redis-py puts the reply after a description of the command.
+    reply = str(error).rpartition("caused error: ('")[2]
+    return next((remedy for code, remedy in _REMEDIES_BY_CODE.items() if reply.startswith(code)), None)
 
 
 def _block_ms(block_s: float) -> int | None:

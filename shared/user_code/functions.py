@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.user_code.allowed import check_module
 from rlboost.shared.user_code.reward_call import describe_import_error, load
 
 _mtimes: dict[str, int] = {}
@@ -31,6 +32,7 @@ def load_user_function(field: str, path: str, arguments: Sequence[str]) -> Calla
 
     """
     try:
+        check_module(path.partition(":")[0])
         _reload_if_changed(path.partition(":")[0])
         function = load(path)
     except Exception as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlboost.shared.user_code.allowed import ForbiddenFunction, check_function, check_module
 from rlboost.shared.user_code.errors import place_of
 
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -30,11 +31,13 @@ def load(path: str) -> Callable[..., Any]:
     """Import and return `package.module:function`; this runs the user's code.
 
     Raises:
+        ForbiddenFunction: a job file may not name it; nothing was imported.
         InvalidUserFunction: it does not exist, or is not callable.
         Exception: whatever the user's code raises.
 
     """
     place, _, names = path.partition(":")
+    check_module(place)
     found = importlib.import_module(place)
     for name in names.split("."):
         try:
@@ -47,6 +50,7 @@ def load(path: str) -> Callable[..., Any]:
         place = f"{place}.{name}"
     if not callable(found):
         raise InvalidUserFunction(f"it is of the type {type(found).__name__}")
+    check_function(path, found)
     return found
 
 
@@ -60,6 +64,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
 
     """
     reason = " ".join(str(error).split())
+    if isinstance(error, ForbiddenFunction):
+        return f"{path} is not allowed: {reason}"
     if isinstance(error, InvalidUserFunction):
         return f"{path} is no {kind}: {reason}"
     module = path.partition(":")[0]

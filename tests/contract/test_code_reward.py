@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -108,6 +110,42 @@ async def test_programs_are_scored_by_tests_and_by_what_they_print() -> None:
     assert score([fenced(right), fenced(wrong)], cases=[cases] * 2) == [1.0, 0.0]
     with pytest.raises(ValueError, match="neither a column tests nor a column cases"):
         score([fenced(right)])
+
+
+@pytest.mark.usefixtures("shut_in")
+@pytest.mark.parametrize("isolated", [True, False])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; print(open('program.py').read().split()[-1]); os._exit(0)",
+        "print(open('program.py').read()); raise SystemExit",
+        "import os\nfor n in os.listdir('.'): print(open(n).read())\nos._exit(0)",
+        "import sys; print(sys.argv, globals().keys(), sys.orig_argv)\nsys.exit(0)",
+    ],
+)
+def test_program_that_prints_what_it_can_read_does_not_pass(program: str, *, isolated: bool) -> None:
+    assert score([fenced(program)], tests=["assert False"], isolated=isolated) == [0.0]
+
+
+@pytest.mark.usefixtures("shut_in")
+def test_tests_see_the_programs_names_and_classes() -> None:
+    program = "import dataclasses, pickle\n@dataclasses.dataclass\nclass A:\n    n: int = 3\n"
+    tests = ["assert pickle.loads(pickle.dumps(A())) == A(3)\nassert __name__ == '__main__'"]
+    assert score([fenced(program)], tests=tests) == [1.0]
+
+
+@pytest.mark.usefixtures("shut_in")
+async def test_nothing_of_a_program_outlives_the_process_that_runs_it() -> None:
+    mark = f"orphan-{os.getpid()}"
+    code = (
+        "from rlboost.rewards.sandbox import Limits, run\n"
+        f'run(\'import os; os.execvp("sleep", ["{mark}", "3600"])\', limits=Limits(wall_s=3600))'
+    )
+    reward = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    await eventually(lambda: _running(mark))
+    reward.kill()
+    await reward.wait()
+    await eventually(lambda: not _running(mark))
 
 
 def test_a_machine_that_does_not_allow_it_is_refused_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def test_loss_not_finite_changes_neither_weights_nor_ranks(
 def test_megatron_on_cpu_rewrites_every_module_that_names_cuda() -> None:
     """`tests.support.megatron_cpu` depends on expressions in the sources of the pinned release."""
     code = (
-        "import json, sitecustomize, services.trainer.adapters.megatron.rank_engine; "
+        "import json, sitecustomize, rlboost.services.trainer.adapters.megatron.rank_engine; "
         "print(json.dumps(sitecustomize.rewritten))"
     )
     env = {**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Pair(PlayedJob):
 
     def _manager(self, directory: Path, env: dict[str, str]) -> ServiceProcess:
         directory.mkdir()
+        # A worker, which is a task of this process, may be starved for seconds and is not lost.
+        env = {"RLBOOST_MANAGER_LEASE_S": "30", **env}
         return ServiceProcess("rollout_manager", "RLBOOST_MANAGER_", directory, self.redis.url, env)
 
     async def start(self) -> None:
@@ -206,3 +209,21 @@ async def test_restarted_manager_does_not_wait_for_its_own_lease(
     finally:
         await pair.stop()
         redis.stop()
+
+
+async def test_managers_wait_while_redis_has_no_memory(pair: Pair) -> None:
+    pair.forgives_outages()
+    pair.start_worker("w1")
+    await pair.request(groups=2, max_tokens=100)
+
+    def refusals() -> int:
+        return sum(manager.log().count("used memory > 'maxmemory'") for manager in (pair.one, pair.two))
+
+    for window in range(3):
+        await eventually(partial(pair.generated, 100 + 100 * window))
+        before = refusals()
+        await pair.bus._redis.config_set("maxmemory", 1)
+        await eventually(lambda before=before: refusals() > before)  # type: ignore[misc]
+        await pair.bus._redis.config_set("maxmemory", 0)
+    await pair.delivered_whole(16, 100)
+    assert [await pair.leads(manager) for manager in (pair.one, pair.two)].count(True) == 1

@@ -38,9 +38,15 @@ class PlayedJob:
         self.bus = bus
         self.id = ""
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._forgives: type[Exception] | tuple[()] = BusUnavailable if forgives_outages else ()
+        self._forgives: type[Exception] | tuple[()] = ()
+        if forgives_outages:
+            self.forgives_outages()
         self._number = number
         self._next_group = 0
+
+    def forgives_outages(self) -> None:
+        """Let workers continue when Redis is back."""
+        self._forgives = BusUnavailable
 
     async def create(self, http: httpx.AsyncClient, url: str, **spec: Any) -> None:
         """Create the job, let it run, and commit version 0."""

@@ -109,3 +109,7 @@ def only_first(completions: list[str], **_: Any) -> list[float | None]:
 
 def never(completions: list[str], **_: Any) -> list[float | None]:
     return [None for _ in completions]
+
+
+def doubled(batch: float) -> float:
+    return 2 * batch

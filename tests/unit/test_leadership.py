@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -16,11 +17,11 @@ from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import RECOVERY_LEASE_S, ManagerRecord, manager_record
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared import names
-from rlboost.shared.bus import START, Append
+from rlboost.shared.bus import START, Append, Entry, position
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.job.spec import parse, to_json
-from rlboost.shared.messages import JobCommand, Resume
+from rlboost.shared.messages import Event, JobCommand, Resume
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.settings import read
 from tests.support.jobs import job_file
@@ -162,10 +163,34 @@ async def test_lost_reply_of_an_acquisition_is_retried(pair: Pair) -> None:
     assert await pair.epoch() == 2
 
 
+async def test_lease_is_renewed_during_a_recovery_of_any_length(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    await pair.create("job")
+    n_batches, read = 40, pair.bus.read
+
+    async def slow_log(cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
+        if list(cursors) != [names.TOKEN_LOG]:
+            return await read(cursors, count=count, block_s=block_s)
+        number = position(cursors[names.TOKEN_LOG])[0]
+        pair.clock += LEASE_S
+        if number:
+            assert not await pair.second.try_lead()
+        return (
+            [Entry(names.TOKEN_LOG, f"{number + 1}-0", Event(kind="k", at=0.0, source="s"))]
+            if number < n_batches
+            else []
+        )
+
+    monkeypatch.setattr(pair.bus, "read", slow_log)
+    assert n_batches * LEASE_S > 2 * RECOVERY_LEASE_S
+    assert await pair.first.try_lead()
+    assert await pair.epoch() == 1
+
+
 async def test_restarted_manager_replaces_the_lease_of_its_address(pair: Pair) -> None:
     assert await pair.first.try_lead()
     again = pair.manager(1)
     assert await again.try_lead()
+    pair.clock += LEASE_S
     with pytest.raises(Fenced):
         await pair.first.turn()
 

@@ -329,13 +329,13 @@ async def test_a_loss_that_is_no_number_ends_the_job_on_the_last_good_version_wi
 
 
 def test_a_trainer_starts_without_waiting_for_torch() -> None:
-    code = "import sys, services.trainer.__main__; print('torch' in sys.modules)"
+    code = "import sys, rlboost.services.trainer.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_the_users_loss_is_found_by_its_path() -> None:
-    assert load_loss("math:sqrt")(25) == 5.0  # type: ignore[arg-type]
+    assert load_loss("tests.support.reward_functions:doubled")(3) == 6  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_a_loss_that_raises_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,8 +365,8 @@ def test_a_loss_that_was_edited_since_the_last_job_is_read_again(
     ("path", "text"),
     [
         ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
-        ("math:sine", "is no function: math has no 'sine'; did you mean 'sin'?"),
-        ("math:pi", "is no function: it is of the type float"),
+        ("rlboost.rewards.code:scores", "is no function: rlboost.rewards.code has no 'scores'; did you mean 'score'?"),
+        ("tests.support.eventually:LIMIT_S", "is no function: it is of the type float"),
     ],
 )
 def test_a_loss_that_cannot_be_had_is_refused_by_name(path: str, text: str) -> None:

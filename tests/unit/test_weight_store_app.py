@@ -9,9 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rlboost.services.weight_store import app, deltas
+from rlboost.services.weight_store.adapters.model_document import decode_model
 from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
 from rlboost.services.weight_store.deltas import Deltas
-from rlboost.services.weight_store.domain.versions import Version
+from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
@@ -378,3 +379,50 @@ async def test_collecting_and_composing_wait_for_the_object_store(
     await eventually(lambda: asked["edges"] == 5)
     stop.set()
     await asyncio.gather(*loops)
+
+
+async def test_unreadable_model_document_leaves_the_other_jobs_served(world: World, store: WeightStore) -> None:
+    await commit(store, 0, b"some")
+    successor, read = world.store(), world.documents.model
+
+    async def damaged(job_id: str) -> Model:
+        return decode_model(b"") if job_id == "damaged" else await read(job_id)
+
+    async def jobs() -> list[str]:
+        return ["damaged", JOB]
+
+    world.documents.model, world.documents.jobs = damaged, jobs  # type: ignore[method-assign]
+    await successor.load()
+    assert successor.model(JOB).head == 0
+    with pytest.raises(Conflict, match=r"models/damaged"):
+        successor.model("damaged")
+    with pytest.raises(Conflict, match=r"models/damaged"):
+        await successor.commit("damaged", 0, CommitRequest(expect=-1, parts=(digest_of(b""),), config_json="{}"))
+    # What the job refers to is unknown, so nothing is removed.
+    world.now += 10 * UPLOAD_GRACE_S
+    await successor.put_chunk(digest_of(b"other"), [b"other"])
+    world.now += 10 * UPLOAD_GRACE_S
+    with pytest.raises(Undecodable):
+        await successor.collect_once()
+    assert await world.chunks.read(digest_of(b"other")) == b"other"
+
+
+async def test_damaged_manifest_defers_the_collection(
+    world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_COLLECT_INTERVAL_S", 0.001)
+    await commit(store, 0, b"some")
+    await world.documents.put_manifest(JOB, 0, b"{")
+    stop, n_rounds, jobs = asyncio.Event(), 0, world.documents.jobs
+
+    async def counted() -> list[str]:
+        nonlocal n_rounds
+        n_rounds += 1
+        return await jobs()
+
+    world.documents.jobs = counted  # type: ignore[method-assign]
+    collecting = asyncio.create_task(store.collect(stop))
+    await eventually(lambda: n_rounds > 2 or collecting.done())
+    stop.set()
+    await collecting
+    assert await world.chunks.read(digest_of(b"some")) == b"some"

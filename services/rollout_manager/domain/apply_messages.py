@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 
 from rlboost.services.rollout_manager.domain.effects import (
@@ -326,10 +327,12 @@ def _on_step_report(world: World, report: StepReport, now: Now) -> None:
     job.step = min(
         max(job.step, report.step + 1), job.spec.steps
     )  # the report of the last evaluation is of no training step
-    job.on_metrics(report.step, report.metrics)
+    # JSON has no other numbers; the run log has them all.
+    metrics = {name: value for name, value in report.metrics.items() if math.isfinite(value)}
+    job.on_metrics(report.step, metrics)
     job.checkpointed_step = max(job.checkpointed_step, report.checkpointed_step)
     if progress := world.progress.get(job.id):
         progress.forget_steps_before(job.checkpointed_step)
     end_step(world, job, report, now)
     world.outbox.add(SaveJob(job))
-    world.outbox.add(SaveMetrics(job.id, report.step, report.metrics))
+    world.outbox.add(SaveMetrics(job.id, report.step, metrics))

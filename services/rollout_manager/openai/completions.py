@@ -40,7 +40,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import Append
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import BusUnavailable, Fenced
-from rlboost.shared.http.server import Problem
+from rlboost.shared.http.problem import Problem
 from rlboost.shared.ids import MAX_REQUESTS, request_group
 from rlboost.shared.messages import GroupRequested, Sampling
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rlboost.services.rollout_manager.completion_waiters import CompletionChunk
 from rlboost.services.rollout_manager.openai.detokenizer import Detokenizer
 from rlboost.services.rollout_manager.openai.served_model import ServedModel
-from rlboost.shared.http.server import Problem
+from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import FinishReason
 from rlboost.shared.validation import describe
 

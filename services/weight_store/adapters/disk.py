@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from blake3 import blake3
-from pydantic import TypeAdapter
 
+from rlboost.services.weight_store.adapters.model_document import decode_model, encode_model
 from rlboost.services.weight_store.domain.versions import Model
 from rlboost.services.weight_store.ports import BadChunk, LocalFile, StagedPart, StoreFull
 from rlboost.shared.atomic_file import sync_path, temporary_file
@@ -32,7 +32,6 @@ from rlboost.shared.weights.directory_lock import lock_directory
 from rlboost.shared.weights.manifest import ChunkRef
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_MODEL = TypeAdapter(Model)
 
 
 class StoreDirectory:
@@ -92,6 +91,8 @@ class DiskChunks:
         self._directory = directory
         self._locks = threading.Lock()
         """Held while a chunk is added, marked or removed: a chunk reported as present is not removed concurrently."""
+        self._unsynced: set[Path] = set()
+        """Directories with names of chunks that a power failure could lose."""
 
     def path(self, digest: str) -> Path:
         """Return the path of a chunk, which may not exist."""
@@ -109,6 +110,18 @@ class DiskChunks:
             raise BadChunk(f"the bytes have the digest {hasher.hexdigest()}, not {digest}: send them again")
         with self._directory.written(blocks, now) as temporary, self._locks:
             temporary.replace(self.path(digest))
+            self._unsynced.add(self.path(digest).parent)
+
+    async def sync(self) -> None:
+        """See `Chunks.sync`."""
+        await asyncio.to_thread(self._sync)
+
+    def _sync(self) -> None:
+        with self._locks:
+            directories, self._unsynced = self._unsynced, set()
+        with self._directory.errors():
+            for directory in directories:
+                sync_path(directory)
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
         """See `Chunks.missing`."""
@@ -178,13 +191,13 @@ class DiskDocuments:
     async def model(self, job_id: str) -> Model:
         """See `Documents.model`."""
         try:
-            return _MODEL.validate_json(await self._read(self._job(job_id) / "model.json"))
+            return decode_model(await self._read(self._job(job_id) / "model.json"))
         except NotFound:
             return Model(job_id)
 
     async def save_model(self, model: Model) -> None:
         """See `Documents.save_model`."""
-        await self._write(self._job(model.job_id) / "model.json", _MODEL.dump_json(model))
+        await self._write(self._job(model.job_id) / "model.json", encode_model(model))
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
         """See `Documents.put_manifest`."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from blake3 import blake3
-from pydantic import TypeAdapter
 
 from rlboost.services.weight_store.adapters.lease import Lease
+from rlboost.services.weight_store.adapters.model_document import decode_model, encode_model
 from rlboost.services.weight_store.domain.versions import Model
 from rlboost.services.weight_store.ports import BadChunk, Proxied, Redirect, StagedPart
 from rlboost.shared.bucket import Bucket, Register
@@ -31,7 +31,6 @@ from rlboost.shared.weights.manifest import ChunkRef
 
 _CHUNKS, _MODELS = "chunks", "models"
 _STAGED_AT = "staged"
-_MODEL = TypeAdapter(Model)
 
 
 @dataclass(slots=True)
@@ -75,6 +74,9 @@ class ObjectChunks:
         chunks = cls(bucket, lease, now, redirect=redirect)
         await chunks.last_used()
         return chunks
+
+    async def sync(self) -> None:
+        """See `Chunks.sync`: an object is durable once it is put."""
 
     async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
         """See `Chunks.put`. The digest is checked before anything is sent."""
@@ -171,13 +173,13 @@ class ObjectDocuments:
             self._models[job_id] = Register(self._bucket, _model(job_id), None)
             return Model(job_id)
         self._models[job_id] = Register(self._bucket, _model(job_id), found.version)
-        return _MODEL.validate_json(found.data)
+        return decode_model(found.data)
 
     async def save_model(self, model: Model) -> None:
         """See `Documents.save_model`. A compare-and-set against the version that this process read or wrote last."""
         self._lease.check()
         register = self._models.setdefault(model.job_id, Register(self._bucket, _model(model.job_id), None))
-        await register.write(_MODEL.dump_json(model))
+        await register.write(encode_model(model))
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
         """See `Documents.put_manifest`."""

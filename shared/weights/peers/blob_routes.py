@@ -11,7 +11,7 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from rlboost.shared.errors import NotFound
-from rlboost.shared.http.server import Problem
+from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.token_signature import is_valid_signature
 from rlboost.shared.weights.blob_response import BlobResponse
 from rlboost.shared.weights.cache import Cache

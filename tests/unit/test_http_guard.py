@@ -1,0 +1,131 @@
+"""No service reads a body before it has checked the token and the body's size."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import Mock
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
+
+from rlboost.services.rollout_manager import api as manager_api
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.openai.routes import add_openai_routes
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_worker.api import notice_routes
+from rlboost.services.weight_store import api as store_api
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.server import create_app
+from rlboost.shared.waiting import Waits
+
+TOKEN = "token"
+LIMIT_BYTES = 1000
+OPEN = {"/healthz", "/readyz"}
+
+
+def manager_app() -> FastAPI:
+    def openai(router: Any, manager: Any, bus: Any, settings: Any) -> None:
+        add_openai_routes(router, manager, bus, settings, load_model_files=Mock())
+
+    manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
+    return manager_api.build(manager, MemoryBus(), Settings(token=TOKEN), [openai])
+
+
+def worker_app() -> FastAPI:
+    app = create_app("worker", token=TOKEN, ready=lambda: None)
+    app.include_router(notice_routes(Mock(), TOKEN))
+    return app
+
+
+APPS = {
+    "manager": manager_app(),
+    "worker": worker_app(),
+    "weight_store": store_api.create(Mock(), token=TOKEN, ready=lambda: None, waits=Waits(), metrics=Mock()),
+}
+GUARDED = [
+    pytest.param(app, method, route.path, id=f"{name} {method} {route.path}")
+    for name, app in APPS.items()
+    for route in app.routes
+    if isinstance(route, APIRoute) and route.path not in OPEN
+    for method in sorted(route.methods)
+]
+
+
+class Body:
+    """A body that counts how much of it is read."""
+
+    def __init__(self, n_blocks: int = 100) -> None:
+        self.n_blocks, self.n_read = n_blocks, 0
+
+    async def blocks(self) -> AsyncIterator[bytes]:
+        for _ in range(self.n_blocks):
+            self.n_read += 1
+            yield bytes(100)
+
+
+async def send(app: FastAPI, method: str, path: str, body: Body, headers: dict[str, str]) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        return await client.request(method, path, content=body.blocks(), headers=headers)
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer other", "Basic token", f"{TOKEN}"])
+@pytest.mark.parametrize(("app", "method", "path"), GUARDED)
+async def test_route_without_the_token_reads_no_body(app: FastAPI, method: str, path: str, authorization: str) -> None:
+    body = Body()
+    answer = await send(app, method, path, body, {"Authorization": authorization} if authorization else {})
+    assert (answer.status_code, body.n_read) == (401, 0)
+
+
+def test_every_service_has_guarded_routes() -> None:
+    assert {param.id.partition(" ")[0] for param in GUARDED} == set(APPS)
+
+
+def limited_app() -> tuple[FastAPI, list[int]]:
+    """Return an app with a route for JSON and one for raw bytes, and the sizes that reached them."""
+    app, sizes = create_app("limited", token=TOKEN, ready=lambda: None), list[int]()
+    router = guarded_router(TOKEN, max_body_bytes=LIMIT_BYTES)
+
+    @router.post("/json")
+    async def json_body(body: list[int]) -> None:
+        sizes.append(len(body))
+
+    @router.post("/raw")
+    async def raw_body(request: Request) -> None:
+        sizes.append(len(await request.body()))
+
+    app.include_router(router)
+    return app, sizes
+
+
+@pytest.mark.parametrize("path", ["/json", "/raw"])
+async def test_body_over_the_limit_is_refused_when_the_limit_is_reached(path: str) -> None:
+    app, sizes = limited_app()
+    body = Body()
+    answer = await send(app, "POST", path, body, {"Authorization": f"Bearer {TOKEN}"})
+    assert (answer.status_code, sizes) == (413, [])
+    assert f"{LIMIT_BYTES} bytes" in answer.json()["detail"]
+    assert body.n_read <= LIMIT_BYTES // 100 + 1
+
+
+async def test_body_that_declares_too_many_bytes_is_not_read() -> None:
+    app, _ = limited_app()
+    body = Body()
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Length": "10000"}
+    assert (await send(app, "POST", "/raw", body, headers)).status_code == 413
+    assert body.n_read == 0
+
+
+async def test_body_of_exactly_the_limit_is_taken() -> None:
+    app, sizes = limited_app()
+    answer = await send(app, "POST", "/raw", Body(LIMIT_BYTES // 100), {"Authorization": f"bearer {TOKEN}"})
+    assert (answer.status_code, sizes) == (200, [LIMIT_BYTES])
+
+
+async def test_empty_token_rejects_every_request() -> None:
+    app = create_app("unset", token="", ready=lambda: None)
+    assert (await send(app, "GET", "/metrics", Body(0), {"Authorization": "Bearer "})).status_code == 401

@@ -1,0 +1,90 @@
+"""Commands that clients repeat, and metrics that are no numbers: neither harms the job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared import names
+from rlboost.shared.bus import START
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.messages import JobCommand, JobReport, StepReport
+from tests.support.jobs import job_file
+
+
+class System:
+    """A leading manager on a fake bus, and one running job."""
+
+    def __init__(self) -> None:
+        self.bus = MemoryBus()
+        self.manager = Manager(self.bus, lease_s=1.0, redis_limit_s=1.0)
+        transport = httpx.ASGITransport(build(self.manager, self.bus, Settings(token="t")))
+        headers = {"Authorization": "Bearer t"}
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://manager/v1", headers=headers)
+        self.job = ""
+
+    async def start(self) -> None:
+        await self.manager.recover()
+        self.job = (await self.http.post("/jobs", json=job_file())).json()["id"]
+        await self.report("running")
+
+    async def report(self, state: str) -> None:
+        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state=state, step=0))
+        await self.manager.turn()
+
+    async def act(self, action: str) -> None:
+        (await self.http.post(f"/jobs/{self.job}/{action}")).raise_for_status()
+
+    async def actions(self) -> list[str]:
+        entries = await self.bus.read({names.JOB_COMMANDS: START})
+        return [entry.message.action for entry in entries if isinstance(entry.message, JobCommand)]
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[System]:
+    system = System()
+    await system.start()
+    yield system
+    await system.http.aclose()
+
+
+async def test_command_repeated_after_its_effect_is_written_once(system: System) -> None:
+    for _ in range(50):
+        await system.act("resume")
+    assert await system.actions() == ["create", "resume"]
+
+
+async def test_command_repeated_before_its_effect_is_written_again(system: System) -> None:
+    for _ in range(2):
+        await system.act("pause")
+    assert await system.actions() == ["create", "pause", "pause"]
+
+
+async def test_command_that_undoes_another_is_always_written(system: System) -> None:
+    await system.act("resume")
+    await system.act("pause")
+    await system.act("resume")  # the trainer has not reported the pause yet
+    await system.report("paused")
+    await system.act("pause")
+    await system.act("pause")
+    assert await system.actions() == ["create", "resume", "pause", "resume", "pause"]
+
+
+async def test_metrics_that_are_no_numbers_are_left_out_and_the_job_survives_a_restart(system: System) -> None:
+    metrics = {"loss": math.nan, "grad_norm": math.inf, "reward/mean": 0.5}
+    report = StepReport(job_id=system.job, step=0, metrics=metrics, wait_s=1.0, train_s=1.0)
+    await system.bus.append(names.JOB_REPORTS, report)
+    await system.manager.turn()
+    (row,) = (await system.http.get(f"/jobs/{system.job}/metrics")).json()
+    assert row == {"step": 0, "reward/mean": 0.5}
+    successor = Manager(system.bus, lease_s=1.0, redis_limit_s=1.0)
+    await system.manager._leadership.resign()
+    await successor.recover()
+    assert successor.world.jobs[system.job].latest == {"reward/mean": 0.5}
+    assert not successor.world.quarantined
