@@ -5,20 +5,44 @@ Those modules import their implementation only when a command runs, so that `--h
 
 from __future__ import annotations
 
-from rlboost.commands import config, demo, export, jobs, ps, report, up, worker
+from typing import Annotated
+
+import typer
+
+from rlboost.commands import config, demo, export, follow, init, jobs, ps, report, samples, up, worker
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
 app = new_app("Reinforcement learning of language models on spot GPUs: nothing is lost when they go.", top=True)
+init.register(app)
 up.register(app)
 demo.register(app)
 report.register(app)
 jobs.register(app)
+follow.register(app)
+samples.register(app)
 evaluation.register(app)
 export.register(app)
 ps.register(app)
 app.add_typer(worker.app, name="worker")
 app.add_typer(config.app, name="config")
+
+
+def _print_version(is_given: bool) -> None:
+    if is_given:
+        from importlib.metadata import version  # noqa: PLC0415 - keeps --help quick
+
+        typer.echo(f"rlboost {version('rlboost')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Hold the options of the command itself."""
 
 
 def main() -> None:

@@ -69,12 +69,19 @@ class Client:
         url: of the manager, without `/v1`.
         token: the system's bearer token.
         patience_s: how long to retry when the manager does not answer or is unavailable.
+        silence_s: how long to wait for an answer to one request.
         transport: carries requests; tests pass one that needs no network.
 
     """
 
     def __init__(
-        self, url: str, token: str, *, patience_s: float = 10.0, transport: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        token: str,
+        *,
+        patience_s: float = 10.0,
+        silence_s: float = _SILENCE_S,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Prepare a client; it connects at the first call."""
         self.url = url.rstrip("/")
@@ -85,7 +92,7 @@ class Client:
         self._http = httpx.Client(
             base_url=f"{self.url}/v1",
             headers={"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
+            timeout=httpx.Timeout(silence_s, connect=_CONNECT_S),
             trust_env=through_proxy,
             transport=transport,
         )
@@ -192,8 +199,20 @@ class Jobs:
         jobs: Rows = self._client.request("GET", "/jobs").json()
         return jobs
 
+    def find(self, given: str) -> Json:
+        """Return the job with this id, or else the newest job of this name, as `show` does."""
+        try:
+            return self.show(given)
+        except ClientError as error:
+            if error.status != httpx.codes.NOT_FOUND or not _ID.fullmatch(given):
+                raise
+            named = [job for job in self.list() if job["name"] == given]
+            if not named:
+                raise
+            return named[-1]
+
     def show(self, job_id: str) -> Json:
-        """Return one job: its state, step, latest metrics, what it waits for, its error."""
+        """Return one job: its state, step, latest metrics, warnings, what it waits for, its error."""
         job: Json = self._get(job_id)
         return job
 
@@ -214,9 +233,9 @@ class Jobs:
         """Ask a paused job to continue; return `{id, state}`."""
         return self._act(job_id, "resume")
 
-    def metrics(self, job_id: str) -> Rows:
-        """Return one row per step."""
-        rows: Rows = self._get(job_id, "metrics")
+    def metrics(self, job_id: str, from_step: int = 0) -> Rows:
+        """Return one row per step, from a step on; the first one is 0."""
+        rows: Rows = self._get(job_id, "metrics", params={"from_step": from_step})
         return rows
 
     def samples(self, job_id: str, step: int | None = None) -> Rows:
@@ -242,14 +261,16 @@ class Jobs:
             except httpx.TransportError as error:
                 raise ClientError("Log broke off", f"{error}: ask for it again") from error
 
-    def events(self, job_id: str, last_event_id: str | None = None) -> Iterator[ServerEvent]:
-        """Yield a job's events, from its beginning or after an event, until the server ends the stream.
+    def events(self, job_id: str, last_event_id: str | None = None, *, follow: bool = True) -> Iterator[ServerEvent]:
+        """Yield a job's events, from its beginning or after an event, until it has ended; or present ones only.
 
         A broken stream resumes after the last event that was read: no event is lost or repeated.
         """
         while True:
             headers = {} if last_event_id is None else {"Last-Event-ID": last_event_id}
-            with self._client.stream(f"{_path(job_id)}/events", silence_s=_SILENCE_S, headers=headers) as response:
+            with self._client.stream(
+                f"{_path(job_id)}/events", silence_s=_SILENCE_S, headers=headers, params={"follow": int(follow)}
+            ) as response:
                 try:
                     for event in server_events(response.iter_lines()):
                         last_event_id = event.id or last_event_id

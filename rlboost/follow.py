@@ -1,63 +1,173 @@
-"""Follow a job: yield its changes as values, and format them as lines."""
+"""Follow a job: yield its changes as values, and reconnect while the manager does not answer."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
 
 from rlboost.client import Client, ClientError
+from rlboost.shared.errors import ConfigError
 
 ENDED = frozenset({"completed", "failed", "cancelled"})
+OUTAGE_LIMIT_S = 600.0
+"""How long to try again while the manager does not answer: longer than 'rlboost down' and 'up'."""
+LAST_STEPS = 5
+"""Steps to show of a job that has run before, if none is requested."""
+
+Change = tuple[Literal["job", "step", "wait", "state", "warning", "lost", "back"], Any]
 
 _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
 """Every step waits briefly for samples and weights; only longer waits are shown."""
+_LONG_OUTAGE_S = 2.0
+"""A shorter outage, such as a new leader's start, is not shown."""
 _LAST_WORDS_S = 5.0
 """How long to read remaining warnings after a job has ended."""
-_SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
+_WARNINGS = frozenset({"warning", "warning_cleared"})
+"""Kinds of events that are shown."""
 
 
-def follow(client: Client, job_id: str) -> Iterator[tuple[Literal["job", "step", "wait", "warning"], Any]]:
-    """Yield a job's changes until it has ended: its record, each finished step, long wait and warning once.
+def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None = 0) -> Iterator[Change]:
+    """Yield a job's changes until it has ended.
 
-    Polls the job, and reads the event stream for warnings only, so it survives restarts of the manager.
+    - `job`: its record, at each poll.
+    - `step`: each finished step's metrics, once.
+    - `wait`: each long wait, once; `state`: paused, or running again.
+    - `warning`: the text of each warning, once, also across restarts of the manager.
+    - `lost`, `back`: an outage: `{since, because, limit_s}` and `{since, outage_s}`, `since` in Unix seconds.
+
+    Args:
+        connect: returns a client that does not retry; called again during an outage, so that it can find a system that
+            has moved.
+        job_id: the job.
+        from_step: first step to yield, 0 for all; None for the last few.
 
     Raises:
-        ClientError: the manager was unavailable for longer than the client's patience, or has no such job.
+        ClientError: the manager did not answer for `OUTAGE_LIMIT_S`, or it has no such job.
+        ConfigError: the first connection: no system is known.
 
     """
-    next_step, waits, warnings = 0, _LongWaits(), _Warnings(client, job_id)
-    while True:
-        job = client.jobs.show(job_id)
+    client, progress, warnings = connect(), Progress(from_step), _Warnings(job_id)
+    warnings.listen(client)
+    answered_at, is_shown = time.time(), False
+    try:
+        while True:
+            try:
+                job = client.jobs.show(job_id)
+                next_step = progress.next_step(job)
+                rows = client.jobs.metrics(job_id, next_step) if progress.has_news(job) else []
+            except (ClientError, ConfigError) as error:
+                if not _is_outage(error):
+                    raise
+                outage_s = time.time() - answered_at
+                if outage_s > OUTAGE_LIMIT_S:
+                    raise _gave_up(error, outage_s) from error
+                if not is_shown and outage_s >= _LONG_OUTAGE_S:
+                    is_shown = True
+                    yield "lost", {"since": answered_at, "because": _reason(error), "limit_s": OUTAGE_LIMIT_S}
+                time.sleep(_POLL_S)
+                client = _reconnected(connect, client, warnings)
+                continue
+            if is_shown:
+                yield "back", {"since": answered_at, "outage_s": time.time() - answered_at}
+            answered_at, is_shown = time.time(), False
+            for text in warnings.new(wait_s=_LAST_WORDS_S if job["state"] in ENDED else 0.0):
+                yield "warning", text
+            yield from progress.changes(job, rows, time.monotonic())
+            if job["state"] in ENDED:
+                return
+            time.sleep(_POLL_S)
+    finally:
+        warnings.close()
+        client.close()
+
+
+def _reconnected(connect: Callable[[], Client], client: Client, warnings: _Warnings) -> Client:
+    """Return a new client, or the given one if no system is known at present."""
+    try:
+        new = connect()
+    except ConfigError:
+        return client
+    client.close()
+    warnings.listen(new)
+    return new
+
+
+def _is_outage(error: Exception) -> bool:
+    """Return True if the error may pass: no answer, no leader, or the token of a system that was restarted."""
+    passing = (None, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.UNAUTHORIZED)
+    return isinstance(error, ConfigError) or (isinstance(error, ClientError) and error.status in passing)
+
+
+def _gave_up(error: Exception, outage_s: float) -> ClientError:
+    return ClientError("No answer", f"the manager has not answered for {outage_s:.0f} s, the limit: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    return error.detail if isinstance(error, ClientError) else str(error)
+
+
+class Progress:
+    """What has been yielded of a job: pure bookkeeping."""
+
+    def __init__(self, from_step: int | None) -> None:
+        """Start before the first look; `from_step` None starts at the last few steps of that look."""
+        self._next_step = from_step
+        self._state = ""
+        self._waits = _LongWaits()
+
+    def next_step(self, job: Mapping[str, Any]) -> int:
+        """Return the first step that has not been yielded."""
+        if self._next_step is None:
+            self._next_step = max(0, job["step"] - LAST_STEPS)
+        return self._next_step
+
+    def has_news(self, job: Mapping[str, Any]) -> bool:
+        """Return True if rows of metrics are to be fetched."""
+        return bool(job["step"] > self.next_step(job) or job["state"] in ENDED)
+
+    def changes(self, job: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], now: float) -> Iterator[Change]:
+        """Yield what is new in a job's record and its rows of metrics; `now` is monotonic seconds."""
         yield "job", job
-        for text in warnings.new(wait_s=_LAST_WORDS_S if job["state"] in ENDED else 0.0):
-            yield "warning", text
-        if job["step"] > next_step or job["state"] in ENDED:
-            for row in client.jobs.metrics(job_id):
-                if row["step"] >= next_step:
-                    next_step = row["step"] + 1
-                    yield "step", row
+        for row in rows:
+            if row["step"] >= self.next_step(job):
+                self._next_step = row["step"] + 1
+                yield "step", row
+        before, self._state = self._state, job["state"]
         if job["state"] in ENDED:
             return
-        if waits.is_news(job["waiting"], time.monotonic()):
+        if before != self._state and "paused" in (before, self._state):
+            yield "state", self._state
+        if self._waits.is_news(job["waiting"], now):
             yield "wait", job["waiting"]
-        time.sleep(_POLL_S)
 
 
 class _Warnings:
     """Reads a job's events in a thread until the job has ended."""
 
-    def __init__(self, client: Client, job_id: str) -> None:
-        self._client, self._job_id = client, job_id
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+        self._client: Client
+        self._last_id: str | None = None
         self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._is_closed = False
         # A daemon thread, so that the process can exit without waiting for an event.
         self._thread = threading.Thread(target=self._listen, name=f"warnings-{job_id}", daemon=True)
-        self._thread.start()
+
+    def listen(self, client: Client) -> None:
+        """Read with this client from now on."""
+        self._client = client
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._is_closed = True
 
     def new(self, *, wait_s: float) -> list[str]:
         """Return warnings since the last call, after waiting at most `wait_s` for the stream to end."""
@@ -65,12 +175,20 @@ class _Warnings:
         return [self._came.get() for _ in range(self._came.qsize())]
 
     def _listen(self) -> None:
-        try:
-            for event in self._client.jobs.events(self._job_id):
-                if event.kind == "warning":
-                    self._came.put(str(event.data["fields"]["text"]))
-        except (ClientError, httpx.HTTPError, RuntimeError):
-            return  # polling the job fails in the same way and reports it; or the client is closed
+        while not self._is_closed:
+            try:
+                for event in self._client.jobs.events(self._job_id, self._last_id):
+                    self._last_id = event.id or self._last_id
+                    if event.kind in _WARNINGS:
+                        self._came.put(str(event.data["fields"]["text"]))
+            except (httpx.HTTPError, RuntimeError):  # the client was closed: there may be a new one
+                time.sleep(_POLL_S)
+            except ClientError as error:
+                if not _is_outage(error):
+                    return  # a manager without events: the job is polled all the same
+                time.sleep(_POLL_S)
+            else:
+                return
 
 
 class _LongWaits:
@@ -89,21 +207,3 @@ class _LongWaits:
             return False
         self._reported = True
         return True
-
-
-def step_line(row: Mapping[str, Any], steps: int) -> str:
-    """Format a finished step as one line: the main metrics, and all of the evaluation."""
-    names = [name for name in _SHOWN if name in row] + sorted(name for name in row if name.startswith("eval/"))
-    place = f"step {row['step'] + 1:>4}/{steps}" if row["step"] < steps else "after the last step" if steps else "done"
-    return "  ".join([place, *(f"{name} {row[name]:.4g}" for name in names)])
-
-
-def warning_line(job_id: str, text: str) -> str:
-    """Format a warning as a line for standard error."""
-    return f"rlboost: {job_id}: warning: {text}"
-
-
-def wait_line(wait: Mapping[str, Any]) -> str:
-    """Format a wait as one line."""
-    limit = f", for {wait['limit_s']:.0f} s at most" if wait.get("limit_s") else ""
-    return f"waiting for {wait['for']} because {wait['because']}, since {wait['since']}{limit}"

@@ -109,6 +109,8 @@ class StepReport(Message):
     """How long the trainer waited for samples while the device was its own."""
     train_s: float = 0.0
     """How long the trainer trained."""
+    warnings: list[str] = []
+    """The warnings about the job's learning that hold after this step, one line each."""
 
 
 @message

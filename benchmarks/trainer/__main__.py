@@ -33,7 +33,7 @@ SIDES = {"cpu": 1024, "cuda": 8192}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="of the updates")
+    parser.add_argument("--rounds", type=int, default=9, help="of the updates; 0 leaves them out")
     parser.add_argument("--end-to-end", type=int, default=2, help="rounds; 0 leaves it out")
     parser.add_argument("--steps", type=int, default=6, help="of a job, end to end")
     parser.add_argument("--device", choices=sorted(SIDES), default="cpu", help="of the updates")
@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    for case in work.cases(args.device):
+    for case in work.cases(args.device) if args.rounds else ():
         print(json.dumps(compare(case, args.rounds, args.device, args.dtype)), flush=True)
     if args.end_to_end:
         print(json.dumps(end_to_end.rounds(args.end_to_end, args.steps)), flush=True)

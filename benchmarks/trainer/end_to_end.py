@@ -1,4 +1,4 @@
-"""The Countdown job from prompts to updates, by TRL and by us, each in processes of its own."""
+"""The Countdown job from prompts to updates, by TRL, by a plain loop and by us, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def rounds(n_rounds: int, steps: int) -> dict[str, Any]:
     row: dict[str, Any] = {"benchmark": "trainer.end_to_end", "rounds": n_rounds, "steps": steps}
     for name, results in found.items():
         row[name] = {key: round(median(result[key] for result in results), 3) for key in results[0]}
-    if "trl" in row:
+    for other in ("trl", "plain"):
         for name in ("ours", "system"):
-            row[f"trl_over_{name}"] = {key: round(row["trl"][key] / row[name][key], 2) for key in row[name]}
+            if other in row:
+                row[f"{other}_over_{name}"] = {key: round(row[other][key] / row[name][key], 2) for key in row[name]}
     return row
 
 
@@ -38,6 +39,10 @@ def _trl(steps: int) -> dict[str, float]:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         return _step(_last_line("benchmarks.trainer.trl_job", "--steps", str(steps), "--folder", folder))
+
+
+def _plain(steps: int) -> dict[str, float]:
+    return _step(_last_line("benchmarks.trainer.plain_job", "--steps", str(steps)))
 
 
 def _ours(steps: int) -> dict[str, float]:
@@ -57,7 +62,7 @@ def _system(steps: int) -> dict[str, float]:
     return _figures(wall_s, cpu_s, record["audit"]["tokens_generated"] / steps)
 
 
-_CONTENDERS = {"trl": _trl, "ours": _ours, "system": _system}
+_CONTENDERS = {"trl": _trl, "plain": _plain, "ours": _ours, "system": _system}
 
 
 def _step(result: dict[str, Any]) -> dict[str, float]:

@@ -6,10 +6,11 @@ A Qwen3 of 0.2 M parameters with random weights; or, with `--rounded MODEL`, wit
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlboost.examples.countdown.task import BOS, EOS, PAD, VOCABULARY
 from rlboost.examples.countdown.tokenizer import MAX_LENGTH, pretrained
@@ -42,20 +43,25 @@ def build_model() -> Qwen3ForCausalLM:
     return model
 
 
-def main() -> None:
-    """Write the folder."""
-    parser = argparse.ArgumentParser(description="Write Countdown's model.")
+def write(out: Path, tokenizer: PreTrainedTokenizerFast, rounded: Path | None) -> None:
+    """Write a model's folder: with random weights, or with those of the model in `rounded` in bfloat16."""
+    torch.manual_seed(_SEED)
+    model = build_model()
+    if rounded is not None:
+        trained = Qwen3ForCausalLM.from_pretrained(rounded, dtype=torch.bfloat16)
+        model = model.bfloat16()
+        model.load_state_dict(trained.state_dict())
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main(vocabulary: Sequence[str] = VOCABULARY) -> None:
+    """Write the folder that the command line names; `vocabulary` has the text of each token, by token id."""
+    parser = argparse.ArgumentParser(description="Write a model of 0.2 M parameters.")
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
     parser.add_argument("--rounded", type=Path, help="a trained model, whose weights are taken in bfloat16")
     asked = parser.parse_args()
-    torch.manual_seed(_SEED)
-    model = build_model()
-    if asked.rounded is not None:
-        trained = Qwen3ForCausalLM.from_pretrained(asked.rounded, dtype=torch.bfloat16)
-        model = model.bfloat16()
-        model.load_state_dict(trained.state_dict())
-    model.save_pretrained(asked.out)
-    pretrained().save_pretrained(asked.out)
+    write(asked.out, pretrained(vocabulary), asked.rounded)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,9 +34,10 @@ def require_sound(job_file: str, job: dict[str, Any], state: Path) -> None:
     found = check_job(job)
     if not _is_trained_here(state):
         missing = [problem for problem in found.problems if isinstance(problem, MissingHere)]
-        found = Found([problem for problem in found.problems if problem not in missing], [])
+        found = Found([problem for problem in found.problems if problem not in missing], [], found.advice)
         for problem in missing:
             typer.echo(f"rlboost: {job_file}: warning: {problem}", err=True)
+        _print_searched_folder(job_file, missing)
     print_findings(job_file, found)
 
 
@@ -50,8 +52,24 @@ def print_findings(job_file: str, found: Found) -> None:
         typer.echo(f"rlboost: {job_file}: {problem}", err=True)
     for warning in found.warnings:
         typer.echo(f"rlboost: {job_file}: warning: {warning} (matters only if this machine trains the job)", err=True)
+    for advice in found.advice:
+        typer.echo(f"rlboost: {job_file}: warning: {advice}", err=True)
+    _print_searched_folder(job_file, found.problems)
     if found.problems:
         raise typer.Exit(EXIT_CONFIG)
+
+
+def _print_searched_folder(job_file: str, problems: Sequence[str]) -> None:
+    """Say where files and modules are searched, if some are missing and the job file is in another folder."""
+    from rlboost.jobs.user_code_check import MissingHere  # noqa: PLC0415 - keeps --help quick
+
+    folder = Path(job_file).parent
+    if folder.absolute() != Path.cwd() and any(isinstance(problem, MissingHere) for problem in problems):
+        typer.echo(
+            f"rlboost: {job_file}: paths and modules are searched from the current folder, {Path.cwd()}, not from "
+            f"{folder}: if they are there, run 'cd {folder}' first, and start the system there",
+            err=True,
+        )
 
 
 def _is_trained_here(state: Path) -> bool:

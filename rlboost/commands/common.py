@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,7 +25,9 @@ EXIT_CONFIG = 2
 
 StateOption = Annotated[Path, typer.Option("--state", help="Folder of the local system's state.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, as 'rlboost ps' lists it.")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job's id or name; of several jobs of a name, the newest.")
+]
 DEFAULT_STATE = Path(".rlboost")
 
 
@@ -49,7 +53,19 @@ def new_app(text: str, *, top: bool = False) -> typer.Typer:
     )
 
 
-def connect(state: Path, *, patience_s: float = 10.0) -> Client:
+def command(text: str, state: Path) -> str:
+    """Return a command line for the user to type, with the state folder if it is not the default."""
+    return f"rlboost {text}" + ("" if state == DEFAULT_STATE else f" --state {shlex.quote(str(state))}")
+
+
+def output_width() -> int | None:
+    """Return the width of the terminal or of COLUMNS, None if standard output is neither."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def connect(state: Path, *, patience_s: float = 10.0, silence_s: float = 30.0) -> Client:
     """Return a client of the system named by RLBOOST_URL and RLBOOST_TOKEN, or of the one in the state folder.
 
     Raises:
@@ -59,7 +75,7 @@ def connect(state: Path, *, patience_s: float = 10.0) -> Client:
     from rlboost.client import Client  # noqa: PLC0415 - keeps --help quick
 
     url, token = endpoint(state)
-    return Client(url, token, patience_s=patience_s)
+    return Client(url, token, patience_s=patience_s, silence_s=silence_s)
 
 
 def endpoint(state: Path) -> tuple[str, str]:
@@ -81,7 +97,10 @@ def endpoint(state: Path) -> tuple[str, str]:
         raise ConfigError(f"RLBOOST_URL is {url}, but its token is not known: set RLBOOST_TOKEN")
     if config is None:
         why = "is still starting" if folder.running() else "does not run"
-        raise ConfigError(f"the system in {state} {why}: start one with 'rlboost up', or set RLBOOST_URL and _TOKEN")
+        start = command("up", state)
+        raise ConfigError(
+            f"the system in {state} {why}: start one with '{start}', or set RLBOOST_URL and RLBOOST_TOKEN"
+        )
     return config.url, token or config.token
 
 
@@ -108,11 +127,11 @@ def print_json(data: object) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, without a header if all column names are empty; 200 columns wide if not on a terminal."""
+    """Print a table, without a header if all column names are empty; 200 columns wide if the width is unknown."""
     from rich.console import Console  # noqa: PLC0415 - keeps --help quick
     from rich.table import Table  # noqa: PLC0415 - likewise
 
     table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, show_header=any(columns))
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False).print(table)
+    Console(width=output_width() or 200, highlight=False, markup=False).print(table)

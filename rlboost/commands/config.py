@@ -32,7 +32,7 @@ def check(
 
     found = jobcheck.check(job_file, overrides or [])
     if as_json:
-        print_json({"ok": not found.problems, "problems": found.problems, "warnings": found.warnings})
+        print_json({"ok": not found.problems, "problems": found.problems, "warnings": [*found.warnings, *found.advice]})
     print_findings(str(job_file), found)
     if not as_json:
         typer.echo(f"{job_file}: no problem found")

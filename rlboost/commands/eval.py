@@ -13,18 +13,18 @@ from rlboost.commands.common import (
     EXIT_FAILED,
     JsonOption,
     StateOption,
+    command,
     connect,
     print_json,
     print_table,
 )
+from rlboost.commands.follow import connect_to_follow, print_change
 from rlboost.shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlboost.client import Client
 
 _FILES = {".yaml", ".yml", ".toml", ".json"}
-_PATIENCE_S = 120.0
-"""An evaluation survives a restart of the manager."""
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +33,9 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="JOB.yaml|JOB", help="A job file, or the id of a completed job.")],
+    target: Annotated[
+        str, typer.Argument(metavar="JOB.yaml|JOB", help="A job file, or the id or name of a completed job.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
     model: Annotated[str | None, typer.Option(help="What to evaluate in place of the job's (final) model.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Completions in all; eval.samples if not given.")] = None,
@@ -45,6 +47,7 @@ def evaluate(
 
     For a job file this evaluates its model, for a completed job its final model.
     """
+    from rlboost.job_lines import end_line  # noqa: PLC0415 - keeps --help quick
     from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
     from rlboost.jobs.evaluation import require_read  # noqa: PLC0415 - likewise
     from rlboost.shared.job import spec as job_spec  # noqa: PLC0415 - only this command needs it
@@ -57,16 +60,18 @@ def evaluate(
         asked = _evaluation_of(target, job_spec.load(target, overrides), model, samples)
         if not no_check:
             require_sound(target, asked, state)
-    with connect(state, patience_s=_PATIENCE_S) as client:
+    with connect(state) as client:
         if asked is None:
-            raw = _spec_of(client, target, overrides)
-            asked = _evaluation_of(target, raw, model or raw["model"] or _final_model(client, target), samples)
+            trained = client.jobs.find(target)
+            raw = _spec_of(client, trained["id"], overrides)
+            asked = _evaluation_of(target, raw, model or raw["model"] or _final_model(client, trained), samples)
         job = jobfile.resolved(target, asked)
-        ended, row = _watched(client, client.jobs.create(job)["id"])
+        ended, row = _watched(client, client.jobs.create(job)["id"], state)
     if as_json:
         print_json({"job": ended, "model": job["model"], "metrics": row})
     if ended["state"] != "completed":
-        typer.echo(f"rlboost: {ended['id']} {ended['state']}: {ended['error'] or 'see its logs'}", err=True)
+        log = command(f"logs {ended['id']}", state)
+        typer.echo(f"rlboost: {end_line(ended, log)}", err=True)
         raise typer.Exit(EXIT_FAILED)
     if not as_json:
         shown = [(name, f"{value:.4g}") for name, value in sorted(row.items(), key=_order) if _is_shown(name, value)]
@@ -100,47 +105,46 @@ def _order(metric: tuple[str, float]) -> tuple[str, int]:
     return name, int(k) if k.isdecimal() else 0
 
 
-def _final_model(client: Client, job_id: str) -> str:
+def _final_model(client: Client, job: dict[str, Any]) -> str:
     """Return where the trainer saved the model of a completed job.
 
     Raises:
         ConfigError: the job has not completed, or its events have been trimmed.
 
     """
-    if (state := client.jobs.show(job_id)["state"]) != "completed":
-        raise ConfigError(f"{job_id} is {state}, not completed: name the model to evaluate with --model")
+    job_id = job["id"]
+    if job["state"] != "completed":
+        raise ConfigError(f"{job_id} is {job['state']}, not completed: name the model to evaluate with --model")
     saved = [event.data["fields"]["path"] for event in client.jobs.events(job_id) if event.kind == "model_saved"]
     if not saved:
         raise ConfigError(f"where {job_id} saved its model is unknown: name it with --model")
     return str(saved[-1])
 
 
-def _watched(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _watched(client: Client, job_id: str, state: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """See `_watch`; an interrupted command cancels its evaluation."""
     typer.echo(f"created {job_id}", err=True)
     try:
-        return _watch(client, job_id)
+        return _watch(job_id, state)
     except KeyboardInterrupt:
         client.jobs.cancel(job_id)
         typer.echo(f"cancelled {job_id}", err=True)
         raise
 
 
-def _watch(client: Client, job_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _watch(job_id: str, state: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a job's record once it has ended, and its row of metrics, which may be empty."""
-    from rlboost.follow import follow, wait_line, warning_line  # noqa: PLC0415 - keeps --help quick
+    from rlboost.follow import follow  # noqa: PLC0415 - keeps --help quick
 
     job: dict[str, Any] = {}
     row: dict[str, Any] = {}
-    for kind, news in follow(client, job_id):
+    for kind, news in follow(lambda: connect_to_follow(state), job_id):
         if kind == "job":
             job = news
         elif kind == "step":
             row = news
-        elif kind == "warning":
-            typer.echo(warning_line(job_id, news), err=True)
         else:
-            typer.echo(wait_line(news), err=True)
+            print_change(job_id, 0, (kind, news), all_err=True)
     return job, row
 
 

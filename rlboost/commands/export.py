@@ -35,9 +35,14 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
     from rlboost import export as work  # noqa: PLC0415 - keeps --help quick
     from rlboost.export_folder import new_folder  # noqa: PLC0415 - likewise
 
-    request = work.ExportRequest(job, version, adapter)
     # The runs of a remote system are not on this machine.
-    left = None if os.environ.get("RLBOOST_URL") else work.finished(state / "runs", request)
+    runs = None if os.environ.get("RLBOOST_URL") else state / "runs"
+    request = work.ExportRequest(job, version, adapter)
+    left = work.finished(runs, request) if runs else None  # an id needs no running system
+    if left is None:
+        with connect(state) as client:
+            request = request._replace(job_id=client.jobs.find(job)["id"])
+        left = work.finished(runs, request) if runs else None
     with new_folder(out, force=force, adapter=adapter) as to:
         if left is not None:
             done = work.copy(left, to)
@@ -46,6 +51,6 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
             with connect(state) as client:
                 done = work.from_store(client, request, weight_store, token, model, to)
     if as_json:
-        print_json({"job": job, "version": done.version, "path": str(out.absolute())})
+        print_json({"job": request.job_id, "version": done.version, "path": str(out.absolute())})
     else:
         typer.echo(f"{done.source} is in {out}")

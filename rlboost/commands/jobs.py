@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from rlboost.commands.checking import NoCheckOption, require_sound
 from rlboost.commands.common import (
     DEFAULT_STATE,
-    EXIT_FAILED,
     JobArgument,
     JsonOption,
     StateOption,
+    command,
     connect,
     print_json,
     print_table,
 )
+from rlboost.commands.follow import follow_job
 
-_FOLLOW_PATIENCE_S = 120.0
-"""Following a job survives a restart of the manager."""
+_RECENT_STEPS = 10
+"""Steps whose mean duration is used to estimate how long a job will take."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (run, status, logs, pause, resume, cancel):
-        app.command()(command)
+    for verb in (run, status, logs, pause, resume, cancel):
+        app.command()(verb)
 
 
 def run(
@@ -61,49 +62,37 @@ def run(
     if as_json:
         print_json(created)
     else:
-        typer.echo(f"created {created['id']}: 'rlboost status {created['id']}' shows how it stands")
+        shows = command(f"{'status' if follow else 'follow'} {created['id']}", state)
+        typer.echo(f"created {created['id']}: '{shows}' shows its progress")
     if follow:
-        _follow(created["id"], state, as_json=as_json)
-
-
-def _follow(job_id: str, state: Path, *, as_json: bool) -> None:
-    from rlboost.follow import follow, step_line, wait_line, warning_line  # noqa: PLC0415 - keeps --help quick
-
-    job: Mapping[str, Any] = {}
-    with connect(state, patience_s=_FOLLOW_PATIENCE_S) as client:
-        for kind, news in follow(client, job_id):
-            if kind == "job":
-                job = news
-            elif as_json:
-                print_json({kind: news})
-            elif kind == "warning":
-                typer.echo(warning_line(job_id, news), err=True)
-            else:
-                typer.echo(step_line(news, job.get("steps", 0)) if kind == "step" else wait_line(news))
-    if as_json:
-        print_json({"job": job})
-    if job["state"] != "completed":
-        typer.echo(f"rlboost: {job_id} {job['state']}: {job['error'] or 'see its logs'}", err=True)
-        raise typer.Exit(EXIT_FAILED)
-    if not as_json:
-        typer.echo(f"{job_id} completed: {job['step']} steps")
+        follow_job(created["id"], state, from_step=0, as_json=as_json)
 
 
 def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """Show a job's state and what it waits for."""
-    from rlboost.follow import wait_line  # noqa: PLC0415 - keeps --help quick
-
+    """Show a job's state, how long it will take, what it waits for, and the metrics of its last step."""
     with connect(state) as client:
-        shown = client.jobs.show(job)
+        shown = client.jobs.find(job)
+        is_running = shown["state"] == "running" and not as_json
+        recent = client.jobs.metrics(shown["id"], max(0, shown["step"] - _RECENT_STEPS)) if is_running else []
     if as_json:
         print_json(shown)
         return
-    rows = [(key, shown[key]) for key in ("state", "created_at", "started_at", "finished_at", "error") if shown[key]]
-    rows.insert(1, ("step", f"{shown['step']} of {shown['steps']}"))
-    if shown["waiting"]:
-        rows.append(("waiting", wait_line(shown["waiting"])))
-    rows += [(name, f"{value:.4g}") for name, value in sorted((shown["latest"] or {}).items())]
-    print_table(shown["id"], ("", ""), rows)
+    print_table(shown["id"], ("", ""), _status_rows(shown, recent, time.time()))
+
+
+def _status_rows(job: dict[str, Any], recent: list[dict[str, Any]], now: float) -> list[tuple[str, str]]:
+    from rlboost.job_lines import moment, remaining, wait_line  # noqa: PLC0415 - keeps --help quick
+
+    rows = [("state", job["state"]), ("step", f"{job['step']} of {job['steps']}")]
+    if left := remaining(job, recent):
+        rows.append(("time", left))
+    rows += [(name, moment(job[f"{name}_at"], now)) for name in ("created", "started", "finished") if job[f"{name}_at"]]
+    rows += [("error", job["error"])] if job["error"] else []
+    rows += [("waiting", wait_line(job["waiting"], now).removeprefix("waiting "))] if job["waiting"] else []
+    rows += [("warning", text) for text in job.get("warnings", ())]
+    if job["latest"]:
+        rows += [("", ""), (f"step {job['step']}", "")]
+    return rows + [(f"  {name}", f"{value:.4g}") for name, value in sorted((job["latest"] or {}).items())]
 
 
 def logs(
@@ -114,7 +103,7 @@ def logs(
 ) -> None:
     """Print a job's log."""
     with connect(state) as client:
-        for line in client.jobs.logs(job, follow=follow):
+        for line in client.jobs.logs(client.jobs.find(job)["id"], follow=follow):
             if as_json:
                 print_json({"line": line})
             else:
@@ -123,24 +112,27 @@ def logs(
 
 def pause(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """Pause a job until it is resumed."""
-    with connect(state) as client:
-        _print_result(client.jobs.pause(job), "pauses", as_json=as_json)
+    _act("pause", job, state, "pauses", "paused", as_json=as_json)
 
 
 def resume(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """Resume a paused job."""
-    with connect(state) as client:
-        _print_result(client.jobs.resume(job), "resumes", as_json=as_json)
+    _act("resume", job, state, "resumes", "running", as_json=as_json)
 
 
 def cancel(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """Cancel a job."""
+    _act("cancel", job, state, "is being cancelled", "cancelled", as_json=as_json)
+
+
+def _act(
+    action: Literal["pause", "resume", "cancel"], job: str, state: Path, effect: str, goal: str, *, as_json: bool
+) -> None:
+    """Request an action on a job, and print its effect, or that the job is in the goal state already."""
     with connect(state) as client:
-        _print_result(client.jobs.cancel(job), "is being cancelled", as_json=as_json)
-
-
-def _print_result(answer: dict[str, Any], what: str, *, as_json: bool) -> None:
+        found = client.jobs.find(job)
+        answer = getattr(client.jobs, action)(found["id"])
     if as_json:
         print_json(answer)
     else:
-        typer.echo(f"{answer['id']} {what}")
+        typer.echo(f"{found['id']} is already {goal}" if found["state"] == goal else f"{found['id']} {effect}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, print_json
+from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, command, print_json
 from rlboost.shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _up_in_foreground(options: LocalOptions, schedule: list[ChaosEvent], *, as_j
         if as_json:
             print_json(config.public())
         else:
-            _print_ready(config)
+            _print_ready(config, options.state_dir)
             typer.echo("stop it with Ctrl-C")
 
     cluster = LocalCluster(options)
@@ -160,13 +161,19 @@ def _up_in_background(options: LocalOptions, chaos: Path | None, *, as_json: boo
     if as_json:
         print_json(config.public())
     else:
-        _print_ready(config)
-        typer.echo("stop it with: rlboost down")
+        _print_ready(config, options.state_dir)
+        typer.echo(f"stop it with: {command('down', options.state_dir)}")
 
 
-def _print_ready(config: Config) -> None:
+def _print_ready(config: Config, state: Path) -> None:
+    is_given = "RLBOOST_TOKEN" in os.environ
+    token = "RLBOOST_TOKEN" if is_given else f'"token" in {Path(config.state_dir) / "config.json"}'
     typer.echo(
-        f"ready: {config.url}\nstate and logs: {config.state_dir}\nrun a job with: rlboost run JOB.yaml --follow"
+        f"ready: {config.url}\n"
+        f"token: {token}\n"
+        f"state and logs: {config.state_dir}\n"
+        f"run a job with: {command('run JOB.yaml --follow', state)}\n"
+        f'use its model with: OpenAI(base_url="{config.url}/v1", api_key=TOKEN)'
     )
 
 

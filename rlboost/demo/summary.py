@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlboost.demo.live import clock
+from rlboost.demo.picture import clock
 from rlboost.report.checks import checks
 from rlboost.report.record import Record
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rlboost.jobs.model_check import code_problems, data_problem, missing_libraries, model_problems
+from rlboost.jobs.learning_rates import lr_advice
+from rlboost.jobs.model_check import code_problems, data_problem, missing_libraries, model_problems, n_parameters
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.shared.data.examples import example_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
@@ -61,6 +63,8 @@ class Found(NamedTuple):
     """A file or module that is missing on this machine is a `MissingHere`."""
     warnings: list[str]
     """About this machine, which may not be the one that trains the job."""
+    advice: Sequence[str] = ()
+    """Warnings about the job itself."""
 
 
 def check(file: Path, overrides: list[str]) -> Found:
@@ -101,7 +105,9 @@ def check_job(raw: object) -> Found:
     found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec)]
     if model_is_here and not any(found):
         found.append(data_problem(spec))
-    return Found([problem for problem in found if problem], missing_libraries(spec))
+    # None for a Hugging Face id; a folder that is missing here may hold a model of any size.
+    advice = "" if found[0] else lr_advice(spec, n_parameters(spec) if model_is_here else None)
+    return Found([problem for problem in found if problem], missing_libraries(spec), [advice] if advice else [])
 
 
 def _model(model: str) -> str | None:

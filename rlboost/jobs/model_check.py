@@ -20,7 +20,7 @@ from rlboost.shared.data.shards import names
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_log import lacking
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.model.folder import read_config, read_tensor_shapes, require_tokenizer
+from rlboost.shared.model.folder import count_parameters, read_config, read_tensor_shapes, require_tokenizer
 from rlboost.shared.model.lora_targets import check_targets
 
 _USER_CODE_SCRIPT = """
@@ -45,6 +45,14 @@ def model_problems(spec: JobSpec) -> list[str]:
     elif spec.trainer.activation_checkpointing and _is_installed("torch", "transformers"):
         checks.append(lambda: _check_layers(model))
     return [problem for check in checks if (problem := _error_of(check))]
+
+
+def n_parameters(spec: JobSpec) -> int | None:
+    """Return the number of parameters of a local model, None if its files do not say."""
+    try:
+        return count_parameters(Path(spec.model).expanduser())
+    except ConfigError:
+        return None
 
 
 def code_problems(spec: JobSpec) -> list[str]:

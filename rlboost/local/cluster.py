@@ -55,7 +55,7 @@ class LocalCluster:
         self._spec_of = spec_of
         self._listeners: list[Callable[[ClusterEvent], None]] = []
         self._stack = AsyncExitStack()
-        self._ports = Ports()
+        self._ports: Ports
         self._spot_workers = options.workers
         self._site: Site
         self._supervisor: Supervisor
@@ -68,13 +68,14 @@ class LocalCluster:
         try:
             async with AsyncExitStack() as stack:
                 stack.enter_context(self.state.owned())
-                stack.enter_context(self._ports)
+                self._ports = stack.enter_context(Ports(self.state.ports()))
                 self._site = self._survey()
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
                 self._supervisor = Supervisor(self.state, tasks, self._on_event)
                 stack.push_async_callback(self._supervisor.close)
                 stack.push_async_callback(self._stop)
                 await self._start()
+                self.state.write_ports(self._ports.by_name())
                 self.state.write_config(self.config)
                 self._stack = stack.pop_all()
         except BaseExceptionGroup as group:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
 from rlboost.local.processes import LOOPBACK
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.http.server import bind
 
 
@@ -19,26 +21,37 @@ class Ports:
     fail, so the port is chosen but not reserved.
     """
 
-    def __init__(self) -> None:
-        """Start with none."""
+    def __init__(self, preferred: Mapping[str, int] | None = None) -> None:
+        """Start with none; `preferred` are ports by name to take again if they are free."""
+        self._preferred = dict(preferred or {})
         self._ports: dict[str, int] = {}
         self._sockets: dict[str, socket.socket] = {}
 
     def of(self, name: str, requested: int = 0) -> int:
-        """Return the port of `name`: its reserved one, else `requested`, else a free one.
+        """Return the port of `name`: its reserved one, else `requested`, else the preferred or another free one.
 
         Raises:
             ConfigError: the requested port is in use.
 
         """
         if name not in self._ports:
-            sock = bind(LOOPBACK, requested)
+            sock = bind(LOOPBACK, requested) if requested else self._free(name)
             self._ports[name] = sock.getsockname()[1]
             if sys.platform == "linux":
                 self._sockets[name] = sock
             else:
                 sock.close()
         return self._ports[name]
+
+    def _free(self, name: str) -> socket.socket:
+        try:
+            return bind(LOOPBACK, self._preferred.get(name, 0))
+        except ConfigError:
+            return bind(LOOPBACK, 0)
+
+    def by_name(self) -> dict[str, int]:
+        """Return all reserved ports."""
+        return dict(self._ports)
 
     def release(self, name: str) -> None:
         """Release the port of `name`."""

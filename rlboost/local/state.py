@@ -2,6 +2,7 @@
 
     config.json      {url, token, redis_url, state_dir, pid}
     processes.json   all processes, replaced atomically at each change
+    ports.json       ports by process name, which the next system takes again if they are free
     lock             held by the supervisor while it lives; contains its process id
     logs/            one file per process
     drained/         one empty file per drained worker, which is not restarted
@@ -15,7 +16,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -114,7 +115,7 @@ class StateDir:
         where = f"at {config.url}" if config else "and is starting"
         return ConfigError(
             f"a system already runs in {self.path} {where} (supervisor {self.supervisor()}): "
-            "use it, stop it with 'rlboost down', or name another folder with --state"
+            f"use it, stop it with 'rlboost down --state {self.path}', or name another folder with --state"
         )
 
     def _forget(self) -> None:
@@ -158,6 +159,14 @@ class StateDir:
         """Return the connection data of the current or last system, None if there is none."""
         raw = self._read("config.json")
         return None if raw is None else Config(**raw)
+
+    def write_ports(self, ports: Mapping[str, int]) -> None:
+        """Write the ports by process name, for the next system in this folder."""
+        self.write("ports.json", json.dumps(dict(ports), indent=2) + "\n")
+
+    def ports(self) -> dict[str, int]:
+        """Return the ports of the current or last system by process name."""
+        return dict(self._read("ports.json") or {})
 
     def write_processes(self, records: Sequence[ProcessRecord]) -> None:
         """Write the process records."""

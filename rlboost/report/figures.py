@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from rlboost.report.record import Record
+from rlboost.report.record import Change, Record
 from rlboost.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, RED, SKY, figure, say_empty
 
 PARTS = (
@@ -81,19 +81,24 @@ def _lengths(axes: Axes, record: Record) -> None:
 
 def steps(record: Record) -> Figure:
     """Draw the time breakdown of each step, with its preemptions."""
+    return step_times(record.training_rows, record.changes)
+
+
+def step_times(rows: Sequence[Mapping[str, float]], changes: Sequence[Change]) -> Figure:
+    """Draw the time breakdown of each step, given its row of metrics; parts that it does not report are zero."""
     drawn = figure(3.2)
     axes = drawn.subplots()
-    rows = record.training_rows
+    rows = [row for row in rows if "time/step_s" in row]
     if not rows:
         say_empty(axes, "no step was finished")
         return drawn
     numbers = _column(rows, "step")
     bottom = [0.0] * len(rows)
     for name, label, colour in PARTS:
-        bottom = _stack(axes, numbers, bottom, _column(rows, name), label, colour)
+        bottom = _stack(axes, numbers, bottom, [row.get(name, 0.0) for row in rows], label, colour)
     rest = [max(0.0, row["time/step_s"] - below) for row, below in zip(rows, bottom, strict=True)]
     tops = _stack(axes, numbers, bottom, rest, "everything else", PALE)
-    _mark_preemptions(axes, record, dict(zip(numbers, tops, strict=True)), lift=0.05 * max(tops))
+    _mark_preemptions(axes, changes, dict(zip(numbers, tops, strict=True)), lift=0.05 * max(tops))
     axes.set_xlim(-0.8, max(numbers) + 0.8)
     axes.set_ylim(0, 1.12 * max(tops))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, steps=[1, 2, 5, 10]))
@@ -111,12 +116,12 @@ def _stack(
     return [low + height for low, height in zip(bottom, heights, strict=True)]
 
 
-def _mark_preemptions(axes: Axes, record: Record, tops: dict[float, float], lift: float) -> None:
+def _mark_preemptions(axes: Axes, changes: Sequence[Change], tops: dict[float, float], lift: float) -> None:
     for action, label, marker, colour in (
         ("kill", "preemption without notice", "X", RED),
         ("notice", "with notice", "v", ORANGE),
     ):
-        marked = sorted({change.step for change in record.changes if change.action == action} & set(tops))
+        marked = sorted({change.step for change in changes if change.action == action} & set(tops))
         heights = [tops[step] + lift for step in marked]
         tops = {step: top + lift if step in marked else top for step, top in tops.items()}
         axes.scatter(marked, heights, marker=marker, s=42, color=colour, edgecolor=INK, lw=0.6, label=label, zorder=3)
@@ -160,5 +165,5 @@ def _regenerated(record: Record) -> list[tuple[str, int, str]]:
     return [(CAUSES.get(cause, cause), n, RED) for cause, n in sorted(again.items())] or [("regenerated", 0, RED)]
 
 
-def _column(rows: Sequence[dict[str, float]], name: str) -> list[float]:
+def _column(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     return [row[name] for row in rows]

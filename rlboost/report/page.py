@@ -5,10 +5,11 @@ A pure function of the record: the same libraries produce the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from matplotlib.figure import Figure
 
@@ -17,15 +18,18 @@ from rlboost.report.checks import checks
 from rlboost.report.fleet import fleet
 from rlboost.report.record import Record
 from rlboost.report.style import look, png, svg
-from rlboost.report.template import PAGE
+from rlboost.report.template import DEMO, PAGE
+from rlboost.shared.errors import ConfigError
+
+Source = TypeVar("Source")
 
 
-class Section(NamedTuple):
+class Section(NamedTuple, Generic[Source]):
     """A figure with its caption."""
 
     name: str
     title: str
-    draw: Callable[[Record], Figure]
+    draw: Callable[[Source], Figure]
     caption: str
 
 
@@ -65,16 +69,46 @@ SECTIONS = (
 
 def write(record: Record, out: Path) -> Path:
     """Write `index.html` and `figures/*.png` into a folder; return the page's path."""
-    (out / "figures").mkdir(parents=True, exist_ok=True)
+    return write_page(out, render(record, draw(SECTIONS, record, out)))
+
+
+def draw(sections: Sequence[Section[Source]], source: Source, out: Path) -> dict[str, str]:
+    """Write each section's figure into a folder as PNG; return them as SVG elements by name.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+
+    """
     drawings: dict[str, str] = {}
-    with look():
-        for section in SECTIONS:
-            drawn = section.draw(record)
+    with look(), writing(out):
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+        for section in sections:
+            drawn = section.draw(source)
             drawings[section.name] = svg(drawn, section.name)
             (out / "figures" / f"{section.name}.png").write_bytes(png(drawn))
+    return drawings
+
+
+def write_page(out: Path, text: str) -> Path:
+    """Write `index.html`; return its path.
+
+    Raises:
+        ConfigError: it cannot be written.
+
+    """
     page = out / "index.html"
-    page.write_text(render(record, drawings), encoding="utf-8")
+    with writing(out):
+        page.write_text(text, encoding="utf-8")
     return page
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Report errors of the file system as errors of `--out`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}: name a folder that can be written") from error
 
 
 def render(record: Record, drawings: dict[str, str]) -> str:
@@ -85,20 +119,26 @@ def render(record: Record, drawings: dict[str, str]) -> str:
         verdict="Every guarantee held" if held else "Some guarantees were violated",
         verdict_class="good" if held else "bad",
         intro=tables.intro(record),
+        warnings=tables.warnings(record.job),
         cards=tables.cards(record),
-        guarantees=tables.guarantees(record),
-        sections="\n".join(_sections(drawings)),
-        journeys=tables.journeys(record),
-        counters=tables.counters(record),
-        cpu_time=tables.cpu_time(record),
-        settings=tables.settings(record),
+        body=DEMO.substitute(
+            guarantees=tables.guarantees(record),
+            sections=figure_sections(SECTIONS, drawings),
+            journeys=tables.journeys(record),
+            counters=tables.counters(record.audit),
+            cpu_time=tables.cpu_time(record),
+            settings=tables.settings(record),
+        ),
     )
 
 
-def _sections(drawings: dict[str, str]) -> Iterator[str]:
-    for section in SECTIONS:
+def figure_sections(sections: Sequence[Section[Source]], drawings: dict[str, str]) -> str:
+    """Return the figures with their titles and captions."""
+    found = []
+    for section in sections:
         title = escape(section.title)
-        yield (
+        found.append(
             f'<section id="{section.name}"><h2>{title}</h2><figure role="img" aria-label="{title}">'
             f"{drawings[section.name]}<figcaption>{escape(section.caption)}</figcaption></figure></section>"
         )
+    return "\n".join(found)

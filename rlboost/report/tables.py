@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from typing import Any
 
 from rlboost.report.checks import checks
 from rlboost.report.record import Journey, Record, process_of
@@ -25,6 +26,16 @@ def intro(record: Record) -> str:
     return escape(text)
 
 
+def card(value: str, name: str, more: str) -> str:
+    """Return one headline number."""
+    return f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>'
+
+
+def warnings(job: Mapping[str, Any]) -> str:
+    """Return the warnings about a job's learning that hold at present, nothing if there are none."""
+    return "".join(f'<p class="bad">Warning: {escape(text)}</p>' for text in job.get("warnings", ()))
+
+
 def cards(record: Record) -> str:
     """Return the headline numbers."""
     audit = record.audit
@@ -42,10 +53,7 @@ def cards(record: Record) -> str:
     found.append((f"{lost:,}", "samples lost", f"of {audit.get('requested', 0):,}"))
     found.append((f"{audit.get('migrations', 0):,}", "samples moved", f"with {audit.get('tokens_saved', 0):,} tokens"))
     found.append((f"{sum(record.cpu_s.values()):.0f} s", "processor time", "all processes"))
-    return "".join(
-        f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span><small>{escape(more)}</small></div>'
-        for value, name, more in found
-    )
+    return "".join(card(*one) for one in found)
 
 
 def guarantees(record: Record) -> str:
@@ -78,9 +86,8 @@ def _journey(journey: Journey) -> str:
     )
 
 
-def counters(record: Record) -> str:
+def counters(audit: Mapping[str, Any]) -> str:
     """Return the manager's audit."""
-    audit = record.audit
     if not audit:
         return "<p>There is no audit: the job did not complete.</p>"
     rows: list[tuple[str, object]] = [
@@ -97,7 +104,7 @@ def counters(record: Record) -> str:
         ("preemptions with notice", audit["preemptions"].get("with_notice", 0)),
         ("preemptions without notice", audit["preemptions"].get("without_notice", 0)),
     ]
-    return _table((name, f"{n:,}") for name, n in rows)
+    return table((name, f"{n:,}") for name, n in rows)
 
 
 def cpu_time(record: Record) -> str:
@@ -108,13 +115,13 @@ def cpu_time(record: Record) -> str:
     rows = [(kind, f"{seconds:.1f} s", f"{seconds / total:.0%}") for kind, seconds in record.cpu_s.items()]
     rows.append(("all", f"{total:.1f} s", ""))
     rows.append(("of it, before the job", f"{record.cpu_to_start_s:.1f} s", ""))
-    return _table(rows)
+    return table(rows)
 
 
 def settings(record: Record) -> str:
     """Return the settings needed to repeat the run."""
     settings, machine = record.settings, record.machine
-    return _table(
+    return table(
         [
             ("job", str(record.job.get("id", "none"))),
             ("steps", str(settings.steps)),
@@ -127,7 +134,8 @@ def settings(record: Record) -> str:
     )
 
 
-def _table(rows: Iterable[Sequence[str]]) -> str:
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose cells after the first are numbers."""
     return f"<table>{''.join(map(_row, rows))}</table>"
 
 

@@ -24,6 +24,7 @@ h1 .verdict { display: inline-block; vertical-align: 5px; margin-left: 10px; pad
   font-size: 14px; font-weight: 600; letter-spacing: 0; color: #fff; }
 .verdict.good { background: var(--good); }
 .verdict.bad { background: var(--bad); }
+.verdict.open { background: var(--muted); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 26px 0 20px; }
 .card, section { background: #fff; border: 1px solid var(--line); border-radius: 12px; }
 .card { padding: 14px 16px; }
@@ -40,7 +41,7 @@ tr:first-child td { border-top: 0; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; padding-right: 0; white-space: nowrap; }
 td.good, td.bad { font-weight: 600; white-space: nowrap; }
 td.good { color: var(--good); }
-td.bad { color: var(--bad); }
+td.bad, p.bad { color: var(--bad); }
 article { margin-top: 14px; }
 article p { margin: 0 0 6px; }
 pre { margin: 0; padding: 10px 14px; border-radius: 8px; background: #f5f7f9; font-size: 13px; white-space: pre-wrap;
@@ -55,8 +56,16 @@ pre { margin: 0; padding: 10px 14px; border-radius: 8px; background: #f5f7f9; fo
 <header>
 <h1>RLBoost: $name <span class="verdict $verdict_class">$verdict</span></h1>
 <p>$intro</p>
+$warnings
 </header>
 <div class="cards">$cards</div>
+$body
+</main>
+</body>
+</html>
+""")
+
+DEMO = Template("""\
 <section id="audit"><h2>Guarantees</h2>$guarantees</section>
 $sections
 <section id="journeys"><h2>Samples that survived a preemption</h2>$journeys</section>
@@ -66,8 +75,15 @@ $sections
 <section id="cpu_time"><h2>CPU time</h2>$cpu_time</section>
 <section id="settings"><h2>This run</h2>$settings</section>
 </div>
+</div>""")
+
+JOB = Template("""\
+$sections
+<section id="warnings"><h2>Warnings</h2>$warnings</section>
+<div class="columns">
+<section id="metrics"><h2>Metrics of the last step</h2>$metrics</section>
+<div>
+<section id="counters"><h2>The audit</h2>$counters</section>
+<section id="settings"><h2>Job file</h2><pre>$job_file</pre></section>
 </div>
-</main>
-</body>
-</html>
-""")
+</div>""")

@@ -234,10 +234,15 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return {**counters, "in_flight": sum(n for serves, n in live if not serves)}
 
     @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
-    async def metrics(job_id: str, format: str = "json") -> list[dict[str, Any]] | PlainTextResponse:  # noqa: A002 - fixed by the API
+    async def metrics(
+        job_id: str,
+        format: str = "json",  # noqa: A002 - fixed by the API
+        from_step: int = 0,
+    ) -> list[dict[str, Any]] | PlainTextResponse:
+        """Return one row per step, from `from_step` on (the first step is 0)."""
         job = _known(manager, job_id)
         stored = await bus.hash_all(names.job_metrics(job.id))
-        rows = [{"step": int(step), **json.loads(text)} for step, text in stored.items()]
+        rows = [{"step": int(step), **json.loads(text)} for step, text in stored.items() if int(step) >= from_step]
         rows.sort(key=lambda row: int(row["step"]))
         if format == "jsonl":
             lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -246,12 +251,13 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
 
     @router.get("/jobs/{job_id}/events", tags=["history"])
     async def follow_events(
-        job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None
+        job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None, follow: bool = True
     ) -> StreamingResponse:
+        """Stream the job's events until it has ended; with `follow=0` only those that are there."""
         _known(manager, job_id)
         cursor = _checked_id(last_event_id or START)
         # Look the job up each time: a recovery replaces the world.
-        events = _tail(bus, request, job_id, cursor, lambda: _known(manager, job_id).ended)
+        events = _tail(bus, request, job_id, cursor, lambda: not follow or _known(manager, job_id).ended)
         return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
 
     @router.get("/jobs/{job_id}/samples", tags=["history"])

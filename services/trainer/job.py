@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from rlboost.services.trainer.checkpoints import Checkpoints
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain import plan
+from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.job_streams import FinishedLog, JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResources, JobResourcesFactory
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.publishing import VersionPublisher
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
+from rlboost.services.trainer.step.learning_watch import LearningWatch
 from rlboost.services.trainer.step.resampling_log import DurableResampling
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.sft import sft_step
@@ -102,7 +104,8 @@ class JobRun:
         self._requested_until = -1
         """The last step that an earlier trainer process may have requested."""
         self._checkpoints: Checkpoints
-        """Set once the job's resources are built."""
+        self._learning: LearningWatch
+        """Both are set once the job's resources are built."""
 
     async def run(self, build: JobResourcesFactory) -> None:
         """Train to the end.
@@ -118,6 +121,7 @@ class JobRun:
             resources = await self._device(lambda: build(self._spec, self._active.job_id))
         finished = names.rollouts_finished(self._active.job_id)
         self._checkpoints = Checkpoints(self._spec, resources, self._device, self._waits, self._streams, finished)
+        self._learning = LearningWatch(self._active.job_id, self._spec, self._streams, resources.data)
         try:
             await self._train(resources)
         finally:
@@ -156,6 +160,7 @@ class JobRun:
         await self._device(lambda: resources.folder.begin(to_json(self._spec), step))
         await self._wait_for_lease()
         await self._checkpoints.save_initial(state)
+        await self._learning.restore(self._bus)
         if self._spec.kind == "sft":
             await self._run_sft(self._spec, resources, versions, step)
         else:
@@ -241,13 +246,20 @@ class JobRun:
         times.step_s = time.monotonic() - began
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.
         wait_s = times.wait_s - times.resample_s
-        await self._log_step(job.resources, step, tally.metrics(), wait_s=wait_s, train_s=times.train_s)
+        await self._log_step(job.resources, step, tally.metrics(), wait_s=wait_s, train_s=times.train_s, tally=tally)
         await job.warn(job.faults.of_step(step, tally.dropped, tally.n_groups))
         if job.resampling is not None:
             await job.resampling.trim(self._checkpoints.covered_step)
 
     async def _log_step(
-        self, resources: JobResources, step: int, metrics: dict[str, float], *, wait_s: float, train_s: float
+        self,
+        resources: JobResources,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        wait_s: float,
+        train_s: float,
+        tally: StepTally | None = None,
     ) -> None:
         await self._warn(await self._device(lambda: resources.folder.log_step(step, metrics)))
         report = StepReport(
@@ -257,6 +269,7 @@ class JobRun:
             checkpointed_step=self._checkpoints.covered_step,
             wait_s=wait_s,
             train_s=train_s,
+            warnings=await self._learning.observe(step, metrics, tally),
         )
         await self._bus.transact([Append(names.JOB_REPORTS, report)])
 

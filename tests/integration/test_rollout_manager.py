@@ -13,6 +13,7 @@ import redis.asyncio
 
 from rlboost.services.rollout_manager.api import IDEMPOTENCY_TTL_S
 from rlboost.shared import names
+from rlboost.shared.bus import HashSet
 from rlboost.shared.columns import I32, ints
 from rlboost.shared.messages import (
     JobReport,
@@ -272,6 +273,14 @@ async def test_events_can_be_followed_and_resumed(system: System) -> None:
     seen = await _read_events(system, {}, lambda kinds: "worker_joined" in kinds and "job_state" in kinds)
     rest = await _read_events(system, {"Last-Event-ID": seen[0][0]}, lambda kinds: len(kinds) >= len(seen) - 1)
     assert rest[: len(seen) - 1] == seen[1:]
+    present = await system.http.get(_events_path(system), params={"follow": 0})  # ends although the job has not
+    assert "event: worker_joined" in present.text
+
+
+async def test_metrics_are_listed_from_a_step_on(system: System) -> None:
+    await system.bus.transact([HashSet(names.job_metrics(system.id), {"0": "{}", "3": '{"loss": 1.0}'})])
+    assert [row["step"] for row in await system.get(f"/v1/jobs/{system.id}/metrics")] == [0, 3]
+    assert await system.get(f"/v1/jobs/{system.id}/metrics?from_step=1") == [{"step": 3, "loss": 1.0}]
 
 
 async def _read_events(

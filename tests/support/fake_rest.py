@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-Answer = httpx.Response | Exception
+Answer = httpx.Response | BaseException
 PROBLEM = {"content-type": "application/problem+json"}
 
 
@@ -29,7 +29,7 @@ class FakeRest(httpx.MockTransport):
         if answers is None:
             return problem(404, "Not Found", f"{request.method} {request.url.path} is not scripted")
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager, ExitStack
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, follow
 from rlboost.cli import app
-from rlboost.commands import ps
+from rlboost.commands import ps, up
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 
@@ -43,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLBOOST_URL", raising=False)
     monkeypatch.delenv("RLBOOST_TOKEN", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")  # it needs a real model
     monkeypatch.setattr(follow, "_POLL_S", 0.0)
     monkeypatch.setattr(follow, "_LONG_WAIT_S", 0.0)
@@ -82,7 +84,8 @@ def test_without_a_system_every_command_says_how_to_start_one() -> None:
         result = rlboost(*command)
         assert result.exit_code == 2
         assert result.stderr == (
-            "rlboost: the system in .rlboost does not run: start one with 'rlboost up', or set RLBOOST_URL and _TOKEN\n"
+            "rlboost: the system in .rlboost does not run: start one with 'rlboost up', or set RLBOOST_URL and "
+            "RLBOOST_TOKEN\n"
         )
 
 
@@ -263,7 +266,9 @@ ROWS = [{"step": step, "reward/mean": 0.1 * step, "eval/accuracy": 0.5, "grad_no
 
 def test_following_shows_each_step_once_and_succeeds_with_the_job(rest: FakeRest) -> None:
     write_job()
-    waiting = {"for": "a worker", "because": "none is here", "since": "2026-01-01", "limit_s": None}
+    now = datetime.now(UTC).isoformat()
+    waiting = {"for": "a worker", "because": "none is here", "since": now, "limit_s": None}
+    waited = "waiting for a worker because none is here"
     rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))
     rest.on(
         "GET /v1/jobs/j-1",
@@ -277,7 +282,7 @@ def test_following_shows_each_step_once_and_succeeds_with_the_job(rest: FakeRest
     result = rlboost("run", "job.yaml", "--follow")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[1:] == [
-        "waiting for a worker because none is here, since 2026-01-01",
+        waited,
         "step    1/3  reward/mean 0  eval/accuracy 0.5",
         "step    2/3  reward/mean 0.1  eval/accuracy 0.5",
         "step    3/3  reward/mean 0.2  eval/accuracy 0.5",
@@ -322,7 +327,8 @@ def test_following_fails_with_the_job(rest: FakeRest, state: str) -> None:
     rest.on("GET /v1/jobs/j-1/metrics", ok(ROWS[:1]))
     result = rlboost("run", "job.yaml", "--follow", "--json")
     assert result.exit_code == 1
-    assert result.stderr == f"rlboost: j-1 {state}: reward: division by zero\n"
+    assert result.stderr.startswith(f"rlboost: j-1 {state}")
+    assert result.stderr.endswith(": reward: division by zero\n")
     created, step, last = map(json.loads, result.stdout.splitlines())
     assert created == {"id": "j-1", "state": "pending"}
     assert step == {"step": ROWS[0]}
@@ -330,6 +336,7 @@ def test_following_fails_with_the_job(rest: FakeRest, state: str) -> None:
 
 
 def test_an_answer_that_is_a_problem_is_one_line(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/j", ok(job("completed", id="j")))
     rest.on("POST /v1/jobs/j/resume", problem(409, "Conflict", "job j is completed: it can not resume any more"))
     result = rlboost("resume", "j")
     assert result.exit_code == 1
@@ -337,18 +344,132 @@ def test_an_answer_that_is_a_problem_is_one_line(rest: FakeRest) -> None:
 
 
 def test_status_shows_state_step_wait_and_metrics(rest: FakeRest) -> None:
-    waiting = {"for": "the trainer", "because": "it died", "since": "2026-01-01", "limit_s": 30.0}
-    rest.on("GET /v1/jobs/j-1", ok(job("running", 2, waiting=waiting, latest={"reward/mean": 0.25})))
+    waiting = {"for": "the trainer", "because": "it died", "since": "2026-01-01", "limit_s": 2592000.0}
+    rest.on(
+        "GET /v1/jobs/j-1", ok(job("running", 2, waiting=waiting, latest={"reward/mean": 0.25}, warnings=["all 0"]))
+    )
+    rest.on("GET /v1/jobs/j-1/metrics", ok([{"step": step, "time/step_s": 60.0 + step} for step in range(2)]))
     shown = rlboost("status", "j-1").stdout
-    for part in ("running", "2 of 3", "waiting for the trainer because it died", "for 30 s at most", "0.25"):
+    for part in (
+        "running",
+        "2 of 3",
+        "the trainer because it died",
+        "30 days at most",
+        "step 2",
+        "0.25",
+        "60 s left",
+        "all 0",
+    ):
         assert part in shown
     assert json.loads(rlboost("status", "j-1", "--json").stdout)["waiting"] == waiting
 
 
 def test_logs_are_printed_as_they_come(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/j-1", ok(job("running")))
     rest.on("GET /v1/jobs/j-1/logs", lines(["one", "two"]))
     assert rlboost("logs", "j-1", "-f").stdout == "one\ntwo\n"
-    assert rest.requests[0].url.params["follow"] == "1"
+    assert rest.requests[-1].url.params["follow"] == "1"
+
+
+def test_a_job_can_be_named_by_its_name_in_every_command(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/sums", problem(404, "No such job", "there is no job 'sums'"))
+    rest.on("GET /v1/jobs", ok([job("completed", id=f"sums-{n}", name="sums") for n in (1, 2)] + [job("failed")]))
+    rest.on("GET /v1/jobs/sums-2", ok(job("completed", id="sums-2")))
+    rest.on("GET /v1/jobs/sums-2/logs", lines(["one"]))
+    rest.on("GET /v1/jobs/sums-2/metrics", ok([]))
+    for verb in ("pause", "resume", "cancel"):
+        rest.on(f"POST /v1/jobs/sums-2/{verb}", ok({"id": "sums-2", "state": "completed"}))
+    for verb in ("status", "logs", "follow", "pause", "resume", "cancel"):
+        result = rlboost(verb, "sums")
+        assert result.exit_code == 0, result.stderr
+        assert "sums-2" in (rest.sent()[-1] if verb == "logs" else result.stdout)
+
+
+def test_export_copies_the_result_of_the_newest_run_of_a_name(rest: FakeRest, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest.on("GET /v1/jobs/sums", problem(404, "No such job", "there is no job 'sums'"))
+    rest.on("GET /v1/jobs", ok([job("completed", id=f"sums-{n}", name="sums") for n in (1, 2)]))
+    for n in (1, 2):
+        result = Path(f".rlboost/runs/sums-{n}/model")
+        result.mkdir(parents=True)
+        (result / "config.json").write_text(f'{{"n": {n}}}')
+    with run_by(StateDir(Path(".rlboost"))):
+        monkeypatch.delenv("RLBOOST_URL")
+        done = rlboost("export", "sums", "--out", "out")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(Path("out/config.json").read_text()) == {"n": 2}
+
+
+@pytest.mark.parametrize(
+    ("verb", "state", "printed"),
+    [
+        ("cancel", "running", "is being cancelled"),
+        ("cancel", "cancelled", "is already cancelled"),
+        ("pause", "paused", "is already paused"),
+        ("resume", "running", "is already running"),
+    ],
+)
+def test_an_action_without_effect_says_so(rest: FakeRest, verb: str, state: str, printed: str) -> None:
+    rest.on("GET /v1/jobs/j-1", ok(job(state)))
+    rest.on(f"POST /v1/jobs/j-1/{verb}", ok({"id": "j-1", "state": "cancelled"}, 202))
+    assert rlboost(verb, "j-1").stdout == f"j-1 {printed}\n"
+
+
+def test_follow_of_an_ended_job_shows_its_last_steps_or_those_requested(rest: FakeRest) -> None:
+    rows = [{"step": step, "reward/mean": 0.1} for step in range(9)]
+    rest.on("GET /v1/jobs/j-1", ok(job("completed", 9, steps=9)))
+    rest.on("GET /v1/jobs/j-1/metrics", ok(rows))
+    shown = rlboost("follow", "j-1").stdout.splitlines()
+    assert [line[:11] for line in shown[1:-1]] == [f"step    {n}/9" for n in range(5, 10)]
+    assert shown[-1] == "j-1 completed: 9 steps"
+    assert len(rlboost("follow", "j-1", "--from-step", "1").stdout.splitlines()) == 11
+
+
+def test_a_follower_of_a_job_that_its_user_cancelled_says_so(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/j-1", ok(job("cancelled", 2)))
+    rest.on("GET /v1/jobs/j-1/metrics", ok([]))
+    result = rlboost("follow", "j-1")
+    assert (result.exit_code, result.stderr) == (1, "rlboost: j-1 cancelled after 2 of 3 steps\n")
+
+
+def test_an_interrupted_follower_says_how_to_follow_again(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/j-1", ok(job("running")), KeyboardInterrupt())
+    result = rlboost("follow", "j-1", "--state", "my state")
+    assert result.exit_code == 130
+    assert "still running" in result.stderr
+    assert "rlboost follow j-1 --state 'my state'" in result.stderr
+
+
+def test_a_follower_gives_up_after_the_limit_and_says_how_to_follow_again(
+    rest: FakeRest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "OUTAGE_LIMIT_S", 0.0)
+    rest.on("GET /v1/jobs/j-1", ok(job("running")), httpx.ConnectError("refused"))
+    result = rlboost("follow", "j-1")
+    assert result.exit_code == 1
+    assert "the manager has not answered for 0 s, the limit" in result.stderr
+    assert "'rlboost follow j-1'" in result.stderr
+
+
+def test_a_warning_of_several_lines_is_shown_whole_and_fits_the_terminal(
+    rest: FakeRest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "all rewards are equal: nothing is learned from these groups\na completion: " + "word " * 40
+    event = "data: " + json.dumps({"fields": {"text": text}})
+    rest.on("GET /v1/jobs/j-1", ok(job("completed", 3)))
+    rest.on("GET /v1/jobs/j-1/metrics", ok([]))
+    rest.on("GET /v1/jobs/j-1/events", lines(["event: warning", event, ""]))
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = rlboost("follow", "j-1").stderr
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert shown.split() == f"rlboost: j-1: warning: {text}".split()
+
+
+def test_the_version_is_printed() -> None:
+    assert rlboost("--version").stdout.startswith("rlboost 0.")
+
+
+def test_hints_repeat_the_state_folder() -> None:
+    assert "'rlboost up --state elsewhere'" in rlboost("ps", "--state", "elsewhere").stderr
 
 
 # --- processes and workers --------------------------------------------------------------------------------------------
@@ -408,16 +529,14 @@ def test_ps_of_a_remote_system_that_is_away_fails(rest: FakeRest) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *(["status"], ["logs"], ["logs", "--follow"], ["pause"], ["resume"], ["cancel"]),
+        *(["status"], ["logs"], ["logs", "--follow"], ["follow"], ["pause"], ["resume"], ["cancel"]),
         *(["export", "--out", "o"], ["eval"]),
     ],
 )
 def test_every_command_prints_the_managers_unknown_job_error(rest: FakeRest, command: list[str]) -> None:
-    parts = {"logs": "/logs", "export": "/spec", "eval": "/spec"}
     verb, *flags = command
-    route = f"/v1/jobs/nope/{verb}" if verb in {"pause", "resume", "cancel"} else f"/v1/jobs/nope{parts.get(verb, '')}"
-    for method in ("GET", "POST"):
-        rest.on(f"{method} {route}", problem(404, "No such job", "there is no job 'nope': list them"))
+    rest.on("GET /v1/jobs", ok([job("running")]))
+    rest.on("GET /v1/jobs/nope", problem(404, "No such job", "there is no job 'nope': list them"))
     result = rlboost(verb, "nope", *flags)
     assert (result.exit_code, result.stderr) == (1, "rlboost: No such job: there is no job 'nope': list them\n")
 
@@ -575,6 +694,17 @@ def test_a_hugging_face_id_is_left_to_the_trainer() -> None:
 
 
 # --- up and down ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [Path(".rlboost"), Path("/tmp/x y")])
+def test_up_prints_the_next_commands_and_where_the_token_is(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    up._print_ready(Config("http://127.0.0.1:77", "mysecret", "redis://x", str(state.absolute()), 1), state)
+    shown = capsys.readouterr().out
+    assert "mysecret" not in shown
+    assert str(state.absolute() / "config.json") in shown
+    assert 'base_url="http://127.0.0.1:77/v1"' in shown
+    flag = "" if state == Path(".rlboost") else " --state '/tmp/x y'"
+    assert f"rlboost run JOB.yaml --follow{flag}\n" in shown
 
 
 def test_down_without_a_system_says_so() -> None:

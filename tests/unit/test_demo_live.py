@@ -3,10 +3,12 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from rlboost.demo.live import Lines, Screen, draw, view_of
-from rlboost.demo.news import Newsroom
+from rlboost.demo.live import Lines, Screen, view_of
+from rlboost.demo.news import News, Newsroom
+from rlboost.demo.picture import Picture
 from rlboost.demo.summary import summary
 from rlboost.report.record import Record
 from tests.support.synthetic_record import AUDIT, BEGAN_AT, END_AT, record, unfinished
@@ -18,8 +20,10 @@ def printed(what: Any, width: int = 110) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def picture(made: Record, width: int = 110) -> str:
-    return printed(draw(made, Newsroom(made).fresh()[-9:], "running", END_AT), width)
+def picture(made: Record, width: int = 110, height: int = 40, news: tuple[News, ...] | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width, height=height, record=True)
+    console.print(Picture(made, tuple(Newsroom(made).fresh()) if news is None else news, "running", END_AT))
+    return console.export_text()
 
 
 def test_the_picture_shows_step_accuracy_speed_workers_and_what_is_waited_for() -> None:
@@ -38,12 +42,45 @@ def test_the_picture_shows_step_accuracy_speed_workers_and_what_is_waited_for() 
     assert "▼ worker-1 gets notice" in text
 
 
-def test_the_picture_fits_a_narrow_terminal() -> None:
-    assert all(len(line) <= 80 for line in picture(record(), 80).splitlines())
+SIZES = [(80, 24), (80, 30), (120, 40), (170, 50)]
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("waits", ["samples", "a worker that is ready " * 12])
+def test_the_picture_fits_the_terminal_with_whole_borders_and_words(width: int, height: int, waits: str) -> None:
+    made = record()
+    made.observations[-1].waiting_for, made.observations[-1].waiting_because = waits, "so"
+    events = [News(BEGAN_AT + n, "plain", f"  event{n} " + "antidisestablishmentarianism " * 4) for n in range(20)]
+    shown = picture(made, width, height, tuple(events)).splitlines()
+    assert len(shown) < height
+    assert all(len(line) == width for line in shown)
+    assert (shown[0][0], shown[0][-1], shown[-1][0], shown[-1][-1]) == ("╭", "╮", "╰", "╯")
+    assert all((line[0], line[-1]) == ("│", "│") for line in shown[1:-1])
+    words = {word for line in shown for word in line.split() if word.startswith("antidis")}
+    assert words == {"antidisestablishmentarianism"}
+    numbers = [int(word.removeprefix("event")) for line in shown for word in line.split() if word.startswith("event")]
+    assert numbers == list(range(20 - len(numbers), 20))  # the newest
+    assert "2 of 2 preemptions" in "\n".join(shown)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_newest_values_of_the_charts_are_visible(width: int, height: int) -> None:
+    made = record()
+    made.steps = [{"step": step, "reward/mean": float(step == 199)} for step in range(200)]
+    made.settings.steps = 200
+    [line] = [line for line in picture(made, width, height).splitlines() if " reward " in line]
+    assert line.rstrip("│ ").endswith("▁█")
+
+
+def test_a_very_low_terminal_shows_the_most_important_sections() -> None:
+    shown = picture(record(), 80, 10).splitlines()
+    assert len(shown) < 10
+    assert "step 12/12" in shown[1]
+    assert shown[-1].startswith("╰")
 
 
 def test_before_the_first_look_the_picture_says_that_it_starts() -> None:
-    text = printed(draw(unfinished(), [], "starting", BEGAN_AT))
+    text = printed(Picture(unfinished(), (), "starting", BEGAN_AT))
     assert "step 0/12" in text
     assert "starting" in text
 

@@ -65,7 +65,7 @@ def test_a_job_files_model_is_evaluated_and_the_result_printed(rest: FakeRest) -
 
 
 def test_a_completed_jobs_final_model_is_evaluated(rest: FakeRest) -> None:
-    rest.on("GET /v1/jobs/done", ok(job("completed")))
+    rest.on("GET /v1/jobs/done", ok(job("completed", id="done")))
     rest.on("GET /v1/jobs/done/spec", ok(JOB))
     saved = json.dumps({"kind": "model_saved", "fields": {"path": "runs/done/model"}})
     rest.on("GET /v1/jobs/done/events", lines(["id: 1-0", "event: model_saved", f"data: {saved}", ""]))
@@ -77,7 +77,7 @@ def test_a_completed_jobs_final_model_is_evaluated(rest: FakeRest) -> None:
 
 @pytest.mark.parametrize(("state", "text"), [("running", "is running, not completed"), ("completed", "is unknown")])
 def test_a_job_without_a_final_model_needs_one_named(rest: FakeRest, state: str, text: str) -> None:
-    rest.on("GET /v1/jobs/done", ok(job(state)))
+    rest.on("GET /v1/jobs/done", ok(job(state, id="done")))
     rest.on("GET /v1/jobs/done/spec", ok(JOB))
     rest.on("GET /v1/jobs/done/events", lines([]))
     result = rlboost("done")
@@ -105,6 +105,7 @@ def test_a_job_without_held_out_data_is_refused_before_anything_is_sent(rest: Fa
 
 
 def test_a_model_among_the_values_that_win_is_evaluated_in_place_of_a_completed_jobs(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/done", ok(job("completed", id="done")))
     rest.on("GET /v1/jobs/done/spec", ok({**JOB, "reward": None}))
     assert rlboost("done", "model=elsewhere", "reward.function=a:b").exit_code == 0
     assert (sent(rest)["model"], sent(rest)["reward"]["function"]) == ("elsewhere", "a:b")

@@ -56,6 +56,14 @@ def test_the_same_record_gives_the_same_bytes(page: Path, tmp_path: Path) -> Non
         assert first.read_bytes() == second.read_bytes()
 
 
+def test_the_page_has_the_warnings_that_held_at_the_end() -> None:
+    made = record()
+    made.job["warnings"] = ["nothing <learned>"]
+    page = render(made, {section.name: "" for section in SECTIONS})
+    assert "Warning: nothing &lt;learned&gt;" in page
+    assert "Warning:" not in render(record(), {section.name: "" for section in SECTIONS})
+
+
 def quiet() -> Record:
     made = record(changes=[], planned=[], journeys=[])
     made.settings.chaos = False

@@ -61,6 +61,8 @@ def test_the_rows_names_are_the_fields() -> None:
     assert tally.metrics() == pytest.approx(
         {
             "reward/mean": 0.75,
+            "reward/min": 0.0,
+            "reward/max": 1.0,
             "reward/std": math.sqrt(0.5) / 2,
             "frac_reward_zero_std": 0.5,
             "completions/mean_length": 3.0,
@@ -89,6 +91,7 @@ def test_the_rows_names_are_the_fields() -> None:
             "eval/pass@1": 0.0,
             "samples/duplicates": 3.0,
             "groups/dropped": 2.0,
+            "groups/dropped_ratio": 0.4,
             "groups/dropped/timeout": 2.0,
             "dropped_groups/equal_rewards": 1.0,
             "reward/overlong_penalty": 0.25,

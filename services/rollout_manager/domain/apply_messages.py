@@ -330,6 +330,7 @@ def _on_step_report(world: World, report: StepReport, now: Now) -> None:
     # JSON has no other numbers; the run log has them all.
     metrics = {name: value for name, value in report.metrics.items() if math.isfinite(value)}
     job.on_metrics(report.step, metrics)
+    job.warnings = report.warnings
     job.checkpointed_step = max(job.checkpointed_step, report.checkpointed_step)
     if progress := world.progress.get(job.id):
         progress.forget_steps_before(job.checkpointed_step)

@@ -39,6 +39,8 @@ class Job:
     error: str = ""
     latest: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step, and of the evaluation after it."""
+    warnings: list[str] = field(default_factory=list)
+    """What the trainer warns of after the last step, one line each."""
     checkpointed_step: int = 0
     trainer: str = ""
     """Name of the trainer that runs it."""
@@ -82,6 +84,7 @@ class Job:
             "started_at": self.started_at,
             "finished_at": self.finished_at,
             "latest": self.latest,
+            "warnings": self.warnings,
             "error": self.error or None,
         }
 
@@ -146,6 +149,7 @@ class QuarantinedJob:
             "steps": int(_number(spec, "steps") or 0),
             **{at: _number(self.record, at) for at in ("created_at", "started_at", "finished_at")},
             "latest": {},
+            "warnings": [],
             "error": self.reason,
         }
 

@@ -109,7 +109,10 @@ class StepTally:
         """Return the step's row of the run log, without metrics that do not apply."""
         row = _rollout(self.scored, self.step) | _training(self) | _evaluation(self.evaluated, self.pass_reward)
         row |= self.measured
-        row |= {"samples/duplicates": self.duplicates, "groups/dropped": self.dropped.total()}
+        n_dropped = self.dropped.total()
+        row |= {"samples/duplicates": self.duplicates, "groups/dropped": n_dropped}
+        if n_groups := len(self.scored) + len(self.evaluated) + n_dropped:
+            row["groups/dropped_ratio"] = n_dropped / n_groups
         row |= {f"groups/dropped/{reason}": n for reason, n in sorted(self.dropped.items())}
         row |= {f"dropped_groups/{reason}": n for reason, n in sorted(self.left_out.items())}
         if self.penalties:
@@ -144,6 +147,8 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     surprise = -sum(sum(floats(sample.logprobs)) for sample in samples)
     return {
         "reward/mean": _mean(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
         # As in TRL: the mean of the groups' standard deviations.
         "reward/std": _mean([standard_deviation(group.rewards) for group in groups]),
         "frac_reward_zero_std": _mean([min(group.rewards) == max(group.rewards) for group in groups]),

@@ -22,7 +22,7 @@ from rlboost.shared.columns import ints
 from rlboost.shared.ids import SampleId
 
 _TEXT_CHARS = 4_000
-"""Published prompts and completions are cut to this length."""
+"""Published prompts and completions are cut to this length, in their middle: questions and answers are at the ends."""
 
 
 class GroupScorer:
@@ -107,7 +107,7 @@ def add_environment_rewards(scores: Scores, group: WholeGroup, *, named: bool) -
 
 def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Data) -> list[dict[str, Any]]:
     """Return the published fields of each sample, texts without special tokens; `prompt` is an int32 column."""
-    prompt_text = data.decode(ints(prompt), True)[:_TEXT_CHARS]
+    prompt_text = _without_middle(data.decode(ints(prompt), True))
     rewards = scores.rewards or (None,) * len(group.samples)
     rows = []
     for i, (sample, completion, reward) in enumerate(zip(group.samples, group.completions, rewards, strict=True)):
@@ -118,7 +118,7 @@ def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Dat
                 "step": sample_id.step,
                 "is_eval": sample_id.is_eval,
                 "prompt": prompt_text,
-                "completion": data.decode(tokens, True)[:_TEXT_CHARS],
+                "completion": _without_middle(data.decode(tokens, True)),
                 "reward": reward,
                 **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
                 "reason": scores.reason,
@@ -134,3 +134,8 @@ def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Dat
 
 def _assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
+
+
+def _without_middle(text: str) -> str:
+    half, n_cut = _TEXT_CHARS // 2, len(text) - _TEXT_CHARS
+    return text if n_cut <= 0 else f"{text[:half]}\n[{n_cut:,} characters cut]\n{text[-half:]}"

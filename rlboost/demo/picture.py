@@ -1,0 +1,189 @@
+"""The picture of a running demo, fitted to the terminal: a pure function of the record and the size."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rlboost.demo.news import News
+from rlboost.follow import ENDED
+from rlboost.report.record import Observation, Record, SeenWorker
+
+NEWS_SHOWN = 12
+"""Most events shown, however high the terminal is."""
+_FEWEST_NEWS = 6
+"""With less room for events the blank lines go."""
+_FRAME = (4, 2)
+"""Columns and lines of the border and its padding."""
+_BARS = "▁▂▃▄▅▆▇█"
+_NAME_WIDTH, _VALUE_WIDTH, _GAP = 18, 16, 2
+_WIDEST_CHART = 60
+_WAIT_LINES = 2
+_STATE_STYLES = {
+    "joining": "dim",
+    "pulling": "cyan",
+    "ready": "green",
+    "suspended": "magenta",
+    "draining": "yellow",
+}
+_TONES = {"good": "green", "bad": "red", "warn": "yellow", "plain": "dim"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The whole screen. It is never higher than the terminal: the oldest events go first, then whole sections.
+
+    Attributes:
+        record: what has happened.
+        news: notable events, oldest first.
+        phase: the demo's own phase.
+        now: Unix seconds.
+
+    """
+
+    record: Record
+    news: tuple[News, ...]
+    phase: str
+    now: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Render for the console's size."""
+        width, height = options.max_width - _FRAME[0], console.size.height - _FRAME[1] - 1  # a line for the cursor
+        sections = self._sections(width)
+        used = [len(console.render_lines(Group(*section), options.update(width=width))) for section in sections]
+        events = [_event(item, self.record.began_at, width) for item in self.news]
+        gaps = len(sections)
+        if height - sum(used) - gaps < min(_FEWEST_NEWS, sum(map(len, events))):
+            gaps = 0
+        while sum(used) + gaps > height and len(sections) > 1:
+            sections, used = sections[:-1], used[:-1]
+        shown = _newest(events, height - sum(used) - gaps)
+        blank = [Text()] if gaps else []
+        body = chain.from_iterable([*section, *blank] for section in sections)
+        yield Panel(
+            Group(*body, *shown), title="RLBoost demo: Countdown on spot workers", title_align="left", padding=(0, 1)
+        )
+
+    def _sections(self, width: int) -> list[list[RenderableType]]:
+        """Return the parts above the events, most important first."""
+        record = self.record
+        seen = record.observations[-1] if record.observations else None
+        sections: list[list[RenderableType]] = [[_head(record, seen, self.phase, self.now)]]
+        if seen is not None:
+            sections += [[_learning(record, width)], [_fleet(seen, self.now)], [_waiting(seen, width)]]
+        if record.settings.chaos:
+            sections[-1].append(_counted(record))
+        return sections
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _newest(events: Sequence[Sequence[Text]], lines: int) -> list[Text]:
+    """Return the newest whole events that fit into a number of lines, oldest first."""
+    shown: list[Text] = []
+    for event in reversed(events):
+        if len(event) + len(shown) > lines:
+            break
+        shown[:0] = event
+    return shown
+
+
+def _event(item: News, began_at: float, width: int) -> list[Text]:
+    at = f"{clock(item.at - began_at)} "
+    indent = " " * (len(at) + 2)
+    broken = textwrap.wrap(at + item.text, max(20, width), subsequent_indent=indent, break_on_hyphens=False)
+    return [Text(line, style=_TONES[item.tone], no_wrap=True) for line in broken]
+
+
+def _head(record: Record, seen: Observation | None, phase: str, now: float) -> RenderableType:
+    steps, step = record.settings.steps, seen.step if seen else 0
+    grid = Table.grid(padding=(0, _GAP))
+    grid.add_row(
+        Text(f"step {step}/{steps}", style="bold"),
+        ProgressBar(total=steps, completed=step, width=30, complete_style="blue"),
+        Text(clock(now - record.began_at)),
+        Text(phase, style="dim"),
+    )
+    return grid
+
+
+def _learning(record: Record, width: int) -> RenderableType:
+    accuracy, rows = record.accuracy, record.training_rows
+    room = min(_WIDEST_CHART, width - _NAME_WIDTH - _VALUE_WIDTH - 2 * _GAP)
+    grid = Table.grid(padding=(0, _GAP, 0, 0))
+    grid.add_column(width=_NAME_WIDTH)
+    grid.add_column(width=_VALUE_WIDTH, no_wrap=True)
+    grid.add_column(no_wrap=True)
+    shown = " -> ".join(
+        f"{value:.0%}" for _, value in (accuracy[:1] + accuracy[-1:] if len(accuracy) > 1 else accuracy)
+    )
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    lengths = [row["completions/mean_length"] for row in rows if "completions/mean_length" in row]
+    speeds = [observation.tokens_per_s for observation in record.observations]
+    percent = Text(shown or "-", style="bold green")
+    grid.add_row("held-out accuracy", percent, _chart([v for _, v in accuracy], 1, room))
+    grid.add_row("reward", f"{rewards[-1]:.2f}" if rewards else "-", _chart(rewards, 1, room))
+    length = f"{lengths[-1]:.0f} tokens" if lengths else "-"
+    grid.add_row("mean length", length, _chart(lengths, max(lengths, default=1), room))
+    grid.add_row("speed", f"{speeds[-1]:,.0f} tokens/s", _chart(speeds, max(speeds), room))
+    return grid
+
+
+def _chart(values: Sequence[float], high: float, width: int) -> Text:
+    """Render the newest values as bars from zero to `high`."""
+    scale = (len(_BARS) - 1) / (high or 1)
+    newest = values[-width:] if width > 0 else []
+    bars = (_BARS[min(len(_BARS) - 1, max(0, round(value * scale)))] for value in newest)
+    return Text("".join(bars), style="blue")
+
+
+def _fleet(seen: Observation, now: float) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+    table.add_column("worker", width=12)
+    table.add_column("kind", width=9)
+    table.add_column("state", width=10)
+    for name, width in (("weights", 7), ("samples", 7), ("tokens/s", 8), ("here for", 8)):
+        table.add_column(name, width=width, justify="right")
+    for worker in sorted(seen.workers, key=lambda worker: (worker.role != "reserved", worker.joined_at)):
+        table.add_row(*_worker(worker, now))
+    if not seen.workers:
+        table.add_row(Text("none", style="dim"))
+    return table
+
+
+def _worker(worker: SeenWorker, now: float) -> Iterator[RenderableType]:
+    yield worker.id.rpartition("-")[0]
+    yield "reserved" if worker.role == "reserved" else "spot"
+    yield Text(worker.state, style=_STATE_STYLES.get(worker.state, ""))
+    yield "-" if worker.version is None else str(worker.version)
+    yield str(worker.running)
+    yield f"{worker.tokens_per_s:,.0f}"
+    yield clock(now - worker.joined_at)
+
+
+def _waiting(seen: Observation, width: int) -> RenderableType:
+    if seen.job_state in ENDED:
+        return Text(f"the job is {seen.job_state}", style="dim")
+    if not seen.waiting_for:
+        return Text("waiting for nothing: training", style="dim")
+    text = f"waiting for {seen.waiting_for} because {seen.waiting_because}"
+    broken = textwrap.wrap(text, max(20, width), max_lines=_WAIT_LINES, placeholder=" ...", break_on_hyphens=False)
+    return Text("\n".join(broken))
+
+
+def _counted(record: Record) -> RenderableType:
+    kills, notices, joins = (record.applied(action) for action in ("kill", "notice", "join"))
+    scheduled = record.scheduled("kill") + record.scheduled("notice")
+    counted = f"{kills + notices} of {scheduled} preemptions ({kills} without notice), {joins} joins"
+    return Text(counted, style="bold")

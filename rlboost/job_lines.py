@@ -1,0 +1,117 @@
+"""Format what is known of a job as lines of text: pure functions."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+_SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
+_INDENT = "    "
+_BRIEF_S = 5.0
+_UNITS = (("day", 86_400), ("h", 3_600), ("min", 60))
+
+
+def step_line(row: Mapping[str, Any], steps: int, width: int | None = None) -> str:
+    """Format a finished step: the main metrics, and all of the evaluation; on one line if no width is given."""
+    names = [name for name in _SHOWN if name in row] + sorted(name for name in row if name.startswith("eval/"))
+    lines = [
+        f"step {row['step'] + 1:>4}/{steps}" if row["step"] < steps else "after the last step" if steps else "done"
+    ]
+    for field in (f"{name} {row[name]:.4g}" for name in names):
+        if width is None or len(lines[-1]) + 2 + len(field) <= width:
+            lines[-1] += f"  {field}"
+        else:
+            lines.append(_INDENT + field)
+    return "\n".join(lines)
+
+
+def wait_line(wait: Mapping[str, Any], now: float) -> str:
+    """Format a wait as one line; `now` is Unix seconds."""
+    so_far_s = now - unix_s(wait["since"])
+    times = [f"{duration(so_far_s)} so far"] if so_far_s >= _BRIEF_S else []
+    times += [f"{duration(wait['limit_s'])} at most"] if wait.get("limit_s") else []
+    return f"waiting for {wait['for']} because {wait['because']}" + (f" ({', '.join(times)})" if times else "")
+
+
+def warning_lines(job_id: str, text: str) -> str:
+    """Format a warning for standard error; further lines of its text are indented."""
+    return f"rlboost: {job_id}: warning: " + f"\n{_INDENT}".join(text.strip().splitlines())
+
+
+def lost_line(outage: Mapping[str, Any]) -> str:
+    """Format the loss of the connection: `{since, because, limit_s}`."""
+    since = datetime.fromtimestamp(outage["since"]).astimezone().strftime("%H:%M:%S")
+    limit = duration(outage["limit_s"])
+    return f"the manager does not answer since {since}: trying again for {limit} ({outage['because']})"
+
+
+def back_line(outage: Mapping[str, Any]) -> str:
+    """Format the end of an outage: `{outage_s}`."""
+    return f"the manager answers again, after {duration(outage['outage_s'])}"
+
+
+def begin_line(job: Mapping[str, Any]) -> str:
+    """Format a job's state when a follower joins it."""
+    return f"{job['id']} is {job['state']}" + (f": {job['step']} of {job['steps']} steps" if job["steps"] else "")
+
+
+def end_line(job: Mapping[str, Any], logs: str) -> str:
+    """Format how a job ended; `logs` is the command that prints its log."""
+    ended = f"{job['id']} {job['state']}"
+    match job["state"]:
+        case "completed":
+            return f"{ended}: {job['step']} steps"
+        case "cancelled":
+            after = f"{ended} after {job['step']} of {job['steps']} steps" if job["steps"] else ended
+            return after + (f": {job['error']}" if job["error"] else "")
+    return f"{ended}: " + (job["error"] or f"'{logs}' prints its log")
+
+
+def remaining(job: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format how long a running job will take, from the rows of its last steps; empty if that is unknown."""
+    times = [row["time/step_s"] for row in rows if "time/step_s" in row]
+    left = job["steps"] - job["step"]
+    if job["state"] != "running" or not times or left <= 0:
+        return ""
+    step_s = sum(times) / len(times)
+    return f"about {duration(left * step_s)} left ({step_s:.3g} s a step)"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its largest units: `45 s`, `12 min`, `3 h 20 min`, `30 days`."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    for place, (unit, unit_s) in enumerate(_UNITS):
+        if whole >= unit_s:
+            n, rest = divmod(whole, unit_s)
+            shown = f"{n} {unit}{'s' if unit == 'day' and n > 1 else ''}"
+            finer = _UNITS[place + 1] if place + 1 < len(_UNITS) else None
+            n_finer = rest // finer[1] if finer else 0
+            return f"{shown} {n_finer} {finer[0]}" if finer and n_finer and n < 10 else shown
+    raise AssertionError("unreachable: a minute is the smallest unit")
+
+
+def moment(at: str, now: float) -> str:
+    """Format an RFC 3339 time in the local time zone, with how long ago it was."""
+    then = unix_s(at)
+    local = datetime.fromtimestamp(then).astimezone()
+    return f"{local:%Y-%m-%d %H:%M:%S} ({duration(now - then)} ago)"
+
+
+def unix_s(at: str) -> float:
+    """Return an RFC 3339 time as Unix seconds; without a time zone it is UTC."""
+    parsed = datetime.fromisoformat(at)
+    return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
+
+
+def fitted(text: str, width: int | None) -> str:
+    """Break lines at spaces to fit a width, further lines indented; with None return the text as it is."""
+    if width is None:
+        return text
+    return "\n".join(
+        textwrap.fill(line, max(20, width), subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )

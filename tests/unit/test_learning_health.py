@@ -1,0 +1,208 @@
+"""When the trainer warns about a job's learning, and when it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rlboost.services.trainer.domain.learning_health import CLEAR_STEPS, Change, LearningHealth
+from rlboost.services.trainer.domain.learning_rules import WINDOW_STEPS, JobFacts
+from rlboost.shared.job.spec import parse
+
+FACTS = JobFacts("j-1", prompts_per_step=32, group_size=8, limits="sampling.max_tokens is 256", eval_samples=200)
+
+
+def rl(reward: float = 0.5, **changes: Any) -> dict[str, float]:
+    """Return the metrics of a healthy step of 0/1 rewards."""
+    row = {
+        "reward/mean": reward,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "frac_reward_zero_std": 0.2,
+        "completions/clipped_ratio": 0.01,
+        "completions/mean_length": 50.0,
+        "entropy": 0.4,
+        "groups/dropped_ratio": 0.0,
+        "tokens/trained": 5_000.0,
+        "grad_norm": 0.2,
+        "lr": 1e-4,
+        "loss": -0.1,
+    }
+    return row | {name.replace("__", "/"): value for name, value in changes.items()}
+
+
+def equal(reward: float) -> dict[str, float]:
+    """Return the metrics of a step in which every completion got the same reward."""
+    return rl(reward, reward__min=reward, reward__max=reward, frac_reward_zero_std=1.0)
+
+
+def sft(loss: float, grad_norm: float = 1.0) -> dict[str, float]:
+    return {"loss": loss, "perplexity": 2.0, "lr": 1e-4, "grad_norm": grad_norm, "tokens/trained": 100.0}
+
+
+def dropped(ratio: float, **reasons: float) -> dict[str, float]:
+    return rl(groups__dropped_ratio=ratio) | {f"groups/dropped/{name}": n for name, n in reasons.items()}
+
+
+def changes(rows: Sequence[dict[str, float]], facts: JobFacts = FACTS) -> list[tuple[int, Change]]:
+    health = LearningHealth(facts)
+    return [(step, change) for step, row in enumerate(rows) for change in health.observe(step, row)]
+
+
+def raised(rows: Sequence[dict[str, float]], facts: JobFacts = FACTS) -> list[tuple[int, str]]:
+    return [(step, change.finding.name) for step, change in changes(rows, facts) if change.holds]
+
+
+RISING = [rl(0.15 + 0.05 * step, eval__reward_mean=0.1) for step in range(15)]
+LOW_ENTROPY = {"entropy": 0.005}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        RISING,
+        [*RISING, *[rl(0.97, frac_reward_zero_std=0.9, **LOW_ENTROPY)] * 5],
+        [rl(0.9)] * 3 + [rl(0.6)] * 5,
+        [rl(0.02, completions__mean_length=2.0, entropy=0.1)] * 8,
+        [equal(0.0), equal(0.0), rl(0.01), equal(0.0), equal(0.0)],
+        [dropped(0.25, timeout=8.0), rl(), dropped(0.25, timeout=8.0)],
+        [rl(kl=0.3)] * 5,
+        [rl(0.02, eval__reward_mean=0.0)] * 3,
+        [sft(2.0 - 0.1 * step) for step in range(15)],
+        [{"eval/reward_mean": 0.0}],
+    ],
+    ids=["rising", "solved", "noise", "short answers", "chance", "one slow step", "kl", "hard", "sft", "eval job"],
+)
+def test_a_healthy_job_has_no_warning(rows: list[dict[str, float]]) -> None:
+    assert raised(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "at"),
+    [
+        ([equal(0.0)] * 6, (2, "no_learning_signal")),
+        ([*RISING, *[equal(1.0)] * 3], (17, "no_learning_signal")),
+        ([rl(frac_reward_zero_std=1.0)] * 4, (2, "no_learning_signal")),
+        ([dropped(0.5, raised=16.0)], (0, "many_groups_dropped")),
+        ([dropped(0.3, raised=9.0)] * 2, (1, "many_groups_dropped")),
+        ([rl(completions__clipped_ratio=0.95)] * 3, (2, "completions_clipped")),
+        ([rl()] * 4 + [rl(0.3, **LOW_ENTROPY)] * 3, (6, "entropy_collapsed")),
+        ([rl(0.6)] * 4 + [rl(0.1)] * 3, (5, "reward_fell")),
+        ([rl(kl=0.1)] + [rl(kl=2.0)] * 3, (3, "kl_exploded")),
+        ([rl(grad_norm=0.0)] * 3, (2, "gradient_zero")),
+        ([rl(eval__reward_mean=0.0), rl(), rl(eval__reward_mean=0.0)], (2, "eval_reward_zero")),
+        ([sft(2.0)] * 3 + [sft(4.0)] * 3, (5, "loss_rose")),
+        ([sft(0.0, grad_norm=0.0)] * 3, (2, "gradient_zero")),
+    ],
+)
+def test_a_job_in_trouble_has_one_warning(rows: list[dict[str, float]], at: tuple[int, str]) -> None:
+    assert raised(rows) == [at]
+
+
+def test_rewards_that_do_not_differ_across_a_batch_are_a_signal_for_batch_statistics() -> None:
+    batch = JobFacts("j-1", compares_within_groups=False)
+    assert raised([rl(frac_reward_zero_std=1.0)] * 4, batch) == []
+    assert raised([equal(0.0)] * 4, batch) == [(2, "no_learning_signal")]
+
+
+def test_a_length_penalty_is_a_signal_though_rewards_are_equal() -> None:
+    assert raised([equal(0.0) | {"reward/overlong_penalty": 0.1}] * 4) == []
+
+
+def test_a_reward_that_falls_under_a_curriculum_is_no_fault() -> None:
+    rows = [rl(0.6)] * 4 + [rl(0.1)] * 3
+    assert raised(rows, JobFacts("j-1", prompts_per_step=32, has_curriculum=True)) == []
+
+
+def test_a_fall_within_the_noise_of_few_prompts_is_no_fault() -> None:
+    rows = [rl(0.6)] * 4 + [rl(0.1)] * 3
+    assert raised(rows, JobFacts("j-1", prompts_per_step=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (equal(0.0), ["reward 0", "too hard", "rlboost samples j-1"]),
+        (equal(1.0), ["reward 1", "solved"]),
+        (dropped(0.5, stale=12.0, raised=4.0), ["50%", "stale (12", "elastic.max_staleness"]),
+        (dropped(0.5, raised=16.0), ["raised (16", "rlboost logs j-1"]),
+        (dropped(0.5, timeout=16.0), ["reward.timeout_s"]),
+        (dropped(0.5, environment_raised=16.0), ["environment.function"]),
+        (rl(completions__clipped_ratio=1.0), ["sampling.max_tokens is 256", "end token"]),
+    ],
+)
+def test_a_warning_has_the_numbers_the_causes_and_what_to_do(row: dict[str, float], words: list[str]) -> None:
+    health = LearningHealth(FACTS)
+    for step in range(WINDOW_STEPS):
+        health.observe(step, row)
+    [text] = health.warnings
+    assert "\n" not in text
+    assert [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (equal(0.0), ["mean reward of 0.5", "optimizer.lr"]),
+        (rl(completions__clipped_ratio=0.95), ["1% in the first step", "optimizer.lr"]),
+    ],
+)
+def test_a_warning_names_the_updates_where_it_went_well_before(row: dict[str, float], words: list[str]) -> None:
+    health = LearningHealth(FACTS)
+    for step, one in enumerate([rl(0.5), *[row] * WINDOW_STEPS]):
+        health.observe(step, one)
+    [text] = health.warnings
+    assert [word for word in words if word not in text] == [], text
+
+
+def test_one_lucky_reward_before_does_not_blame_the_updates() -> None:
+    health = LearningHealth(FACTS)
+    for step, one in enumerate([rl(0.001), *[equal(0.0)] * WINDOW_STEPS]):
+        health.observe(step, one)
+    [text] = health.warnings
+    assert "too hard" in text
+
+
+def test_a_warning_is_raised_once_and_cleared_after_good_steps() -> None:
+    rows = [equal(0.0)] * 10 + [rl()] * 10
+    at = [(step, change.holds) for step, change in changes(rows)]
+    assert at == [(2, True), (10 + CLEAR_STEPS - 1, False)]
+
+
+def test_single_good_steps_do_not_raise_a_warning_again() -> None:
+    rows = ([equal(0.0)] * 3 + [rl()]) * 5
+    assert raised(rows) == [(2, "no_learning_signal")]
+
+
+def test_the_final_evaluation_clears_no_warning() -> None:
+    health = LearningHealth(FACTS)
+    for step in range(3):
+        health.observe(step, equal(0.0))
+    for step in range(3, 10):
+        assert health.observe(step, {"eval/reward_mean": 0.0}) == []
+    assert len(health.warnings) == 1
+
+
+def test_replayed_rows_restore_the_state() -> None:
+    rows = [*RISING, *[equal(0.0)] * 4]
+    health = LearningHealth(FACTS)
+    for step, row in enumerate(rows):
+        health.observe(step, row)
+    before = health.warnings
+    assert before
+    assert [health.observe(step, row) for step, row in enumerate(rows)] == [[]] * len(rows)
+    assert health.warnings == before
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft", "eval"])
+def test_the_facts_of_every_kind_of_job(kind: str) -> None:
+    raw: dict[str, Any] = {"kind": kind, "model": "m", "data": {"train": "t.jsonl", "prompts_per_step": 3}, "steps": 2}
+    if kind == "rl":
+        raw |= {"reward": {"function": "m:f"}, "algorithm": {"name": "ppo"}, "sampling": {"max_tokens": 7}}
+    if kind == "eval":
+        raw = {"kind": kind, "model": "m", "data": {"eval": "e"}, "reward": {"function": "m:f"}, "eval": {"samples": 2}}
+    facts = JobFacts.of("j-1", parse(raw))
+    assert (facts.prompts_per_step, facts.compares_within_groups) == ((3, False) if kind == "rl" else (1, True))
+    assert ("7" in facts.limits) == (kind == "rl")
