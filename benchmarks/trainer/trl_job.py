@@ -85,9 +85,8 @@ def main() -> None:
     def reward(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
         nonlocal tokens
         tokens += sum(map(len, completion_ids))
-        # The job's reward function wants the end token in the text.
-        columns |= {"completions": [tokenizer.decode(ids) for ids in completion_ids]}
-        return score(completion_ids=completion_ids, **columns)
+        raw = [tokenizer.decode(ids) for ids in completion_ids]
+        return score(completion_ids=completion_ids, completions_raw=raw, **columns)
 
     trainer = GRPOTrainer(
         model=spec.model,

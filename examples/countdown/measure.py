@@ -55,6 +55,7 @@ def measured(problems: Sequence[Problem], texts: list[str]) -> Measured:
         [problem.prompt for problem in problems],
         texts,
         [[]] * len(texts),
+        completions_raw=texts,
         numbers=[problem.numbers for problem in problems],
         target=[problem.target for problem in problems],
     )

@@ -9,9 +9,10 @@ from rlboost.examples.countdown.task import Problem, answer_of
 
 def score(
     prompts: list[str],  # noqa: ARG001 - TRL's signature; the columns say the same, parsed
-    completions: list[str],
+    completions: list[str],  # noqa: ARG001 - likewise: without special tokens, a cut completion looks like a whole one
     completion_ids: list[list[int]],  # noqa: ARG001 - TRL's signature; the text decides
     *,
+    completions_raw: list[str],
     numbers: Sequence[Sequence[int]],
     target: Sequence[int],
     **_columns: object,
@@ -20,14 +21,15 @@ def score(
 
     Args:
         prompts: the prompts' texts; all arguments are lists over one batch.
-        completions: decoded texts with special tokens kept: without its `<eos>` a completion counts as cut off.
+        completions: the completions without special tokens.
         completion_ids: the completions' token ids.
+        completions_raw: the completions with special tokens: without its `<eos>` one counts as cut off.
         numbers: the data's column of the three digits.
         target: the data's column of the number to reach.
 
     """
     rewards: list[float | None] = []
-    for completion, (first, second, third), goal in zip(completions, numbers, target, strict=True):
+    for completion, (first, second, third), goal in zip(completions_raw, numbers, target, strict=True):
         answer = answer_of(completion)
         solved = answer is not None and answer.solves(Problem((first, second, third), goal))
         rewards.append(1.0 if solved else 0.0)

@@ -61,7 +61,13 @@ def _print_processes(processes: list[dict[str, Any]]) -> None:
 
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     rows = [
-        (job["id"], job["state"], f"{job['step']}/{job['steps']}", job["created_at"], job["error"] or _wait_of(job))
+        (
+            job["id"],
+            job["state"],
+            f"{job['step']}/{job['steps']}",
+            job["created_at"],
+            (job["error"] or _wait_of(job)).partition("\n")[0],
+        )
         for job in jobs
     ]
     print_table("jobs", ("id", "state", "step", "created", "note"), rows)

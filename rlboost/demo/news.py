@@ -64,10 +64,14 @@ def _of_job(events: list[JobEvent]) -> Iterator[News]:
             case "checkpoint_saved":
                 yield News(event.at, "plain", f"  checkpoint after step {fields['step']}")
             case "job_state":
-                because = f": {fields['error']}" if fields["error"] else ""
+                because = f": {_first_line(fields['error'])}" if fields["error"] else ""
                 yield News(event.at, "plain", f"  the job is {fields['state']}{because}")
             case "group_dropped":
-                why = f"{fields['reason']}: {fields['detail']}"
+                why = f"{fields['reason']}: {_first_line(fields['detail'])}"
                 yield News(event.at, "bad", f"  group {fields['group']} dropped: {why}")
             case "weights_unavailable":
                 yield News(event.at, "bad", f"  weights {fields['version']} cannot be had: {fields['reason']}")
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]

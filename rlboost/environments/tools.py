@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from rlboost.shared.job.environment import Message, Step
+from rlboost.shared.user_code.errors import describe_error
 
 _MALFORMED = "error: a call is JSON with name and arguments"
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -57,6 +58,8 @@ class ToolEnvironment:
         """The data row, set by `reset`."""
         self.n_calls = 0
         """Number of calls so far, successful or not."""
+        self._warning = ""
+        """About a function that raised in this turn."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Message | None:
         """Start the conversation with the row's prompt."""
@@ -64,13 +67,15 @@ class ToolEnvironment:
         self.row = row
         return None
 
-    async def step(self, text: str) -> Step:
+    async def step(self, text: str, *, text_raw: str | None = None) -> Step:
         """Answer the tool calls of a turn; see `Environment.step`."""
-        calls = _CALL.findall(text)
+        # The tags of a call are special tokens in some tokenizers.
+        calls = _CALL.findall(text if text_raw is None else text_raw)
         if not calls:
             return Step(reward=self.score(text), done=True)
         self.n_calls += len(calls)
-        return Step([await self._answer(call) for call in calls])
+        self._warning = ""
+        return Step([await self._answer(call) for call in calls], warning=self._warning)
 
     def score(self, text: str) -> float:
         """Return the reward of a conversation that ends with this turn; 0 unless overridden."""
@@ -93,6 +98,7 @@ class ToolEnvironment:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             return _message(name, f"error: {wrong}")
         except Exception as error:  # noqa: BLE001 - a tool that fails is something for the model to learn from
+            self._warning = f"the tool {name} raised {describe_error(error, {'arguments': arguments})}"
             return _message(name, f"error: {type(error).__name__}: {error}")
 
 

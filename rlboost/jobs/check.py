@@ -21,13 +21,22 @@ from rlboost.shared.job.training import TrainerSpec
 
 _REWARD_SCRIPT = """
 import json, sys
-from rlboost.shared.user_code.reward_call import load, detect_style, describe_import_error
-part = json.loads(sys.argv[1])
+from rlboost.shared.user_code.reward_call import load, detect_style, describe_import_error, missing_columns
+part, arguments, rows = json.loads(sys.argv[1]), json.loads(sys.argv[1])["arguments"], json.loads(sys.argv[2])
 try:
-    detect_style(load(part["function"]), part["arguments"], part["style"])
+    function = load(part["function"])
+    style = detect_style(function, arguments, part["style"])
 except BaseException as error:
     sys.exit("reward.function: " + describe_import_error(part["function"], "reward function", error))
+for place, columns in rows:
+    if missing := missing_columns(function, arguments, style, columns):
+        sys.exit(
+            f"reward.function: {part['function']} needs {missing}, but {place} has "
+            f"{', '.join(columns) or 'none besides the prompt'}: rename the parameter or the column, "
+            "give the parameter a default, or set it in reward.arguments"
+        )
 """
+_MAX_KINDS_OF_ROWS = 100
 _ENVIRONMENT_SCRIPT = """
 import json, sys
 from rlboost.shared.job.environment import environment_factory
@@ -39,6 +48,10 @@ except BaseException as error:
     sys.exit("environment.function: " + describe_import_error(spec["function"], "environment", error))
 """
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+_Columns = dict[tuple[str, ...], str]
+"""The columns of a row, without the prompt -> where the first such row is."""
 
 
 class Found(NamedTuple):
@@ -86,12 +99,15 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore) -> Found:
         return Found(error.problems, [])
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
     on_part("reading the data")
-    found += [_data(spec, rows) for rows in spec.data.rows if spec.kind != "sft" or rows.field == "data.train"]
+    columns: _Columns = {}
+    found += [_data(spec, rows, columns) for rows in spec.data.rows if spec.kind != "sft" or rows.field == "data.train"]
     # Only the trainer can check a reward service.
     on_part("importing the functions that it names")
     functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
+    kinds = json.dumps([(place, given) for given, place in columns.items()])
     found += [
-        complaint("reward.function", function, _REWARD_SCRIPT, part.model_dump_json()) for part, function in functions
+        complaint("reward.function", function, _REWARD_SCRIPT, part.model_dump_json(), kinds)
+        for part, function in functions
     ]
     if (environment := spec.environment) is not None:
         given = environment.model_dump_json()
@@ -142,13 +158,14 @@ def _resume(trainer: TrainerSpec) -> str | None:
     )
 
 
-def _data(spec: JobSpec, rows: Rows) -> str | None:
+def _data(spec: JobSpec, rows: Rows, columns: _Columns) -> str | None:
+    """Return the problem of a source, and add the columns of its rows."""
     field, source, split = rows
     here = tuple(name for name in names(source) if not is_remote(name))
     if not here:
         return None  # only the trainer can check it
     try:
-        wrong = _rows(spec, here, split)
+        wrong = _rows(spec, here, split, columns)
     except BadRow as error:
         wrong = f"{error.source} {error.place} is not a JSON object: {error.why}"
     except ConfigError as error:
@@ -158,7 +175,7 @@ def _data(spec: JobSpec, rows: Rows) -> str | None:
     return f"{field}: {wrong}" if all(map(is_here, here)) else MissingHere(f"{field}: {wrong}")
 
 
-def _rows(spec: JobSpec, source: Source, split: str) -> str | None:
+def _rows(spec: JobSpec, source: Source, split: str, columns: _Columns) -> str | None:
     chat, empty = "", True
     for row in read_rows(source, split, spec.data.subset):
         empty = False
@@ -166,6 +183,9 @@ def _rows(spec: JobSpec, source: Source, split: str) -> str | None:
             prompt = _prompt(spec.data, row)
         except ConfigError as error:
             return f"{row.source} {row.place}: {error}"
+        given = tuple(name for name in row.values if name != spec.data.prompt_key)
+        if given not in columns and len(columns) < _MAX_KINDS_OF_ROWS:
+            columns[given] = f"{row.source} {row.place}"
         if is_messages(prompt):
             chat = chat or f"{row.source} {row.place}"
     if empty:

@@ -21,6 +21,7 @@ from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
+from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.domain.loss.policy import job_loss
@@ -62,8 +63,8 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
         model=model,
         loss=_loss(spec),
         data=data,
-        rewards=RewardPool(spec.reward, waits) if spec.reward else NoReward(),
-        environments=EnvironmentPool(spec.environment, waits) if spec.environment else None,
+        rewards=RewardPool(spec.reward, waits, UserCodeLog(folder / "reward.log")) if spec.reward else NoReward(),
+        environments=_environments(spec, waits, folder),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
         weights=publisher(
             client,
@@ -81,6 +82,12 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
         probe=build_probe(vocabulary, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
     )
+
+
+def _environments(spec: JobSpec, waits: Waits, folder: Path) -> EnvironmentPool | None:
+    if spec.environment is None:
+        return None
+    return EnvironmentPool(spec.environment, waits, UserCodeLog(folder / "environment.log"))
 
 
 def _loss(spec: JobSpec) -> LossFn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlboost.shared.data.rows import is_messages
@@ -11,7 +13,14 @@ MESSAGES = "messages"
 """The column of whole conversations in most chat data; `data.prompt_key` may name another."""
 ASSISTANT = "assistant"
 
+TOOLS = "tools"
+"""The column of JSON schemas of tools, as in TRL: a list, or its JSON text."""
+
+_NULLABLE = ("default", "const")
+"""Keys of a JSON schema that may be null."""
+
 Messages = list[dict[str, Any]]
+Tools = Sequence[dict[str, Any]]
 
 
 class TextExample(NamedTuple):
@@ -26,6 +35,8 @@ class ChatExample(NamedTuple):
 
     prompt: Messages
     completion: Messages
+    tools: Tools = ()
+    """JSON schemas of the tools, for the chat template."""
 
 
 Example = TextExample | ChatExample
@@ -35,12 +46,22 @@ def example_of(values: dict[str, Any], prompt_key: str, completion_key: str) -> 
     """Return the example in a row.
 
     A row has a prompt and a completion; or only a conversation whose last messages are the assistant's, which are then
-    the completion.
+    the completion. A column `tools` has the schemas of the tools that the chat template shows to the model.
 
     Raises:
         ConfigError: it has neither; the text says what is wrong, not where.
 
     """
+    example = _example(values, prompt_key, completion_key)
+    tools = _tools(values.get(TOOLS))
+    if isinstance(example, ChatExample):
+        return example._replace(tools=tools)
+    if tools:
+        raise ConfigError(f"{TOOLS!r} needs a chat template: give prompt and completion as chat messages")
+    return example
+
+
+def _example(values: dict[str, Any], prompt_key: str, completion_key: str) -> Example:
     if completion_key in values:
         if prompt_key not in values:
             raise ConfigError(f"no key {prompt_key!r} ({_keys(values)}): mend it, or set data.prompt_key")
@@ -57,6 +78,28 @@ def example_of(values: dict[str, Any], prompt_key: str, completion_key: str) -> 
 def without_nulls(messages: Messages) -> Messages:
     """Return messages without keys that are null: a table has every key in every message."""
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def _tools(given: object) -> Tools:
+    """Return the schemas of a column."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "[]")
+        except ValueError as error:
+            raise ConfigError(f"{TOOLS!r} is no JSON: {error}") from error
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise ConfigError(f"{TOOLS!r} is no list of JSON schemas: give ToolEnvironment.tools, or their JSON text")
+    if _has_nulls(given):
+        raise ConfigError(f"{TOOLS!r} has keys that are null, as tables add them: give the schemas as JSON text")
+    return given
+
+
+def _has_nulls(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_nulls(inner) or (inner is None and name not in _NULLABLE) for name, inner in value.items())
+    return isinstance(value, list) and any(map(_has_nulls, value))
 
 
 def _pair(prompt: object, completion: object, prompt_key: str, completion_key: str) -> Example:

@@ -92,7 +92,7 @@ def _read(source: str, split: str, subset: str | None) -> Iterator[Row]:
 def _jsonl(source: str, path: Path) -> Iterator[Row]:
     opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
+        with opened(path, "rt", encoding="utf-8-sig") as lines:  # with or without a byte order mark
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from rlboost.shared.user_code.errors import place_of
 from rlboost.shared.user_code.reward_call import InvalidUserFunction, load
 
 Message = str | list[dict[str, Any]]
@@ -29,6 +30,8 @@ class Step:
     """Added to the conversation's reward."""
     done: bool = False
     """True ends the conversation."""
+    warning: str = ""
+    """For the user: a warning among the job's events, once for each first line, five at most."""
 
 
 class Environment(Protocol):
@@ -53,7 +56,10 @@ class Environment(Protocol):
         """
 
     def step(self, text: str) -> Step | Awaitable[Step]:
-        """Reply to one turn of the model, given without special tokens; also called for a truncated turn."""
+        """Reply to one turn of the model, given without special tokens; also called for a truncated turn.
+
+        With a parameter `text_raw` it gets the same text with special tokens in addition.
+        """
 
 
 def environment_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
@@ -68,7 +74,10 @@ def environment_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[],
     try:
         environment = make()
     except Exception as error:
-        raise InvalidUserFunction(f"creating an environment raised {type(error).__name__}: {error}") from error
+        place = place_of(error)
+        raise InvalidUserFunction(
+            f"creating an environment raised {type(error).__name__}: {error}" + (f" ({place})" if place else "")
+        ) from error
     try:
         if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
             raise InvalidUserFunction(f"it returns a {type(environment).__name__}, which has no method {missing[0]}")

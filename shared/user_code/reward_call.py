@@ -8,13 +8,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlboost.shared.user_code.allowed import ForbiddenFunction, check_function, check_module
+from rlboost.shared.user_code.errors import place_of
 
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
+RAW_ARGUMENTS = ("completions_raw",)
+"""Ours, for functions of TRL's signature that have such a parameter: the completions with special tokens."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
 """Columns that may hold the ground truth, besides verl's `reward_model.ground_truth`."""
@@ -66,7 +69,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
     if isinstance(error, InvalidUserFunction):
         return f"{path} is no {kind}: {reason}"
     module = path.partition(":")[0]
-    problem = f"{path} cannot be imported: {type(error).__name__}: {reason}"
+    place = place_of(error)
+    problem = f"{path} cannot be imported: {type(error).__name__}: {reason}" + (f" ({place})" if place else "")
     if not isinstance(error, ModuleNotFoundError):
         return f"{problem}; fix {module}"
     if not f"{module}.".startswith(f"{error.name}."):
@@ -108,6 +112,40 @@ def detect_style(function: Callable[..., Any], arguments: Mapping[str, Any], sty
             else f"it takes {signature}, but is called with {', '.join((*parameters, *arguments))}: {error}"
         ) from error
     return style
+
+
+def missing_columns(
+    function: Callable[..., Any], arguments: Mapping[str, Any], style: str, columns: Collection[str]
+) -> str:
+    """Return what a function needs and the data do not have, an empty text if nothing is missing.
+
+    Args:
+        function: of the signature `style`.
+        arguments: the keyword arguments in the job file.
+        style: `trl` or `verl`, as `detect_style` returns it.
+        columns: those of a data row, without the prompt.
+
+    """
+    if style == "verl":
+        known = ("reward_model", *TRUTH_COLUMNS)
+        return "" if any(name in columns for name in known) else f"one of the columns {', '.join(known)}"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some C functions have none
+        return ""
+    given = {*TRL_ARGUMENTS, *RAW_ARGUMENTS, *arguments, *columns}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [p.name for p in parameters if p.kind in named and p.default is p.empty and p.name not in given]
+    return f"the column {', '.join(map(repr, missing))}" if missing else ""
+
+
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function has a parameter of this name that can be passed by name."""
+    try:
+        parameter = inspect.signature(function).parameters.get(name)
+    except (TypeError, ValueError):  # some C functions have none
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def ground_truth(row: Mapping[str, Any]) -> Any:

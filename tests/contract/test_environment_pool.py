@@ -61,6 +61,11 @@ async def test_step_processes_a_conversation_turn_by_turn(environments: Environm
     assert await environments.step(1, row, 3, ["ab", "abc"]) == [StepResult("2:abc", 3.0, True)]
 
 
+async def test_step_passes_raw_text_to_an_environment_that_names_it(start: Start) -> None:
+    pool = await start("Raw")
+    assert (await pool.step(1, {}, 3, ["ab"], ["ab<eos>"]))[0].observation == "ab of ab<eos>"
+
+
 async def test_step_replays_all_turns_after_release(environments: Environments) -> None:
     await environments.step(1, {}, 3, ["ab"])
     environments.release(1)
@@ -100,7 +105,10 @@ async def test_failing_environment_gives_a_reason_and_others_continue(
 
 async def test_raising_reset_is_a_reason(start: Start) -> None:
     pool = await start()
-    assert await reason(pool.reset({"does": "raise at once"}, 0)) == ("environment_raised", "ValueError: not today")
+    fault, text = await reason(pool.reset({"does": "raise at once"}, 0))
+    assert (fault, text[:21]) == ("environment_raised", "ValueError: not today")
+    assert "row: does='raise at once'" in text
+    assert 'raise ValueError("not today")' in text
     assert await pool.reset({}, 0) == ResetResult(None, [])
 
 

@@ -80,6 +80,12 @@ async def test_turns_with_tools_match_the_template_of_the_whole_chat(
     assert (await environment.step("It is 17.")).done
 
 
+async def test_tool_calls_whose_tags_are_special_tokens_are_parsed() -> None:
+    environment = ToolEnvironment([add])
+    step = await environment.step(CALL.replace("<tool_call>", "").replace("</tool_call>", ""), text_raw=CALL + IM_END)
+    assert step.observation == [{"role": "tool", "name": "add", "content": "17"}]
+
+
 def test_text_observation_of_a_chat_is_a_user_message(chat_formatter: TokenizerChatFormatter, tokenizer: Any) -> None:
     format_observation = chat_formatter.format_observation(ASKED, tokenizer.eos_token_id, "Higher.", [])
     assert tokenizer.decode(format_observation) == f"\n{IM_START}user\nHigher.{IM_END}\n{IM_START}assistant\n"
@@ -191,3 +197,7 @@ async def test_a_tool_that_raises_tells_the_model_why_and_one_that_waits_is_awai
         '{"text": "é"}',
     ]
     assert environment.n_calls == 2
+    head, row, *_ = step.warning.splitlines()
+    assert head.startswith("the tool later raised ValueError: nothing to do (")
+    assert row == "row: arguments={'text': ''}"
+    assert not (await environment.step(CALL)).warning

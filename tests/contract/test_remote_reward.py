@@ -70,7 +70,8 @@ async def start() -> AsyncIterator[Start]:
         yield make
 
 
-BATCH = RewardBatch(["2+2="] * 2, ["4<eos>", "5<eos>"], [[4, 2], [5, 2]], {"answer": ["4", "4"]}, ["4", "5"])
+ANSWERS = {"answer": ["4", "4"]}
+BATCH = RewardBatch(["2+2="] * 2, ["4", "5"], [[4, 2], [5, 2]], ANSWERS, ["4", "5"], ["4<eos>", "5<eos>"])
 
 
 async def test_a_group_is_one_request_of_rows(service: Service, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +82,9 @@ async def test_a_group_is_one_request_of_rows(service: Service, start: Start, mo
     [asked] = service.asked
     assert asked["rows"][1] == {
         "prompt": "2+2=",
-        "completion": "5<eos>",
+        "completion": "5",
         "completion_ids": [5, 2],
+        "completion_raw": "5<eos>",
         "solution": "5",
         "columns": {"answer": "4"},
     }

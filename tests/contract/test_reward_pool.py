@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.rewards import RewardBatch, RewardFunction, Scores
 from rlboost.shared.errors import ConfigError
@@ -117,6 +119,33 @@ async def test_reward_function_may_use_the_standard_streams(start: Start, prompt
     pool = await start("mixed")
     assert await pool.score(batch(prompt)) == Scores((2.0, 4.0))
     assert await pool.score(batch()) == Scores((2.0, 4.0))
+
+
+async def test_failing_reward_shows_its_line_row_and_log(tmp_path: Path) -> None:
+    log = UserCodeLog(tmp_path / "reward.log")
+    pool = RewardPool(RewardSpec(function=f"{FUNCTIONS}:mixed", timeout_s=20), Waits(), log)
+    await pool.start()
+    assert (await pool.score(batch("print"))).rewards
+    detail = (await pool.score(batch("raise", answer="42"))).detail
+    crash = (await pool.score(batch("quit"))).detail
+    await pool.close()
+    assert re.search(r"^ValueError: I do not like this one \(.*reward_functions\.py:\d+\)$", detail, re.MULTILINE)
+    assert "row: prompt='raise', answer='42', completions=['ab', 'abcd']" in detail
+    assert 'raise ValueError("I do not like this one")' in detail
+    assert "children" not in detail
+    assert str(log.path) in detail
+    assert "its last output: enough" in crash
+    assert "to standard output" in log.path.read_text()
+
+
+async def test_hanging_reward_writes_where_it_hangs(tmp_path: Path) -> None:
+    log = UserCodeLog(tmp_path / "reward.log")
+    pool = RewardPool(RewardSpec(function=f"{FUNCTIONS}:mixed", timeout_s=0.5), Waits(), log)
+    await pool.start()
+    detail = (await pool.score(batch("hang"))).detail
+    await pool.close()
+    assert str(log.path) in detail
+    assert "reward_functions.py" in log.path.read_text()
 
 
 async def test_unserializable_column_is_a_reason(start: Start) -> None:

@@ -34,7 +34,8 @@ async def start() -> AsyncIterator[Start]:
 
 def batch(prompt: str = "good", **columns: Any) -> RewardBatch:
     listed = {name: [value] * 2 for name, value in columns.items()}
-    return RewardBatch([prompt] * 2, ["4 <eos>", "5 <eos>"], [[4, 2], [5, 2]], listed, ["4", "5"])
+    texts = ["4", "5"]
+    return RewardBatch([prompt] * 2, texts, [[4, 2], [5, 2]], listed, texts, ["4<eos>", "5"])
 
 
 def part(function: str, **more: Any) -> dict[str, Any]:
@@ -81,6 +82,11 @@ async def test_a_function_that_cannot_be_called_is_refused_before_anything_is_ge
         await start(**reward)
 
 
+async def test_score_passes_raw_completions_to_a_function_that_names_them(start: Start) -> None:
+    pool = await start(**part("ended"))
+    assert await pool.score(batch()) == Scores((1.0, 0.0))
+
+
 async def test_several_functions_are_weighed_and_each_is_told_apart(start: Start) -> None:
     pool = await start(
         functions=[
@@ -90,8 +96,8 @@ async def test_several_functions_are_weighed_and_each_is_told_apart(start: Start
         ]
     )
     scores = await pool.score(batch(**VERL_ROW))
-    assert scores.rewards == (2.0 * 1 + 0.5 * 7, 0.5 * 7)
-    assert scores.parts == {"right": (1.0, 0.0), "mixed": (7.0, 7.0), "seen": (0.5, 0.5)}
+    assert scores.rewards == (2.0 * 1 + 0.5 * 1, 0.5 * 1)
+    assert scores.parts == {"right": (1.0, 0.0), "mixed": (1.0, 1.0), "seen": (0.5, 0.5)}
 
 
 async def test_a_function_that_does_not_apply_is_left_out_of_the_sum(start: Start) -> None:

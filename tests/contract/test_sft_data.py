@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoTokenizer
 
+from rlboost.environments import ToolEnvironment
 from rlboost.services.trainer.adapters.data import load_data
+from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
 from rlboost.services.trainer.ports.data import Data
 from rlboost.shared.columns import ints
 from rlboost.shared.errors import ConfigError
@@ -75,6 +78,37 @@ def test_chat_target_ends_at_the_end_token(chat_model: Path, row: dict[str, Any]
     assert completion == [7, 2]
 
 
+TOOLS_TEMPLATE = (
+    "{% if tools %}t80 {% for tool in tools %}t{{ 70 + (tool | tojson | length) % 9 }} "
+    "{% endfor %}{% endif %}" + CHAT_TEMPLATE
+)
+
+
+def add(a: int, b: int | None = None) -> int:
+    """Add two numbers."""
+    return a + (b or 0)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_column_gives_the_prompts_of_a_tool_environment(model: Path, as_text: bool) -> None:
+    with_template(model, TOOLS_TEMPLATE)
+    tools = ToolEnvironment([add]).tools
+    row = {"prompt": [USER], "completion": [ANSWER], "tools": json.dumps(tools) if as_text else tools}
+    [(prompt, completion)] = pairs(load(model, row))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    formatter = TokenizerChatFormatter(tokenizer, AutoConfig.from_pretrained(model), [2])
+    assert prompt == formatter.format_prompt([USER], ToolEnvironment([add]).tools)
+    assert prompt[-8] == 80
+    assert completion == [7, 2]
+
+
+def test_tools_null_or_empty_are_no_tools(model: Path) -> None:
+    with_template(model, TOOLS_TEMPLATE)
+    rows = [{"messages": [USER, ANSWER], "tools": tools} for tools in (None, [], "")]
+    assert {tuple(prompt[-6:]) for prompt, _ in pairs(load(model, *rows))} == {(90, 5, 6, 2, 92, 91)}
+    assert pairs(load(model, {"prompt": "t5", "completion": "t7", "tools": None})) == [([1, 5], [7, 2])]
+
+
 def test_conversation_is_the_prompt_of_its_last_turns(chat_model: Path) -> None:
     [(prompt, completion)] = pairs(load(chat_model, {"messages": [USER, ANSWER, USER, ANSWER, ANSWER]}))
     assert prompt[-11:] == [90, 5, 6, 2, 92, 91, 7, 2, 92, 90, 5, 6, 2, 92, 91][-11:]
@@ -100,6 +134,10 @@ def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:
         ({"prompt": 5, "completion": "t7"}, "line 1: 'prompt' is neither text nor"),
         ({"prompt": [USER], "completion": [USER]}, "line 1: 'completion' is neither text nor a list of chat messages"),
         ({"prompt": [USER], "completion": "t7"}, "line 1: chat messages need a chat template"),
+        ({"prompt": "t5", "completion": "t7", "tools": [{}]}, "line 1: 'tools' needs a chat template"),
+        ({"messages": [USER, ANSWER], "tools": "add"}, "line 1: 'tools' is no JSON"),
+        ({"messages": [USER, ANSWER], "tools": ["add"]}, "line 1: 'tools' is no list of JSON schemas"),
+        ({"messages": [USER, ANSWER], "tools": [{"function": {"a": None}}]}, "line 1: 'tools' has keys that are null"),
         ({"prompt": "t5", "completion": "t7 " * 160}, r"line 1: 2 prompt and 161 completion tokens do not fit .* 160"),
     ],
 )

@@ -58,7 +58,7 @@ class CountdownModel:
     def passes(self, row: dict[str, Any], tokens: Sequence[int]) -> bool:
         """Return True if a completion solves its problem."""
         text = self.tokenizer.decode(tokens)
-        return score([], [text], [], numbers=[row["numbers"]], target=[row["target"]]) == [1.0]
+        return score([], [], [], completions_raw=[text], numbers=[row["numbers"]], target=[row["target"]]) == [1.0]
 
     def logprobs(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """Return how likely each token of a completion is."""

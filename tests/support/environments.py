@@ -74,6 +74,13 @@ class Later(Game):
         return super().step(text)
 
 
+class Raw(Game):
+    """Answers with the text that has special tokens."""
+
+    def step(self, text: str, *, text_raw: str) -> Step:  # type: ignore[override]
+        return Step(f"{text} of {text_raw}")
+
+
 class Closing(Game):
     """Writes down that it was closed."""
 

@@ -69,6 +69,12 @@ def columns_seen(prompts: list[str], completions: list[str], completion_ids: lis
     return [1, True]
 
 
+def ended(completions: list[str], completions_raw: list[str], **columns: Any) -> list[float]:
+    """The raw texts are no column."""
+    assert "completions_raw" not in columns
+    return [float(raw == f"{text}<eos>") for text, raw in zip(completions, completions_raw, strict=True)]
+
+
 def of_countdown_shape(completions: list[str], completion_ids: list[list[int]], prompts: list[Any], **_: Any) -> Any:
     """Chat messages in, chat messages out."""
     assert prompts[0][0]["role"] == "user"

@@ -129,6 +129,12 @@ def test_a_conversation_is_one_sample_of_the_models_own_tokens() -> None:
     )
 
 
+def test_as_sample_of_a_cut_last_turn_has_the_finish_length() -> None:
+    talk = Conversation(GROUP, [said(GROUP, 0, 5, 2), said(GROUP, 1, 6, finish="length")])
+    talk.answers = [told(GROUP, 0, 7), told(GROUP, 1, over="done")]
+    assert talk.as_sample().finish == "length"
+
+
 # --- the fold ---------------------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,13 @@ seeds = st.integers(0, 2**32 - 1)
 
 def reward_of(completion: str, problem: Problem = PROBLEM) -> float | None:
     (value,) = reward.score(
-        [problem.prompt], [completion], [[]], numbers=[list(problem.numbers)], target=[problem.target], id=["train-0"]
+        [problem.prompt],
+        [completion.removesuffix("<eos>")],
+        [[]],
+        completions_raw=[completion],
+        numbers=[list(problem.numbers)],
+        target=[problem.target],
+        id=["train-0"],
     )
     return value
 
@@ -118,12 +124,13 @@ def test_a_step_outside_0_to_99_is_not_allowed_even_where_the_result_is_right() 
 def test_a_batch_is_scored_one_by_one() -> None:
     completions = [GOOD, "<think>", GOOD]
     numbers, targets = [[3, 8, 4], [3, 8, 4], [3, 8, 5]], [44, 44, 44]
-    assert reward.score([""] * 3, completions, [[]] * 3, numbers=numbers, target=targets) == [1.0, 0.0, 0.0]
+    rewards = reward.score([], [], [], completions_raw=completions, numbers=numbers, target=targets)
+    assert rewards == [1.0, 0.0, 0.0]
 
 
 def test_columns_of_unequal_length_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
-        reward.score(["", ""], [GOOD, GOOD], [[], []], numbers=[[3, 8, 4]], target=[44])
+        reward.score(["", ""], ["", ""], [[], []], completions_raw=[GOOD, GOOD], numbers=[[3, 8, 4]], target=[44])
 
 
 @given(st.text(alphabet="0123456789+-*=<>/ ✓✗thinkeos", max_size=60))

@@ -23,11 +23,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base/tokenizer.json").touch()
     # It tokenizes, with a real model: tests/contract/test_jobcheck_model.py.
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "my_reward.py").write_text(
         "def score(completions, **_): ...\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...\n"
         "def other(text): ...\n"
+        "def needs(completions, *, ground_truth, level=1, **_): ...\n"
     )
     return tmp_path
 
@@ -104,6 +105,30 @@ def test_each_of_several_functions_is_tried() -> None:
     assert unfit.startswith("reward.function: my_reward:other is no reward function: it takes (text)")
 
 
+def test_a_column_that_the_reward_needs_is_named_with_those_of_the_data(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n{"prompt": "1", "answer": "1"}\n')
+    [problem] = check(reward={"function": "my_reward:needs"})
+    assert problem.startswith(
+        "reward.function: my_reward:needs needs the column 'ground_truth', but train.jsonl line 2 has answer: rename"
+    )
+    assert check(reward={"function": "my_reward:needs", "arguments": {"ground_truth": "1"}}) == []
+    assert check(reward={"function": "my_reward:compute_score"}) == []
+
+
+def test_a_reward_of_verls_signature_needs_a_ground_truth(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1", "target": "1"}\n')
+    [problem] = check(reward={"function": "my_reward:compute_score"})
+    assert "needs one of the columns reward_model, ground_truth" in problem
+    assert "train.jsonl line 1 has target" in problem
+    (folder / "train.jsonl").write_text('{"prompt": "1", "reward_model": {"ground_truth": "1"}}\n')
+    assert check(reward={"function": "my_reward:compute_score"}) == []
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1"}\n', encoding="utf-8-sig")
+    assert check(reward={"function": "my_reward:score"}) == []
+
+
 def test_a_dataset_on_the_hub_is_left_to_the_trainer() -> None:
     assert check(data={"train": "openai/gsm8k"}, reward={"function": "my_reward:score"}) == []
 
@@ -142,12 +167,12 @@ def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
     [
         (
             "import nothing_like_it",
-            "ModuleNotFoundError: No module named 'nothing_like_it'; install it, or fix sick",
+            "ModuleNotFoundError: No module named 'nothing_like_it' (sick.py:1); install it, or fix sick",
         ),
         ("def score(:", "SyntaxError: invalid syntax (sick.py, line 1); fix sick"),
-        ("raise ValueError('one\\ntwo')", "ValueError: one two; fix sick"),
-        ("raise AttributeError('own')", "AttributeError: own; fix sick"),
-        ("exit('enough')", "SystemExit: enough; fix sick"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one two (sick.py:1); fix sick"),
+        ("raise AttributeError('own')", "AttributeError: own (sick.py:1); fix sick"),
+        ("exit('enough')", "SystemExit: enough (sick.py:1); fix sick"),
     ],
 )
 def test_a_failing_module_is_not_reported_as_missing(folder: Path, code: str, why: str) -> None:

@@ -338,6 +338,17 @@ def test_the_users_loss_is_found_by_its_path() -> None:
     assert load_loss("tests.support.reward_functions:doubled")(3) == 6  # type: ignore[arg-type, comparison-overlap]
 
 
+def test_a_loss_that_raises_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "raising_loss", raising=False)
+    (tmp_path / "raising_loss.py").write_text("def loss(batch):\n    return batch.advantage\n")
+    with pytest.raises(ConfigError) as caught:
+        load_loss("raising_loss:loss")(None)  # type: ignore[arg-type]
+    assert "algorithm.loss: raising_loss:loss raised AttributeError" in str(caught.value)
+    assert "raising_loss.py:2)" in str(caught.value)
+    assert "return batch.advantage" in str(caught.value)
+
+
 def test_a_loss_that_was_edited_since_the_last_job_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -244,7 +245,7 @@ async def test_a_function_that_raises_ends_the_job_and_is_named(tmp_path: Path) 
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert "broken raised KeyError: 'difficulty' for prompt" in report.error
+    assert re.search(r"for prompt \d+ at step 0, .*broken raised KeyError: 'difficulty' \(.*\.py:\d+\)", report.error)
 
 
 def kept(bus: MemoryBus, skip_function: SkipFunction | None, fence: Fence | None = None) -> DurableCurriculum:

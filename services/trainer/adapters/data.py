@@ -24,7 +24,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import SftDataSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import require_tokenizer
-from rlboost.shared.user_code.reward_call import TRL_ARGUMENTS
+from rlboost.shared.user_code.reward_call import RAW_ARGUMENTS, TRL_ARGUMENTS
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -113,7 +113,7 @@ class _Reader:
         if key not in row.values:
             known = ", ".join(row.values) or "none"
             raise ConfigError(f"{location}: no key {key!r} (keys: {known}): correct the line or set data.prompt_key")
-        for name in TRL_ARGUMENTS:
+        for name in (*TRL_ARGUMENTS, *RAW_ARGUMENTS):
             if name in row.values and name != key:
                 raise ConfigError(f"{location}: a column named {name!r} hides a reward function argument: rename it")
         given = row.values[key]
@@ -138,11 +138,12 @@ class _Reader:
             example = example_of(row.values, spec.prompt_key, spec.completion_key)
         except ConfigError as error:
             raise ConfigError(f"{location}: {error}") from error
-        ids = self._tokens.prompt(example.prompt, spec.prompt_key, location)
         if isinstance(example, TextExample):
+            ids = self._tokens.prompt(example.prompt, spec.prompt_key, location)
             target = self._tokens.completion(example.completion, location)
         else:
-            target = self._tokens.answer(example.prompt, example.completion, location)
+            ids = self._tokens.prompt(example.prompt, spec.prompt_key, location, example.tools)
+            target = self._tokens.answer(example.prompt, example.completion, location, example.tools)
         if _is_longer(ids, spec.max_prompt_tokens) or _is_longer(target, spec.max_completion_tokens):
             return None
         if not self._tokens.fit(len(ids) + len(target)):

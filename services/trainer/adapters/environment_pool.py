@@ -9,10 +9,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
 from rlboost.services.trainer.ports.environments import EnvironmentFault, ResetResult, StepResult
 from rlboost.shared.job.reward import EnvironmentSpec
 from rlboost.shared.waiting import Waits
+
+_Turn = tuple[str, str]
+"""The text of a turn without special tokens, and with them."""
 
 _CLOSE_LIMIT_S = 5.0
 """How long a process may take to close its environments."""
@@ -21,10 +25,11 @@ _CLOSE_LIMIT_S = 5.0
 class EnvironmentPool:
     """`Environments` over `environment.workers` processes."""
 
-    def __init__(self, spec: EnvironmentSpec, waits: Waits) -> None:
-        """Prepare; `start` starts the processes."""
+    def __init__(self, spec: EnvironmentSpec, waits: Waits, log: UserCodeLog | None = None) -> None:
+        """Prepare; `start` starts the processes. Their output goes to `log`."""
         self._waits = waits
-        self._hosts = [_Host(spec) for _ in range(spec.workers)]
+        self._log = log
+        self._hosts = [_Host(spec, log) for _ in range(spec.workers)]
         self._host_of: dict[int, _Host] = {}
         """Conversation -> its process."""
 
@@ -38,13 +43,21 @@ class EnvironmentPool:
         answer = await host.call(None, row, seed, ())
         return ResetResult(answer["prompt"], answer["tools"])
 
-    async def step(self, conversation: int, row: dict[str, Any], seed: int, texts: Sequence[str]) -> list[StepResult]:
+    async def step(
+        self,
+        conversation: int,
+        row: dict[str, Any],
+        seed: int,
+        texts: Sequence[str],
+        texts_raw: Sequence[str] | None = None,
+    ) -> list[StepResult]:
         """See `Environments.step`. The time limit starts when the conversation's process takes the call."""
         host = self._host_of.get(conversation)
         if host is None:
             host = self._host_of[conversation] = min(self._hosts, key=lambda host: len(host.conversations))
             host.conversations.add(conversation)
-        answer = await host.call(conversation, row, seed, texts)
+        turns = list(zip(texts, texts if texts_raw is None else texts_raw, strict=True))
+        answer = await host.call(conversation, row, seed, turns)
         return [StepResult(*result) for result in answer["results"]]
 
     def release(self, conversation: int) -> None:
@@ -57,20 +70,21 @@ class EnvironmentPool:
         """See `Environments.close`."""
         async with self._waits.on("the environment", because="open environments close", limit_s=_CLOSE_LIMIT_S + 5):
             await asyncio.gather(*(host.process.kill(_CLOSE_LIMIT_S) for host in self._hosts))
+        if self._log is not None:
+            self._log.close()
 
 
 class _Host:
     """One process and its conversations."""
 
-    def __init__(self, spec: EnvironmentSpec) -> None:
-        self.process = UserCodeProcess(
-            UserProgram(
-                "rlboost.services.trainer.children.environment",
-                spec.model_dump_json(),
-                "environment.function",
-                spec.function,
-            )
+    def __init__(self, spec: EnvironmentSpec, log: UserCodeLog | None) -> None:
+        program = UserProgram(
+            "rlboost.services.trainer.children.environment",
+            spec.model_dump_json(),
+            "environment.function",
+            spec.function,
         )
+        self.process = UserCodeProcess(program, log)
         self.conversations: set[int] = set()
         """Conversations assigned to this process."""
         self.n_calls = 0
@@ -83,7 +97,7 @@ class _Host:
         self._lock = asyncio.Lock()
 
     async def call(
-        self, conversation: int | None, row: dict[str, Any], seed: int, texts: Sequence[str]
+        self, conversation: int | None, row: dict[str, Any], seed: int, turns: Sequence[_Turn]
     ) -> dict[str, Any]:
         """Call the process: `reset` without a conversation, else `step`.
 
@@ -96,14 +110,14 @@ class _Host:
             async with self._lock:
                 if conversation is not None and conversation not in self.conversations:
                     raise EnvironmentFault("released", "its conversation was released before the call started")
-                return await self._call(conversation, row, seed, texts)
+                return await self._call(conversation, row, seed, turns)
         except UserCodeFault as fault:
             raise EnvironmentFault(fault.reason, fault.detail) from fault
         finally:
             self.n_calls -= 1
 
     async def _call(
-        self, conversation: int | None, row: dict[str, Any], seed: int, texts: Sequence[str]
+        self, conversation: int | None, row: dict[str, Any], seed: int, turns: Sequence[_Turn]
     ) -> dict[str, Any]:
         if await self.process.restart_if_ended():
             self._n_processed.clear()
@@ -112,11 +126,11 @@ class _Host:
             self._n_processed.pop(finished, None)
         # Removed until the call succeeds: after a fault the environment is created again.
         n_processed = None if conversation is None else self._n_processed.pop(conversation, None)
-        unprocessed = list(texts[n_processed or 0 :])
-        request: dict[str, Any] = {"conversation": conversation, "release": released, "texts": unprocessed}
+        unprocessed = list(turns[n_processed or 0 :])
+        request: dict[str, Any] = {"conversation": conversation, "release": released, "turns": unprocessed}
         if n_processed is None:
             request |= {"row": row, "seed": seed}
         answer = await self.process.call(request, self._limit_s * max(1, len(unprocessed)))
         if conversation is not None:
-            self._n_processed[conversation] = len(texts)
+            self._n_processed[conversation] = len(turns)
         return answer

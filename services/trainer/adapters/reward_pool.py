@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
 from rlboost.services.trainer.domain.rewards import combine
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
@@ -23,11 +24,12 @@ _DETAIL_CHARS = 500
 class RewardPool:
     """`RewardFunction` over `reward.workers` processes."""
 
-    def __init__(self, spec: RewardSpec, waits: Waits) -> None:
-        """Prepare; `start` starts the processes."""
+    def __init__(self, spec: RewardSpec, waits: Waits, log: UserCodeLog | None = None) -> None:
+        """Prepare; `start` starts the processes. Their output goes to `log`."""
         self._spec = spec
         self._waits = waits
-        self._processes = [UserCodeProcess(_program(spec)) for _ in range(spec.workers)]
+        self._log = log
+        self._processes = [UserCodeProcess(_program(spec), log) for _ in range(spec.workers)]
         self._idle: asyncio.LifoQueue[UserCodeProcess] = asyncio.LifoQueue()
 
     async def start(self) -> None:
@@ -42,6 +44,7 @@ class RewardPool:
             "prompts": batch.prompts,
             "completions": batch.completions,
             "completion_ids": batch.completion_ids,
+            "completions_raw": batch.completions_raw,
             "columns": batch.columns,
             "solutions": batch.solutions,
         }
@@ -58,6 +61,8 @@ class RewardPool:
     async def close(self) -> None:
         """See `RewardFunction.close`."""
         await asyncio.gather(*(process.kill() for process in self._processes))
+        if self._log is not None:
+            self._log.close()
 
 
 def _program(spec: RewardSpec) -> UserProgram:

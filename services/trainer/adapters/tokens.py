@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlboost.shared.data.examples import Messages, Tools
 from rlboost.shared.data.rows import is_messages
 from rlboost.shared.errors import ConfigError
 
@@ -20,13 +21,14 @@ class RowTokenizer:
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         """Number of positions of the model, None if its config does not name it."""
 
-    def prompt(self, given: object, key: str, location: str) -> list[int]:
+    def prompt(self, given: object, key: str, location: str, tools: Tools = ()) -> list[int]:
         """Return the token ids of a prompt.
 
         Args:
             given: text, or chat messages, after which the template's generation prompt is added.
             key: its column, for errors.
             location: the row, for errors.
+            tools: JSON schemas of tools, for the chat template.
 
         Raises:
             ConfigError: `given` is neither, cannot be tokenized, is empty, or has a token outside the vocabulary.
@@ -35,7 +37,7 @@ class RowTokenizer:
         if isinstance(given, str):
             ids = self._encode(given, location, special=True)
         elif is_messages(given):
-            ids = list(self._render(given, location, prompted=True, tokenize=True)["input_ids"])
+            ids = list(self._render(given, location, tools, prompted=True, tokenize=True)["input_ids"])
         else:
             raise ConfigError(f"{location}: {key!r} is neither text nor a list of chat messages with a role")
         if not ids:
@@ -56,7 +58,7 @@ class RowTokenizer:
         ids = self._encode(text, location, special=False)
         return self._require_in_vocabulary(ids if ids and ids[-1] in self._end_ids else [*ids, self._end_id], location)
 
-    def answer(self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], location: str) -> list[int]:
+    def answer(self, prompt: Messages, answer: Messages, location: str, tools: Tools = ()) -> list[int]:
         """Return the token ids of chat messages that follow a prompt of chat messages, up to the end token.
 
         They start after the generation prompt, as the model's completions do.
@@ -65,8 +67,8 @@ class RowTokenizer:
             ConfigError: the template raises, or renders the prompt differently when an answer follows.
 
         """
-        before = self._render(prompt, location, prompted=True, tokenize=False)
-        whole = self._render([*prompt, *answer], location, prompted=False, tokenize=False)
+        before = self._render(prompt, location, tools, prompted=True, tokenize=False)
+        whole = self._render([*prompt, *answer], location, tools, prompted=False, tokenize=False)
         if not whole.startswith(before):
             raise ConfigError(
                 f"{location}: the chat template renders the prompt differently when an answer follows: give prompt "
@@ -86,12 +88,16 @@ class RowTokenizer:
                 "another model"
             ) from error
 
-    def _render(self, messages: list[Any], location: str, *, prompted: bool, tokenize: bool) -> Any:
+    def _render(self, messages: list[Any], location: str, tools: Tools, *, prompted: bool, tokenize: bool) -> Any:
         if self._tokenizer.chat_template is None:
             raise ConfigError(f"{location}: chat messages need a chat template, and the model's tokenizer has none")
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=tokenize, add_generation_prompt=prompted, return_dict=tokenize
+                messages,
+                tools=list(tools) or None,
+                tokenize=tokenize,
+                add_generation_prompt=prompted,
+                return_dict=tokenize,
             )
         except Exception as error:  # a template is a program, which may raise anything
             raise ConfigError(f"{location}: the chat template cannot render the messages: {error}") from error

@@ -1,13 +1,17 @@
 """The transport of a process that runs user code; `adapters.user_code.process` is the other side.
 
 It reads requests from standard input and writes answers to standard output, each a 4-byte big-endian length and a
-msgpack map. The user's prints go to standard error. The process ends with its input, or when its parent is gone.
+msgpack map. The user's prints go to standard error. The process ends with its input, or when its parent is gone. At
+SIGUSR1 it writes the stack of each thread to standard error.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import io
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any, BinaryIO
@@ -29,6 +33,10 @@ class Pipe:
         with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # else a process that is killed takes its last prints along
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1)
 
     def read(self) -> dict[str, Any] | None:
         """Return the next request, None at the input's end."""

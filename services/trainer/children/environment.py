@@ -4,8 +4,8 @@ SPEC is JSON: the fields of `EnvironmentSpec`. `child` describes the transport. 
 
 - `release`: ids of conversations whose environments to discard first.
 - `conversation`: None asks for the start of a conversation, with `row` and `seed`. Otherwise the id of one, with
-  `texts`: the turns that its environment has not processed. Without an environment for it here, `texts` has all turns
-  and `row` and `seed` are given, too.
+  `turns`: pairs of the text without and with special tokens, of the turns that its environment has not processed.
+  Without an environment for it here, `turns` has all of them, and `row` and `seed` are given, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import msgpack
 
 from rlboost.services.trainer.children.child import Pipe
 from rlboost.shared.job.environment import Step, close, environment_factory
-from rlboost.shared.user_code.reward_call import describe_import_error
+from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
+from rlboost.shared.user_code.reward_call import describe_import_error, has_parameter
 
 
 def main() -> int:
@@ -53,6 +54,8 @@ class _Host:
         self._runner = runner
         self._make = make
         self._environments: dict[int, Any] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
+        """Conversation -> its data row."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the serializable answer to a request."""
@@ -62,9 +65,10 @@ class _Host:
             answer = self.reset(request) if request["conversation"] is None else self.step(request)
             _check_sendable(answer)
         except Exception as error:  # noqa: BLE001 - the user's environment may raise anything
+            row = request.get("row") or self._rows.get(request["conversation"], {})
+            last = {"text": request["turns"][-1][0]} if request["turns"] else {}
             self.release(request["conversation"])
-            text = f"{type(error).__name__}: {error}"
-            return {"raised": text.encode(errors="backslashreplace").decode()}
+            return {"raised": describe_error(error, {**row, **last})}
         return answer
 
     def reset(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -81,12 +85,20 @@ class _Host:
         """Return the environment's result for each text."""
         if "row" in request:
             environment = self._environments[request["conversation"]] = self._make()
+            self._rows[request["conversation"]] = request["row"]
             self._call(environment.reset, request["row"], request["seed"])
         environment = self._environments[request["conversation"]]
-        return {"results": [_step_result(self._call(environment.step, text)) for text in request["texts"]]}
+        pass_raw = has_parameter(environment.step, "text_raw")
+        return {
+            "results": [
+                _step_result(self._call(environment.step, text, **({"text_raw": raw} if pass_raw else {})))
+                for text, raw in request["turns"]
+            ]
+        }
 
     def release(self, conversation: int | None) -> None:
         """Close the environment of a conversation, if it is here."""
+        self._rows.pop(-1 if conversation is None else conversation, None)
         if conversation is not None and (environment := self._environments.pop(conversation, None)) is not None:
             close(environment, self._runner.run)
 
@@ -95,9 +107,9 @@ class _Host:
         for conversation in list(self._environments):
             self.release(conversation)
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         # Called outside the event loop: the environment may run one of its own.
-        result = function(*arguments)
+        result = function(*arguments, **named)
         if inspect.isawaitable(result):
 
             async def wait() -> Any:
@@ -112,7 +124,7 @@ def _step_result(step: object) -> list[Any]:
         raise TypeError(f"step returned {type(step).__name__}, not rlboost.environments.Step")
     if not math.isfinite(reward := float(step.reward)):
         raise ValueError(f"step returned the reward {step.reward}: return a finite number")
-    return [_checked_message(step.observation, "step"), reward, bool(step.done)]
+    return [_checked_message(step.observation, "step"), reward, bool(step.done), str(step.warning)[:MAX_CHARS]]
 
 
 def _check_sendable(answer: dict[str, Any]) -> None:

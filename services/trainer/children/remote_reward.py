@@ -1,8 +1,8 @@
 """A reward function served over HTTP: one POST per group.
 
-The request is JSON, `{"rows": [{"prompt", "completion", "completion_ids", "solution", "columns": {...}}, ...]}`, one
-row per completion; `solution` is its text without special tokens. The answer is `{"rewards": [...]}`, a number or null
-per row.
+The request is JSON, `{"rows": [{"prompt", "completion", "completion_ids", "completion_raw", "solution", "columns":
+{...}}, ...]}`, one row per completion. Only `completion_raw` has special tokens; `solution` is the text that the model
+generated. The answer is `{"rewards": [...]}`, a number or null per row.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def _rows(request: Mapping[str, Any]) -> list[dict[str, Any]]:
             "prompt": request["prompts"][i],
             "completion": request["completions"][i],
             "completion_ids": request["completion_ids"][i],
+            "completion_raw": request["completions_raw"][i],
             "solution": request["solutions"][i],
             "columns": row,
         }

@@ -15,6 +15,7 @@ from typing import Any
 from rlboost.services.trainer.children.child import Pipe
 from rlboost.services.trainer.children.remote_reward import remote
 from rlboost.services.trainer.children.reward_styles import Caller, caller
+from rlboost.shared.user_code.errors import describe_error
 from rlboost.shared.user_code.reward_call import describe_import_error, load
 
 
@@ -46,8 +47,14 @@ def _answer(runner: asyncio.Runner, callers: Sequence[Caller], request: dict[str
                 result = runner.run(_wait_for(result))
             rewards.append([None if value is None else number(value) for value in result])
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything
-            return {"raised": (f"{name}: " if name else "") + f"{type(error).__name__}: {error}"}
+            return {"raised": (f"{name}: " if name else "") + describe_error(error, _row(request))}
     return {"rewards": rewards}
+
+
+def _row(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the data row of a group's request, and its completions."""
+    columns = {name: values[0] for name, values in request["columns"].items()}
+    return {"prompt": request["prompts"][0], **columns, "completions": request["solutions"] or request["completions"]}
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:

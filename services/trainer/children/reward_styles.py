@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from rlboost.shared.user_code.reward_call import detect_style, ground_truth
+from rlboost.shared.user_code.reward_call import RAW_ARGUMENTS, TRL_ARGUMENTS, detect_style, ground_truth, has_parameter
 
 
 class Caller(NamedTuple):
@@ -38,15 +38,9 @@ def caller(function: Callable[..., Any], part: Mapping[str, Any]) -> Caller:
     bound = partial(function, **part["arguments"]) if part["arguments"] else function
     if style == "verl":
         return Caller(part["name"], lambda request: _verl(bound, request), _verl_number)
-    return Caller(part["name"], lambda request: _trl(bound, request), float)
-
-
-def _trl(function: Callable[..., Any], request: dict[str, Any]) -> Any:
-    return function(
-        prompts=request["prompts"],
-        completions=request["completions"],
-        completion_ids=request["completion_ids"],
-        **request["columns"],
+    names = [*TRL_ARGUMENTS, *(name for name in RAW_ARGUMENTS if has_parameter(function, name))]
+    return Caller(
+        part["name"], lambda request: bound(**{name: request[name] for name in names}, **request["columns"]), float
     )
 
 

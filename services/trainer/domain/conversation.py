@@ -67,12 +67,15 @@ class Conversation:
         return TurnAnswered(sample=last.sample, tokens=pack(observation, I32), reward=reward)
 
     def as_sample(self) -> SampleFinished:
-        """Return the conversation as one sample, with the model's tokens only."""
+        """Return the conversation as one sample, with the model's tokens only.
+
+        It ended by itself only if the environment was done and the last turn was not cut.
+        """
         return SampleFinished(
             sample=self.sample,
             tokens=b"".join(turn.tokens for turn in self.turns),
             logprobs=b"".join(turn.logprobs for turn in self.turns),
-            finish="stop" if self.answers[-1].over == "done" else "length",
+            finish="stop" if self.answers[-1].over == "done" and self.turns[-1].finish == "stop" else "length",
             spans=[span for turn in self.turns for span in turn.spans],
             attempts=max(turn.attempts for turn in self.turns),
             group_done=False,

@@ -29,8 +29,16 @@ class FakeEnvironments:
         prompt = await self._call(environment.reset, row, seed)
         return ResetResult(prompt, list(getattr(environment, "tools", ())))
 
-    async def step(self, conversation: int, row: dict[str, Any], seed: int, texts: Sequence[str]) -> list[StepResult]:
-        """See `Environments.step`."""
+    async def step(
+        self,
+        conversation: int,
+        row: dict[str, Any],
+        seed: int,
+        texts: Sequence[str],
+        texts_raw: Sequence[str] | None = None,
+    ) -> list[StepResult]:
+        """See `Environments.step`; environments get no raw texts."""
+        del texts_raw
         if conversation not in self._held:
             environment = self._make()
             self.n_made += 1
@@ -39,7 +47,7 @@ class FakeEnvironments:
         environment, n_heard = self._held[conversation]
         steps = [await self._call(environment.step, text) for text in texts[n_heard:]]
         self._held[conversation] = environment, len(texts)
-        return [StepResult(step.observation, step.reward, step.done) for step in steps]
+        return [StepResult(step.observation, step.reward, step.done, step.warning) for step in steps]
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

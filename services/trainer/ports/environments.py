@@ -43,6 +43,8 @@ class StepResult:
     observation: Message
     reward: float
     done: bool
+    warning: str = ""
+    """For the user."""
 
 
 class Environments(Protocol):
@@ -64,7 +66,14 @@ class Environments(Protocol):
 
         """
 
-    async def step(self, conversation: int, row: dict[str, Any], seed: int, texts: Sequence[str]) -> list[StepResult]:
+    async def step(
+        self,
+        conversation: int,
+        row: dict[str, Any],
+        seed: int,
+        texts: Sequence[str],
+        texts_raw: Sequence[str] | None = None,
+    ) -> list[StepResult]:
         """Pass to a conversation's environment the turns that it has not processed yet, at least the last one.
 
         An environment that is gone, because its process died or the trainer restarted, is created again and replays all
@@ -74,7 +83,8 @@ class Environments(Protocol):
             conversation: id of the conversation.
             row: columns of the data row.
             seed: of its group.
-            texts: all turns of the model, decoded.
+            texts: all turns of the model, decoded without special tokens.
+            texts_raw: the same with special tokens; None if they have none.
 
         Returns:
             The results of the last turns, one for each that the environment processed in this call.

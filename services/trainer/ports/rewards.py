@@ -8,14 +8,19 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """The arguments of a reward function for one group, in TRL's form: one entry per completion."""
+    """The arguments of a reward function for one group, in TRL's form: one entry per completion.
+
+    As in TRL, completions are without special tokens.
+    """
 
     prompts: list[str | list[dict[str, Any]]]
     completions: list[str | list[dict[str, Any]]]
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]] = field(default_factory=dict)
     solutions: list[str] = field(default_factory=list)
-    """The texts of the completions without special tokens, as in verl."""
+    """The texts of what the model generated, as in verl: without special tokens and without observations."""
+    completions_raw: list[str] = field(default_factory=list)
+    """The texts of the completions with special tokens: one that ended by itself has its end token."""
 
 
 @dataclass(frozen=True, slots=True)

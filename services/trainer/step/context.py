@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.fault_warnings import FaultWarnings
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.data import Prompt
@@ -35,6 +36,12 @@ class JobContext:
     """Chooses the prompts of each step; None: the epoch order does."""
     resampling: DurableResampling | None = None
     """Records which groups were replaced by groups of other prompts; None if the job replaces no group."""
+    faults: FaultWarnings = field(default_factory=FaultWarnings)
+
+    async def warn(self, text: str) -> None:
+        """Emit a warning of the job, which people who follow it see; nothing if `text` is empty."""
+        if text:
+            await self.streams.emit_event("warning", text=text)
 
     def prompt(self, group: PlannedGroup) -> Prompt:
         """Return the prompt of a group."""

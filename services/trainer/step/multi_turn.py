@@ -161,6 +161,7 @@ class Conversations:
             return
         try:
             results = await self._step_environment(conversation)
+            await self._job.warn(self._job.faults.of_note(results[-1].warning))
             if len(conversation.answers) >= number:
                 return  # the log had the answer of an earlier trainer process
             if not self.collector.is_open(group):
@@ -180,8 +181,10 @@ class Conversations:
 
     async def _step_environment(self, conversation: Conversation) -> list[StepResult]:
         group, decode = self._planned[group_of(conversation.sample)], self._job.resources.data.decode
-        texts = [decode(ints(turn.tokens), True) for turn in conversation.turns]
-        return await self._environments.step(conversation.sample, _columns(self._job.prompt(group)), group.seed, texts)
+        turns = [ints(turn.tokens) for turn in conversation.turns]
+        texts, raw = [decode(tokens, True) for tokens in turns], [decode(tokens, False) for tokens in turns]
+        row = _columns(self._job.prompt(group))
+        return await self._environments.step(conversation.sample, row, group.seed, texts, raw)
 
     def _to_answer(self, conversation: Conversation, results: Sequence[StepResult]) -> TurnAnswered:
         """Return the answer from the last result; earlier results are replays and must equal the recorded answers."""

@@ -86,8 +86,8 @@ class StepRun:
         needed = self._tally.evaluated if self._job.spec.kind == "eval" else self._tally.scored
         if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):
             raise Fatal(
-                f"no group of step {self._step} could be scored ({dict(self._tally.dropped)}; the first: "
-                f"{self._tally.first_detail or 'no detail'}): check {self._suspect()}"
+                f"no group of step {self._step} could be scored ({dict(self._tally.dropped)}): check {self._suspect()}"
+                f"; the first: {self._tally.first_detail or 'no detail'}"
             )
         return self._tally
 

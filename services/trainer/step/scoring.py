@@ -65,21 +65,25 @@ class GroupScorer:
         self._tally.dropped[reason] += 1
         self._tally.first_detail = self._tally.first_detail or detail
         name = str(SampleId.unpack(group))
-        await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=detail)
+        # The traceback once for each step: the stream of events is bounded in entries, not in bytes.
+        shown = detail if self._tally.dropped[reason] == 1 else "\n".join(detail.splitlines()[:2])
+        await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=shown)
+        await self._job.warn(self._job.faults.of_group(self._tally.step, reason, detail))
 
 
 def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
     """Return the arguments of the reward function for a group, in TRL's form.
 
-    For a text prompt, completions are texts with special tokens, so that a function can see whether one ended. For chat
-    messages, completions are lists with one assistant message, without special tokens. For a conversation, a text is
-    everything after the prompt, including the environment's answers; a list has the model's turns.
+    Completions are without special tokens: texts for a text prompt, lists with one assistant message for chat messages.
+    For a conversation, a text is everything after the prompt, including the environment's answers; a list has the
+    model's turns. `completions_raw` are texts of everything after the prompt, with special tokens.
     """
     ids = [ints(sample.tokens) for sample in group.samples]
+    whole = [ints(completion) for completion in group.completions]
     solutions = [data.decode(tokens, True) for tokens in ids]
     completions: list[str | list[dict[str, Any]]]
     if isinstance(prompt.given, str):
-        completions = [data.decode(ints(completion), False) for completion in group.completions]
+        completions = [data.decode(tokens, True) for tokens in whole]
     elif group.conversations:
         completions = [
             [_assistant(data.decode(ints(turn.tokens), True)) for turn in conversation.turns]
@@ -88,7 +92,8 @@ def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
     else:
         completions = [[_assistant(text)] for text in solutions]
     columns = {name: [value] * len(ids) for name, value in prompt.columns.items()}
-    return RewardBatch([prompt.given] * len(ids), completions, ids, columns, solutions)
+    raw = [data.decode(tokens, False) for tokens in whole]
+    return RewardBatch([prompt.given] * len(ids), completions, ids, columns, solutions, raw)
 
 
 def add_environment_rewards(scores: Scores, group: WholeGroup, *, named: bool) -> Scores:
@@ -101,8 +106,8 @@ def add_environment_rewards(scores: Scores, group: WholeGroup, *, named: bool) -
 
 
 def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Data) -> list[dict[str, Any]]:
-    """Return the published fields of each sample; `prompt` is an int32 column."""
-    prompt_text = _without_middle(data.decode(ints(prompt), False))
+    """Return the published fields of each sample, texts without special tokens; `prompt` is an int32 column."""
+    prompt_text = _without_middle(data.decode(ints(prompt), True))
     rewards = scores.rewards or (None,) * len(group.samples)
     rows = []
     for i, (sample, completion, reward) in enumerate(zip(group.samples, group.completions, rewards, strict=True)):
@@ -113,7 +118,7 @@ def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Dat
                 "step": sample_id.step,
                 "is_eval": sample_id.is_eval,
                 "prompt": prompt_text,
-                "completion": _without_middle(data.decode(tokens, False)),
+                "completion": _without_middle(data.decode(tokens, True)),
                 "reward": reward,
                 **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
                 "reason": scores.reason,

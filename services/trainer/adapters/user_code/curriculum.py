@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rlboost.services.trainer.domain.curriculum import SkipFunction
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.user_code.errors import describe_error
 from rlboost.shared.user_code.functions import load_user_function
 
 _FIELD = "data.curriculum.function"
@@ -26,8 +27,9 @@ def load_skip_function(path: str, prompts: Sequence[Prompt]) -> SkipFunction:
         try:
             return bool(function(list(means), step, dict(prompts[row].columns)))
         except Exception as error:
+            given = {"prompt": prompts[row].given, **prompts[row].columns, "means": list(means)}
             raise ConfigError(
-                f"{_FIELD}: {path} raised {type(error).__name__}: {error} for prompt {row + 1} at step {step}"
+                f"{_FIELD}: for prompt {row + 1} at step {step}, {path} raised {describe_error(error, given)}"
             ) from error
 
     return skips

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from rlboost.services.trainer.domain.tokens import TokenLoss
+from torch import Tensor
+
+from rlboost.services.trainer.domain.tokens import TokenBatch, TokenLoss
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.user_code.errors import describe_error
 from rlboost.shared.user_code.functions import load_user_function
 
 
@@ -12,7 +16,16 @@ def load_loss(path: str) -> TokenLoss:
     """Return the loss function `module:function`.
 
     Raises:
-        ConfigError: it cannot be imported, is not a function, or does not take one micro-batch.
+        ConfigError: it cannot be imported, is not a function, or does not take one micro-batch. The returned function
+            raises it if the user's function raises.
 
     """
-    return cast("TokenLoss", load_user_function("algorithm.loss", path, ("batch",)))
+    function = load_user_function("algorithm.loss", path, ("batch",))
+
+    def loss(batch: TokenBatch) -> Tensor:
+        try:
+            return cast("Tensor", function(batch))
+        except Exception as error:
+            raise ConfigError(f"algorithm.loss: {path} raised {describe_error(error)}") from error
+
+    return loss

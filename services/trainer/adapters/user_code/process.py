@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.user_code.errors import MAX_CHARS
 from rlboost.shared.waiting import Waits
 
 IMPORT_LIMIT_S = 60.0
 _LENGTH_BYTES = 4
 _EXIT_LIMIT_S = 1.0
 """How long a process that has closed its output may take to exit by itself, with its own exit code."""
-_DETAIL_CHARS = 500
+_STACK_LIMIT_S = 0.2
+"""How long a process may take to write into its log where it hangs."""
 
 
 class UserProgram(NamedTuple):
@@ -54,9 +57,10 @@ class UserCodeFault(Exception):
 class UserCodeProcess:
     """One process, restarted when it has ended."""
 
-    def __init__(self, program: UserProgram) -> None:
-        """Prepare; `start` starts the process."""
+    def __init__(self, program: UserProgram, log: UserCodeLog | None = None) -> None:
+        """Prepare; `start` starts the process. Its output goes to `log`, or else to this process's standard error."""
         self._program = program
+        self._log = log
         self._process: Process | None = None
 
     async def start(self) -> bool:
@@ -75,6 +79,7 @@ class UserCodeProcess:
             *(sys.executable, "-m", module, argument),
             stdin=PIPE,
             stdout=PIPE,
+            stderr=None if self._log is None else self._log.open(),
             start_new_session=True,
             env=_environment(),
         )
@@ -128,18 +133,44 @@ class UserCodeProcess:
             async with asyncio.timeout(limit_s):
                 answer = await self._exchange(packed)
         except TimeoutError:
-            await self.kill()
-            raise UserCodeFault("timeout", f"no answer within {limit_s:g} s; its process was killed") from None
+            try:
+                where = await self._write_stack()
+            finally:
+                await self.kill()
+            raise UserCodeFault("timeout", f"no answer within {limit_s:g} s; its process was killed{where}") from None
         except (EOFError, OSError, ValueError, msgpack.UnpackException) as error:
             code = await self.kill(patience_s=_EXIT_LIMIT_S)
-            raise UserCodeFault("crashed", f"its process ended with code {code} ({type(error).__name__})") from error
+            detail = f"its process ended with code {code} ({type(error).__name__})"
+            raise UserCodeFault("crashed", detail + self._last_output()) from error
         except asyncio.CancelledError:
             # The next call would receive the answer of this one.
             await self.kill()
             raise
         if "raised" in answer:
-            raise UserCodeFault("raised", str(answer["raised"])[:_DETAIL_CHARS])
+            raise UserCodeFault("raised", str(answer["raised"])[:MAX_CHARS] + self._output_file())
         return answer
+
+    async def _write_stack(self) -> str:
+        """Have a process that hangs write its stack into its log; return the end of an error message that says so."""
+        if self._log is None or self._process is None:
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACK_LIMIT_S):
+                await self._process.wait()
+        self._log.drain()
+        return f"; where it was: {self._log.path}"
+
+    def _last_output(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.drain()
+        line = self._log.last_line()
+        return f"; its last output: {line}" + self._output_file() if line else ""
+
+    def _output_file(self) -> str:
+        return f"\noutput of user code: {self._log.path}" if self._log is not None and self._log.path.exists() else ""
 
     async def _exchange(self, request: bytes) -> dict[str, Any]:
         assert self._process is not None
