@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Refuse
@@ -54,14 +54,14 @@ class CompletionChunk:
     """The worker that generated the last of the tokens."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Waiter:
     """One group that a client waits for."""
 
     request: GroupRequested
     resumable: bool
     """True if the client may reconnect and continue."""
-    request_waiters: list[Waiter]
+    request_waiters: list[Waiter] = field(repr=False)
     """Those of all groups of the client's request, in the order of its prompts."""
     world: World
     open: dict[int, int]
