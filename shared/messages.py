@@ -5,7 +5,8 @@ Rules, each held by `tests/unit/test_messages.py` and the golden bytes in `tests
 - a message is a map `{"t": tag, field: value, ...}`; the tag names the class;
 - a field may be added with a default; no field is renamed, retyped or removed;
 - a reader ignores unknown fields, so an older service can read a newer message;
-- columns with one entry per token or sample are bytes (`shared.columns`), never lists.
+- columns with one entry per token or sample are bytes (`shared.columns`), never lists;
+- a value that no service sends, such as a negative count or an infinite rate, does not decode.
 
 Times are Unix seconds, durations seconds, sizes bytes.
 """
@@ -14,7 +15,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Strict
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+from rlboost.shared.message_fields import (
+    Attempt,
+    Column32,
+    Column64,
+    Count,
+    Finite,
+    PackedId,
+    Seconds,
+    Span,
+    Version,
+)
 
 Role = Literal["reserved", "preemptible"]
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
@@ -23,9 +36,6 @@ JobState = Literal["pending", "running", "paused", "completed", "failed", "cance
 InFlight = Literal["recompute", "keep", "finish"]
 """What happens to running samples at a weight update: they continue with the new weights, with their KV cache
 recomputed (`recompute`) or as it is (`keep`); or they finish with the old weights first (`finish`)."""
-
-Span = Annotated[tuple[str, int, int], Strict(False)]
-"""(worker, weight version, number of tokens) of consecutive tokens. msgpack decodes tuples as lists."""
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_RELEASED = 0, 1, 2, 3
 """Codes of `TokenFrame.finish`: the sample continues; it ended with a stop token; it ended at `max_tokens`; the worker
@@ -78,7 +88,7 @@ class JobCommand(Message):
     command_id: str
     action: Literal["create", "pause", "resume", "cancel"]
     job_id: str
-    job_no: int
+    job_no: Annotated[int, Field(ge=0, lt=1 << 16)]
     spec_json: str = ""
     """The resolved job file (`shared.job.spec.JobSpec`) as JSON; only with `create`."""
 
@@ -89,7 +99,7 @@ class JobReport(Message):
 
     job_id: str
     state: JobState
-    step: int
+    step: Count
     error: str = ""
     trainer: str = ""
     """Name of the trainer that runs the job; reserved workers that name it share their device with it."""
@@ -100,14 +110,14 @@ class StepReport(Message):
     """Trainer -> manager: one training step is complete and its weights are committed. Idempotent on (job, step)."""
 
     job_id: str
-    step: int
+    step: Count
     """The completed step, from 0; the next step is `step + 1`."""
     metrics: dict[str, float]
-    checkpointed_step: int = 0
+    checkpointed_step: Count = 0
     """Samples of earlier steps will not be requested again."""
-    wait_s: float = 0.0
+    wait_s: Seconds = 0.0
     """How long the trainer waited for samples while the device was its own."""
-    train_s: float = 0.0
+    train_s: Seconds = 0.0
     """How long the trainer trained."""
     warnings: list[str] = []
     """The warnings about the job's learning that hold after this step, one line each."""
@@ -118,7 +128,7 @@ class Event(Message):
     """Any service -> users: an event of a job. Best effort; no decision depends on it."""
 
     kind: str
-    at: float
+    at: Finite
     source: str
     fields: dict[str, Any] = {}
 
@@ -129,9 +139,9 @@ class Event(Message):
 class Sampling(Message):
     """Sampling parameters. The returned `logprobs` are of exactly this distribution."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 256
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
     stop_token_ids: Annotated[tuple[int, ...], Strict(False)] = ()
 
 
@@ -140,18 +150,18 @@ class GroupRequested(Message):
     """Trainer or REST -> manager: generate `n` completions of one prompt. Idempotent on `group`."""
 
     job_id: str
-    group: int
+    group: PackedId
     """Packed id of the group's sample 0 (`shared.ids.SampleId`); sample i is `group + i`."""
-    n: int
-    prompt: bytes
+    n: Annotated[int, Field(ge=1, le=256)]
+    prompt: Column32
     """int32 column of prompt token ids."""
     sampling: Sampling
-    version: int
+    version: Version
     """The weight version that trains on it, which is the newest one that may generate it."""
     seed: int
-    max_staleness: int = 0
+    max_staleness: Count = 0
     """Versions down to `version - max_staleness` may generate it."""
-    expires_at: float = 0.0
+    expires_at: Seconds = 0.0
     """When a client's request expires; any version may generate it. 0: the trainer's request."""
     preferred_worker: str = ""
     """A worker that may have the prompt's prefix in its cache, and gets the samples if it has capacity."""
@@ -176,11 +186,11 @@ class Placed(Message):
     """
 
     worker: str
-    samples: bytes
+    samples: Column64
     """uint64 column."""
-    attempts: bytes
+    attempts: Column32
     """uint32 column: the attempt that starts with this placement, from 1."""
-    offsets: bytes
+    offsets: Column32
     """uint32 column: the number of tokens in the ledger, which the assignment contains."""
 
 
@@ -221,8 +231,8 @@ class SampleFailed(Message):
     """
 
     worker: str
-    sample: int
-    attempt: int
+    sample: PackedId
+    attempt: Attempt
     reason: str
 
 
@@ -233,7 +243,7 @@ class Closed(Message):
     Written in the same transaction as the delivery.
     """
 
-    samples: bytes
+    samples: Column64
     """uint64 column."""
 
 
@@ -243,15 +253,15 @@ class Restated(Message):
 
     request: GroupRequested
     """The group's request with `n` as in the original."""
-    sample: int
-    attempt: int
+    sample: PackedId
+    attempt: Attempt
     worker: str
     """Its current owner; empty while it is queued."""
-    tokens: bytes
-    logprobs: bytes
+    tokens: Column32
+    logprobs: Column32
     spans: list[Span]
     """(worker, weight version, number of tokens), in order."""
-    failures: int = 0
+    failures: Count = 0
     failed_on: list[str] = []
     """Names of the workers on which it failed."""
 
@@ -262,11 +272,11 @@ class Restated(Message):
 class Assignment(Message):
     """One sample to generate, from its prompt or from where an earlier worker stopped."""
 
-    sample: int
-    attempt: int
-    prompt: bytes
+    sample: PackedId
+    attempt: Attempt
+    prompt: Column32
     """int32 column."""
-    tokens: bytes
+    tokens: Column32
     """int32 column: the completion tokens so far; their number is the offset of the worker's first new token."""
     sampling: Sampling
     seed: int
@@ -277,7 +287,7 @@ class Assign(Message):
     """Manager -> worker: generate these, with this weight version."""
 
     job_id: str
-    version: int
+    version: Version
     samples: list[Assignment]
 
 
@@ -285,9 +295,9 @@ class Assign(Message):
 class Revoke(Message):
     """Manager -> worker: stop and discard these samples; later frames of them do not count."""
 
-    samples: bytes
+    samples: Column64
     """uint64 column."""
-    attempts: bytes
+    attempts: Column32
     """uint32 column."""
 
 
@@ -298,9 +308,9 @@ class Release(Message):
     They continue on another worker without regenerated tokens. Samples that are not held in this attempt are ignored.
     """
 
-    samples: bytes
+    samples: Column64
     """uint64 column."""
-    attempts: bytes
+    attempts: Column32
     """uint32 column."""
 
 
@@ -309,7 +319,7 @@ class UseVersion(Message):
     """Manager -> worker: pull this version of this job's weights, verify, load, serve. Ordered before its `Assign`s."""
 
     job_id: str
-    version: int
+    version: Version
     in_flight: InFlight = "recompute"
 
 
@@ -317,14 +327,14 @@ class UseVersion(Message):
 class Suspend(Message):
     """Manager -> reserved worker: the trainer needs the device. Stop all samples, flush, report `suspended`."""
 
-    step: int
+    step: Count
 
 
 @message
 class Resume(Message):
     """Manager -> reserved worker: generate again."""
 
-    step: int
+    step: Count
 
 
 @message
@@ -352,15 +362,15 @@ class WorkerJoined(Message):
     role: Role
     kind: str
     """The kind of machine and engine; throughput profiles are per kind."""
-    slots: int
+    slots: Annotated[int, Field(ge=1, lt=1 << 31)]
     """The most samples that the engine runs at once."""
     host: str
     pid: int
-    price_per_hour: float
-    at: float
+    price_per_hour: Finite
+    at: Finite
     trainer: str = ""
     """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
-    kv_tokens: int = 0
+    kv_tokens: Count = 0
     """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
 
 
@@ -371,22 +381,22 @@ class WorkerHeartbeat(Message):
     worker: str
     state: WorkerState
     job_id: str
-    version: int
+    version: Version
     """The version that the engine has loaded; -1 before the first."""
-    running: int
-    pending: int
-    tokens_per_s: float
-    at: float
-    resident_bytes: int = 0
+    running: Count
+    pending: Count
+    tokens_per_s: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+    at: Finite
+    resident_bytes: Count = 0
     """Resident memory of the process; 0 if unknown."""
-    device_used_bytes: int = 0
+    device_used_bytes: Count = 0
     """Memory in use on the engine's device, by all processes; 0 if the engine has no device."""
-    device_total_bytes: int = 0
-    kv_tokens: int = 0
+    device_total_bytes: Count = 0
+    kv_tokens: Count = 0
     """How many tokens, prompts included, its engine's KV cache holds at once; 0 where it does not say."""
-    kv_block_tokens: int = 0
+    kv_block_tokens: Count = 0
     """Size of the KV-cache blocks that samples with a common prefix share; 0 where the engine shares none."""
-    max_request_tokens: int = 0
+    max_request_tokens: Count = 0
     """Longest sample, prompt and `max_tokens` together, that the engine accepts; 0 where it accepts any."""
 
 
@@ -395,9 +405,9 @@ class PreemptionNotice(Message):
     """Worker -> manager: the machine is preempted in `lead_s` seconds; the worker drains."""
 
     worker: str
-    lead_s: float
+    lead_s: Finite
     reason: str
-    at: float
+    at: Finite
 
 
 @message
@@ -406,8 +416,8 @@ class WorkerLeft(Message):
 
     worker: str
     reason: str
-    at: float
-    running_at_failure: bytes = b""
+    at: Finite
+    running_at_failure: Column64 = b""
     """uint64 column: samples that the engine ran when it died or hung; empty otherwise."""
 
 
@@ -418,15 +428,15 @@ class WorkerLeft(Message):
 class SampleFinished(Message):
     """Manager -> trainer: one complete sample. Exactly once on `sample`."""
 
-    sample: int
-    tokens: bytes
+    sample: PackedId
+    tokens: Column32
     """int32 column: the completion, with its stop token when there is one."""
-    logprobs: bytes
+    logprobs: Column32
     """float32 column."""
     finish: FinishReason
     spans: list[Span]
     """(worker, weight version, number of tokens), in order; the numbers add up to the length."""
-    attempts: int
+    attempts: Attempt
     group_done: bool
     """True on the last sample of its group to be delivered."""
 
@@ -435,7 +445,7 @@ class SampleFinished(Message):
 class SampleDropped(Message):
     """Manager -> trainer: this sample was dropped. Exactly once on `sample`, instead of `SampleFinished`."""
 
-    sample: int
+    sample: PackedId
     reason: str
     group_done: bool
 
@@ -444,7 +454,7 @@ class SampleDropped(Message):
 class GroupOpened(Message):
     """Trainer -> its successor: how an environment opened a group's conversations. The first record counts."""
 
-    group: int
+    group: PackedId
     prompt_digest: bytes
     """Digest of the samples' prompts; a successor with other prompts cannot use the generated samples."""
     reason: str = ""
@@ -459,9 +469,9 @@ class TurnAnswered(Message):
     Written in one transaction with the request of the next turn, if there is one.
     """
 
-    sample: int
+    sample: PackedId
     """Of the turn."""
-    tokens: bytes = b""
+    tokens: Column32 = b""
     """int32 column: what follows the turn in the next prompt; empty after the last turn."""
     reward: float = 0.0
     over: Literal["", "done", "cut"] = ""
@@ -475,8 +485,8 @@ class TurnAnswered(Message):
 class SeedingEnded(Message):
     """Manager -> trainer: the reserved engines are suspended; the trainer may use the device for this step."""
 
-    step: int
-    window_s: float
+    step: Count
+    window_s: Seconds
     reason: Literal["window", "finished", "no_reserved"]
 
 
@@ -484,7 +494,7 @@ class SeedingEnded(Message):
 class SeedingReopened(Message):
     """Manager -> trainer: no other worker is left; the reserved engines resume, so start no new micro-batch."""
 
-    step: int
+    step: Count
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -495,10 +505,10 @@ class WeightsCommitted(Message):
     """Weight store -> all: this version is complete and verified."""
 
     job_id: str
-    version: int
+    version: Version
     manifest_digest: str
-    n_bytes: int
-    at: float
+    n_bytes: Count
+    at: Finite
 
 
 # --- dead letters -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +16,9 @@ from rlboost.commands.common import EXIT_CONFIG
 
 if TYPE_CHECKING:
     from rlboost.jobs.check import Found
+
+_SLOW_S = 1.0
+"""A part of the check that takes longer is shown."""
 
 NoCheckOption = Annotated[
     bool, typer.Option("--no-check", help="Check the job file's fields only, not the files and functions it names.")
@@ -28,13 +34,14 @@ def require_sound(job_file: str, job: dict[str, Any], state: Path) -> None:
         typer.Exit: the job has a problem.
 
     """
-    from rlboost.jobs.check import Found, check_job  # noqa: PLC0415 - keeps --help quick
+    from rlboost.jobs.check import check_job  # noqa: PLC0415 - keeps --help quick
     from rlboost.jobs.user_code_check import MissingHere  # noqa: PLC0415 - likewise
 
-    found = check_job(job)
+    with progress() as on_part:
+        found = check_job(job, on_part)
     if not _is_trained_here(state):
         missing = [problem for problem in found.problems if isinstance(problem, MissingHere)]
-        found = Found([problem for problem in found.problems if problem not in missing], [], found.advice)
+        found = found._replace(problems=[one for one in found.problems if one not in missing], warnings=[])
         for problem in missing:
             typer.echo(f"rlboost: {job_file}: warning: {problem}", err=True)
         _print_searched_folder(job_file, missing)
@@ -50,6 +57,8 @@ def print_findings(job_file: str, found: Found) -> None:
     """
     for problem in found.problems:
         typer.echo(f"rlboost: {job_file}: {problem}", err=True)
+    for notice in found.notices:
+        typer.echo(f"rlboost: {job_file}: note: {notice}", err=True)
     for warning in found.warnings:
         typer.echo(f"rlboost: {job_file}: warning: {warning} (matters only if this machine trains the job)", err=True)
     for advice in found.advice:
@@ -70,6 +79,27 @@ def _print_searched_folder(job_file: str, problems: Sequence[str]) -> None:
             f"{folder}: if they are there, run 'cd {folder}' first, and start the system there",
             err=True,
         )
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that announces the next part of the check; a slow part is shown on a terminal."""
+    timer: threading.Timer | None = None
+
+    def on_part(text: str) -> None:
+        nonlocal timer
+        if timer is not None:
+            timer.cancel()
+        if sys.stderr.isatty():
+            timer = threading.Timer(_SLOW_S, typer.echo, [f"checking the job: {text} ..."], {"err": True})
+            timer.daemon = True
+            timer.start()
+
+    try:
+        yield on_part
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def _is_trained_here(state: Path) -> bool:

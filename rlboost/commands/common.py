@@ -96,7 +96,7 @@ def endpoint(state: Path) -> tuple[str, str]:
     if url and (config is None or config.url != url):
         raise ConfigError(f"RLBOOST_URL is {url}, but its token is not known: set RLBOOST_TOKEN")
     if config is None:
-        why = "is still starting" if folder.running() else "does not run"
+        why = "is still starting" if folder.running() else folder.end() or "does not run"
         start = command("up", state)
         raise ConfigError(
             f"the system in {state} {why}: start one with '{start}', or set RLBOOST_URL and RLBOOST_TOKEN"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands.checking import print_findings
+from rlboost.commands.checking import print_findings, progress
 from rlboost.commands.common import JsonOption, new_app, print_json
 
 app = new_app("Job files.")
@@ -30,9 +30,10 @@ def check(
     """
     from rlboost.jobs import check as jobcheck  # noqa: PLC0415 - only this command needs it
 
-    found = jobcheck.check(job_file, overrides or [])
+    with progress() as on_part:
+        found = jobcheck.check(job_file, overrides or [], on_part)
     if as_json:
-        print_json({"ok": not found.problems, "problems": found.problems, "warnings": [*found.warnings, *found.advice]})
+        print_json({"ok": not found.problems, **found._asdict()})
     print_findings(str(job_file), found)
     if not as_json:
         typer.echo(f"{job_file}: no problem found")

@@ -61,7 +61,11 @@ def _print_processes(processes: list[dict[str, Any]]) -> None:
 
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:
     rows = [
-        (job["id"], job["state"], f"{job['step']}/{job['steps']}", job["created_at"], job["error"] or "")
+        (job["id"], job["state"], f"{job['step']}/{job['steps']}", job["created_at"], job["error"] or _wait_of(job))
         for job in jobs
     ]
-    print_table("jobs", ("id", "state", "step", "created", "error"), rows)
+    print_table("jobs", ("id", "state", "step", "created", "note"), rows)
+
+
+def _wait_of(job: dict[str, Any]) -> str:
+    return f"waiting for {job['waiting']['for']}" if job.get("waiting") else ""

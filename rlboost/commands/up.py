@@ -70,6 +70,8 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     require_engine(engine)
     options = LocalOptions(state, reserved, workers, engine.value, port, standby=standby, trainers=trainers)
     schedule = _schedule(chaos, options) if chaos else []
+    if not as_json:
+        _warn_of_fleet(reserved, workers)
     if detach:
         _up_in_background(options, chaos, as_json=as_json)
     else:
@@ -112,6 +114,13 @@ def require_engine(engine: Engine) -> None:
             "--engine vllm needs vllm: 'make install-vllm' on a machine without a GPU, "
             "pip install 'rlboost[vllm]' on one with"
         )
+
+
+def _warn_of_fleet(reserved: int, workers: int) -> None:
+    if reserved == workers == 0:
+        typer.echo("rlboost: warning: no workers: jobs wait until one joins ('rlboost worker join')", err=True)
+    elif reserved == 0:
+        typer.echo("rlboost: warning: no reserved worker: jobs wait whenever no preemptible worker is there", err=True)
 
 
 def _schedule(file: Path, options: LocalOptions) -> list[ChaosEvent]:

@@ -62,7 +62,8 @@ def drain(
     folder = StateDir(state)
     with connect(state) as client:
         config = folder.config() if folder.running() else None
-        worker_id = _named(worker, client.workers.list())
+        workers = client.workers.list()
+        worker_id = _named(worker, workers)
         process = _name(worker_id) if config and config.url == client.url else None
         if process:
             folder.set_drained(process, True)  # before it can exit
@@ -76,6 +77,22 @@ def drain(
         print_json(answer)
     else:
         typer.echo(f"{worker_id} hands off what it holds and leaves")
+    if warning := _drain_warning(worker_id, workers):
+        typer.echo(f"rlboost: warning: {warning}", err=True)
+
+
+def _drain_warning(worker_id: str, workers: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the fleet lacks without a worker, empty if nothing; `workers` are those before it is drained."""
+    roles = {w["id"]: w.get("role") for w in workers if w["state"] not in _GONE | {"draining"}}
+    role = roles.pop(worker_id, None)
+    if not roles:
+        return f"{worker_id} was the last worker: jobs wait until another joins ('rlboost worker join')"
+    if role == "reserved" and "reserved" not in roles.values():
+        return (
+            f"{worker_id} was the last reserved worker: jobs now wait whenever no preemptible worker is there; "
+            "'rlboost worker join --role reserved' adds one, and a restart of the local system brings it back"
+        )
+    return ""
 
 
 @app.command()

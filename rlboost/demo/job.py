@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlboost import examples
+from rlboost.examples import countdown as countdown_example
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import spec as job_spec
 
@@ -28,15 +28,16 @@ def countdown(steps: int | None, seed: int) -> tuple[dict[str, Any], float | Non
         ConfigError: the example's files are missing.
 
     """
-    root = Path(str(examples.__file__)).parents[1]
-    file = root / "examples/countdown/job.yaml"
+    folder = Path(str(countdown_example.__file__)).parent
+    file = folder / "job.yaml"
     if not file.exists():
-        raise ConfigError(f"{file} is missing: the demo runs from a checkout, installed with 'pip install -e'")
+        raise ConfigError(f"{file} is missing: install rlboost again")
     raw = job_spec.load(str(file))
     full: int = raw["steps"]
-    raw["model"] = str(root / raw["model"])
+    # The job file names paths in a checkout; installed, the example is elsewhere.
+    raw["model"] = str(folder / Path(raw["model"]).name)
     for part in ("train", "eval"):
-        raw["data"][part] = str(root / raw["data"][part])
+        raw["data"][part] = str(folder / Path(raw["data"][part]).name)
     raw["steps"] = steps or full
     # A short run is a prefix of the full run, including its learning-rate schedule.
     raw["optimizer"]["decay"] *= min(1.0, raw["steps"] / full)

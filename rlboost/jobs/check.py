@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rlboost.jobs.learning_rates import lr_advice
 from rlboost.jobs.model_check import code_problems, data_problem, missing_libraries, model_problems, n_parameters
+from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.shared.data.examples import example_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
@@ -18,8 +18,6 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import DataSpec, Rows, SftDataSpec
 from rlboost.shared.job.spec import InvalidJob, JobSpec, load, parse
 from rlboost.shared.job.training import TrainerSpec
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 _REWARD_SCRIPT = """
 import json, sys
@@ -52,20 +50,31 @@ class Found(NamedTuple):
     """About this machine, which may not be the one that trains the job."""
     advice: Sequence[str] = ()
     """Warnings about the job itself."""
+    notices: Sequence[str] = ()
+    """How an ambiguous value was understood."""
 
 
-def check(file: Path, overrides: list[str]) -> Found:
+def _ignore(_: str) -> None:
+    pass
+
+
+def check(file: Path, overrides: list[str], on_part: Callable[[str], None] = _ignore) -> Found:
     """Return all problems of a job file; see `check_job`.
 
     Raises:
         ConfigError: the file cannot be read or parsed at all.
 
     """
-    return check_job(load(str(file), overrides))
+    on_part(f"reading {file}")
+    return check_job(load(str(file), overrides), on_part)
 
 
-def check_job(raw: object) -> Found:
+def check_job(raw: object, on_part: Callable[[str], None] = _ignore) -> Found:
     """Return all problems of the job that a mapping describes; paths are relative to the current folder.
+
+    Args:
+        raw: the mapping.
+        on_part: called before each part that may take seconds, with what it does.
 
     Raises:
         ConfigError: it is not a mapping.
@@ -76,8 +85,10 @@ def check_job(raw: object) -> Found:
     except InvalidJob as error:
         return Found(error.problems, [])
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
+    on_part("reading the data")
     found += [_data(spec, rows) for rows in spec.data.rows if spec.kind != "sft" or rows.field == "data.train"]
     # Only the trainer can check a reward service.
+    on_part("importing the functions that it names")
     functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
     found += [
         complaint("reward.function", function, _REWARD_SCRIPT, part.model_dump_json()) for part, function in functions
@@ -88,18 +99,32 @@ def check_job(raw: object) -> Found:
     model_is_here = found[0] is None and Path(spec.model).expanduser().is_dir()
     found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec)]
     if model_is_here and not any(found):
+        on_part("loading the tokenizer, then tokenizing the prompts")
         found.append(data_problem(spec))
     # None for a Hugging Face id; a folder that is missing here may hold a model of any size.
     advice = "" if found[0] else lr_advice(spec, n_parameters(spec) if model_is_here else None)
-    return Found([problem for problem in found if problem], missing_libraries(spec), [advice] if advice else [])
+    return Found(
+        [problem for problem in found if problem],
+        missing_libraries(spec),
+        [advice] if advice else [],
+        _notices(spec.model),
+    )
+
+
+def _notices(model: str) -> list[str]:
+    if Path(model).expanduser().exists() or not is_hub_id(model):
+        return []
+    return [f"model: {model} is not a folder here: it is taken for a Hugging Face id"]
 
 
 def _model(model: str) -> str | None:
     folder = Path(model).expanduser()
     if not folder.exists():
-        if _HUB_ID.fullmatch(model) and not folder.parent.exists():
-            return None  # a Hugging Face id: only the trainer can check it
-        return MissingHere(f"model: there is no folder {model}: name a Hugging Face model directory")
+        if is_hub_id(model):
+            return None  # only the trainer can check it
+        return MissingHere(
+            f"model: there is no folder {model}: name a Hugging Face model directory or id ({nearest(model)})"
+        )
     if not (folder / "config.json").is_file():
         return f"model: {model} has no config.json: it is not a Hugging Face model directory"
     if not any(folder.glob("*.safetensors")):

@@ -10,6 +10,7 @@ async with LocalCluster(LocalOptions(workers=3)) as cluster:
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import shutil
@@ -26,7 +27,7 @@ from rlboost.local.ports import Ports
 from rlboost.local.processes import STARTING_ORDER, LocalOptions, Site, SpecOf, cache_dir, roster, spec_of
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError, Fatal, RLBoostError
 
 _GRACE_S = 12.0
 """A worker may take 10 s to hand off after a stop (invariant 7)."""
@@ -45,6 +46,7 @@ class LocalCluster:
     Raises:
         ConfigError: on entering: a system already runs in the folder, a port is in use, Redis is not installed.
         StartFailed: on entering: a process did not become ready.
+        Fatal: on entering or leaving: the disk is full, or a limit of this machine is reached.
 
     """
 
@@ -68,6 +70,7 @@ class LocalCluster:
         try:
             async with AsyncExitStack() as stack:
                 stack.enter_context(self.state.owned())
+                stack.push(self._record_end)
                 self._ports = stack.enter_context(Ports(self.state.ports()))
                 self._site = self._survey()
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -79,7 +82,9 @@ class LocalCluster:
                 self.state.write_config(self.config)
                 self._stack = stack.pop_all()
         except BaseExceptionGroup as group:
-            raise _first(group) from group
+            raise self._translated(_first(group)) from group
+        except OSError as error:
+            raise self._translated(error) from error
         return self
 
     async def __aexit__(
@@ -89,9 +94,21 @@ class LocalCluster:
         try:
             await self._stack.__aexit__(kind, error, at)
         except BaseExceptionGroup as group:
+            if isinstance(_first(group), OSError):
+                raise self._translated(_first(group)) from group
             if group.exceptions != (error,):
                 raise
         return False  # the body's own error reaches the caller unwrapped, not in a group
+
+    def _record_end(self, _kind: object, error: BaseException | None, _at: object) -> None:
+        self.state.write_end(_reason(error))
+
+    def _translated(self, error: BaseException) -> BaseException:
+        """Return a failure of the disk or of a limit of this machine as a `Fatal`, other errors as they are."""
+        if not isinstance(error, OSError):
+            return error
+        advice = ": free some space" if error.errno in {errno.ENOSPC, errno.EDQUOT} else ""
+        return Fatal(f"the system in {self.options.state_dir} ended: {_reason(error)}{advice}")
 
     def _survey(self) -> Site:
         redis_port = self._ports.of("redis", self.options.redis_port)
@@ -194,6 +211,18 @@ def _check_folder(cwd: Path) -> None:
         raise ConfigError(
             f"the package {theirs.parent} would shadow the installed rlboost: rename it, or start from another folder"
         )
+
+
+def _reason(error: BaseException | None) -> str:
+    """Return why a system ended, in one line; empty for a normal stop."""
+    if isinstance(error, BaseExceptionGroup):
+        return _reason(_first(error))
+    if error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        return ""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    text = str(error) if isinstance(error, RLBoostError) else f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0]
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

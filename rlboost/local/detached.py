@@ -53,16 +53,20 @@ def start(state: StateDir, arguments: Sequence[str]) -> Config:
     finally:
         process.stdout.close()
     if not line:
-        text = _complaint(log, before)
+        text = _complaint(state, log, before)
         raise ConfigError(text) if process.wait() == EXIT_CONFIG else Fatal(text)
     return Config(**json.loads(line), pid=process.pid)
 
 
-def _complaint(log: Path, before: int) -> str:
+def _complaint(state: StateDir, log: Path, before: int) -> str:
     with log.open("rb") as written:
         written.seek(before)
         text = written.read().decode(errors="replace")
-    return text.rpartition("rlboost: ")[2].strip() or f"the supervisor died: see {log}"
+    if complaint := text.rpartition("rlboost: ")[2].strip():
+        return complaint
+    # A full disk keeps the supervisor from writing its log.
+    end = state.end()
+    return f"the system in {state.path} {end}" if end and end.reason else f"the supervisor died: see {log}"
 
 
 def stop(state: StateDir) -> bool:

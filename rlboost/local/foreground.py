@@ -26,6 +26,7 @@ def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Calla
     Raises:
         ConfigError: see `LocalCluster`.
         StartFailed: see `LocalCluster`.
+        Fatal: see `LocalCluster`.
 
     """
     ready = False

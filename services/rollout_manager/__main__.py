@@ -12,6 +12,7 @@ from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.openai.errors import openai_error_format
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http import server
@@ -23,6 +24,8 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the manager until the stop."""
     sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")
+    # Clients have connections of their own: however many there are, the manager's loop gets one.
+    clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
     record = manager_record(host, port, socket.gethostname(), config.public_url)
     manager = Manager(
@@ -33,10 +36,12 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         leader_lease_s=config.leader_lease_s,
     )
     WorldCollector(manager).register()
-    app = build(manager, bus, config, extensions=[partial(add_openai_routes, load_model_files=load_model_files)])
+    routes = partial(add_openai_routes, load_model_files=load_model_files)
+    app = build(manager, clients_bus, config, extensions=[routes], error_format_besides=openai_error_format)
     try:
         await supervise({"manage": manager.run, "http": server.server_loop(app, sock)}, stop)
     finally:
+        await clients_bus.close()
         await bus.close()
 
 

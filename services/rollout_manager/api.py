@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.routing import APIRoute
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
+from rlboost.services.rollout_manager.event_followers import EventFollowers
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
@@ -24,7 +26,7 @@ from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, Op, position
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, StoreUnavailable
 from rlboost.shared.http.guard import guarded_router
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.server import create_app
+from rlboost.shared.http.server import ErrorFormat, create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
@@ -32,7 +34,6 @@ from rlboost.shared.messages import Drain, Event, JobCommand, JobState
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
 COMMANDS_MAX_LEN = 100_000
-STREAM_BLOCK_S = 1.0
 IDEMPOTENCY_TTL_S = 24 * 3600.0
 IDEMPOTENCY_KEY_CHARACTERS = 255
 
@@ -46,17 +47,35 @@ Extension = Callable[[APIRouter, Manager, Bus, Settings], None]
 """Adds routes to the API."""
 
 
-def build(manager: Manager, bus: Bus, settings: Settings, extensions: Iterable[Extension] = ()) -> FastAPI:
-    """Return the manager's HTTP app, with the routes of `extensions` under `/v1`."""
+def build(
+    manager: Manager,
+    bus: Bus,
+    settings: Settings,
+    extensions: Iterable[Extension] = (),
+    error_format_besides: Callable[[Collection[str]], ErrorFormat] | None = None,
+) -> FastAPI:
+    """Return the manager's HTTP app.
+
+    Args:
+        manager: answers requests while it leads.
+        bus: the broker.
+        settings: the manager's.
+        extensions: add routes under `/v1`.
+        error_format_besides: takes the first parts of this module's paths under `/v1`; returns the format of the errors
+            of all other routes.
+
+    """
     token = settings.token.get_secret_value()
-    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager))
     router = guarded_router(token, prefix="/v1", dependencies=[Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
     _add_fleet(router, manager, settings)
     _add_weights(router, manager, bus, settings)
+    own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
         add_routes(router, manager, bus, settings)
+    error_format = error_format_besides(own_paths) if error_format_besides else None
+    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager), error_format=error_format)
     app.include_router(router)
     return app
 
@@ -225,6 +244,8 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
+    followers = EventFollowers(bus)
+
     @router.get("/jobs/{job_id}/audit", tags=["history"])
     async def audit(job_id: str) -> dict[str, Any]:
         """Account for every sample and token of the job."""
@@ -261,8 +282,10 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         """Stream the job's events until it has ended; with `follow=0` only those that are there."""
         _known(manager, job_id)
         cursor = _checked_id(last_event_id or START)
+        followers.check_limit()
         # Look the job up each time: a recovery replaces the world.
-        events = _tail(bus, request, job_id, cursor, lambda: not follow or _known(manager, job_id).ended)
+        stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
+        events = followers.follow(stream, cursor, is_over, request.is_disconnected)
         return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
 
     @router.get("/jobs/{job_id}/samples", tags=["history"])
@@ -277,7 +300,9 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
         """Stream the job's events as text; with `follow`, until the job ends."""
         _known(manager, job_id)
-        events = _tail(bus, request, job_id, START, lambda: not follow or _known(manager, job_id).ended)
+        followers.check_limit()
+        stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
+        events = followers.follow(stream, START, is_over, request.is_disconnected)
         return StreamingResponse(_log_lines(events), media_type="text/plain; charset=utf-8")
 
 
@@ -287,22 +312,6 @@ def _checked_id(event_id: str) -> str:
     except ValueError as error:
         raise Problem(400, "Bad Last-Event-ID", f"{event_id!r} is not the id of an event: leave it out") from error
     return event_id
-
-
-async def _tail(
-    bus: Bus, request: Request, job_id: str, cursor: str, is_over: Callable[[], bool]
-) -> AsyncIterator[Entry | None]:
-    """Yield a job's events after the cursor, and None when there is no new one, until `is_over` and all are read."""
-    while not await request.is_disconnected():
-        over = is_over()
-        entries = await bus.read({names.job_events(job_id): cursor}, block_s=0 if over else STREAM_BLOCK_S)
-        for entry in entries:
-            cursor = entry.id
-            yield entry
-        if not entries and over:
-            return
-        if not entries:
-            yield None
 
 
 async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:

@@ -19,14 +19,13 @@ import structlog
 
 from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
 from rlboost.services.rollout_manager.completion_waiters import CompletionWaiters
-from rlboost.services.rollout_manager.domain import effects
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
 from rlboost.services.rollout_manager.domain.compaction import compact, forget_ended
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.entry_batches import apply_in_batches
+from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches
 from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
-from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, recover
+from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, dead_letter, recover
 from rlboost.shared import names
 from rlboost.shared.bus import START, Bus, Entry, Op, Trim, after
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
@@ -81,6 +80,7 @@ class Manager:
         self._closed_streams: list[str] = []
         """Streams whose stored cursors are to be deleted."""
         self._trimmed_at = 0.0
+        self._poison = PoisonEntries()
         self._trims: list[Op] = []
         """Trims of what stored cursors and restated records have made superfluous; done at the next turn."""
 
@@ -136,7 +136,7 @@ class Manager:
             if self._cursors:
                 self._step_down("another manager became the leader during an outage")
             return False
-        recovered = await recover(self._bus, self._lease_s, self._now(), self._keep_lease)
+        recovered = await recover(self._bus, self._lease_s, self._now(), self._poison, self._keep_lease)
         self.world, self._cursors = recovered.world, recovered.cursors
         self._audit_texts.clear()
         self._trims.clear()
@@ -186,7 +186,13 @@ class Manager:
         """Read new entries, waiting up to `block_s` for the first one; decide; write."""
         entries = await self._bus.read(self._cursors, count=BATCH, block_s=block_s)
         now = self._now()
-        self._take(entries, now)
+        try:
+            self._take(entries, now)
+        except PoisonFound as found:
+            # Nothing of this turn was written: a rebuilt world applies the same entries, without the one that failed.
+            log.warning("world_rebuilt", reason=str(found))
+            await self.try_lead()
+            return
         suspects = self.world.fleet.suspects(now.mono)
         leases = await self._bus.lease_values([names.worker_lease(worker) for worker in suspects])
         dead = [worker for worker, lease in zip(suspects, leases, strict=True) if lease is None]
@@ -206,13 +212,13 @@ class Manager:
     def _take(self, entries: list[Entry], now: Now) -> None:
         world = self.world
         self._cursors.update((entry.stream, entry.id) for entry in entries)
-        for entry, error in apply_in_batches(
+        invalid = apply_in_batches(
             sorted(entries, key=_apply_order),
             lambda frames: apply_frames(world, frames),
             lambda entry: apply_message(world, entry.message, entry.id, now),
-        ):
-            log.warning("dead_lettered", stream=entry.stream, entry=entry.id, reason=str(error))
-            world.outbox.add(effects.DeadLetterEntry(entry.stream, entry.id, entry.message, str(error)))
+            self._poison,
+        )
+        dead_letter(world, invalid)
 
     async def _trim(self) -> None:
         # In a transaction of its own, before any write: Redis accepts it when its memory is full.

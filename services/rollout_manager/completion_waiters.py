@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Refuse
@@ -56,15 +56,18 @@ class CompletionChunk:
 
 @dataclass(slots=True)
 class Waiter:
-    """One client that waits for one group."""
+    """One group that a client waits for."""
 
     request: GroupRequested
     resumable: bool
     """True if the client may reconnect and continue."""
+    request_waiters: list[Waiter]
+    """Those of all groups of the client's request, in the order of its prompts."""
     world: World
     open: dict[int, int]
     """Member whose end the client has not received -> number of its tokens that the client has received."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event
+    """Shared by the waiters of the client's request."""
     admitted: bool = False
     progress: int = -1
     error: Exception | None = None
@@ -88,27 +91,34 @@ class CompletionWaiters:
         """Return the number of samples that clients wait for."""
         return sum(len(waiter.open) for waiter in self._waiters.values())
 
-    def register(self, request: GroupRequested, world: World, *, resumable: bool) -> Waiter:
-        """Wait for a group that is requested next, or that was requested before; replaces an earlier waiter."""
-        if previous := self._waiters.pop(request.group, None):
-            previous.error = CompletionUnavailable("the same request was sent again, which receives the response")
-            previous.changed.set()
-        waiter = Waiter(request, resumable, world, dict.fromkeys(range(request.n), 0))
-        self._waiters[request.group] = waiter
-        self.clients.attended.add(request.group)
-        self.clients.gone.discard(request.group)
-        return waiter
+    def register(self, groups: Sequence[GroupRequested], world: World, *, resumable: bool) -> list[Waiter]:
+        """Wait for groups that are requested next, or were requested before; replaces earlier waiters."""
+        waiters: list[Waiter] = []
+        changed = asyncio.Event()
+        for request in groups:
+            if previous := self._waiters.pop(request.group, None):
+                previous.error = CompletionUnavailable("the same request was sent again, which receives the response")
+                previous.changed.set()
+            waiter = Waiter(request, resumable, waiters, world, dict.fromkeys(range(request.n), 0), changed)
+            waiters.append(waiter)
+            self._waiters[request.group] = waiter
+            self.clients.attended.add(request.group)
+            self.clients.gone.discard(request.group)
+        return waiters
 
     def complete(self, waiter: Waiter, member: int) -> None:
         """Record that the client has received all it needs of a member."""
         del waiter.open[member]
         if not waiter.resumable:
             self.clients.satisfied.add(waiter.request.group + member)
-        elif not waiter.open:  # a client that reconnects needs all members, so they end together
-            self.clients.satisfied.update(waiter.request.group + i for i in range(waiter.request.n))
+        elif not any(
+            one.open for one in waiter.request_waiters
+        ):  # a client that reconnects needs all: end all together
+            groups = [one.request for one in waiter.request_waiters]
+            self.clients.satisfied.update(group.group + i for group in groups for i in range(group.n))
 
     def unregister(self, waiter: Waiter) -> None:
-        """Remove a client; samples that it has not received are dropped unless it may reconnect."""
+        """Remove a waiter; samples that the client has not received are dropped unless it may reconnect."""
         group = waiter.request.group
         if self._waiters.get(group) is not waiter:
             return
@@ -117,31 +127,40 @@ class CompletionWaiters:
         if waiter.open and not waiter.resumable:
             self.clients.gone.add(group)
 
-    async def follow(self, waiter: Waiter) -> AsyncGenerator[CompletionChunk | None]:
-        """Yield new chunks until all members have ended, and None after `IDLE_S` without one.
+    async def follow(self, waiters: Sequence[Waiter]) -> AsyncGenerator[tuple[int, CompletionChunk] | None]:
+        """Yield (index of the waiter, new chunk) until all members have ended, and None after `IDLE_S` without one.
+
+        Args:
+            waiters: of one request.
 
         Raises:
             CompletionUnavailable: no more tokens will come: request the completion again.
             CompletionFailed: it cannot be generated.
 
         """
-        limit = waiter.request.expires_at + EXPIRY_SLACK_S
-        while waiter.open:
-            waiter.changed.clear()
-            chunks = [chunk for member in list(waiter.open) if (chunk := next_chunk(waiter, member))]
-            for chunk in chunks:
-                yield chunk
-                if chunk.member in waiter.open and chunk.finish:
-                    self.complete(waiter, chunk.member)
+        changed = waiters[0].changed
+        limit = max(waiter.request.expires_at for waiter in waiters) + EXPIRY_SLACK_S
+        while any(waiter.open for waiter in waiters):
+            changed.clear()
+            chunks = [
+                (i, chunk)
+                for i, waiter in enumerate(waiters)
+                for member in list(waiter.open)
+                if (chunk := next_chunk(waiter, member))
+            ]
+            for i, chunk in chunks:
+                yield i, chunk
+                if chunk.member in waiters[i].open and chunk.finish:
+                    self.complete(waiters[i], chunk.member)
             if chunks:
                 continue
-            if waiter.error is not None:
-                raise waiter.error
+            if error := next((waiter.error for waiter in waiters if waiter.open and waiter.error), None):
+                raise error
             if time.time() > limit:
                 raise CompletionUnavailable("the request has expired, and Redis is unavailable")
             try:
                 async with asyncio.timeout(IDLE_S):
-                    await waiter.changed.wait()
+                    await changed.wait()
             except TimeoutError:
                 yield None
 

@@ -16,13 +16,20 @@ from rlboost.services.rollout_manager.domain.apply_messages import (
     apply_record,
 )
 from rlboost.services.rollout_manager.domain.audit import Audit
-from rlboost.services.rollout_manager.domain.effects import ClearQuarantine
+from rlboost.services.rollout_manager.domain.effects import ClearQuarantine, DeadLetterEntry
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, from_json
 from rlboost.services.rollout_manager.domain.quarantine import detach_samples
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.entry_batches import apply_in_batches
+from rlboost.services.rollout_manager.entry_batches import (
+    Invalid,
+    PoisonEntries,
+    PoisonFound,
+    apply_each,
+    apply_in_batches,
+)
 from rlboost.shared import names
 from rlboost.shared.bus import START, Bus, Entry, position
+from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import WeightsCommitted, WorkerJoined
 from rlboost.shared.validation import describe
@@ -54,14 +61,24 @@ class Recovered:
     cursors: dict[str, str] = field(default_factory=dict)
 
 
-async def recover(bus: Bus, lease_s: float, now: Now, between_batches: Between = _nothing) -> Recovered:
-    """Rebuild the world.
+async def recover(
+    bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, between_batches: Between = _nothing
+) -> Recovered:
+    """Rebuild the world, without the entries that cannot be applied.
 
     `between_batches` is awaited before each batch of entries is read: a long recovery must renew the leader's lease.
 
     The token log is replayed from its oldest entry; entries after the stored cursor also count in the audit. Decisions
     are made only after its end, since a later record may show that a decision was already made.
     """
+    while True:
+        try:
+            return await _rebuild(bus, lease_s, now, poison, between_batches)
+        except PoisonFound as found:
+            log.warning("recovery_restarted", reason=str(found))
+
+
+async def _rebuild(bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, between_batches: Between) -> Recovered:
     world = World(lease_s)
     stored = await bus.hash_all(names.MANAGER_CURSORS)
     for job_id, text in (await bus.hash_all(names.JOBS)).items():
@@ -73,17 +90,17 @@ async def recover(bus: Bus, lease_s: float, now: Now, between_batches: Between =
             # At its next heartbeat the worker is dismissed as unknown, and joins again.
             log.warning("worker_unreadable", worker=worker_id, reason=_describe(error))
     for job in world.jobs.active():
-        await _recall_delivered(bus, world, job, between_batches)
+        await _recall_delivered(bus, world, job, poison, between_batches)
     active = {job.id for job in world.jobs.active()}
     for entry in await read_all(bus, names.WEIGHTS_COMMITTED, between_batches):
         if isinstance(entry.message, WeightsCommitted) and entry.message.job_id in active:
             progress = world.progress[entry.message.job_id]
             progress.committed_version = max(entry.message.version, progress.committed_version)
     cursors = {stream: stored.get(stream, START) for stream in SHARED_STREAMS}
-    n_entries = await _replay_log(bus, world, cursors, between_batches)
+    n_entries = await _replay_log(bus, world, cursors, poison, between_batches)
     _reattach_samples(world, now)
     for job in world.jobs.active():
-        await _apply_quarantined(bus, world, job, now, between_batches)
+        await _apply_quarantined(bus, world, job, now, poison, between_batches)
     for job in world.jobs.active():
         stream = names.rollouts_requested(job.id)
         cursors[stream] = stored.get(stream, START)
@@ -128,28 +145,30 @@ def _describe(error: Exception) -> str:
     return "; ".join(describe(error)) if isinstance(error, ValidationError) else str(error)
 
 
-async def _recall_delivered(bus: Bus, world: World, job: Job, between: Between) -> None:
+async def _recall_delivered(bus: Bus, world: World, job: Job, poison: PoisonEntries, between: Between) -> None:
     async for entries in batches(bus, names.rollouts_finished(job.id), between):
-        for entry in entries:
-            apply_delivered(world, job.id, entry.message)
+        for entry, error in apply_each(entries, lambda entry: apply_delivered(world, job.id, entry.message), poison):
+            log.error("delivered_entry_unapplied", stream=entry.stream, entry=entry.id, reason=str(error))
 
 
-async def _apply_quarantined(bus: Bus, world: World, job: Job, now: Now, between: Between) -> None:
+async def _apply_quarantined(
+    bus: Bus, world: World, job: Job, now: Now, poison: PoisonEntries, between: Between
+) -> None:
     """Apply the messages about a job that an earlier manager stored while the job was quarantined."""
     entries = await read_all(bus, names.job_quarantine(job.id), between)
-    for entry in entries:
-        apply_message(world, entry.message, entry.id, now)
+    invalid = apply_each(entries, lambda entry: apply_message(world, entry.message, entry.id, now), poison)
+    dead_letter(world, invalid)
     if entries:
         world.outbox.add(ClearQuarantine(job.id))
 
 
-async def _replay_log(bus: Bus, world: World, cursors: dict[str, str], between: Between) -> int:
+async def _replay_log(bus: Bus, world: World, cursors: dict[str, str], poison: PoisonEntries, between: Between) -> int:
     """Replay the whole token log and move its cursor to the end; return the number of entries."""
     counted_to = position(cursors[names.TOKEN_LOG])
     n_entries = 0
     async for entries in batches(bus, names.TOKEN_LOG, between):
         for counted, batch in groupby(entries, key=lambda entry: position(entry.id) > counted_to):
-            _replay(world, batch, counted=counted)
+            _replay(world, batch, poison, counted=counted)
         cursors[names.TOKEN_LOG] = entries[-1].id
         n_entries += len(entries)
     return n_entries
@@ -171,14 +190,22 @@ async def read_all(bus: Bus, stream: str, between: Between = _nothing) -> list[E
     return [entry async for entries in batches(bus, stream, between) for entry in entries]
 
 
-def _replay(world: World, entries: Iterable[Entry], *, counted: bool) -> None:
+def _replay(world: World, entries: Iterable[Entry], poison: PoisonEntries, *, counted: bool) -> None:
     invalid = apply_in_batches(
         entries,
         lambda frames: apply_frames(world, frames, counted=counted),
         lambda entry: apply_record(world, entry.message, entry.id, counted=counted),
+        poison,
     )
+    if counted:  # the others were dead-lettered when they were read first
+        dead_letter(world, invalid)
+
+
+def dead_letter(world: World, invalid: Invalid) -> None:
+    """Append invalid entries to the dead letters, in one transaction with the position after them."""
     for entry, error in invalid:
-        log.warning("log_entry_unapplied", entry=entry.id, reason=str(error))
+        report_dead_letter(entry.stream, entry.id, str(error))
+        world.outbox.add(DeadLetterEntry(entry.stream, entry.id, entry.message, str(error)))
 
 
 def _reattach_samples(world: World, now: Now) -> None:

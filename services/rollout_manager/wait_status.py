@@ -23,8 +23,7 @@ def job_wait_status(world: World, job: Job, trainer_status: str | None, now: flo
     if job.ended:
         return None
     if job.state == "pending":
-        because = "a trainer runs one job at a time; the job's events tell if no trainer can read its job file"
-        return _wait("the trainer to take the job", because, job.created_at)
+        return _wait(*_trainer_of_pending(world), job.created_at)
     if trainer_status is None:
         because = "it holds no lease on this job: it died, cannot reach Redis, or cannot read the job: look at its log"
         return _wait("the trainer", because, now)
@@ -34,6 +33,19 @@ def job_wait_status(world: World, job: Job, trainer_status: str | None, now: flo
         return _wait("a worker that is ready with this job's weights", because, progress.stalled_since)
     waiting: dict[str, Any] | None = json.loads(trainer_status).get("waiting")
     return waiting
+
+
+def _trainer_of_pending(world: World) -> tuple[str, str]:
+    """Return what a pending job waits for and why: the jobs that hold the trainers, by state."""
+    holders = [job for job in world.jobs.active() if job.state != "pending"]
+    if not holders:
+        return "a trainer to take the job", "none has taken it; its events tell if none can read its job file"
+    held_by = ", ".join(f"{job.id} ({job.state})" for job in holders)
+    trainers = "the trainer, which holds" if len(holders) == 1 else "a trainer; they hold"
+    because = "a trainer runs one job at a time"
+    if paused := next((job.id for job in holders if job.state == "paused"), None):
+        because += f": 'rlboost resume {paused}' lets that job end, 'rlboost cancel {paused}' gives up on it"
+    return f"{trainers} {held_by}", because
 
 
 def _wait(for_: str, because: str, since: float) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from rlboost.services.rollout_worker.domain.effects import (
     SuspendEngine,
 )
 from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
@@ -42,6 +43,16 @@ from rlboost.shared.messages import Assignment
 log = structlog.get_logger(__name__)
 
 _BLOCK_S = 1.0
+
+
+def _decide(session: Session, entry: Entry) -> list[Effect]:
+    """Return what to do about a command; one that fails unexpectedly is dead-lettered, and the session replaced."""
+    try:
+        return session.on_command(entry.message)
+    except Exception as error:
+        log.exception("command_failed", command=entry.message.tag, entry=entry.id)
+        reason = f"{entry.message.tag} cannot be executed: {error!r}"
+        return [DeadLetterCommand(reason), Rejoin(reason)]
 
 
 class CommandLoop:
@@ -96,7 +107,7 @@ class CommandLoop:
                         break
                     incarnation.cursor = entry.id
                     log.debug("command", command=entry.message.tag)
-                    await self._execute(incarnation.session.on_command(entry.message), group, entry)
+                    await self._execute(_decide(incarnation.session, entry), group, entry)
 
     async def _execute(self, effects: Sequence[Effect], group: asyncio.TaskGroup, entry: Entry | None = None) -> None:
         for effect in effects:

@@ -25,6 +25,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Bus, Entry, Trim, after
 from rlboost.shared.codec import encode
 from rlboost.shared.columns import I32, U64, length, pack
+from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import new_token
 from rlboost.shared.messages import (
@@ -293,8 +294,8 @@ class ManagerConnection:
     # --- events and dead letters --------------------------------------------------------------------------------------
 
     async def dead_letter(self, entry: Entry, reason: str) -> None:
-        """Dead-letter a command that violates the protocol."""
-        log.error("protocol_error", reason=reason, entry=entry.id)
+        """Dead-letter a command that violates the protocol, or that cannot be executed."""
+        report_dead_letter(entry.stream, entry.id, reason)
         letter = DeadLetter(
             stream=entry.stream,
             entry_id=entry.id,

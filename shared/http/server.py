@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -21,8 +22,18 @@ from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.lifecycle import Loop
 from rlboost.shared.waiting import Waits
 
+ErrorFormat = Callable[[str, str, Mapping[str, Any]], tuple[int, dict[str, Any]] | None]
+"""(method, path, problem document) -> status and JSON body of the error; None to send the document."""
 
-def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits: Waits | None = None) -> FastAPI:
+
+def create_app(
+    title: str,
+    *,
+    token: str,
+    ready: Callable[[], str | None],
+    waits: Waits | None = None,
+    error_format: ErrorFormat | None = None,
+) -> FastAPI:
     """Return an app with the routes that every service has.
 
     Args:
@@ -30,6 +41,7 @@ def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits
         token: required for `/metrics`; `/healthz` and `/readyz` are open.
         ready: returns None if the service is ready, otherwise what is missing.
         waits: shown by `/readyz`.
+        error_format: for routes whose clients do not expect problem documents.
 
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
@@ -58,41 +70,49 @@ def create_app(title: str, *, token: str, ready: Callable[[], str | None], waits
 
     app.include_router(guarded)
 
-    _add_problem_handlers(app)
+    _add_problem_handlers(app, error_format)
     return app
 
 
-def _add_problem_handlers(app: FastAPI) -> None:
-    def problem(status: int, title: str, detail: str, **extra: Any) -> JSONResponse:
-        body = {"type": "about:blank", "title": title, "status": status, "detail": detail, **extra}
-        return JSONResponse(body, status, media_type=PROBLEM)
+def _problem_response(
+    error_format: ErrorFormat | None, request: Request, status: int, title: str, detail: str, **extra: Any
+) -> JSONResponse:
+    document = {"type": "about:blank", "title": title, "status": status, "detail": detail, **extra}
+    if error_format and (other := error_format(request.method, request.url.path, document)):
+        status, body = other
+        return JSONResponse(body, status)
+    return JSONResponse(document, status, media_type=PROBLEM)
+
+
+def _add_problem_handlers(app: FastAPI, error_format: ErrorFormat | None) -> None:
+    problem = partial(_problem_response, error_format)
 
     @app.exception_handler(Problem)
-    async def _(_: Request, error: Problem) -> JSONResponse:
-        answer = problem(error.status, error.title, error.detail, **error.extra)
+    async def _(request: Request, error: Problem) -> Response:
+        answer = problem(request, error.status, error.title, error.detail, **error.extra)
         answer.headers.update(error.headers or {})
         return answer
 
     @app.exception_handler(HTTPException)
-    async def _(_: Request, error: HTTPException) -> JSONResponse:
-        return problem(error.status_code, str(error.detail), str(error.detail))
+    async def _(request: Request, error: HTTPException) -> Response:
+        return problem(request, error.status_code, str(error.detail), str(error.detail))
 
     @app.exception_handler(RequestValidationError)
-    async def _(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _(request: Request, error: RequestValidationError) -> Response:
         fields = [{"field": ".".join(map(str, item["loc"])), "error": item["msg"]} for item in error.errors()]
-        return problem(422, "Invalid request", "correct the fields listed in 'errors'", errors=fields)
+        return problem(request, 422, "Invalid request", "correct the fields listed in 'errors'", errors=fields)
 
     @app.exception_handler(RLBoostError)
-    async def _(_: Request, error: RLBoostError) -> JSONResponse:
+    async def _(request: Request, error: RLBoostError) -> Response:
         if isinstance(error, NotFound):
-            return problem(404, "Not found", str(error))
+            return problem(request, 404, "Not found", str(error))
         if isinstance(error, Rejected):
-            return problem(409, "Conflict", str(error))
+            return problem(request, 409, "Conflict", str(error))
         if isinstance(error, Unprocessable):
-            return problem(422, "Not usable", str(error))
+            return problem(request, 422, "Not usable", str(error))
         if isinstance(error, Retryable):
-            return problem(503, "Unavailable", f"{error}; try again")
-        return problem(500, "Internal error", str(error))
+            return problem(request, 503, "Unavailable", f"{error}; try again")
+        return problem(request, 500, "Internal error", str(error))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -29,6 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rlboost.shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
 from rlboost.shared.codec import decode, encode
+from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
 from rlboost.shared.messages import DeadLetter, Message
 from rlboost.shared.names import DEAD_LETTERS
@@ -185,6 +186,7 @@ class RedisBus:
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
         """See `Bus.dead_letter`."""
         letter = self._letter(stream, entry.id, encode(entry.message), reason)
+        report_dead_letter(stream, entry.id, reason)
         await self.transact([Append(DEAD_LETTERS, letter, _DEAD_LETTERS_MAX_LEN), Ack(stream, group, (entry.id,))])
 
     async def trim(self, stream: str, min_id: str) -> None:
@@ -275,6 +277,7 @@ class RedisBus:
         # The entry stays in its stream: a newer release may have written it, and can read it.
         ops: list[Op] = [Ack(stream, group, (entry_id,))] if group is not None else []
         if (stream, entry_id) not in self._undecodable:
+            report_dead_letter(stream, entry_id, reason)
             ops.append(Append(DEAD_LETTERS, self._letter(stream, entry_id, body, reason), _DEAD_LETTERS_MAX_LEN))
         await self.transact(ops)
         self._undecodable[stream, entry_id] = None

@@ -289,7 +289,9 @@ async def test_credentials_that_are_refused_are_a_configuration_error(
     await asyncio.to_thread(strict.start)
     try:
         monkeypatch.setenv("AWS_ENDPOINT_URL", strict.env["AWS_ENDPOINT_URL"])
-        with pytest.raises(ConfigError, match=r"refuses: .*check that its credentials may read, write, list and"):
+        with pytest.raises(
+            ConfigError, match=r"refuses: .*check that its credentials may read, write, list and delete there"
+        ):
             async with open_origin(s3_url, tmp_path):
                 pass
     finally:

@@ -265,10 +265,7 @@ async def test_broken_fenced_connection_is_replaced(redis_url: str) -> None:
     bus, other = RedisBus(redis_url, "fenced"), RedisBus(redis_url)
     fence = Fence("epoch", await take(bus, "a") or 0)
     await bus.transact([Append(S, Resume(step=0))], fence)
-    clients = await other._redis.client_list()
-    for client in clients:
-        if client["name"] == "fenced":
-            await other._redis.client_kill(client["addr"])
+    await kill_connections(other, "fenced")
     with pytest.raises(BusUnavailable):
         await bus.transact([Append(S, Resume(step=1))], fence)
     await bus.transact([Append(S, Resume(step=2))], fence)
@@ -278,6 +275,28 @@ async def test_broken_fenced_connection_is_replaced(redis_url: str) -> None:
     assert [e.message.step for e in await other.read({S: START})] == [0, 2]
     await bus.close()
     await other.close()
+
+
+async def test_fence_is_checked_again_on_a_new_connection(redis_url: str) -> None:
+    """The watch ended with the connection, so what it knew of the epoch counts no more."""
+    bus, other = RedisBus(redis_url, "fenced"), RedisBus(redis_url)
+    fence = Fence("epoch", await take(bus, "a") or 0)
+    await bus.transact([Append(S, Resume(step=0))], fence)
+    await kill_connections(other, "fenced")
+    with pytest.raises(BusUnavailable):
+        await bus.transact([Append(S, Resume(step=1))], fence)
+    await take(other, "b", replacing="a")
+    with pytest.raises(Fenced):
+        await bus.transact([Append(S, Resume(step=2))], fence)
+    assert [e.message for e in await other.read({S: START})] == [Resume(step=0)]
+    await bus.close()
+    await other.close()
+
+
+async def kill_connections(bus: RedisBus, name: str) -> None:
+    for client in await bus._redis.client_list():
+        if client["name"] == name:
+            await bus._redis.client_kill(client["addr"])
 
 
 async def test_rejected_command_under_a_fence_raises_and_the_next_works(redis_url: str) -> None:

@@ -17,7 +17,7 @@ from rlboost.services.rollout_worker.ports import NoticeSource
 from rlboost.shared.errors import ConfigError, Retryable
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata
-from tests.support.redis_server import free_port
+from tests.support.ports import reserved_port
 from tests.support.stopwatch import Stopwatch
 
 LIMIT_S = 1.5
@@ -139,22 +139,24 @@ async def test_a_slow_answer_is_not_waited_for(cloud: FakeMetadata, clients: lis
 
 
 async def test_refused_connection_is_retryable(clients: list[Client]) -> None:
-    clients.append(Client(f"http://127.0.0.1:{free_port()}"))
-    for source in clients[0].sources.values():
-        assert not await source.is_available()
-        with pytest.raises(Retryable):
-            await source.poll()
+    with reserved_port() as port:
+        clients.append(Client(f"http://127.0.0.1:{port}"))
+        for source in clients[0].sources.values():
+            assert not await source.is_available()
+            with pytest.raises(Retryable):
+                await source.poll()
 
 
 async def test_proxy_settings_are_ignored(
     cloud: FakeMetadata, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert "HTTP_PROXY" in os.environ
-    assert await source_of(cloud, clients).poll() is None
+    with reserved_port() as port:
+        for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        assert "HTTP_PROXY" in os.environ
+        assert await source_of(cloud, clients).poll() is None
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:here", "http://xn--", "nowhere"])

@@ -11,21 +11,22 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlboost.services.trainer.adapters.log import folder
 from rlboost.services.trainer.adapters.log.folder import JobFolder
 from rlboost.services.trainer.adapters.log.run_log import RunLog
 from rlboost.services.trainer.adapters.log.sinks import openers
 from rlboost.shared.errors import ConfigError
 from tests.support import wandb_file
-from tests.support.eventually import eventually
+from tests.support.eventually import LIMIT_S, eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.trainer_rig import Rig, spec
 
 ROWS = {step: {"loss": 1.0 / (step + 1), "reward/mean": float(step)} for step in range(6)}
 
 
-def run(folder: Path, job: Any, first: int, end: int) -> list[str]:
+def run(path: Path, job: Any, first: int, end: int) -> list[str]:
     """Log steps as one process of a trainer does, and return what went wrong."""
-    run_folder = JobFolder(folder, folder, openers(job, "job-1-ab12", folder))
+    run_folder = JobFolder(path, path, openers(job, "job-1-ab12", path))
     run_folder.begin("{}", first)
     troubles = [trouble for step in range(first, end) for trouble in run_folder.log_step(step, ROWS[step])]
     return troubles + run_folder.close()
@@ -45,6 +46,7 @@ def test_tensorboard_has_each_retrained_step_once(tmp_path: Path) -> None:
 
 def test_wandb_has_one_run_with_the_jobs_id_settings_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(folder, "_FINISH_LIMIT_S", LIMIT_S)
     job = spec(name="sums", log={"wandb": {"project": "maths", "group": "g", "tags": ["a", "b"]}})
     assert run(tmp_path, job, 2, 6) == []
     [file] = tmp_path.glob("wandb/offline-run-*/run-job-1-ab12.wandb")
@@ -77,7 +79,7 @@ async def test_wandb_start_failure_is_reported(tmp_path: Path, monkeypatch: pyte
         problems.extend(log.new_problems())
         return bool(problems)
 
-    await eventually(reported, within_s=60.0)
+    await eventually(reported)
     assert problems[0].startswith("log.wandb: ")
     assert "No API key" in problems[0]
     log.close(5.0)

@@ -60,6 +60,10 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CommandLi
     rlboost = CommandLine(tmp_path_factory.mktemp("system"))
     rlboost("init")
     (rlboost.folder / "chaos.csv").write_text("0,kill,worker-2\n500,add,node7\n")
+    for package in ("services", "shared", "examples", "tests"):  # a user's own, with names of folders of ours
+        (rlboost.folder / package).mkdir()
+        (rlboost.folder / package / "__init__.py").touch()
+    (rlboost.folder / "services/reward.py").write_text("def score(completions, **_): return [1.0] * len(completions)\n")
     config = json.loads(rlboost("up", "--workers=2", "--reserved=0", "--chaos=chaos.csv", "--detach", "--json"))
     try:
         yield rlboost, config
@@ -174,6 +178,7 @@ def test_following_a_job_shows_what_it_warns_of(system: tuple[CommandLine, dict[
         f"model={example / 'base'}",
         f"data.train={example / 'train.jsonl'}",
         f"data.eval={example / 'eval.jsonl'}",
+        "reward.function=services.reward:score",
     )
     with rlboost.start("run", str(example / "job.yaml"), *paths, "sampling.top_p=0.9", "--follow") as following:
         try:
@@ -198,4 +203,4 @@ def test_a_system_in_the_foreground_stops_in_order_at_a_signal(tmp_path: Path) -
             assert up.wait(120) == 0
         finally:
             up.kill()
-    assert "does not run" in rlboost("ps", code=2)
+    assert "was stopped at" in rlboost("ps", code=2)

@@ -12,25 +12,14 @@ from pathlib import Path
 import pytest
 
 from rlboost.report.record import load
-from tests.support.black_box import RLBOOST, ROOT
+from tests.support.black_box import RLBOOST, ROOT, start_forked
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def demo(state: Path, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            [*RLBOOST, "demo", "--state", str(state), *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=out,
-        )
-
-
 def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> None:
     state, log = tmp_path / "state", tmp_path / "log"
-    process = demo(state, log, "--steps", "4", "--out", str(tmp_path / "out"))
+    process = start_forked("demo", "--state", str(state), "--steps", "4", "--out", str(tmp_path / "out"), log=log)
     assert process.wait(540) == 0, log.read_text()
     record = load(state / "record.json")
     assert record.job["state"] == "completed"
@@ -48,8 +37,11 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
 
 
 def test_a_signal_stops_everything(tmp_path: Path) -> None:
+    """All processes start as they do for users, with their imports."""
     state, log = tmp_path / "state", tmp_path / "log"
-    process = demo(state, log)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen([*RLBOOST, "demo", "--state", str(state)], cwd=ROOT, env=env, stdout=out, stderr=out)
     limit = time.monotonic() + 300
     while "the job is running" not in log.read_text():
         assert process.poll() is None, log.read_text()

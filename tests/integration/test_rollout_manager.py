@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,32 @@ async def test_metrics_are_listed_from_a_step_on(system: System) -> None:
     await system.bus.transact([HashSet(names.job_metrics(system.id), {"0": "{}", "3": '{"loss": 1.0}'})])
     assert [row["step"] for row in await system.get(f"/v1/jobs/{system.id}/metrics")] == [0, 3]
     assert await system.get(f"/v1/jobs/{system.id}/metrics?from_step=1") == [{"step": 3, "loss": 1.0}]
+
+
+async def test_a_hundred_followers_of_events_do_not_stop_the_manager(system: System) -> None:
+    """More than a pool has connections, and for longer than the leader's lease."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=system.manager.url, headers=headers, limits=limits) as http:
+
+        async def follow() -> bool:
+            async with asyncio.timeout(60), http.stream("GET", _events_path(system)) as answer:
+                assert answer.status_code == 200
+                async for line in answer.aiter_lines():
+                    if '"state":"completed"' in line:
+                        return True
+            return False
+
+        async with asyncio.TaskGroup() as group:
+            followers = [group.create_task(follow(), name=f"follower-{i}") for i in range(100)]
+            limit = time.monotonic() + 5
+            while time.monotonic() < limit:
+                assert (await system.get("/readyz"))["ready"]
+                assert len(await system.get("/v1/jobs")) == 1
+                await asyncio.sleep(0.05)
+            await system.bus.append(names.JOB_REPORTS, JobReport(job_id=system.id, state="completed", step=9))
+        assert all(follower.result() for follower in followers)
+    assert await system.bus.lease_values([names.MANAGER_EPOCH]) == ["1"]
 
 
 async def _read_events(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -40,7 +41,8 @@ from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import FakeMetadata
 from tests.support.hanging_worker import HANGS_AFTER_TOKENS
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.ports import reserved_port
+from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, release, revoke
@@ -371,18 +373,16 @@ async def test_sigterm_hands_off_everything_within_seconds(site: Site, manager: 
 async def test_a_spot_notice_hands_off_64_samples_with_every_token_made(
     site: Site, manager: WorkerManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     cloud = FakeMetadata("aws")
-    try:
+    with reserved_port() as proxy, contextlib.closing(cloud):
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy}")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         process = site.hire(SLOTS="64", NOTICES="auto", METADATA_URL=f"http://localhost:{cloud.port}")
         worker = await manager.ready_worker()
         await manager.send(worker, assign(*range(64), max_tokens=LONG))
         await manager.until_made(*((i, 1) for i in range(64)), tokens=5)
         cloud.preempt(lead_s=30.0)
         assert await asyncio.to_thread(process.wait) == 0
-    finally:
-        cloud.close()
     (notice,), (left,) = await manager.heard(PreemptionNotice), await manager.heard(WorkerLeft)
     assert (notice.reason, left.worker) == ("aws: terminate", worker)
     assert notice.lead_s == pytest.approx(29.0, abs=4.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import APIError, APITimeoutError, BadRequestError, ConflictError, NotFoundError, OpenAI
+from openai import APIError, APITimeoutError, AuthenticationError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
 from rlboost.shared import names
 from rlboost.shared.columns import I32, pack
@@ -168,6 +168,16 @@ def test_the_same_seed_streamed_or_not_makes_the_same_text(system: System) -> No
     assert texts == [choice.text for choice in whole.choices]
     assert list(dict(sorted(finish.items())).values()) == [choice.finish_reason for choice in whole.choices]
     assert usage == whole.usage
+
+
+def test_several_prompts_are_completed_like_each_alone(system: System) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+    prompts: list[str] = ["t3 t4", "t9", "t5 t6 t7"]
+    alone = [system.openai.completions.create(**asked, prompt=prompt).choices[0].text for prompt in prompts]
+    made = system.openai.completions.create(**asked, prompt=prompts, n=2, user="me")
+    assert [choice.index for choice in made.choices] == list(range(6))
+    assert [choice.text for choice in made.choices] == [text for text in alone for _ in range(2)]
+    assert "<eos>" not in "".join(alone)
 
 
 def test_a_chat_is_answered_and_temperature_zero_is_greedy(system: System) -> None:
@@ -332,7 +342,7 @@ def test_without_a_tokenizer_token_ids_still_work(system: System) -> None:
         ("stop", [""]),
         ("prompt", [3] * 8192),
         ("prompt", [96]),
-        ("prompt", ["t3", "t4"]),
+        ("prompt", ["t3", ""]),
         ("best_of", 3),
     ],
 )
@@ -342,6 +352,14 @@ def test_a_wrong_value_is_refused_by_name(system: System, field: str, value: Any
         system.openai.completions.create(**asked)
     assert refused.value.param == ("stop_token_ids" if field == "extra_body" else field)
     assert refused.value.type == "invalid_request_error"
+
+
+def test_openai_errors_are_raised_for_a_wrong_key_and_a_missing_route(system: System) -> None:
+    with pytest.raises(AuthenticationError) as denied:
+        system.openai.with_options(api_key="wrong").models.list()
+    assert (denied.value.code, denied.value.type) == ("invalid_api_key", "invalid_request_error")
+    with pytest.raises(NotFoundError, match="embeddings is not supported"):
+        system.openai.embeddings.create(model="tiny", input="t3")
 
 
 def test_a_model_that_is_not_there_or_does_not_run_is_said_so(system: System) -> None:

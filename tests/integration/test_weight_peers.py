@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -28,13 +32,13 @@ from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.peers.blob_index import ALL, BlobIndex
 from rlboost.shared.weights.peers.blob_routes import blob_routes
-from rlboost.shared.weights.peers.directory import PeerDirectory
+from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.peers.transport import PeerTransport
 from rlboost.shared.weights.publisher import Publisher, Shard
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.source import StoreSource
-from tests.support.eventually import eventually
+from tests.support.eventually import LIMIT_S, eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "job-1"
@@ -59,8 +63,30 @@ async def sent(client: StoreClient) -> float:
     return float(line.split()[1])
 
 
-def n_cached(directory: Path) -> int:
-    return sum(1 for _ in directory.glob("peer-*/chunks/*"))
+def n_cached(directory: Path, peer: str = "peer-*") -> int:
+    return sum(1 for _ in directory.glob(f"{peer}/chunks/*"))
+
+
+def killed_in_the_middle(pids: Mapping[str, int], directory: Path, n: int) -> list[str]:
+    """Kill `n` pullers that have not pulled everything, those with the fewest chunks; return their names."""
+    killed: list[str] = []
+    for name in sorted(pids, key=lambda name: n_cached(directory, name)):
+        os.kill(pids[name], signal.SIGSTOP)  # on a busy machine one may be about to end
+        is_done = (directory / f"{name}.digest").exists()
+        os.kill(pids[name], signal.SIGCONT if is_done else signal.SIGKILL)
+        killed += [] if is_done else [name]
+        if len(killed) == n:
+            return killed
+    raise AssertionError(f"of {len(pids)} pullers only {killed} were not done")
+
+
+def fetches_from_store(log: str) -> dict[str, list[float]]:
+    """Return when each blob was fetched from the store, in order."""
+    fetches: dict[str, list[float]] = defaultdict(list)
+    # Processes share the log, so two entries may be on one line.
+    for blob, at in re.findall(r'\{"blob": "(\w+)"[^}]*"event": "blob_from_store"[^}]*"timestamp": "([^"]+)"', log):
+        fetches[blob].append(datetime.fromisoformat(at).timestamp())
+    return {blob: sorted(times) for blob, times in fetches.items()}
 
 
 async def test_store_sends_each_byte_about_once_to_16_pullers_with_3_killed(
@@ -72,24 +98,30 @@ async def test_store_sends_each_byte_about_once_to_16_pullers_with_3_killed(
     with (tmp_path / "peers.log").open("wb") as log:
         pullers = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)  # noqa: ASYNC220 - forks
     assert pullers.stdout is not None
-    pids = [int(pid) for pid in (await asyncio.to_thread(pullers.stdout.readline)).split()]
+    line = await asyncio.to_thread(pullers.stdout.readline)
+    pids = {f"peer-{number}": int(pid) for number, pid in enumerate(line.split())}
     try:
-        await eventually(lambda: n_cached(tmp_path) > 16 * len(chunks) / 2, within_s=60)
-        for pid in pids[:3]:
-            os.kill(pid, signal.SIGKILL)
-        alive = [f"peer-{number}" for number in range(3, 16)]
-        await eventually(lambda: all((tmp_path / f"{name}.digest").exists() for name in alive), within_s=90)
+        await eventually(lambda: n_cached(tmp_path) > 16 * len(chunks) / 2)
+        for name in killed_in_the_middle(pids, tmp_path, 3):
+            del pids[name]
+        await eventually(lambda: all((tmp_path / f"{name}.digest").exists() for name in pids))
     finally:
-        for pid in pids[3:]:
+        for pid in pids.values():
             os.kill(pid, signal.SIGTERM)
-        await asyncio.to_thread(pullers.wait, 30)
+        await asyncio.to_thread(pullers.wait, LIMIT_S)
         pullers.stdout.close()
-    results = [(tmp_path / f"{name}.digest").read_text().split() for name in alive]
+    results = [(tmp_path / f"{name}.digest").read_text().split() for name in pids]
     assert {digest for digest, _, _ in results} == {digest_of(digest_of(WEIGHTS.data).encode())}
-    assert not any((tmp_path / f"peer-{number}.digest").exists() for number in range(3)), "they died in the middle"
-    assert await sent(client) <= 1.2 * WEIGHTS.nbytes
-    assert sum(int(from_peers) for *_, from_peers in results) > 10 * WEIGHTS.nbytes
     logged = (tmp_path / "peers.log").read_text()
+    fetches = fetches_from_store(logged)
+    n_fetches = sum(map(len, fetches.values()))
+    assert await sent(client) <= (n_fetches + 1) * CHUNK_BYTES, (
+        "the store sent nothing else than these and the manifest"
+    )
+    # A claim expires under a peer that is killed, or that a busy machine starves; its blob is then fetched again.
+    gaps = [after - before for times in fetches.values() for before, after in pairwise(times)]
+    assert sum(gap < CLAIM_S for gap in gaps) <= 0.2 * len(chunks), fetches
+    assert sum(int(from_peers) for *_, from_peers in results) > 10 * WEIGHTS.nbytes
     assert "debug" in logged
     assert TOKEN not in logged
 

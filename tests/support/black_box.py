@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlboost.local.state import StateDir
-from tests.support.fork_server import ForkServer, fork_server
+from tests.support.fork_server import ForkedProcess, ForkServer, fork_server
 
 ROOT = Path(__file__).parents[2]
 RLBOOST = [sys.executable, "-m", "rlboost"]
@@ -33,44 +34,85 @@ UP_LIMIT_S = 180
 
 
 class Observer:
-    """Reads the token log and one job's finished samples while they are there, with nothing of the project's code."""
+    """Reads the token log and one job's finished samples, with nothing of the project's code.
+
+    The streams are trimmed, so a busy machine may read them too late. Redis also sends each command that it executes
+    (MONITOR) and keeps what is not read yet. It forgets that when it dies, and the streams do not, so both are read.
+    """
 
     def __init__(self, redis_url: str, job_id: str) -> None:
         # Without redis-py's own back-off of seconds: what is trimmed meanwhile would never be seen.
         self._redis = redis.Redis.from_url(redis_url, socket_timeout=5, retry=Retry(NoBackoff(), 0))
         self._streams = {b"rlboost:rollouts.tokens": b"0", f"rlboost:job:{job_id}:rollouts.finished".encode(): b"0"}
+        self._names = tuple(b'"%s"' % stream for stream in self._streams)
         self._job_id = job_id
         self.flushed: dict[tuple[int, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         """(sample, worker) -> offset -> tokens, of every frame that was seen; more than one where it was made again."""
         self.finished: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.admitted: dict[int, dict[str, Any]] = {}
         """Sample -> its group's request."""
+        self._monitored: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        """As `finished`, of what was monitored."""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="observer")
-        self._thread.start()
+        self._threads = [threading.Thread(target=run, name="observer") for run in (self._monitor, self._run)]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Read what is left, and stop."""
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._redis.close()
+        for sample, bodies in self._monitored.items():
+            if len(bodies) > len(self.finished[sample]):
+                self.finished[sample] = bodies
 
     def _run(self) -> None:
         while True:
             stopping = self._stop.is_set()
             try:
-                reply: Any = self._redis.xread(self._streams, count=2000, block=20)  # type: ignore[arg-type]
+                reply: Any = self._redis.xread(self._streams, count=2000, block=100)  # type: ignore[arg-type]
             except redis.RedisError:
                 time.sleep(0.01)
                 continue
             for stream, entries in reply or ():
                 for entry_id, fields in entries:
                     self._streams[stream] = entry_id
-                    self._take(msgpack.unpackb(fields[b"m"]))
+                    self._take(msgpack.unpackb(fields[b"m"]), self.finished)
             if not reply and stopping:
                 return
 
-    def _take(self, body: dict[str, Any]) -> None:
+    def _monitor(self) -> None:
+        while not self._stop.is_set():
+            connection = self._redis.connection_pool.make_connection()
+            with suppress(redis.RedisError):
+                connection.connect()
+                connection.send_command("MONITOR")
+                connection.read_response()
+                self._read_commands(connection)
+            connection.disconnect()
+            time.sleep(0.01)
+
+    def _read_commands(self, connection: Any) -> None:
+        """Take what is appended to the streams, until the stop and then up to a marker."""
+        marker = ""
+        while True:
+            if self._stop.is_set() and not marker:
+                marker = uuid4().hex
+                self._redis.echo(marker)
+            if not connection.can_read(0.1):
+                continue
+            line: bytes = connection.read_response()
+            if marker and marker.encode() in line:
+                return
+            # 1718000000.123456 [0 127.0.0.1:5000] "XADD" "stream" "*" "m" "..."
+            _, _, command = line.partition(b"] ")
+            if command[:7].upper() == b'"XADD" ' and any(name in command[:200] for name in self._names):
+                body, _ = codecs.escape_decode(command[command.index(b' "m" "') + 6 : -1])
+                self._take(msgpack.unpackb(body), self._monitored)
+
+    def _take(self, body: dict[str, Any], finished: dict[int, list[dict[str, Any]]]) -> None:
         match body["t"]:
             case "TokenFrame":
                 self._take_frame(body)
@@ -79,7 +121,7 @@ class Observer:
                 if request["job_id"] == self._job_id:
                     self.admitted |= {request["group"] + i: request for i in range(request["n"])}
             case "SampleFinished" | "SampleDropped":
-                self.finished[body["sample"]].append(body)
+                finished[body["sample"]].append(body)
 
     def _take_frame(self, body: dict[str, Any]) -> None:
         tokens = np.frombuffer(body["tokens"], "<i4").tolist()
@@ -98,8 +140,8 @@ class Observer:
     def check(self) -> int:
         """Assert that each sample came once, of weights that it may be of, and each token from its span's worker.
 
-        What was trimmed before this reader came to it, on a busy machine or with the job's end, cannot be asserted; the
-        caller has the number of samples, which is returned, and the audit that of their tokens.
+        What was trimmed before this reader came to it, as Redis died or before the job was known, cannot be asserted;
+        the caller has the number of samples, which is returned, and the audit that of their tokens.
         """
         n_seen = 0
         for sample, messages in self.finished.items():
@@ -299,11 +341,26 @@ class BlackBox:
     def down(self) -> None:
         """Stop everything."""
         self.http.close()
-        self.command("down")
+        log = self.state / "logs" / "down.log"
+        process = start_forked("down", "--state", str(self.state), log=log)
+        try:
+            assert process.wait(180) == 0, f"rlboost down: {self.logs()}"
+        finally:
+            process.kill()
 
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start_forked(*args: str, log: Path) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Begin `rlboost ARGS` without its imports where that is possible, see `fork_server`; `log` gets what it prints."""
+    env = _environment()
+    forks = fork_server(env)
+    with log.open("wb") as out:
+        if forks is None:
+            return subprocess.Popen([*RLBOOST, *args], cwd=ROOT, env=env, stdout=out, stderr=out)
+        return forks.start("rlboost", env, *args, stdout=out.fileno(), stderr=out.fileno(), cwd=ROOT)
 
 
 @contextmanager

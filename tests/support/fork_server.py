@@ -1,7 +1,7 @@
 """The client of the fork server: starts services without their imports, which `tests/support/forking.py` has done.
 
-Tests of starting itself (the command line, the demo, a worker that joins by hand) and of modules or settings of their
-own do not use it: they start Python as users do.
+Tests of starting itself (the command line, a demo that is stopped, a worker that joins by hand) and of modules or
+settings of their own do not use it: they start Python as users do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODULES = (
     "rlboost.shared.weights.peers.blob_routes",
     "uvicorn.protocols.http.httptools_impl",
 )
-_START_LIMIT_S = 180.0
+_START_LIMIT_S = 400.0
 _FORK_LIMIT_S = 60.0
 _MAX_SERVERS = 3
 """Tests whose environment differs in what imports may depend on get a server of their own, up to this number."""

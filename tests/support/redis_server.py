@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from tests.support.eventually import LIMIT_S
+from tests.support.ports import reserve_port
 
 
 def executable() -> str | None:
@@ -42,7 +43,7 @@ class RedisServer:
         self._aof = aof
         self._command = found
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = free_port()
+        self.port = reserve_port(self)
         self.url = f"redis://127.0.0.1:{self.port}/0"
 
     @property
@@ -106,11 +107,3 @@ class RedisServer:
         with socket.create_connection(("127.0.0.1", self.port), 5.0) as connection:
             connection.sendall(command + b"\r\n")
             return connection.recv(64)
-
-
-def free_port() -> int:
-    """Return a port on which nothing listens just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

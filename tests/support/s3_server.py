@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tests.support.redis_server import free_port
+from tests.support.ports import reserve_port
 
 _START_LIMIT_S = 30.0
 
@@ -26,7 +26,7 @@ class S3Server:
         self._log = directory / "s3.log"
         self._strict = strict
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = free_port()
+        self.port = reserve_port(self)
 
     @property
     def env(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.support.eventually import LIMIT_S
 from tests.support.fork_server import ForkedProcess, fork_server
-from tests.support.redis_server import free_port
+from tests.support.ports import reserve_port
 
 TOKEN = "a token for tests"
 
@@ -49,7 +49,7 @@ class ServiceProcess:
             imports: it starts as `python -m` does, for tests of what happens meanwhile.
 
         """
-        self.port = free_port()
+        self.port = reserve_port(self)
         self.url = f"http://127.0.0.1:{self.port}"
         self._module = module or f"rlboost.services.{name}"
         self._log = directory / f"{name}.log"

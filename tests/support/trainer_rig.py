@@ -164,13 +164,22 @@ class Rig:
         self.bus._leases.clear()
 
     async def killed_in(self, step: int) -> None:
-        """Have a job made, and its trainer killed while it waits for this step's samples; then its lease runs out."""
+        """Have a job made, and its trainer killed while it waits for this step's samples; then its lease runs out.
+
+        The checkpoint that was due before the step, if any, is durable.
+        """
         self.manager.held = {step}
+        due = step - step % self.job.trainer.checkpoint_every
         async with self.trainer(killed=True):
             await self.command("create")
             await self.waits_for(f"samples of step {step}")
+            await eventually(lambda: not due or self._is_saved(due))
         self.manager.held = set()
         self.lease_runs_out()
+
+    def _is_saved(self, step: int) -> bool:
+        found = self.checkpoints.newest()
+        return found is not None and found[0].step == step
 
     async def waits_for(self, what: str) -> None:
         """Return once the trainer waits for this."""

@@ -46,7 +46,7 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
             PeerDirectory(bus, name, "here"), transport, store, cache, concurrency=8, store_only_bytes=store_only_bytes
         )
         peer_source.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        puller = Puller(client, cache, Waits(), source=peer_source, limit_s=100.0)
+        puller = Puller(client, cache, Waits(), source=peer_source, limit_s=300.0)
 
         async def pull(stop: asyncio.Event) -> None:
             pulled = await puller.pull(options.job, options.version)

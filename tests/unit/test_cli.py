@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, follow
 from rlboost.cli import app
-from rlboost.commands import ps, up
+from rlboost.commands import checking, ps, up
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 
@@ -87,6 +89,27 @@ def test_without_a_system_every_command_says_how_to_start_one() -> None:
             "rlboost: the system in .rlboost does not run: start one with 'rlboost up', or set RLBOOST_URL and "
             "RLBOOST_TOKEN\n"
         )
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        (
+            "No space left on device",
+            r"ended at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: No space left on device: start one with ",
+        ),
+        ("", r"was stopped at \d{4}-"),
+        (None, "ended and left no reason: its supervisor was killed, or the machine restarted"),
+    ],
+)
+def test_a_system_that_ended_says_why(reason: str | None, shown: str) -> None:
+    state = StateDir(Path(".rlboost"))
+    with state.owned():
+        if reason is not None:
+            state.write_end(reason)
+    result = rlboost("ps")
+    assert result.exit_code == 2
+    assert re.search(f"the system in .rlboost {shown}", result.stderr)
 
 
 def test_a_url_without_its_token_is_an_error_and_no_other_token_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,7 +603,8 @@ def test_a_worker_can_be_drained_by_its_name(rest: FakeRest) -> None:
     for worker in ("a-1", "b-2"):
         rest.on(f"POST /v1/workers/{worker}/drain", ok({"id": worker, "state": "draining"}, 202))
     rest.on("POST /v1/workers/c/drain", problem(404, "No such worker", "no worker 'c' is here"))
-    assert rlboost("worker", "drain", "a").stdout == "a-1 hands off what it holds and leaves\n"
+    drained = rlboost("worker", "drain", "a")
+    assert (drained.stdout, drained.stderr) == ("a-1 hands off what it holds and leaves\n", "")
     assert rlboost("worker", "drain", "b-2").exit_code == 0
     several = rlboost("worker", "drain", "b")
     assert (several.exit_code, several.stderr) == (
@@ -589,6 +613,22 @@ def test_a_worker_can_be_drained_by_its_name(rest: FakeRest) -> None:
     )
     gone = rlboost("worker", "drain", "c")
     assert (gone.exit_code, gone.stderr) == (1, "rlboost: No such worker: no worker 'c' is here\n")
+
+
+@pytest.mark.parametrize(
+    ("rest_role", "rest_state", "shown"),
+    [
+        ("preemptible", "ready", "was the last reserved worker: "),
+        ("reserved", "suspended", ""),
+        ("reserved", "draining", "was the last worker: "),
+    ],
+)
+def test_drain_warns_of_what_the_fleet_then_lacks(rest: FakeRest, rest_role: str, rest_state: str, shown: str) -> None:
+    drained = {"id": "reserved-1-ab", "role": "reserved", "state": "ready"}
+    rest.on("GET /v1/workers", ok([drained, {"id": "other-cd", "role": rest_role, "state": rest_state}]))
+    rest.on("POST /v1/workers/reserved-1-ab/drain", ok({"id": "reserved-1-ab", "state": "draining"}, 202))
+    warned = rlboost("worker", "drain", "reserved-1").stderr
+    assert warned.startswith(f"rlboost: warning: reserved-1-ab {shown}") if shown else not warned
 
 
 def test_join_becomes_the_worker_with_the_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -638,11 +678,25 @@ def test_a_library_that_only_the_trainers_machine_needs_is_a_warning(monkeypatch
     result = rlboost("config", "check", "job.yaml")
     assert (result.exit_code, result.stdout) == (0, "job.yaml: no problem found\n"), result.stderr
     assert result.stderr == (
+        "rlboost: job.yaml: note: model: someone/somewhere is not a folder here: it is taken for a Hugging Face id\n"
         "rlboost: job.yaml: warning: trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]' "
         "(matters only if this machine trains the job)\n"
     )
     printed = json.loads(rlboost("config", "check", "job.yaml", "--json").stdout)
     assert (printed["ok"], printed["problems"], len(printed["warnings"])) == (True, [], 1)
+
+
+def test_a_slow_part_of_the_check_is_shown_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checking, "_SLOW_S", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with checking.progress() as on_part:
+        on_part("loading the tokenizer")
+        for timer in threading.enumerate():
+            if isinstance(timer, threading.Timer):
+                timer.join(10)
+    assert capsys.readouterr().err == "checking the job: loading the tokenizer ...\n"
 
 
 def test_each_wrong_field_is_one_line() -> None:
@@ -710,6 +764,17 @@ def test_up_prints_the_next_commands_and_where_the_token_is(state: Path, capsys:
 def test_down_without_a_system_says_so() -> None:
     assert rlboost("down").stdout == "no system ran in .rlboost\n"
     assert json.loads(rlboost("down", "--json").stdout) == {"stopped": False}
+
+
+@pytest.mark.parametrize(
+    ("workers", "reserved", "shown"), [(0, 0, "no workers: "), (1, 0, "no reserved worker: "), (0, 1, "")]
+)
+def test_up_warns_of_a_fleet_on_which_jobs_wait(
+    workers: int, reserved: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "_up_in_foreground", lambda *_, **__: None)
+    warned = rlboost("up", f"--workers={workers}", f"--reserved={reserved}").stderr
+    assert warned.startswith(f"rlboost: warning: {shown}") if shown else not warned
 
 
 def test_up_names_the_bad_line_of_a_chaos_file() -> None:

@@ -12,7 +12,7 @@ from rlboost.services.trainer.domain.conversation import Conversation
 from rlboost.services.trainer.domain.conversation_collector import ConversationCollector
 from rlboost.services.trainer.domain.turns import TurnIds
 from rlboost.shared.columns import F32, I32, U8, ints, pack
-from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.errors import ConfigError, Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, SeedingEnded, TurnAnswered
 from tests.support.trainer_rig import spec
@@ -179,9 +179,11 @@ def test_a_turn_that_comes_again_is_counted_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "turn", [said(GROUP, 1, 5), said(GROUP + 3, 0, 5)], ids=["before its predecessor", "of a member that there is not"]
 )
-def test_a_turn_that_nobody_asked_for_is_fatal(turn: SampleFinished) -> None:
-    with pytest.raises(Fatal, match="not requested"):
-        collector().fold(turn)
+def test_a_turn_that_nobody_asked_for_changes_nothing(turn: SampleFinished) -> None:
+    collecting = collector()
+    with pytest.raises(Unprocessable, match="not requested"):
+        collecting.fold(turn)
+    assert collecting.take_unanswered() == []
 
 
 def test_what_an_environment_does_wrong_drops_its_group_and_asks_nothing_more() -> None:

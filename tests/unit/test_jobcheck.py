@@ -76,6 +76,26 @@ def test_a_folder_to_go_on_from_must_be_there_unless_it_is_in_an_object_store(fo
         assert not [problem for problem in check(trainer={"resume": resume}) if "resume" in problem]
 
 
+@pytest.mark.parametrize("model", ["./bse", "../nowhere/base", "a/b/c", "runs/typo", "/nowhere", "~/nowhere", "gpt2"])
+def test_a_model_that_looks_like_a_path_must_be_there(folder: Path, model: str) -> None:
+    (folder / "runs").mkdir()
+    (problem,) = check(model=model)
+    assert problem.startswith(f"model: there is no folder {model}: ")
+
+
+def test_a_mistyped_model_folder_is_refused_with_the_nearest(folder: Path) -> None:
+    (folder / "runs/sums-79d5f6").mkdir(parents=True)
+    assert "did you mean runs/sums-79d5f6?" in check(model="runs/sums-79d5f7")[0]
+    assert "(runs/ has sums-79d5f6)" in check(model="runs/else")[0]
+    assert "did you mean base?" in check(model="./bse")[0]
+
+
+def test_a_model_that_may_be_a_hugging_face_id_is_a_notice() -> None:
+    assert check(model="Qwen/Qwen3-0.6B") == []
+    (notice,) = jobcheck.check(Path("job.yaml"), []).notices
+    assert "Qwen/Qwen3-0.6B is not a folder here: it is taken for a Hugging Face id" in notice
+
+
 def test_each_of_several_functions_is_tried() -> None:
     assert check() == []
     names = ("score", "other", "compute_score", "none")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.ledger import Ledger
+from rlboost.services.rollout_manager.domain.ledger import PAST_TOKENS, Ledger
 from rlboost.shared.columns import U32, ints, pack
 from rlboost.shared.errors import Unprocessable
-from rlboost.shared.messages import FINISH_STOP, Placed, SampleFailed, TokenFrame
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP, Placed, SampleFailed, TokenFrame
 from tests.support import builders
 from tests.support.builders import group_id, group_requested
 
@@ -62,6 +62,35 @@ def test_overlap_of_a_frame_is_cut(ledger: Ledger) -> None:
     assert list(ledger.finished) == [GROUP]
 
 
+def test_frame_repeated_after_an_overlap_counts_once(ledger: Ledger) -> None:
+    ledger.extend(frame("w1", 1, 0, [5]))
+    ledger.extend(frame("w1", 1, 0, [5, 6]))
+    outcome = ledger.extend(frame("w1", 1, 1, [6]))
+    assert tokens_of(ledger) == [5, 6]
+    assert outcome.duplicates == {1: 1}
+
+
+@pytest.mark.parametrize("end_in", ["one_frame", "overlapping_frame"])
+def test_tokens_after_the_end_of_a_sample_add_nothing(ledger: Ledger, end_in: str) -> None:
+    if end_in == "overlapping_frame":
+        ledger.extend(frame("w1", 1, 0, [5]))
+    ledger.extend(frame("w1", 1, 0, [5, 6], finish=FINISH_STOP))
+    for more in (frame("w1", 1, 2, [7]), frame("w1", 1, 1, [6, 7, 8]), frame("w1", 1, 2, [7], finish=FINISH_LENGTH)):
+        outcome = ledger.extend(more)
+        assert not outcome.accepted
+        assert outcome.duplicates == {1: 1}
+    sample = ledger.samples[GROUP]
+    assert (tokens_of(ledger), sample.finish, ledger.tokens_live) == ([5, 6], FINISH_STOP, 2)
+    assert sample.spans == [("w1", 0, 2)]
+
+
+def test_row_after_the_end_in_the_same_frame_adds_nothing(ledger: Ledger) -> None:
+    rows = [(GROUP, 1, 0, 2, 0, FINISH_STOP), (GROUP, 1, 2, 1, 0, 0)]
+    ledger.extend(builders.token_frame(rows, worker="w1", tokens=[5, 6, 7]))
+    assert tokens_of(ledger) == [5, 6]
+    assert list(ledger.finished) == [GROUP]
+
+
 def test_gap_is_reported_and_adds_nothing(ledger: Ledger) -> None:
     outcome = ledger.extend(frame("w1", 1, 3, [9]))
     assert outcome.gaps == [GROUP]
@@ -111,6 +140,44 @@ def test_failure_counts_only_under_the_current_attempt(ledger: Ledger) -> None:
     assert not ledger.fail(SampleFailed(worker="w1", sample=GROUP, attempt=9, reason="no"))
     assert ledger.fail(SampleFailed(worker="w1", sample=GROUP, attempt=1, reason="too long"))
     assert ledger.failed == {GROUP: "too long"}
+
+
+def failed(attempt: int = 1, worker: str = "w1-1") -> SampleFailed:
+    return SampleFailed(worker=worker, sample=GROUP, attempt=attempt, reason="no")
+
+
+def test_failure_of_a_complete_sample_does_not_count(ledger: Ledger) -> None:
+    ledger.extend(frame("w1", 1, 0, [5], finish=FINISH_STOP))
+    assert not ledger.fail(failed())
+    assert not ledger.failed
+
+
+def test_failures_start_anew_past_the_position_of_the_last(ledger: Ledger) -> None:
+    assert ledger.fail(failed())
+    ledger.place(placed("w2-1", 2, 0))
+    ledger.extend(frame("w2-1", 2, 0, list(range(PAST_TOKENS))))
+    assert ledger.fail(failed(2, "w2-1"))
+    assert ledger.samples[GROUP].failed_on == ["w2"]
+
+
+def test_failures_survive_in_a_restatement(ledger: Ledger) -> None:
+    ledger.fail(failed())
+    fresh = Ledger()
+    fresh.restate(ledger.restated(ledger.samples[GROUP]), "9-0")
+    assert fresh.samples[GROUP].failed_on == ["w1"]
+
+
+def test_restatement_that_missed_a_placement_keeps_older_entries(ledger: Ledger) -> None:
+    record = ledger.restated(ledger.samples[GROUP])
+    ledger.place(placed("w2", 2, 0))
+    ledger.restate(record, "9-0")
+    assert ledger.samples[GROUP].first_id == "1-0"
+
+
+def test_restatement_counts_the_log_from_its_own_entry(ledger: Ledger) -> None:
+    ledger.extend(frame("w1", 1, 0, [5, 6]))
+    ledger.restate(ledger.restated(ledger.samples[GROUP]), "9-0")
+    assert (ledger.samples[GROUP].first_mark, ledger.tokens_in_log) == (2, 4)
 
 
 def test_restated_sample_replaces_older_entries(ledger: Ledger) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlboost.services.rollout_manager.domain.ledger import Ledger, Outcome
-from rlboost.services.rollout_manager.entry_batches import apply_in_batches
+from rlboost.services.rollout_manager.entry_batches import PoisonEntries, apply_in_batches
 from rlboost.shared.bus import Entry
-from rlboost.shared.columns import I32, U32, U64, pack
+from rlboost.shared.columns import I32, U32, U64, ints, pack
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_RELEASED, FINISH_STOP, GroupRequested, Message, Placed, Sampling, TokenFrame
@@ -55,6 +55,29 @@ def state_of(ledger: Ledger) -> object:
     return samples, set(ledger.finished), ledger.tokens_live, ledger.tokens_in_log
 
 
+def folded(given_frames: list[TokenFrame]) -> dict[int, list[int]]:
+    """Return the tokens of each sample, by the rules of invariant 3 for one row after the other."""
+    tokens: dict[int, list[int]] = {sample: [] for sample in SAMPLES}
+    ended: set[int] = set()
+    for frame in given_frames:
+        sent = ints(frame.tokens)
+        rows = zip(
+            ints(frame.samples, U64),
+            ints(frame.attempts, U32),
+            ints(frame.offsets, U32),
+            ints(frame.counts, U32),
+            frame.finish,
+            strict=True,
+        )
+        for sample, attempt, offset, count, finish in rows:
+            row, sent = sent[:count], sent[count:]
+            if sample not in tokens or attempt != 1 or sample in ended or offset > len(tokens[sample]):
+                continue
+            tokens[sample] += row[len(tokens[sample]) - offset :]
+            ended |= {sample} if finish == FINISH_STOP else set()
+    return tokens
+
+
 def total_of(outcomes: list[Outcome]) -> object:
     def summed(counters: list[dict[int, int]]) -> dict[int, int]:
         keys = {key for counter in counters for key in counter}
@@ -76,6 +99,7 @@ def test_frames_in_a_batch_equal_frames_one_by_one(given_frames: list[TokenFrame
     outcome = at_once.extend(*given_frames)
     outcomes = [one_by_one.extend(frame) for frame in given_frames]
     assert state_of(at_once) == state_of(one_by_one)
+    assert {s.id: ints(bytes(s.tokens)) for s in at_once.samples.values()} == folded(given_frames)
     assert total_of([outcome]) == total_of(outcomes)
     assert all(sum(n for _, _, n in s.spans) == s.n_tokens for s in at_once.samples.values())
     assert [s.spans for s in at_once.samples.values()] == [s.spans for s in one_by_one.samples.values()]
@@ -128,7 +152,7 @@ def test_only_the_invalid_frame_of_a_batch_is_refused() -> None:
         assert isinstance(entry.message, TokenFrame)
         ledger.extend(entry.message)
 
-    unusable = apply_in_batches(entries, lambda run: ledger.extend(*run), one)
+    unusable = apply_in_batches(entries, lambda run: ledger.extend(*run), one, PoisonEntries())
     assert [(entry.id, type(error)) for entry, error in unusable] == [("2-0", Unprocessable)]
     assert ledger.samples[SAMPLES[0]].tokens == pack([0, 1, 2], I32)
 
@@ -142,6 +166,7 @@ def test_entries_keep_their_order_around_batches_of_frames() -> None:
         [Entry("log", f"{i}-0", message) for i, message in enumerate(messages)],
         lambda run: seen.append(f"{len(run)} frames"),
         lambda entry: seen.append(entry.message.tag),
+        PoisonEntries(),
     )
     assert seen == ["2 frames", "Placed", "TokenFrame", "Placed", "2 frames"]
     assert not unusable

@@ -49,6 +49,19 @@ def test_a_new_supervisor_removes_the_records_of_the_last(state: StateDir) -> No
         assert not state.drained("worker-1")
 
 
+def test_the_end_of_a_system_overwrites_blocks_that_are_allocated(state: StateDir) -> None:
+    """So that it can be recorded on a full disk."""
+    with state.owned():
+        before = (state.path / "end").stat()
+        assert before.st_blocks * 512 >= before.st_size > 0
+        state.write_end("x" * 100_000)
+        assert (state.path / "end").stat().st_size == before.st_size
+        assert state.end() is None
+    end = state.end()
+    assert end is not None
+    assert set(end.reason) == {"x"}
+
+
 def test_a_second_supervisor_is_refused_naming_the_first(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.local.state._LOCK_PATIENCE_S", 0.05)
     with state.owned():

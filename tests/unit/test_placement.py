@@ -335,6 +335,22 @@ def test_fair_shares_are_proportional_to_the_weights() -> None:
     assert fair_shares(demands, 9, batch_cap=8) == {"a": 6, "b": 3}
 
 
+@pytest.mark.parametrize(
+    ("weights", "workers", "shares"),
+    [
+        # The methods of Adams and Webster give (2, 2, 1) and (3, 1, 1).
+        ((7.0, 4.0, 2.0), 5, (3, 2, 0)),
+        # Adams: (3, 2, 1); Webster and the largest remainder: (4, 1, 1).
+        ((5.0, 2.0, 1.0), 6, (5, 1, 0)),
+    ],
+)
+def test_fair_shares_of_uneven_weights_are_rounded_by_jefferson(
+    weights: tuple[float, ...], workers: int, shares: tuple[int, ...]
+) -> None:
+    demands = [demand(f"j{i}", 9999, 9999, share=weight) for i, weight in enumerate(weights)]
+    assert tuple(fair_shares(demands, workers, batch_cap=8).values()) == shares
+
+
 def test_fair_share_is_at_most_what_the_job_can_fill() -> None:
     assert fair_shares([demand("a", 9999, 0), demand("b", 10, 0)], 10, batch_cap=8) == {"a": 8, "b": 2}
 

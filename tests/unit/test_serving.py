@@ -75,7 +75,8 @@ class Rig:
         return request
 
     def register(self, request: GroupRequested) -> Waiter:
-        return self.manager.completion_waiters.register(request, self.manager.world, resumable=False)
+        (waiter,) = self.manager.completion_waiters.register([request], self.manager.world, resumable=False)
+        return waiter
 
     def held(self) -> dict[str, set[int]]:
         return {name: set(worker.held) for name, worker in self.workers.items()}

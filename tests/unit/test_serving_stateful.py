@@ -70,9 +70,8 @@ class SpotWithClients(Spot):
             expires_at=self.clock + 60.0,
         )
         self.asked.append(request)
-        self.clients.append(
-            Client(leader, leader.completion_waiters.register(request, leader.world, resumable=resumable))
-        )
+        (waiter,) = leader.completion_waiters.register([request], leader.world, resumable=resumable)
+        self.clients.append(Client(leader, waiter))
         with contextlib.suppress(BusUnavailable, Fenced):
             self.run(leader.write([Append(names.rollouts_requested(request.job_id), request)]))
 
@@ -82,7 +81,7 @@ class SpotWithClients(Spot):
         request = data.draw(st.sampled_from(self.asked))
         leader = self.leader
         if leader is not None and leader.world.ledger.knows(request):
-            waiter = leader.completion_waiters.register(request, leader.world, resumable=True)
+            (waiter,) = leader.completion_waiters.register([request], leader.world, resumable=True)
             self.clients.append(Client(leader, waiter))
 
     @precondition(lambda self: self.clients)

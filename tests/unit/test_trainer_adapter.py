@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.shared.weights.publisher import Shard
-from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig
 
 ADAPTER = '{"r": 8}'
@@ -60,14 +59,9 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
 
 async def test_a_successor_that_finds_another_base_model_goes_on_from_the_committed_one(tmp_path: Path) -> None:
     rig = rig_in(tmp_path)
-    rig.manager.held = {3}
-    async with rig.trainer(killed=True):
-        await rig.command("create")
-        await rig.waits_for("samples of step 3")
+    await rig.killed_in(3)
     committed = [shard._replace(data=b"\x00\x00\x80?" * 2) for shard in rig.weights.versions[0]]
     rig.weights.versions[0] = committed
-    rig.manager.held = set()
-    rig.lease_runs_out()
     async with rig.trainer():
         assert (await rig.ended()).state == "completed"
     assert list(rig.engine.export_shards("base")) == committed
@@ -76,12 +70,8 @@ async def test_a_successor_that_finds_another_base_model_goes_on_from_the_commit
 
 async def test_without_its_base_a_job_cannot_go_on(tmp_path: Path) -> None:
     rig = rig_in(tmp_path)
-    rig.manager.held = {3}
-    async with rig.trainer(killed=True):
-        await rig.command("create")
-        await rig.waits_for("samples of step 3")
+    await rig.killed_in(3)
     del rig.weights.versions[0]
-    rig.lease_runs_out()
     async with rig.trainer():
         report = await rig.ended()
     assert report.state == "failed"
@@ -91,14 +81,8 @@ async def test_without_its_base_a_job_cannot_go_on(tmp_path: Path) -> None:
 async def test_a_store_that_lost_everything_gets_the_base_before_the_adapter(tmp_path: Path) -> None:
     expected = await undisturbed(tmp_path / "a")
     rig = rig_in(tmp_path / "b")
-    rig.manager.held = {3}
-    async with rig.trainer(killed=True):
-        await rig.command("create")
-        await eventually(lambda: len(rig.checkpoints._retained) == 1)
-        await rig.waits_for("samples of step 3")
+    await rig.killed_in(3)
     rig.weights.versions.clear()
-    rig.manager.held = set()
-    rig.lease_runs_out()
     async with rig.trainer():
         assert (await rig.ended()).state == "completed"
     assert sorted(rig.weights.versions) == [0, 2, 3, 4, 5]

@@ -16,6 +16,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import START
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import SampleFinished
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec
 
@@ -105,7 +106,7 @@ async def test_a_trainer_killed_while_a_checkpoint_is_written_goes_on_from_the_o
     async with rig.trainer(killed=True):
         await rig.command("create")
         await rig.waits_for("samples of step 3")
-        assert store.writing == 1
+        await eventually(lambda: store.writing == 1)
     # The thread of the dead one may end whenever it likes.
     rig.checkpoints = MemoryCheckpoints(tmp_path / "c")
     store.go_on.set()
@@ -117,15 +118,42 @@ async def test_a_trainer_killed_while_a_checkpoint_is_written_goes_on_from_the_o
     assert set(rig.manager.answered.values()) == {1}
 
 
-async def killed_in_step_3(rig: Rig) -> None:
-    """Leave a job that has a checkpoint of step 2."""
-    rig.manager.held = {3}
+async def test_job_resumes_from_the_older_checkpoint_without_generating_twice(tmp_path: Path) -> None:
+    """The newest checkpoint is corrupt; the samples after the older one are still in the stream."""
+    undisturbed = Rig(tmp_path / "a", spec(steps=7))
+    async with undisturbed.trainer():
+        await undisturbed.command("create")
+        await undisturbed.ended()
+    rig = Rig(tmp_path / "b", spec(steps=7))
+    store = rig.checkpoints = MemoryCheckpoints(tmp_path / "b")
+    rig.manager.held = {5}
+
+    async def steps_in_stream() -> set[int]:
+        entries = await rig.bus.read({names.rollouts_finished(JOB): START}, count=10_000)
+        return {SampleId.unpack(e.message.sample).step for e in entries if isinstance(e.message, SampleFinished)}
+
+    async def is_trimmed() -> bool:
+        return 0 not in await steps_in_stream()
+
     async with rig.trainer(killed=True):
         await rig.command("create")
-        await rig.waits_for("samples of step 3")
-        await eventually(lambda: rig.checkpoints.newest() is not None)
+        await rig.waits_for("samples of step 5")
+        await eventually(is_trimmed)
+    assert await steps_in_stream() >= {2, 3, 4}
+    newest = store._retained.pop()
+    assert newest[0].step == 4
     rig.manager.held = set()
     rig.lease_runs_out()
+    async with rig.trainer():
+        assert (await rig.ended()).state == "completed"
+    assert [fields["step"] for kind, fields in await rig.events() if kind == "resumed"] == [2]
+    assert rig.folder.model == undisturbed.folder.model
+    assert set(rig.manager.answered.values()) == {1}
+
+
+async def killed_in_step_3(rig: Rig) -> None:
+    """Leave a job that has a checkpoint of step 2."""
+    await rig.killed_in(3)
 
 
 async def test_a_job_does_not_go_on_with_other_prompts_of_the_same_number(tmp_path: Path) -> None:

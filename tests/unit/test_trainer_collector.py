@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain.collector import DroppedGroup, StepCollector, WholeGroup
 from rlboost.shared.columns import F32, I32, pack
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
 
@@ -80,9 +80,11 @@ def test_a_late_sample_of_an_earlier_step_is_counted_and_left() -> None:
 @pytest.mark.parametrize(
     "stranger", [sample_id(2, 0), sample_id(0, 2), sample_id(0, 0, step=STEP + 1), sample_id(0, 0, job=2)]
 )
-def test_a_sample_that_nobody_asked_for_is_fatal(stranger: int) -> None:
-    with pytest.raises(Fatal, match="not requested"):
-        collector().fold(finished(stranger))
+def test_a_sample_that_nobody_asked_for_changes_nothing(stranger: int) -> None:
+    collected = collector()
+    with pytest.raises(Unprocessable, match="not requested"):
+        collected.fold(finished(stranger))
+    assert collected.n_arrived == 0
 
 
 def test_tokens_of_another_weight_version_are_fatal() -> None:
@@ -118,9 +120,11 @@ def test_evaluation_is_of_the_steps_own_version_whatever_staleness_training_allo
 
 
 @pytest.mark.parametrize("change", [{"spans": [("w", STEP, 1)]}, {"logprobs": pack([-1.0], F32)}])
-def test_columns_and_spans_that_do_not_add_up_are_fatal(change: dict[str, object]) -> None:
-    with pytest.raises(Fatal, match="spans over"):
-        collector().fold(finished(sample_id(0, 0)).model_copy(update=change))
+def test_columns_and_spans_that_do_not_add_up_drop_the_group(change: dict[str, object]) -> None:
+    outcome = collector().fold(finished(sample_id(0, 0)).model_copy(update=change))
+    assert isinstance(outcome, DroppedGroup)
+    assert outcome.reason == "generation"
+    assert "spans over" in outcome.detail
 
 
 def test_the_trainer_has_device_between_the_end_of_seeding_and_its_reopening() -> None:

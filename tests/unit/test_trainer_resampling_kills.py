@@ -111,12 +111,7 @@ async def test_a_reward_function_that_says_something_else_the_next_time_changes_
 ) -> None:
     undisturbed = await completed(rig_of(tmp_path / "a"))
     rig = rig_of(tmp_path / "b")
-    rig.manager.held = {3}
-    async with rig.trainer(killed=True):
-        await rig.command("create")
-        await rig.waits_for("samples of step 3")
-    rig.manager.held = set()
-    rig.lease_runs_out()
+    await rig.killed_in(3)
     replaced = {int(group) for group in await rig.bus.hash_all(names.job_resampled(JOB))}
     rows = {asked(rig)[group] for group in replaced}
     fickle: Counter[int] = Counter()
@@ -141,7 +136,6 @@ async def test_of_a_step_that_was_trained_nothing_more_is_asked_for_whatever_rew
     tmp_path: Path, before: str
 ) -> None:
     rig = rig_of(tmp_path)
-    rig.manager.held = {3}
     first = plan_step(rig.job, 1, 2, ROWS, 0)[0].row
     assert first in EQUAL
 
@@ -151,11 +145,7 @@ async def test_of_a_step_that_was_trained_nothing_more_is_asked_for_whatever_rew
         return by_row(frozenset())(batch)
 
     rig.reward = reward
-    async with rig.trainer(killed=True):
-        await rig.command("create")
-        await rig.waits_for("samples of step 3")
-    rig.manager.held = set()
-    rig.lease_runs_out()
+    await rig.killed_in(3)
     of_step_2 = {group for group in asked(rig) if SampleId.unpack(group).step == 2}
     rig.reward = by_row()
     await completed(rig, create=False)

@@ -10,7 +10,7 @@ from rlboost.services.trainer.domain.collector import StepCollector
 from rlboost.services.trainer.domain.window import StepWindow
 from rlboost.shared.bus import START, Entry
 from rlboost.shared.columns import F32, I32, pack
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
 
@@ -81,7 +81,7 @@ def test_an_entry_of_a_step_that_is_not_asked_for_yet_has_to_wait() -> None:
 
 
 def test_a_sample_of_no_open_step_is_one_that_nobody_asked_for() -> None:
-    with pytest.raises(Fatal, match="not requested"):
+    with pytest.raises(Unprocessable, match="not requested"):
         window(3, 4).fold("0-0", entry(1, finished(5)))
 
 

@@ -170,6 +170,19 @@ def test_a_manifest_without_a_rank_is_refused() -> None:
         Manifest(job_id="j", version=0, config_json="{}", parts=(part(0, [entry("a", (4,))]), part(2, [])))
 
 
+def test_shards_of_different_global_shapes_are_refused() -> None:
+    """Together they have as many elements as the first says, and they do not overlap."""
+    shards = [entry("a", (4, 1), local=(2, 1)), entry("a", (4, 2), offset=(2, 0), local=(2, 1))]
+    with pytest.raises(ValueError, match="tensor a: its shards disagree"):
+        check_coverage(shards)
+
+
+def test_a_manifest_with_parts_out_of_order_is_refused() -> None:
+    parts = tuple(part(rank, [entry(f"t{rank}", (4,))]) for rank in (1, 0))
+    with pytest.raises(ValidationError, match=r"ranks \[1, 0\], expected 0\.\.1"):
+        Manifest(job_id="j", version=0, config_json="{}", parts=parts)
+
+
 @pytest.mark.parametrize("job_id", ["..", "../x", "a/b", "", ".hidden", "a\n", "a\x00", "x" * 129])
 def test_a_job_id_that_is_no_safe_path_component_is_refused(job_id: str) -> None:
     with pytest.raises(ValidationError):

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rlboost.services.rollout_worker.domain import frames
+from rlboost.services.rollout_worker.domain.effects import Effect
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
+from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.fakes import FakeStagedWeights
 from rlboost.services.rollout_worker.watchdog import Watchdog
 from rlboost.shared.columns import U64, ints
@@ -22,6 +24,7 @@ from rlboost.shared.messages import (
     Drain,
     Event,
     InFlight,
+    Message,
     PreemptionNotice,
     Resume,
     SampleFailed,
@@ -480,6 +483,26 @@ async def test_assignment_for_a_wrong_version_is_dead_lettered_and_rejoins(rig: 
     (entry,) = await rig.read({DEAD_LETTERS: "0-0"})
     assert "version 7" in str(entry.message)
     assert Assign.__name__ in str(entry.message)
+
+
+async def test_command_that_fails_unexpectedly_is_dead_lettered_and_rejoins(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await rig.manager.ready_worker()
+    on_command = Session.on_command
+
+    def failing(session: Session, command: Message) -> list[Effect]:
+        if isinstance(command, Resume):
+            raise KeyError("a bug")
+        return on_command(session, command)
+
+    monkeypatch.setattr(Session, "on_command", failing)
+    await rig.manager.send(worker, Resume(step=0))
+    again = await rig.manager.ready_worker(nth=2)
+    (entry,) = await rig.read({DEAD_LETTERS: "0-0"})
+    assert "a bug" in str(entry.message)
+    await rig.manager.send(again, assign(1))
+    await rig.manager.until_finished((1, 1))
 
 
 async def test_stop_sends_notice_flushes_and_leaves_in_this_order(rig: Rig) -> None:

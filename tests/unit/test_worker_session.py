@@ -199,6 +199,14 @@ def test_last_emission_of_a_released_attempt_does_not_end_the_next(ready: Sessio
     assert ready.held == {7: 2}
 
 
+def test_samples_do_not_start_with_weights_that_were_replaced_meanwhile(ready: Session) -> None:
+    ready.on_command(use(1))
+    ready.on_command(use(2))
+    ready.on_command(assign((7, 1), version=2))
+    assert ready.on_weights_loaded(("j", 1)) == []
+    assert submitted(ready.on_weights_loaded(("j", 2))) == [(7, 1)]
+
+
 def test_samples_assigned_before_the_weights_are_there_start_with_them(ready: Session) -> None:
     ready.on_command(use(1))
     assert ready.on_command(assign((7, 1), (8, 1), version=1)) == []

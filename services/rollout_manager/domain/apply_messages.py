@@ -124,8 +124,9 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
     if counted:
         world.audit_frames(outcome)
     # Tokens are missing between the ledger and a gap's frame: the owner's later frames cannot be used either.
-    gaps = [i for i in outcome.gaps if world.ledger.samples[i].worker in world.fleet.workers]
-    for sample_id in gaps:
+    # After a failure, the owner's later frames leave a gap.
+    gaps = [i for i in (*outcome.gaps, *outcome.failed) if world.ledger.samples[i].worker in world.fleet.workers]
+    for sample_id in dict.fromkeys(gaps):
         world.revoke(world.ledger.samples[sample_id])
     for sample_id in dict.fromkeys([*gaps, *outcome.released]):
         world.unassign(world.ledger.samples[sample_id])

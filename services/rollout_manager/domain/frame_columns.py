@@ -28,6 +28,8 @@ NO_VERSION = 0xFFFF_FFFF
 """The version of a sample that no row has extended under its current attempt. Only the version is compared, not the
 worker: an attempt belongs to one worker."""
 TOKEN_BYTES = I32.itemsize
+MAX_LOGPROB = 1e-3
+"""A log-probability is 0 at most, but for rounding."""
 _INITIAL_SLOTS = 1024
 
 
@@ -47,6 +49,8 @@ class FrameRows(NamedTuple):
     """Index of the row's first token in `tokens` and `logprobs`."""
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
+    invalid: Ints
+    """Rows with a negative token id, a log-probability not finite or above `MAX_LOGPROB`, or an unknown finish."""
 
 
 class Row(NamedTuple):
@@ -76,6 +80,8 @@ class Selection(NamedTuple):
     """All rows of samples where some row repeats tokens, leaves a gap or comes after the end; in the log's order."""
     refused: list[tuple[int, int]]
     """(Sample id, tokens) of rows of an earlier attempt or of a sample that is not in flight."""
+    unusable: list[tuple[int, str, int]]
+    """(Slot, worker, tokens) of rows whose tokens or log-probabilities no engine samples: see `FrameRows.invalid`."""
     accepted: dict[int, int]
     """Job number -> tokens in `appends`."""
 
@@ -98,6 +104,11 @@ def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
     tokens_sent = np.cumsum([len(frame.tokens) // TOKEN_BYTES for frame in frames])
     if (wrong := np.flatnonzero(tokens_to != tokens_sent)).size:
         raise _mismatch(frames[int(wrong[0])])
+    tokens, logprobs, finish = (
+        _column(frames, "tokens", I32),
+        _column(frames, "logprobs", F32),
+        _column(frames, "finish", U8),
+    )
     return FrameRows(
         frames=frames,
         first_rows=last_rows - n_rows,
@@ -106,11 +117,22 @@ def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
         offsets=_column(frames, "offsets", U32).astype(np.int64),
         counts=counts,
         versions=_column(frames, "versions", U32),
-        finish=_column(frames, "finish", U8),
+        finish=finish,
         starts=ends - counts,
-        tokens=_column(frames, "tokens", I32),
-        logprobs=_column(frames, "logprobs", F32),
+        tokens=tokens,
+        logprobs=logprobs,
+        invalid=_invalid_rows(counts, tokens, logprobs, finish),
     )
+
+
+def _invalid_rows(
+    counts: Ints, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], finish: npt.NDArray[np.uint8]
+) -> Ints:
+    valid = (tokens >= 0) & (logprobs <= MAX_LOGPROB) & (logprobs > -np.inf)  # NaN compares as false
+    if valid.all() and (finish <= FINISH_RELEASED).all():
+        return np.zeros(0, np.int64)
+    with_invalid_tokens = np.repeat(np.arange(len(counts)), counts)[~valid]
+    return np.union1d(with_invalid_tokens, np.flatnonzero(finish > FINISH_RELEASED))
 
 
 class ExpectedRows:
@@ -146,8 +168,10 @@ class ExpectedRows:
         slots = self._slots_of(rows.frames)
         current = self.attempt[slots] == rows.attempts
         current &= slots != NO_SLOT
+        refused = np.flatnonzero(~current) if not current.all() else np.zeros(0, np.int64)
+        unusable = rows.invalid[current[rows.invalid]]
+        current[unusable] = False
         matching = np.flatnonzero(current)
-        refused = np.flatnonzero(~current) if len(matching) < len(slots) else matching[:0]
         matching = matching[_stable_order(slots[matching])]
         slot, offset = slots[matching], rows.offsets[matching]
         first = _first_of_each(slot)
@@ -163,10 +187,18 @@ class ExpectedRows:
             matching,
             irregular=[_row(rows, row, int(slots[row])) for row in irregular.tolist()],
             refused=[(int(rows.samples[row]), int(rows.counts[row])) for row in refused.tolist()],
+            unusable=[(int(slots[row]), _worker(rows, row), int(rows.counts[row])) for row in unusable.tolist()],
         )
 
     def _advance(
-        self, rows: FrameRows, slots: Ints, regular: Ints, *, irregular: list[Row], refused: list[tuple[int, int]]
+        self,
+        rows: FrameRows,
+        slots: Ints,
+        regular: Ints,
+        *,
+        irregular: list[Row],
+        refused: list[tuple[int, int]],
+        unusable: list[tuple[int, str, int]],
     ) -> Selection:
         """Return the selection with these regular rows, sorted by slot, and expect what comes after them."""
         extending = regular[rows.counts[regular] > 0]
@@ -193,6 +225,7 @@ class ExpectedRows:
             ended=list(zip(slots[ending].tolist(), rows.finish[ending].tolist(), strict=True)),
             irregular=irregular,
             refused=refused,
+            unusable=unusable,
             accepted=_tokens_by_job(rows.samples[extending], counts),
         )
 

@@ -42,6 +42,10 @@ WORKERS_LIMIT = 3
 """A sample that failed on this many different workers is dropped with the reason; preemptions do not count."""
 FAILURES_LIMIT = 6
 """Or this many times in all, where there are fewer workers."""
+INVALID = "its worker sent a negative token id, a log-probability that is not finite or above 0, or an unknown finish"
+"""Reason of the failure of a sample with such tokens, which are not accepted."""
+MAX_ATTEMPTS = 1 << 31
+"""Far more than a sample can have; the columns of attempts hold twice as many."""
 PAST_TOKENS = 16
 """A sample is past the position of its failure after this many more tokens: more than a flush interval may lose."""
 
@@ -124,6 +128,8 @@ class Outcome:
     """Samples whose frame began after the ledger's end: tokens are missing, so they must be placed again."""
     released: list[int] = field(default_factory=list)
     """Samples that their owner has released with all their tokens."""
+    failed: list[int] = field(default_factory=list)
+    """Samples that failed because their owner sent tokens or log-probabilities that no engine samples."""
 
 
 class Ledger:
@@ -242,6 +248,12 @@ class Ledger:
             self._end(self._by_slot[slot], finish, out)
         for row in rows.irregular:
             self._apply_irregular(self._by_slot[row.slot], row, out)
+        for slot, worker, count in rows.unusable:
+            sample = self._by_slot[slot]
+            out.refused.append((job_of(sample.id), "invalid", count))
+            failed = SampleFailed(worker=worker, sample=sample.id, attempt=sample.attempt, reason=INVALID)
+            if self.fail(failed):
+                out.failed.append(sample.id)
         return out
 
     def _apply_irregular(self, sample: Sample, row: Row, out: Outcome) -> None:
@@ -308,9 +320,24 @@ class Ledger:
         return closed
 
     def restate(self, message: Restated, entry_id: str) -> None:
-        """Make the entry the oldest one that a replay needs for the sample; add the sample if the log was trimmed."""
+        """Make the entry the oldest one that a replay needs for the sample; add the sample if the log was trimmed.
+
+        Raises:
+            Unprocessable: its columns differ in length, or it is no sample of its request.
+
+        """
+        request = message.request
+        if request.group % MAX_GROUP_SIZE or not 0 <= message.sample - request.group < request.n:
+            raise Unprocessable(f"sample {message.sample} is not one of the {request.n} of group {request.group}")
+        n_tokens, n_logprobs = length(message.tokens), length(message.logprobs)
+        spanned = sum(n for _, _, n in message.spans)
+        if not n_tokens == n_logprobs == spanned:
+            raise Unprocessable(
+                f"sample {message.sample} is restated with {n_tokens} tokens, {n_logprobs} log-probabilities and spans "
+                f"over {spanned}"
+            )
         mark = self.tokens_in_log
-        self.tokens_in_log += length(message.tokens)
+        self.tokens_in_log += n_tokens
         sample = self.samples.get(message.sample)
         if sample is None:
             sample = Sample(
@@ -366,4 +393,6 @@ def _placements(samples: bytes, attempts: bytes, offsets: bytes) -> zip[tuple[in
     columns = ints(samples, U64), ints(attempts, U32), ints(offsets, U32)
     if len({len(column) for column in columns}) != 1:
         raise Unprocessable("a placement's columns differ in length")
+    if any(attempt >= MAX_ATTEMPTS for attempt in columns[1]):
+        raise Unprocessable(f"a placement's attempt is not below {MAX_ATTEMPTS}")
     return zip(*columns, strict=True)

@@ -1,7 +1,7 @@
 """Completion requests as groups for the fleet, and their tokens as response bodies.
 
 Consumes: parsed requests, and the chunks of their groups from `CompletionWaiters`.
-Produces: one `GroupRequested` a request, response bodies or server-sent events, and saved conversation turns.
+Produces: one `GroupRequested` a prompt, response bodies or server-sent events, and saved conversation turns.
 Waits for: the next chunk, in `CompletionWaiters.follow`, which the manager's loop wakes.
 Ends when: all completions of the request have ended, a client disconnects, or no more tokens will come.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -26,13 +26,13 @@ from rlboost.services.rollout_manager.completion_waiters import (
     Waiter,
 )
 from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.openai.errors import error_object, openai_problem
 from rlboost.services.rollout_manager.openai.schemas import (
     ChatBody,
     Choice,
     CompletionBody,
     Delta,
     ResponseFormatter,
-    openai_problem,
 )
 from rlboost.services.rollout_manager.openai.served_model import ServedModel
 from rlboost.services.rollout_manager.openai.sessions import Sessions, Turn
@@ -50,12 +50,12 @@ MAX_SAMPLES_IN_FLIGHT = 1024
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One client's request, with its prompt as tokens."""
+    """One client's request, with its prompts as tokens."""
 
     body: CompletionBody | ChatBody
     job: Job
     model: ServedModel
-    prompt: list[int]
+    prompts: list[list[int]]
     max_tokens: int
     idempotency_key: str | None = None
     """With a key, the client may disconnect and request the same completion again."""
@@ -69,16 +69,15 @@ class CompletionRequest:
             Problem: 400, naming the field.
 
         """
-        files, prompt = self.model.files, self.prompt
         param = "prompt" if isinstance(self.body, CompletionBody) else "messages"
-        if not prompt:
-            raise openai_problem(400, "Invalid prompt", "the prompt has no tokens", param=param)
-        if files.max_len is not None and len(prompt) >= files.max_len:
-            detail = f"a prompt of {len(prompt)} tokens leaves none for a completion: the model takes {files.max_len}"
-            raise openai_problem(400, "Context length exceeded", detail, param=param)
-        if files.vocab_size is not None and max(prompt) >= files.vocab_size:
-            detail = f"token id {max(prompt)} is outside the model's 0..{files.vocab_size - 1}"
-            raise openai_problem(400, "Invalid prompt", detail, param=param)
+        for i, prompt in enumerate(self.prompts):
+            if found := _invalid_prompt(prompt, self.model):
+                title, detail = found
+                where = f"prompt {i}: " if len(self.prompts) > 1 else ""
+                raise openai_problem(400, title, where + detail, param=param)
+        if (n_samples := len(self.prompts) * self.body.n) > MAX_SAMPLES_IN_FLIGHT:
+            detail = f"{n_samples} completions in one request: at most {MAX_SAMPLES_IN_FLIGHT} are possible"
+            raise openai_problem(400, "Too many completions", detail, param=param)
         if self.body.stops and not self.model.has_tokenizer:
             detail = "the manager has no tokenizer of this model, which stop strings need: give stop_token_ids"
             raise openai_problem(400, "Invalid stop", detail, param="stop")
@@ -88,9 +87,11 @@ class CompletionRequest:
 class InFlightRequest:
     """A request whose group has been requested from the fleet."""
 
-    waiter: Waiter
+    waiters: list[Waiter]
+    """One for each prompt."""
     response: ResponseFormatter
     choices: list[Choice]
+    """Those of the first prompt, then of the next."""
     turn: Turn | None
     deltas: list[Delta] = field(default_factory=list)
     """All deltas so far of a conversation's turn."""
@@ -116,14 +117,15 @@ class CompletionService:
 
         """
         request.validate()
-        body, model, prompt = request.body, request.model, request.prompt
+        body, model = request.body, request.model
         if not model.has_tokenizer:
             body = body.model_copy(update={"return_token_ids": True})  # there is no text to return
-        group = self._group(request)
-        waiter = await self._register(group, resumable=request.idempotency_key is not None)
-        choices = [Choice(model, prompt, body) for _ in range(group.n)]
-        response = ResponseFormatter(body, group.group, request.job.id, prompt)
-        return InFlightRequest(waiter, response, choices, request.turn)
+        groups = [self._group(request, i) for i in range(len(request.prompts))]
+        waiters = await self._register(groups, resumable=request.idempotency_key is not None)
+        of_choice = [prompt for prompt in request.prompts for _ in range(body.n)]
+        choices = [Choice(i, model, prompt, body) for i, prompt in enumerate(of_choice)]
+        response = ResponseFormatter(body, groups[0].group, request.job.id, request.prompts)
+        return InFlightRequest(waiters, response, choices, request.turn)
 
     async def collect(
         self, in_flight: InFlightRequest, is_disconnected: Callable[[], Awaitable[bool]]
@@ -162,15 +164,16 @@ class CompletionService:
                     yield _event(in_flight.response.chunk(delta, first=delta.index not in started))
                     started.add(delta.index)
         except (CompletionUnavailable, CompletionFailed) as error:
-            yield _event({"error": _problem_of(error).extra["error"]})
+            yield _event({"error": error_object(_problem_of(error))})
             return
         if usage := in_flight.response.usage_chunk(in_flight.n_tokens):
             yield _event(usage)
         yield "data: [DONE]\n\n"
 
-    def _group(self, request: CompletionRequest) -> GroupRequested:
+    def _group(self, request: CompletionRequest, index: int) -> GroupRequested:
+        """Return the group of one of the request's prompts."""
         body, job, key = request.body, request.job, request.idempotency_key
-        number = secrets.randbelow(MAX_REQUESTS) if key is None else _hashed(key) % MAX_REQUESTS
+        number = secrets.randbelow(MAX_REQUESTS) if key is None else _hashed(f"{index}/{key}") % MAX_REQUESTS
         group = request_group(job.no, number)
         seed = number if body.seed is None else body.seed
         stop_token_ids = () if body.ignore_eos else request.model.files.stop_token_ids
@@ -178,7 +181,7 @@ class CompletionService:
             job_id=job.id,
             group=group,
             n=body.n,
-            prompt=pack(request.prompt, I32),
+            prompt=pack(request.prompts[index], I32),
             sampling=Sampling(
                 temperature=body.temperature,
                 top_p=body.top_p,
@@ -192,45 +195,52 @@ class CompletionService:
             preferred_worker=request.turn.preferred_worker if request.turn else "",
         )
 
-    async def _register(self, group: GroupRequested, *, resumable: bool) -> Waiter:
-        """Register a waiter and request the group, unless an earlier try has requested it."""
+    async def _register(self, groups: Sequence[GroupRequested], *, resumable: bool) -> list[Waiter]:
+        """Register waiters and request the groups that no earlier try has requested."""
         manager, waiters = self._manager, self._manager.completion_waiters
-        known = manager.world.ledger.samples.get(group.group)
-        if known is not None:
-            if _is_same(known.request, group):
-                return waiters.register(known.request, manager.world, resumable=resumable)
-            detail = "another request with this Idempotency-Key is in flight: use a new key"
-            raise openai_problem(409, "Key in use", detail)
-        if manager.world.is_known(group):
-            raise openai_problem(409, "Just ended", "an earlier try has just ended: try again")
-        if waiters.n_samples + group.n > MAX_SAMPLES_IN_FLIGHT:
+        registered, new = [], []
+        for group in groups:
+            known = manager.world.ledger.samples.get(group.group)
+            if known is None:
+                if manager.world.is_known(group):
+                    raise openai_problem(409, "Just ended", "an earlier try has just ended: try again")
+                new.append(group)
+            elif not _is_same(known.request, group):
+                detail = "another request with this Idempotency-Key is in flight: use a new key"
+                raise openai_problem(409, "Key in use", detail)
+            registered.append(known.request if known else group)
+        if new and waiters.n_samples + sum(group.n for group in new) > MAX_SAMPLES_IN_FLIGHT:
             detail = f"{waiters.n_samples} completions of at most {MAX_SAMPLES_IN_FLIGHT} are in flight: try again"
             raise openai_problem(429, "Too many requests", detail, headers={"Retry-After": "1"})
-        waiter = waiters.register(group, manager.world, resumable=resumable)
+        ours = waiters.register(registered, manager.world, resumable=resumable)
         try:
-            await manager.write([Append(names.rollouts_requested(group.job_id), group)])
+            if new:
+                await manager.write([Append(names.rollouts_requested(group.job_id), group) for group in new])
         except (Fenced, BusUnavailable) as error:
-            waiters.unregister(waiter)
+            for waiter in ours:
+                waiters.unregister(waiter)
             raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
-        return waiter
+        return ours
 
     async def _deltas(self, in_flight: InFlightRequest) -> AsyncGenerator[Delta | None]:
-        waiters, waiter = self._manager.completion_waiters, in_flight.waiter
+        waiters = self._manager.completion_waiters
         try:
-            async with aclosing(waiters.follow(waiter)) as chunks:
-                async for chunk in chunks:
-                    yield None if chunk is None else await self._delta(in_flight, chunk)
+            async with aclosing(waiters.follow(in_flight.waiters)) as chunks:
+                async for found in chunks:
+                    yield None if found is None else await self._delta(in_flight, *found)
         finally:
-            waiters.unregister(waiter)
+            for waiter in in_flight.waiters:
+                waiters.unregister(waiter)
 
-    async def _delta(self, in_flight: InFlightRequest, chunk: CompletionChunk) -> Delta:
-        delta = in_flight.choices[chunk.member].add(chunk)
+    async def _delta(self, in_flight: InFlightRequest, prompt: int, chunk: CompletionChunk) -> Delta:
+        waiter = in_flight.waiters[prompt]
+        delta = in_flight.choices[prompt * waiter.request.n + chunk.member].add(chunk)
         if in_flight.turn is not None:
             in_flight.deltas.append(delta)
             if delta.finish:
                 await self._save_turn(in_flight, in_flight.turn, chunk.worker)
         if delta.finish and not chunk.finish:  # it ended at a stop string
-            self._manager.completion_waiters.complete(in_flight.waiter, chunk.member)
+            self._manager.completion_waiters.complete(waiter, chunk.member)
         return delta
 
     async def _save_turn(self, in_flight: InFlightRequest, turn: Turn, worker: str) -> None:
@@ -241,6 +251,19 @@ class CompletionService:
             await self._sessions.save(turn, text, completion, worker)
         except (Fenced, BusUnavailable) as error:
             raise CompletionUnavailable(f"the conversation could not be stored: {error}") from error
+
+
+def _invalid_prompt(prompt: Sequence[int], model: ServedModel) -> tuple[str, str] | None:
+    """Return title and text of the error about a prompt that the model does not take; None if it takes it."""
+    files = model.files
+    if not prompt:
+        return "Invalid prompt", "the prompt has no tokens"
+    if files.max_len is not None and len(prompt) >= files.max_len:
+        detail = f"a prompt of {len(prompt)} tokens leaves none for a completion: the model takes {files.max_len}"
+        return "Context length exceeded", detail
+    if files.vocab_size is not None and max(prompt) >= files.vocab_size:
+        return "Invalid prompt", f"token id {max(prompt)} is outside the model's 0..{files.vocab_size - 1}"
+    return None
 
 
 def _problem_of(error: CompletionUnavailable | CompletionFailed) -> Problem:

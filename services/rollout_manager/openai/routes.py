@@ -12,7 +12,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.openai.completions import CompletionRequest, CompletionService
-from rlboost.services.rollout_manager.openai.schemas import CompletionBody, openai_problem, parse_chat, parse_completion
+from rlboost.services.rollout_manager.openai.errors import openai_problem
+from rlboost.services.rollout_manager.openai.schemas import CompletionBody, parse_chat, parse_completion
 from rlboost.services.rollout_manager.openai.served_model import ServedModel
 from rlboost.services.rollout_manager.openai.sessions import Sessions
 from rlboost.services.rollout_manager.ports import LoadModelFiles, TokenizationError
@@ -40,7 +41,7 @@ def add_openai_routes(
         """List the jobs whose weights are served."""
         return {"object": "list", "data": [_model_object(manager, job) for job in _served_jobs(manager)]}
 
-    @router.get("/models/{model}", tags=["serving"])
+    @router.get("/models/{model:path}", tags=["serving"])
     async def model(model: str) -> dict[str, Any]:
         return _model_object(manager, _find_job(manager, model))
 
@@ -49,8 +50,8 @@ def add_openai_routes(
         body = parse_completion(raw)
         job = _find_job(manager, body.model)
         served = await served_models.get(job)
-        prompt = await _prompt_tokens(served, body)
-        return await respond(CompletionRequest(body, job, served, prompt, body.max_tokens, idempotency_key), http)
+        prompts = await _prompt_tokens(served, body)
+        return await respond(CompletionRequest(body, job, served, prompts, body.max_tokens, idempotency_key), http)
 
     @router.post("/chat/completions", tags=["serving"], response_model=None)
     async def chat(
@@ -70,7 +71,7 @@ def add_openai_routes(
         except TokenizationError as error:
             raise openai_problem(400, "Invalid messages", str(error), param="messages") from error
         max_tokens = body.max_completion_tokens or body.max_tokens or job.spec.sampling.max_tokens
-        return await respond(CompletionRequest(body, job, served, prompt, max_tokens, idempotency_key, turn), http)
+        return await respond(CompletionRequest(body, job, served, [prompt], max_tokens, idempotency_key, turn), http)
 
     async def respond(request: CompletionRequest, http: Request) -> Response:
         in_flight = await service.start(request)
@@ -152,13 +153,11 @@ def _find_job(manager: Manager, model: str) -> Job:
 # --- the prompt -------------------------------------------------------------------------------------------------------
 
 
-async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[int]:
-    prompt = body.prompt
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        (prompt,) = prompt
-    if not isinstance(prompt, str):
-        return [token for token in prompt if isinstance(token, int)]
+async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[list[int]]:
+    def encode() -> list[list[int]]:
+        return [model.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in body.prompt]
+
     try:
-        return await asyncio.to_thread(model.encode, prompt, add_special_tokens=True)
+        return await asyncio.to_thread(encode)
     except TokenizationError as error:
         raise openai_problem(400, "Invalid prompt", str(error), param="prompt") from error

@@ -1,18 +1,19 @@
-"""OpenAI's request and response bodies, as far as the fleet supports them; unsupported fields are rejected by name."""
+"""OpenAI's request and response bodies, as far as the fleet supports them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from rlboost.services.rollout_manager.completion_waiters import CompletionChunk
 from rlboost.services.rollout_manager.openai.detokenizer import Detokenizer
+from rlboost.services.rollout_manager.openai.errors import openai_problem
 from rlboost.services.rollout_manager.openai.served_model import ServedModel
-from rlboost.shared.http.problem import Problem
+from rlboost.services.rollout_manager.openai.unsupported import supported_fields
 from rlboost.shared.messages import FinishReason
 from rlboost.shared.validation import describe
 
@@ -20,11 +21,26 @@ MAX_N = 128
 MAX_STOPS = 16
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Line = Annotated[str, Field(min_length=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
-"""A field of OpenAI's of which only the default is supported."""
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """Return the prompts: the value is one text, one list of token ids, or a list of them."""
+    prompts: Any = [value] if isinstance(value, str) or _are_tokens(value) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError("should be text, a list of token ids, or a list of these, and not empty")
+    for i, prompt in enumerate(prompts):
+        entry = "" if prompts is not value else f"entry {i} "
+        if prompt in ("", []):
+            raise ValueError(f"{entry}is empty: give at least one character or token id")
+        if not isinstance(prompt, str) and not _are_tokens(prompt):
+            raise ValueError(f"{entry}is {prompt!r:.80}: should be text or a list of token ids from 0 to 2147483647")
+    return prompts
+
+
+def _are_tokens(value: object) -> bool:
+    return isinstance(value, list) and value != [] and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
 
 
 class _Body(BaseModel):
@@ -35,6 +51,8 @@ class StreamOptions(_Body):
     """Options of a streamed response."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted and ignored."""
 
 
 class _CompletionBase(_Body):
@@ -51,9 +69,6 @@ class _CompletionBase(_Body):
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
-    user: str = ""
-    presence_penalty: Zero = 0.0
-    frequency_penalty: Zero = 0.0
 
     @property
     def stops(self) -> Sequence[str]:
@@ -64,7 +79,8 @@ class _CompletionBase(_Body):
 class CompletionBody(_CompletionBase):
     """`POST /v1/completions`."""
 
-    prompt: Line | Tokens | Annotated[list[Line] | list[Tokens], Field(min_length=1, max_length=1)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    """One prompt or more, each as text or as token ids."""
     max_tokens: Count = 16
     logprobs: int | None = Field(None, ge=0, le=1)
 
@@ -97,17 +113,9 @@ class ChatBody(_CompletionBase):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=0)
 
 
-def openai_problem(
-    status: int, title: str, detail: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> Problem:
-    """Return an error whose problem document has OpenAI's `error` in it."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    code = title.lower().replace(" ", "_")
-    error = {"message": detail, "type": kind, "param": param, "code": code}
-    return Problem(status, title, detail, headers=headers, error=error)
+Body = TypeVar("Body", CompletionBody, ChatBody)
 
 
 def parse_completion(raw: dict[str, Any]) -> CompletionBody:
@@ -117,28 +125,21 @@ def parse_completion(raw: dict[str, Any]) -> CompletionBody:
         Problem: 400, naming the first invalid field.
 
     """
-    try:
-        return CompletionBody.model_validate(_without_nulls(raw))
-    except ValidationError as error:
-        raise _invalid(error) from error
+    return _parse(CompletionBody, raw)
 
 
 def parse_chat(raw: dict[str, Any]) -> ChatBody:
     """Return the request in a body; see `parse_completion`."""
+    return _parse(ChatBody, raw)
+
+
+def _parse(body: type[Body], raw: dict[str, Any]) -> Body:
     try:
-        return ChatBody.model_validate(_without_nulls(raw))
+        return body.model_validate(supported_fields(raw))
     except ValidationError as error:
-        raise _invalid(error) from error
-
-
-def _without_nulls(raw: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in raw.items() if value is not None}  # null means the default
-
-
-def _invalid(error: ValidationError) -> Problem:
-    field = str(error.errors()[0]["loc"][0])
-    lines = [line for line in describe(error) if line.partition(":")[0].partition(".")[0] == field]
-    return openai_problem(400, "Invalid value", "; ".join(lines), param=field)
+        field = str(error.errors()[0]["loc"][0])
+        lines = [line for line in describe(error, body) if line.partition(":")[0].partition(".")[0] == field]
+        raise openai_problem(400, "Invalid value", "; ".join(lines), param=field) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +169,9 @@ class Delta:
 class Choice:
     """One completion as the client sees it, built from chunks."""
 
-    def __init__(self, model: ServedModel, prompt: Sequence[int], body: CompletionBody | ChatBody) -> None:
+    def __init__(self, index: int, model: ServedModel, prompt: Sequence[int], body: CompletionBody | ChatBody) -> None:
         """Start an empty choice."""
-        self._model = model
+        self._index, self._model = index, model
         self._detokenizer = Detokenizer(model.decode, prompt, body.stops)
         self._has_logprobs = body.logprobs not in {None, False}
         self.n_tokens = 0
@@ -191,15 +192,15 @@ class Choice:
         self.n_tokens += used
         tokens = chunk.tokens[:used]
         texts = [self._model.token_text(token) for token in tokens] if self._has_logprobs else []
-        return Delta(chunk.member, text, tokens, chunk.logprobs[:used], texts, finish)
+        return Delta(self._index, text, tokens, chunk.logprobs[:used], texts, finish)
 
 
 class ResponseFormatter:
     """Builds OpenAI's response objects for one request."""
 
-    def __init__(self, body: CompletionBody | ChatBody, group: int, job_id: str, prompt: Sequence[int]) -> None:
-        """Derive the response's id from its group, so that a repeated request has the same id."""
-        self._request, self._prompt = body, list(prompt)
+    def __init__(self, body: CompletionBody | ChatBody, group: int, job_id: str, prompts: Sequence[list[int]]) -> None:
+        """Derive the response's id from its first group, so that a repeated request has the same id."""
+        self._request, self._prompts = body, prompts
         self._chat = isinstance(body, ChatBody)
         kind = "chat.completion" if self._chat else "text_completion"
         self._object = f"{kind}.chunk" if self._chat and body.stream else kind
@@ -209,14 +210,14 @@ class ResponseFormatter:
         """Return the response to a request that is not streamed."""
         body = {**self._body([self._choice(delta, first=True) for delta in deltas]), "usage": self._usage(n_tokens)}
         if self._chat and self._request.return_token_ids:
-            body["prompt_token_ids"] = self._prompt
+            body["prompt_token_ids"] = self._prompts[0]
         return body
 
     def chunk(self, delta: Delta, *, first: bool) -> dict[str, Any]:
         """Return one chunk of a streamed response."""
         body = self._body([self._choice(delta, first=first)])
         if first and self._chat and self._request.return_token_ids:
-            body["prompt_token_ids"] = self._prompt
+            body["prompt_token_ids"] = self._prompts[0]
         return body
 
     def usage_chunk(self, n_tokens: int) -> dict[str, Any] | None:
@@ -229,7 +230,7 @@ class ResponseFormatter:
         return {**self._head, "object": self._object, "choices": choices}
 
     def _usage(self, n_tokens: int) -> dict[str, int]:
-        n_prompt = len(self._prompt)
+        n_prompt = sum(map(len, self._prompts))
         return {"prompt_tokens": n_prompt, "completion_tokens": n_tokens, "total_tokens": n_prompt + n_tokens}
 
     def _choice(self, delta: Delta, *, first: bool) -> dict[str, Any]:
@@ -239,7 +240,7 @@ class ResponseFormatter:
             if self._request.logprobs is not None:
                 choice["logprobs"] = _completion_logprobs(delta, top=self._request.logprobs > 0)
             if self._request.return_token_ids and first:
-                choice["prompt_token_ids"] = self._prompt
+                choice["prompt_token_ids"] = self._prompts[delta.index // self._request.n]
         else:
             role = {"role": "assistant"} if first else {}
             choice["delta" if self._request.stream else "message"] = {**role, "content": delta.text}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlboost.services.trainer.domain.conversation import Conversation
 from rlboost.shared.columns import F32, I32, length
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
 
@@ -94,9 +94,11 @@ class StepCollector:
     def fold(self, message: Message) -> Outcome | None:
         """Apply one message and return the group that it completes or drops, if any.
 
+        A sample whose columns differ in length drops its group.
+
         Raises:
-            Fatal: the stream is inconsistent: a sample that was not requested, a column of the wrong length, or, with
-                `max_staleness` 0, a token of another weight version.
+            Unprocessable: a sample that was not requested; nothing has changed.
+            Fatal: with `max_staleness` 0, a token of another weight version.
 
         """
         match message:
@@ -135,13 +137,14 @@ class StepCollector:
     def _check_requested(self, sample: int) -> None:
         sample_id = SampleId.unpack(sample)
         if sample_id.member >= self._sizes.get(group_of(sample), 0):
-            raise Fatal(
+            raise Unprocessable(
                 f"received sample {sample_id}, which was not requested by step {self._step} of job {self._job_no}"
             )
 
     def _finished(self, sample: SampleFinished) -> Outcome | None:
-        self._check(sample)
         group = group_of(sample.sample)
+        if invalid := self._check(sample):
+            return self._drop(group, "generation", invalid)
         if group not in self._open:
             return None
         arrived = self._arrived[group]
@@ -163,16 +166,17 @@ class StepCollector:
         del self._open[group], self._arrived[group]
         return DroppedGroup(group, reason, detail)
 
-    def _check(self, sample: SampleFinished) -> None:
+    def _check(self, sample: SampleFinished) -> str:
+        """Return an error text if a sample's columns differ in length, otherwise ""."""
         name = SampleId.unpack(sample.sample)
         n_tokens = length(sample.tokens, I32)
         spanned = sum(n for _, _, n in sample.spans)
         if spanned != n_tokens or length(sample.logprobs, F32) != n_tokens:
-            raise Fatal(
-                f"sample {name} has {n_tokens} tokens, {length(sample.logprobs, F32)} logprobs and spans over {spanned}"
-            )
+            n_logprobs = length(sample.logprobs, F32)
+            return f"sample {name} has {n_tokens} tokens, {n_logprobs} logprobs and spans over {spanned}"
         if self._max_staleness == 0 and (stale := self._staleness(sample)):
             raise Fatal(stale)
+        return ""
 
     def _staleness(self, sample: SampleFinished) -> str:
         """Return an error text if a sample has tokens of a weight version that is not allowed, otherwise ""."""

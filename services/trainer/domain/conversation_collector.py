@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector, WholeGroup
 from rlboost.services.trainer.domain.conversation import Conversation
 from rlboost.services.trainer.domain.turns import TurnIds
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, TurnAnswered
 
@@ -43,8 +43,7 @@ class ConversationCollector(StepCollector):
         """See `StepCollector.fold`."""
         match message:
             case SampleFinished():
-                self._add_turn(message)
-                return None
+                return self._add_turn(message)
             case SampleDropped():
                 return super().fold(message.model_copy(update={"sample": self._turn_of(message.sample)[0]}))
             case GroupOpened():
@@ -57,22 +56,24 @@ class ConversationCollector(StepCollector):
     def _turn_of(self, sample: int) -> tuple[int, int]:
         return self._ids[SampleId.unpack(sample).is_eval].turn_of(sample)
 
-    def _add_turn(self, turn: SampleFinished) -> None:
+    def _add_turn(self, turn: SampleFinished) -> DroppedGroup | None:
         if self._is_late(turn.sample):
-            return
+            return None
         sample, number = self._turn_of(turn.sample)
         conversation = self._conversations.get(sample) or Conversation(sample)
         self._check_requested(sample)
         if number < len(conversation.turns):
             self.duplicates += 1
-            return
+            return None
         if number > len(conversation.answers):
-            raise Fatal(f"received turn {number} of sample {SampleId.unpack(sample)}, which was not requested")
-        self._check(turn)
+            raise Unprocessable(f"received turn {number} of sample {SampleId.unpack(sample)}, which was not requested")
+        if invalid := self._check(turn):
+            return self._drop(group_of(sample), "generation", invalid)
         self._conversations[sample] = conversation
         conversation.turns.append(turn)
         if self.is_open(group_of(sample)):
             self._unanswered[turn.sample] = conversation
+        return None
 
     def _open_group(self, message: GroupOpened) -> DroppedGroup | None:
         digest = self._prompts.pop(message.group, None)

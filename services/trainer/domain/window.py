@@ -54,7 +54,7 @@ class StepWindow:
             The step and the outcome of the group that the entry completes or drops, if any.
 
         Raises:
-            Fatal: see `StepCollector.fold`; a sample of a step that is not open was not requested.
+            Unprocessable, Fatal: see `StepCollector.fold`; a sample of a step that is not open was not requested.
 
         """
         step = _step_of(entry.message)

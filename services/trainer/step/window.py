@@ -13,7 +13,8 @@ from rlboost.services.trainer.domain.window import StepWindow
 from rlboost.services.trainer.job_streams import FinishedLog
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
-from rlboost.shared.errors import Fatal, Timeout
+from rlboost.shared.dead_letters import report_dead_letter
+from rlboost.shared.errors import Fatal, Timeout, Unprocessable
 
 
 class RolloutWindow:
@@ -91,7 +92,12 @@ class RolloutWindow:
 
     def _take(self) -> None:
         before, entry = self._log.cursor, self._log.take()
-        if (decided := self._window.fold(before, entry)) is not None:
+        try:
+            decided = self._window.fold(before, entry)
+        except Unprocessable as error:
+            report_dead_letter(entry.stream, entry.id, str(error))
+            decided = None
+        if decided is not None:
             step, outcome = decided
             self._intakes[step].take(outcome)
         if self._log.drained:

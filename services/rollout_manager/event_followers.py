@@ -1,0 +1,110 @@
+"""Clients that follow the events of jobs: one read of Redis at a time waits for all of them.
+
+Consumes: the event streams of the followed jobs.
+Produces: for each follower, the entries after its own position.
+Waits for: the next entry of any followed stream, in `Bus.read`, for `BLOCK_S` at a time.
+Ends when: the client disconnects, or the job has ended and all its events are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from rlboost.shared.bus import Bus, Entry, position
+from rlboost.shared.http.problem import Problem
+
+MAX_FOLLOWERS = 1024
+"""Open streams of one manager; beyond it, requests are rejected with 429."""
+MAX_READS = 8
+"""Reads of followers at once, each of which takes one of the bus's connections."""
+BATCH = 512
+BLOCK_S = 0.25
+"""How long one read waits for all followers; a new follower waits for its end."""
+IDLE_S = 1.0
+"""How often a follower without a new entry gets None."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """One follower that has read everything up to `cursor`."""
+
+    stream: str
+    cursor: str
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EventFollowers:
+    """All followers of one manager."""
+
+    def __init__(self, bus: Bus) -> None:
+        """Start with none."""
+        self._bus = bus
+        self._reads = asyncio.Semaphore(MAX_READS)
+        self._turn = asyncio.Lock()
+        """Held by the follower whose read waits for all."""
+        self._waiting: set[_Waiting] = set()
+        self._n = 0
+
+    def check_limit(self) -> None:
+        """Reject one more follower if there are too many.
+
+        Raises:
+            Problem: 429.
+
+        """
+        if self._n >= MAX_FOLLOWERS:
+            detail = f"{self._n} clients follow events, the most that are possible: close some, or try again later"
+            raise Problem(429, "Too many followers", detail, headers={"Retry-After": "5"})
+
+    async def follow(
+        self, stream: str, cursor: str, is_over: Callable[[], bool], is_disconnected: Callable[[], Awaitable[bool]]
+    ) -> AsyncIterator[Entry | None]:
+        """Yield the stream's entries after the cursor, and None while there is no new one.
+
+        Ends when the client has disconnected, or once `is_over` is true and all entries are read.
+        """
+        self._n += 1
+        try:
+            while not await is_disconnected():
+                over = is_over()
+                async with self._reads:
+                    entries = await self._bus.read({stream: cursor}, count=BATCH)
+                for entry in entries:
+                    cursor = entry.id
+                    yield entry
+                if not entries and over:
+                    return
+                if not entries and not await self._has_news(_Waiting(stream, cursor)):
+                    yield None
+        finally:
+            self._n -= 1
+
+    async def _has_news(self, follower: _Waiting) -> bool:
+        """Return True as soon as the stream has a new entry, False after `IDLE_S`."""
+        limit = time.monotonic() + IDLE_S
+        self._waiting.add(follower)
+        try:
+            while not follower.changed.is_set() and time.monotonic() < limit:
+                if self._turn.locked():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(BLOCK_S):
+                            await follower.changed.wait()
+                else:
+                    async with self._turn:
+                        await self._read_for_all()
+        finally:
+            self._waiting.discard(follower)
+        return follower.changed.is_set()
+
+    async def _read_for_all(self) -> None:
+        cursors: dict[str, str] = {}
+        for follower in self._waiting:
+            cursors[follower.stream] = min(follower.cursor, cursors.get(follower.stream, follower.cursor), key=position)
+        changed = {entry.stream for entry in await self._bus.read(cursors, count=1, block_s=BLOCK_S)}
+        for follower in self._waiting:
+            if follower.stream in changed:
+                follower.changed.set()

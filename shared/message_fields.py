@@ -1,0 +1,33 @@
+"""Types of the fields of messages, with the limits of what any service sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, Strict
+
+
+def _whole(item_bytes: int) -> Callable[[bytes], bytes]:
+    def check(column: bytes) -> bytes:
+        if len(column) % item_bytes:
+            raise ValueError(f"a column of {len(column)} bytes, which is no multiple of {item_bytes}")
+        return column
+
+    return check
+
+
+Column32 = Annotated[bytes, AfterValidator(_whole(4))]
+"""An int32, uint32 or float32 column; those of `TokenFrame` are checked by the ledger, many frames at once."""
+Column64 = Annotated[bytes, AfterValidator(_whole(8))]
+"""A uint64 column."""
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Attempt = Annotated[int, Field(ge=0, lt=1 << 31)]
+PackedId = Annotated[int, Field(ge=0, lt=1 << 64)]
+"""See `shared.ids.SampleId`."""
+Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
+"""A weight version; -1 before the first."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Span = Annotated[tuple[str, Version, Count], Strict(False)]
+"""(worker, weight version, number of tokens) of consecutive tokens. msgpack decodes tuples as lists."""

@@ -1,0 +1,82 @@
+"""Many clients that follow events share one waiting read of the bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlboost.services.rollout_manager import event_followers
+from rlboost.services.rollout_manager.event_followers import MAX_READS, EventFollowers
+from rlboost.shared.bus import START, Entry
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.http.problem import Problem
+from rlboost.shared.messages import Event
+from tests.support.eventually import eventually
+
+
+class CountingBus(MemoryBus):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = self.most_reading = self.most_waiting = self.waiting = 0
+
+    async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
+        self.reading += 1
+        self.waiting += block_s > 0
+        self.most_reading = max(self.most_reading, self.reading)
+        self.most_waiting = max(self.most_waiting, self.waiting)
+        try:
+            await asyncio.sleep(0)
+            return await super().read(cursors, count=count, block_s=block_s)
+        finally:
+            self.reading -= 1
+            self.waiting -= block_s > 0
+
+
+async def connected() -> bool:
+    return False
+
+
+def event(number: int) -> Event:
+    return Event(kind="k", at=0.0, source="s", fields={"number": number})
+
+
+async def test_followers_get_every_event_by_one_waiting_read() -> None:
+    bus = CountingBus()
+    followers, over = EventFollowers(bus), False
+    seen: list[list[Any]] = [[] for _ in range(200)]
+
+    async def follow(i: int) -> None:
+        async for entry in followers.follow(f"events-{i % 3}", START, lambda: over, connected):
+            if entry is not None and isinstance(entry.message, Event):
+                seen[i].append(entry.message.fields["number"])
+
+    async with asyncio.TaskGroup() as group:
+        for i in range(200):
+            group.create_task(follow(i), name=f"follower-{i}")
+        for number in range(3):
+            for stream in range(3):
+                await bus.append(f"events-{stream}", event(number))
+            await eventually(lambda number=number: all(numbers[-1:] == [number] for numbers in seen))
+        over = True
+    assert all(numbers == [0, 1, 2] for numbers in seen)
+    assert bus.most_waiting == 1
+    assert bus.most_reading <= MAX_READS + 1
+
+
+async def test_one_follower_too_many_is_rejected_until_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_followers, "MAX_FOLLOWERS", 1)
+    bus = MemoryBus()
+    followers = EventFollowers(bus)
+    await bus.append("events", event(0))
+    followers.check_limit()
+    following = followers.follow("events", START, lambda: True, connected)
+    assert await anext(following)
+    with pytest.raises(Problem) as rejected:
+        followers.check_limit()
+    assert rejected.value.status == 429
+    with pytest.raises(StopAsyncIteration):
+        await anext(following)
+    followers.check_limit()

@@ -1,0 +1,106 @@
+"""The scheduler in the manager's state: which versions may generate a sample, preferred workers, overdue releases."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered, apply_message
+from rlboost.services.rollout_manager.domain.effects import Send
+from rlboost.services.rollout_manager.domain.scheduler import RELEASE_LIMIT_S, place_queued, rebalance, reclaim
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.columns import I32, U64, ints, pack
+from rlboost.shared.messages import Admitted, Message, Restated, Revoke, SampleDropped
+from tests.support.builders import (
+    group_id,
+    group_requested,
+    heartbeat,
+    job_running,
+    token_frame,
+    weights_committed,
+    worker_joined,
+)
+
+NOW = Now(mono=100.0, wall=1000.0)
+STEP = 3
+SAMPLE = group_id(step=STEP)
+
+
+def apply(world: World, *messages: Message) -> None:
+    for number, message in enumerate(messages, 1):
+        apply_message(world, message, f"{number}-0", NOW)
+
+
+def world_with(**versions: int) -> World:
+    """A job of which version `STEP` is committed, and workers that serve these versions."""
+    world = World(lease_s=2.0)
+    apply(world, *job_running(), weights_committed(version=STEP))
+    for name, version in versions.items():
+        apply(world, worker_joined(name, slots=1), heartbeat(name, version=version))
+    return world
+
+
+def owner(world: World, sample: int = SAMPLE) -> str:
+    place_queued(world, NOW)
+    return world.ledger.samples[sample].worker
+
+
+def revoked(world: World) -> list[int]:
+    sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+    return [sample for message in sent if isinstance(message, Revoke) for sample in ints(message.samples, U64)]
+
+
+@pytest.mark.parametrize(("version", "may"), [(1, False), (2, True), (3, True), (4, False)])
+def test_sample_goes_only_to_versions_within_its_staleness(version: int, may: bool) -> None:
+    world = world_with(w=version)
+    apply(world, group_requested(step=STEP, max_staleness=1))
+    assert owner(world) == ("w" if may else "")
+
+
+@pytest.mark.parametrize(("version", "is_full", "chosen"), [(3, False, "z"), (3, True, "a"), (1, False, "a")])
+def test_preferred_worker_needs_the_version_and_capacity(version: int, is_full: bool, chosen: str) -> None:
+    world = world_with(z=version)
+    for number in range(1, 20 if is_full else 1):
+        apply(world, group_requested(number, step=STEP))
+    place_queued(world, NOW)
+    apply(world, worker_joined("a", slots=64), heartbeat("a", version=STEP))
+    apply(world, group_requested(step=STEP, preferred_worker="z"))
+    assert owner(world) == chosen
+
+
+def test_release_that_is_overdue_is_revoked_and_queued() -> None:
+    world = world_with(w=STEP)
+    apply(world, group_requested(step=STEP))
+    assert owner(world) == "w"
+    worker = world.fleet.workers["w"]
+    reclaim(world, worker, [SAMPLE], NOW)
+    rebalance(world, NOW._replace(mono=NOW.mono + RELEASE_LIMIT_S))
+    assert revoked(world) == []
+    rebalance(world, NOW._replace(mono=NOW.mono + RELEASE_LIMIT_S + 1))
+    assert revoked(world) == [SAMPLE]
+    assert world.is_queued(SAMPLE)
+    assert not worker.releasing
+
+
+def test_gap_revokes_the_sample_and_queues_it() -> None:
+    world = world_with(w=STEP)
+    apply(world, group_requested(step=STEP))
+    assert owner(world) == "w"
+    apply(world, token_frame([(SAMPLE, 1, 5, 2, STEP, 0)]))
+    assert revoked(world) == [SAMPLE]
+    assert world.is_queued(SAMPLE)
+
+
+def test_replayed_record_of_a_delivered_sample_admits_nothing() -> None:
+    """The log was trimmed less far than the trainer's stream was read."""
+    request = group_requested(step=STEP)
+    restated = Restated(
+        request=request, sample=SAMPLE, attempt=1, worker="w", tokens=pack([1], I32), logprobs=pack([0], I32), spans=[]
+    )
+    for record in (Admitted(request=request), restated):
+        world = world_with()
+        apply_delivered(world, "j", SampleDropped(sample=SAMPLE, reason="", group_done=True))
+        apply(world, record)
+        assert not world.ledger.samples, record.tag
+        assert not world.in_flight.by_requirement
+        apply(world, group_requested(1, step=STEP))
+        assert list(world.ledger.samples) == [group_id(1, step=STEP)], "other groups of the step are"
