@@ -4,7 +4,8 @@ A slot is a named process. Its keeper task starts the process, waits for its exi
 
 - it was stopped: the system stops, or the worker was preempted (`kill`, `notice`) or drained;
 - it exited with EXIT_CONFIG: a restart would fail in the same way;
-- it is in a crash loop: it died soon after each of several starts.
+- it is in a crash loop: it has never been ready, and died soon after each of several starts. A process that was ready
+  once is restarted however often it dies.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class _Slot:
     note: str = ""
     leaving: str = ""
     """Why it is not restarted; empty while it is."""
+    was_ready: bool = False
     killed: bool = False
     """True if its next exit is intended."""
     asked_to_leave: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,7 +129,7 @@ class Supervisor:
                     return
                 wait_s = backoff.after(math.inf if slot.killed else end.alive_s)
                 slot.killed, slot.note = False, str(end)
-                if backoff.is_loop:
+                if backoff.is_loop and not slot.was_ready:
                     last = next(iter(slot.child.output(1)), "it wrote nothing")
                     slot.note = f"crash loop: {backoff.deaths} short lives in a row; the last {end}: {last}"
                     self._emit("gave_up", slot, slot.note)
@@ -173,6 +175,7 @@ class Supervisor:
         except Timeout as error:
             limit_s = slot.spec.ready_limit_s
             raise StartFailed(_exit_report(slot, f"{name} was not ready in {limit_s:.0f} s: {complaint}")) from error
+        slot.was_ready = True
         self._emit("ready", slot, f"after {time.time() - slot.child.started_at:.1f} s")
 
     # --- stopping -----------------------------------------------------------------------------------------------------

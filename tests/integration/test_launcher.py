@@ -264,13 +264,23 @@ async def test_the_wait_before_a_new_start_grows(tmp_path: Path) -> None:
 
 async def test_a_crash_loop_stops_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "Backoff", lambda: Backoff(first_s=0.01, most=3))
-    async with running(tmp_path, preemptible="brittle") as watched:
+    async with running(tmp_path, workers=0, preemptible="crash") as watched:
+        watched.cluster.join_worker()
         await eventually(lambda: "gave_up" in watched.of("worker-1"))
         (shown,) = [record for record in watched.cluster.state.processes() if record.name == "worker-1"]
         assert not shown.alive
         assert shown.restarts == 2
         assert shown.note == ("crash loop: 3 short lives in a row; the last ended with exit code 7: something broke")
         assert watched.record("manager").alive
+
+
+async def test_process_that_was_ready_is_restarted_however_often_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "Backoff", lambda: Backoff(first_s=0.01, limit_s=0.02, most=2))
+    async with running(tmp_path, preemptible="brittle") as watched:
+        await eventually(lambda: watched.record("worker-1").restarts > 4)
+        assert "gave_up" not in watched.of("worker-1")
 
 
 async def test_a_process_that_we_kill_ourselves_is_in_no_crash_loop(
