@@ -64,14 +64,19 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
             except (ClientError, ConfigError) as error:
                 if not _is_outage(error):
                     raise
-                outage_s = time.time() - answered_at
+                outage_s, reason = time.time() - answered_at, _reason(error)
+                try:
+                    client = _reconnected(connect, client, warnings)
+                except ConfigError as ended:
+                    reason = str(ended)
                 if outage_s > OUTAGE_LIMIT_S:
-                    raise _gave_up(error, outage_s) from error
+                    raise ClientError(
+                        "No answer", f"the manager has not answered for {outage_s:.0f} s, the limit: {reason}"
+                    ) from error
                 if not is_shown and outage_s >= _LONG_OUTAGE_S:
                     is_shown = True
-                    yield "lost", {"since": answered_at, "because": _reason(error), "limit_s": OUTAGE_LIMIT_S}
+                    yield "lost", {"since": answered_at, "because": reason, "limit_s": OUTAGE_LIMIT_S}
                 time.sleep(_POLL_S)
-                client = _reconnected(connect, client, warnings)
                 continue
             if is_shown:
                 yield "back", {"since": answered_at, "outage_s": time.time() - answered_at}
@@ -88,11 +93,13 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
 
 
 def _reconnected(connect: Callable[[], Client], client: Client, warnings: _Warnings) -> Client:
-    """Return a new client, or the given one if no system is known at present."""
-    try:
-        new = connect()
-    except ConfigError:
-        return client
+    """Replace the client.
+
+    Raises:
+        ConfigError: no system is known at present; the text says when and why the last one ended.
+
+    """
+    new = connect()
     client.close()
     warnings.listen(new)
     return new
@@ -102,10 +109,6 @@ def _is_outage(error: Exception) -> bool:
     """Return True if the error may pass: no answer, no leader, or the token of a system that was restarted."""
     passing = (None, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.UNAUTHORIZED)
     return isinstance(error, ConfigError) or (isinstance(error, ClientError) and error.status in passing)
-
-
-def _gave_up(error: Exception, outage_s: float) -> ClientError:
-    return ClientError("No answer", f"the manager has not answered for {outage_s:.0f} s, the limit: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:

@@ -121,7 +121,7 @@ def test_follow_reconnects_to_a_system_that_was_started_again() -> None:
     after.on("GET /v1/jobs/j-1/metrics", ok([{"step": 0}, {"step": 1}]))
     seen = changes(Systems(before, None, None, after))
     assert [kind for kind, _ in seen] == ["step", "lost", "back", "step"]
-    assert "refused" in seen[1][1]["because"]
+    assert seen[1][1]["because"] == "the system does not run"
     assert [row["step"] for kind, row in seen if kind == "step"] == [0, 1]
     assert after.requests[0].url.path == "/v1/jobs/j-1"
 
