@@ -247,7 +247,6 @@ class JobRun:
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.
         wait_s = times.wait_s - times.resample_s
         await self._log_step(job.resources, step, tally.metrics(), wait_s=wait_s, train_s=times.train_s, tally=tally)
-        await job.warn(job.faults.of_step(step, tally.dropped, tally.n_groups))
         if job.resampling is not None:
             await job.resampling.trim(self._checkpoints.covered_step)
 

@@ -14,16 +14,6 @@ def test_of_group_warns_of_the_first_fault_of_each_reason() -> None:
 
 def test_of_group_ignores_drops_that_user_code_did_not_cause() -> None:
     assert not FaultWarnings().of_group(0, "stale", "")
-    assert not FaultWarnings().of_step(0, {"stale": 3, "generation": 1}, 8)
-
-
-def test_of_step_counts_at_once_and_then_now_and_then() -> None:
-    faults = FaultWarnings()
-    assert faults.of_step(1, {}, 32) == ""
-    assert "16 of 32 groups of step 2 were dropped: raised 15, timeout 1" in faults.of_step(
-        2, {"timeout": 1, "raised": 15, "stale": 4}, 32
-    )
-    assert [step for step in range(3, 50) if faults.of_step(step, {"raised": 1}, 32)] == [22, 42]
 
 
 def test_of_note_reports_each_first_line_once_and_five_at_most() -> None:

@@ -100,11 +100,6 @@ class StepTally:
     durations: Durations = field(default_factory=Durations)
     machine: Machine = UNKNOWN_MACHINE
 
-    @property
-    def n_groups(self) -> int:
-        """Return how many groups of the step were scored or dropped."""
-        return len(self.scored) + len(self.evaluated) + self.dropped.total()
-
     def metrics(self) -> dict[str, float]:
         """Return the step's row of the run log, without metrics that do not apply."""
         row = _rollout(self.scored, self.step) | _training(self) | _evaluation(self.evaluated, self.pass_reward)
