@@ -192,8 +192,8 @@ class CompletionWaiters:
         """Report refused samples to their clients."""
         for effect in effects:
             if isinstance(effect, Refuse) and (waiter := self._waiters.get(group_of(effect.sample))):
-                failed = effect.reason.startswith("failed")
-                waiter.error = CompletionFailed(effect.reason) if failed else CompletionUnavailable(effect.reason)
+                error = CompletionUnavailable if effect.is_retryable else CompletionFailed
+                waiter.error = error(effect.reason)
 
     def close(self, reason: str) -> None:
         """End all requests with an error."""
