@@ -111,9 +111,8 @@ class CompletionWaiters:
         del waiter.open[member]
         if not waiter.resumable:
             self.clients.satisfied.add(waiter.request.group + member)
-        elif not any(
-            one.open for one in waiter.request_waiters
-        ):  # a client that reconnects needs all: end all together
+        elif not any(one.open for one in waiter.request_waiters):
+            # A client that reconnects needs all completions: end all together.
             groups = [one.request for one in waiter.request_waiters]
             self.clients.satisfied.update(group.group + i for group in groups for i in range(group.n))
 
