@@ -33,7 +33,7 @@ from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import Drain, Event, JobCommand, JobState
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
-COMMANDS_MAX_LEN = 100_000
+JOB_COMMANDS_MAX_LEN = 100_000
 IDEMPOTENCY_TTL_S = 24 * 3600.0
 IDEMPOTENCY_KEY_CHARACTERS = 255
 
@@ -184,7 +184,7 @@ def _add_action(router: APIRouter, manager: Manager, action: Action, written: di
             raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
         if not (written.get(job.id) == action and job.state == _STATES[action]):
             command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
-            await _write(manager, [Append(names.JOB_COMMANDS, command, COMMANDS_MAX_LEN)])
+            await _write(manager, [Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
             written[job.id] = action
         return {"id": job.id, "state": job.state}
 
@@ -207,7 +207,7 @@ async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
     record = HashSet(names.JOBS, {job_id: to_json(job)})
-    await _write(manager, [record, Append(names.JOB_COMMANDS, command, COMMANDS_MAX_LEN)])
+    await _write(manager, [record, Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
     manager.world.jobs[job.id] = job
     return job
 

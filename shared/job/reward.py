@@ -68,7 +68,8 @@ class RewardSpec(Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, in addition to the columns of the data."""
     functions: Annotated[tuple[RewardPart, ...], Field(min_length=1)] | None = None
-    """Several functions or services, whose weighted sum is the reward; replaces the four keys above."""
+    """Several functions or services, whose weighted sum is the reward; replaces `function`,
+    `url`, `style` and `arguments`."""
     timeout_s: float = Field(5.0, gt=0)
     """Seconds for one group, all functions together; then the group is dropped."""
     workers: int = Field(1, ge=1)

@@ -47,7 +47,7 @@ NAMES: Mapping[str, Names] = {
     ),
     "environment.arguments": Names("", "", "", "`env.args`"),
     "environment.max_turns": Names("`max_tool_calling_iterations`", "`rollout.multi_turn.max_assistant_turns`"),
-    "algorithm.name": Names("`loss_type`", "`algorithm.adv_estimator`", "`algo.advantage.estimator`", "`loss.type`"),
+    "algorithm.name": Names("", "`algorithm.adv_estimator`", "`algo.advantage.estimator`", "`loss.type`"),
     "algorithm.group_size": Names(
         "`num_generations`", "`rollout.n`", "`rollout.n_samples_per_prompt`", "`rollouts_per_example`"
     ),
