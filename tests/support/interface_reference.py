@@ -151,9 +151,10 @@ def events() -> str:
 
 
 def _calls(functions: set[str]) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls of functions with these names, each with its service."""
-    for file in sorted((ROOT / "services").rglob("*.py")):
-        service = file.relative_to(ROOT / "services").parts[0].replace("_", " ")
+    """Yield the calls of functions with these names, each with its service; `all` for code that services share."""
+    for file in sorted([*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]):
+        top, part = file.relative_to(ROOT).parts[:2]
+        service = "all" if top == "shared" else part.replace("_", " ")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in functions:
                 yield service, node
