@@ -6,6 +6,7 @@ python -m tests.support.interface_reference --write
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,12 +56,38 @@ EVENTS: Mapping[str, str] = {
     "worker_state": "a worker's state changed",
 }
 """Event -> meaning."""
+COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "System": ("up", "down", "ps", "demo"),
+    "Jobs": (
+        *("init", "config check", "run", "eval", "follow", "status"),
+        *("logs", "samples", "report", "pause", "resume", "cancel"),
+    ),
+    "Models": ("export",),
+    "Workers": ("worker list", "worker drain", "worker join"),
+}
+"""Group -> commands without `rlboost`, in the order of the overview."""
 
 
 def commands() -> str:
     """Return a section for each command with its arguments and options."""
     root: Any = typer.main.get_command(app)
-    return "\n\n".join(_command(path, command) for path, command in _leaves("rlboost", root))
+    leaves = dict(_leaves("rlboost", root))
+    return "\n\n".join([_overview(leaves), *(_command(path, command) for path, command in leaves.items())])
+
+
+def _overview(leaves: Mapping[str, Any]) -> str:
+    """Return a table of all commands by group, with the first sentence about each."""
+    lines = ["| group | command | |", "|---|---|---|"]
+    grouped = [name for names in COMMAND_GROUPS.values() for name in names]
+    groups = {**COMMAND_GROUPS, "Other": tuple(path.removeprefix("rlboost ") for path in leaves)}
+    for group, names in groups.items():
+        for name in names:
+            if group == "Other" and name in grouped:
+                continue
+            path = f"rlboost {name}"
+            first = re.split(r"(?<=\.)\s|[;:] ", _cell(leaves[path].help or ""), maxsplit=1)[0].rstrip(".")
+            lines.append(f"| {group} | [`{path}`](#{path.replace(' ', '-')}) | {first} |")
+    return "\n".join(lines)
 
 
 def _leaves(path: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -97,7 +124,7 @@ def _is_argument(param: Any) -> bool:
 
 
 def _argument(param: Any) -> str:
-    return (param.metavar or param.name.upper()) + "..." * (param.nargs == -1)
+    return str(param.metavar or param.name.upper()) + "..." * (param.nargs == -1)
 
 
 def _default(param: Any) -> str:
