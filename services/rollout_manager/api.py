@@ -40,12 +40,6 @@ IDEMPOTENCY_KEY_CHARACTERS = 255
 Action = Literal["pause", "resume", "cancel"]
 _STATES: dict[Action, JobState] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}
 """The state that a command leads to."""
-_MEANINGS: dict[Action, str] = {
-    "pause": "Pause the job; it keeps its trainer.",
-    "resume": "Resume a paused job.",
-    "cancel": "Cancel the job; it cannot be resumed.",
-}
-"""The meaning of each command's route."""
 _TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at", "since")
 
 
@@ -181,14 +175,9 @@ def _add_action(router: APIRouter, manager: Manager, action: Action, written: di
 
     A client may repeat a command for days: what has already had its effect is not written to the stream again.
     """
+    path, name, meaning = f"/jobs/{{job_id}}/{action}", f"{action}_job", f"{action.capitalize()} the job."
 
-    @router.post(
-        f"/jobs/{{job_id}}/{action}",
-        status_code=202,
-        tags=["jobs"],
-        name=f"{action}_job",
-        description=_MEANINGS[action],
-    )
+    @router.post(path, status_code=202, tags=["jobs"], name=name, description=meaning)
     async def act(job_id: str) -> dict[str, Any]:
         job = _job(manager, job_id)
         if not job.allows(action):
