@@ -38,7 +38,7 @@ from tests.support.resampled_job import (
 )
 from tests.support.scripted_manager import scripted
 from tests.support.trainer_rig import JOB, Rig, succession
-from tests.unit.test_trainer_conversations import TalkRig, done
+from tests.unit.test_trainer_conversations import ConversationRig, done
 
 
 class Deaf(MemoryBus):
@@ -219,8 +219,8 @@ async def test_conversations_are_replaced_too_and_are_led_to_their_end_by_whoeve
         "steps": 3,
     }
 
-    def conversations(folder: Path) -> TalkRig:
-        rig = TalkRig(folder, Constant, **changes)
+    def conversations(folder: Path) -> ConversationRig:
+        rig = ConversationRig(folder, Constant, **changes)
         rig.manager.script = done
         rig.reward = by_row()
         return rig
