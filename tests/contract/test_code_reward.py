@@ -123,7 +123,7 @@ async def test_programs_are_scored_by_tests_and_by_what_they_print() -> None:
         "import sys; print(sys.argv, globals().keys(), sys.orig_argv)\nsys.exit(0)",
     ],
 )
-def test_program_that_prints_what_it_can_read_does_not_pass(program: str, *, isolated: bool) -> None:
+def test_program_that_prints_its_readable_files_does_not_pass(program: str, *, isolated: bool) -> None:
     assert score([fenced(program)], tests=["assert False"], isolated=isolated) == [0.0]
 
 

@@ -72,7 +72,7 @@ def test_verls_parquet_is_read_as_it_is(model: Path, tmp_path: Path) -> None:
     }
 
 
-def test_what_a_message_does_not_have_is_not_there(model: Path, tmp_path: Path) -> None:
+def test_parquet_message_has_no_keys_that_the_row_lacks(model: Path, tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "t5"}, {"role": "user", "content": "t6", "name": "ann"}]
     source = write_parquet(tmp_path / "train.parquet", [{"prompt": messages}])
     assert load(model, source).train[0].given == messages

@@ -200,9 +200,7 @@ async def test_a_request_that_is_finished_already_ends_at_once(engine: Engine) -
         ({"top_p": 0.0}, "top_p"),
     ],
 )
-async def test_a_request_that_cannot_run_says_why_and_harms_no_other(
-    engine: Engine, changes: dict[str, Any], why: str
-) -> None:
+async def test_invalid_request_fails_alone_with_the_reason(engine: Engine, changes: dict[str, Any], why: str) -> None:
     bad, good = await run(engine, [request(1, max_tokens=500, **changes), request(2)])
     assert why in bad.error
     assert bad.tokens == []
@@ -393,13 +391,13 @@ async def test_second_suspend_without_keep_kv_frees_the_cache(engine: Engine, ki
     assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
-async def test_what_is_loaded_can_be_read_back(engine: Engine, kind: Kind) -> None:
+async def test_loaded_tensors_equal_the_loaded_weights(engine: Engine, kind: Kind) -> None:
     loaded = dict(engine.loaded_tensors())
     for name, tensor in kind.weights:
         assert loaded[name].cpu().equal(tensor)
 
 
-async def test_a_closed_engine_takes_nothing_and_gives_what_it_had(engine: Engine) -> None:
+async def test_closed_engine_rejects_requests_and_drains_its_tokens(engine: Engine) -> None:
     engine.submit([request(1, max_tokens=150)])
     await eventually(lambda: engine.stats().tokens_made_total > 3)
     await engine.close()
@@ -413,7 +411,7 @@ async def test_a_closed_engine_takes_nothing_and_gives_what_it_had(engine: Engin
         await engine.wait_failed()
 
 
-async def test_a_dead_engine_says_why_at_every_call(engine: Engine, kind: Kind) -> None:
+async def test_dead_engine_raises_its_error_at_every_call(engine: Engine, kind: Kind) -> None:
     watcher = asyncio.create_task(engine.wait_failed(), name="watch the engine")
     other = asyncio.create_task(engine.wait_failed(), name="a watcher that gives up")
     await eventually(lambda: not other.done())

@@ -61,7 +61,7 @@ TENSORS = {
 }
 
 
-def test_what_was_published_in_shards_comes_back_whole(tmp_path: Path) -> None:
+def test_tensors_published_in_shards_are_reassembled(tmp_path: Path) -> None:
     found = dict(torch_tensors.tensors(pulled(TENSORS, tmp_path)))
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():

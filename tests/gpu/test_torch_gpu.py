@@ -113,7 +113,7 @@ async def test_bfloat16_logprobs_follow_the_weights_over_an_update(start: Start,
         assert made.logprobs[n:] == pytest.approx(tiny_models.logprobs(new, one.prompt, made.tokens)[n:], abs=0.3)
 
 
-async def test_samples_wait_for_room_and_the_device_holds_no_more_than_was_said(start: Start) -> None:
+async def test_device_memory_stays_within_the_kv_cache_limit(start: Start) -> None:
     limit = 20_000 * MIDDLE_TOKEN_BYTES
     engine = await start(middle_sized(), slots=64, kv_cache_bytes=limit)
     torch.cuda.reset_peak_memory_stats()
@@ -147,7 +147,7 @@ async def test_by_default_the_cache_takes_a_part_of_what_is_free_and_no_more_tha
     assert engine.prefilled_tokens_total == 8 * 299
 
 
-async def test_a_suspended_engine_gives_the_devices_memory_back_and_goes_on(start: Start) -> None:
+async def test_suspended_engine_frees_device_memory_and_resumes(start: Start) -> None:
     engine = await start(middle_sized(), slots=64)
     idle = torch.cuda.memory_allocated()
     asked = [request(i, prompt=[1 + i] * 1000, max_tokens=300) for i in range(32)]

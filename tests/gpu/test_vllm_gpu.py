@@ -46,7 +46,7 @@ def weights(model: Any) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-async def test_logprobs_follow_the_weights_and_what_is_loaded_is_read_back(tied: bool) -> None:
+async def test_logprobs_and_loaded_tensors_follow_the_loaded_weights(tied: bool) -> None:
     config = vllm_engines.config(tied=tied)
     old, new = rounded(config, 1), rounded(config, 2)
     engine = build(config)
@@ -65,7 +65,7 @@ async def test_logprobs_follow_the_weights_and_what_is_loaded_is_read_back(tied:
     await engine.close()
 
 
-async def test_an_engine_that_sleeps_gives_the_device_back_takes_weights_and_goes_on() -> None:
+async def test_sleeping_engine_frees_the_device_loads_weights_and_resumes() -> None:
     config = vllm_engines.config()
     old, new = rounded(config, 1), rounded(config, 2)
     engine = build(config, enable_sleep=True)

@@ -158,7 +158,7 @@ def test_a_large_model_is_cut_into_files_that_transformers_finds(
     assert torch.equal(logits(model), trained_logits(engine))
 
 
-def test_vllm_loads_the_folder_and_says_what_transformers_says(
+def test_vllm_and_transformers_agree_on_the_exported_folder(
     system: System, store: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_engines.require()
@@ -189,7 +189,7 @@ def test_vllm_loads_the_folder_and_says_what_transformers_says(
 # --- what is not there ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_finished_run_left_is_copied_without_any_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_of_a_finished_run_needs_no_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLBOOST_URL", raising=False)
     for name in ("model", "adapter"):

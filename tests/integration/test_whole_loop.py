@@ -163,7 +163,7 @@ async def test_an_adapter_is_trained_published_alone_and_merged_by_the_worker(
     assert moved == {name for name in final if name.endswith("proj.weight")}
 
 
-async def test_a_killed_trainers_successor_goes_on_from_the_adapter_and_the_published_base(
+async def test_killed_adapter_trainer_resumes_from_adapter_and_published_base(
     store: ServiceProcess, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "model")

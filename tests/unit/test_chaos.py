@@ -6,7 +6,7 @@ from rlboost.local.chaos import ChaosEvent, generate, parse, play
 from rlboost.shared.errors import ConfigError
 
 
-def test_a_file_says_when_machines_come_and_go() -> None:
+def test_parse_chaos_file_returns_joins_notices_and_kills() -> None:
     text = "0,add,node7\n\n1500,remove,node7\n2000, kill ,worker-1\n2000,notice,worker-2\n"
     assert parse(text, ["worker-1", "worker-2"]) == [
         ChaosEvent(0.0, "join", "node7"),

@@ -109,7 +109,7 @@ def test_every_role_is_there() -> None:
     assert roles == {"reserved", "preemptible"}
 
 
-def test_a_second_manager_starts_only_when_asked_for_and_is_another_one() -> None:
+def test_standby_manager_needs_its_profile_and_has_its_own_url() -> None:
     manager, standby = FILE["services"]["manager"], FILE["services"]["standby"]
     assert (manager.get("profiles"), standby["profiles"]) == (None, ["standby"])
     assert not standby["ports"], "they cannot both have the port on this machine"
@@ -169,14 +169,14 @@ def test_a_health_check_asks_the_service_itself(service: str, monkeypatch: pytes
     assert urlsplit(url).path in routes
 
 
-def test_services_wait_for_others_that_can_tell_their_health() -> None:
+def test_services_depend_only_on_services_with_health_checks() -> None:
     for service in FILE["services"].values():
         for name, wanted in service.get("depends_on", {}).items():
             assert wanted == {"condition": "service_healthy"}
             assert "healthcheck" in FILE["services"][name]
 
 
-def test_redis_keeps_what_it_acknowledged_behind_a_password() -> None:
+def test_redis_is_durable_and_requires_a_password() -> None:
     redis = FILE["services"]["redis"]
     lines = FILE["configs"]["redis"]["content"].splitlines()
     secret = f"requirepass {SECRETS['REDIS_PASSWORD']}"

@@ -55,7 +55,7 @@ def alone(sample: int) -> list[Message]:
 
 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(1, 5), st.booleans())
-def test_every_turn_has_an_id_of_its_own_that_tells_its_sample(n: int, size: int, turns: int, is_eval: bool) -> None:
+def test_turn_ids_are_unique_and_encode_their_sample(n: int, size: int, turns: int, is_eval: bool) -> None:
     ids = TurnIds(n, size, turns)
     seen = {}
     for group in range(n):
@@ -86,11 +86,11 @@ def answer(*turns: SampleFinished, told: list[int], done: bool = False, max_toke
     return talk.answer(told, 0.5, done=done, max_tokens=max_tokens, max_turns=2)
 
 
-def test_a_conversation_goes_on_while_there_are_turns_and_room() -> None:
+def test_conversation_continues_while_turns_and_length_remain() -> None:
     assert answer(said(GROUP, 0, 5, 2), told=[7, 8]) == told(GROUP, 0, 7, 8, reward=0.5)
 
 
-def test_it_is_done_when_the_environment_says_so_even_in_a_turn_that_was_cut() -> None:
+def test_environment_ends_the_conversation_even_in_a_truncated_turn() -> None:
     assert answer(said(GROUP, 0, 5, finish="length"), told=[], done=True).over == "done"
 
 
@@ -185,14 +185,14 @@ def test_a_turn_that_comes_again_is_counted_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "turn", [said(GROUP, 1, 5), said(GROUP + 3, 0, 5)], ids=["before its predecessor", "of a member that there is not"]
 )
-def test_a_turn_that_nobody_asked_for_changes_nothing(turn: SampleFinished) -> None:
+def test_unrequested_turn_is_rejected_without_effect(turn: SampleFinished) -> None:
     collecting = collector()
     with pytest.raises(Unprocessable, match="not requested"):
         collecting.fold(turn)
     assert collecting.take_unanswered() == []
 
 
-def test_what_an_environment_does_wrong_drops_its_group_and_asks_nothing_more() -> None:
+def test_failed_environment_drops_its_group_without_further_requests() -> None:
     collecting = collector()
     bad = TurnAnswered(sample=GROUP, reason="environment_raised", detail="ValueError: no")
     folded(collecting, said(GROUP, 0, 5, 2), said(GROUP + 1, 0, 5, 2))

@@ -86,7 +86,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return invoke
 
 
-def test_a_good_run_succeeds_and_says_where_its_report_is(demo: Any, tmp_path: Path) -> None:
+def test_successful_demo_prints_the_path_of_its_report(demo: Any, tmp_path: Path) -> None:
     result, asked = demo(record(), "--steps", "8", "--workers", "2", "--no-chaos", "--seed", "4")
     assert result.exit_code == 0, result.output
     assert asked == [running.DemoOptions(tmp_path, steps=8, workers=2, chaos=False, seed=4)]

@@ -26,7 +26,7 @@ def picture(made: Record, width: int = 110, height: int = 40, news: tuple[News, 
     return console.export_text()
 
 
-def test_the_picture_shows_step_accuracy_speed_workers_and_what_is_waited_for() -> None:
+def test_picture_shows_step_accuracy_speed_workers_and_wait() -> None:
     made = record()
     made.observations[-1].waiting_for = "samples of step 12"
     made.observations[-1].waiting_because = "3 of 204 samples are there"
@@ -79,7 +79,7 @@ def test_a_very_low_terminal_shows_the_most_important_sections() -> None:
     assert shown[-1].startswith("╰")
 
 
-def test_before_the_first_look_the_picture_says_that_it_starts() -> None:
+def test_picture_before_the_first_observation_shows_starting() -> None:
     text = printed(Picture(unfinished(), (), "starting", BEGAN_AT))
     assert "step 0/12" in text
     assert "starting" in text
@@ -122,7 +122,7 @@ def test_the_handover_at_each_step_is_not_shown() -> None:
     assert not any("reserved-1" in news.text for news in Newsroom(record()).fresh())
 
 
-def test_the_summary_says_what_came_out_what_was_promised_and_what_it_cost() -> None:
+def test_summary_shows_results_checks_and_cost() -> None:
     text = printed(summary(record()), 160)
     assert "17.0% (step 0) -> 77.0% (step 12)" in text
     assert "300 of 200,300 (0.15%): late 300" in text

@@ -9,7 +9,7 @@ from tests.support.synthetic_record import seen
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_full_run_has_six_preemptions_half_of_them_without_notice_and_as_many_joins(seed: int) -> None:
+def test_full_demo_plans_three_kills_three_notices_and_six_joins(seed: int) -> None:
     actions = [change.action for change in plan(60, 3, seed)]
     assert actions.count("kill") == actions.count("notice") == 3
     assert actions.count("join") == 6
@@ -65,7 +65,7 @@ def test_a_preemption_strikes_only_workers_that_generate() -> None:
     assert director.due(1.7, fleet) == []
 
 
-def test_a_preemption_that_finds_nobody_waits_and_joins_do_not() -> None:
+def test_preemption_without_a_worker_is_deferred_and_joins_are_not() -> None:
     director = Director(changes((1, "kill"), (2, "notice"), (2.5, "join")), seed=0)
     assert [act.planned.action for act in director.due(3, [])] == ["join"]
     assert [act.planned.action for act in director.due(3.1, [seen("worker-1", 0)])] == ["kill"]

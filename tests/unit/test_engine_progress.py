@@ -52,6 +52,6 @@ def test_long_prefill_extends_the_limit(steady: Progress) -> None:
     assert looks(steady, 11, made=2).hangs(LIMIT_S), "it was read in: the next token takes no longer than any"
 
 
-def test_another_engine_that_counts_from_zero_is_no_silence(steady: Progress) -> None:
+def test_counter_reset_of_a_new_engine_does_not_count_as_hanging(steady: Progress) -> None:
     looks(steady, 9, made=1)
     assert not looks(steady, 2, made=0).hangs(LIMIT_S)

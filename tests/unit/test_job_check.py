@@ -68,7 +68,7 @@ def test_an_invalid_prompt_is_named(folder: Path, text: str, problem: str) -> No
     assert found.startswith(f"data.train: {problem}")
 
 
-def test_a_folder_to_go_on_from_must_be_there_unless_it_is_in_an_object_store(folder: Path) -> None:
+def test_resume_folder_must_exist_unless_in_an_object_store(folder: Path) -> None:
     assert check(trainer={"resume": ".rlboost/runs/a"})[0].startswith(
         "trainer.resume: there is no .rlboost/runs/a: give"
     )
@@ -124,7 +124,7 @@ def test_a_reward_of_verls_signature_needs_a_ground_truth(folder: Path) -> None:
     assert check(reward={"function": "my_reward:compute_score"}) == []
 
 
-def test_a_byte_order_mark_is_no_part_of_the_data(folder: Path) -> None:
+def test_byte_order_mark_is_skipped(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"prompt": "1"}\n', encoding="utf-8-sig")
     assert check(reward={"function": "my_reward:score"}) == []
 

@@ -77,7 +77,7 @@ def test_shared_imports_no_service() -> None:
         assert not tops(imports(path)) & {"services", "rlboost", "examples"}, path
 
 
-def test_what_users_touch_imports_a_service_only_to_check_a_job_as_its_trainer_will() -> None:
+def test_rlboost_imports_services_only_in_the_model_check() -> None:
     for path in (ROOT / "rlboost").rglob("*.py"):
         services = {name for name in imports(path) if name.startswith("services.")}
         if path != ROOT / "rlboost" / "jobs" / "model_check.py":

@@ -102,7 +102,7 @@ def test_a_slower_engine_takes_longer_by_its_speed() -> None:
     assert slow.next_event_at() == pytest.approx(2 * fast.next_event_at())
 
 
-def test_a_sample_taken_out_keeps_its_tokens_and_goes_on_elsewhere_after_a_prefill() -> None:
+def test_migrated_sample_keeps_its_tokens_and_resumes_after_a_prefill() -> None:
     spec = replace(SPEC, prefill_tokens_per_s=100.0)
     first, second = Engine(SPEC), Engine(spec, now=1.0)
     first.submit(held(0, 100))
@@ -186,7 +186,7 @@ def test_without_preemptible_workers_a_run_ends_too(policy: str) -> None:
     assert result.window_s > 0
 
 
-def test_a_run_that_hangs_says_what_it_lacks() -> None:
+def test_hanging_simulation_error_counts_unfinished_samples() -> None:
     class Idle(Paper):
         def schedule(self) -> None:
             """Hand out nothing."""

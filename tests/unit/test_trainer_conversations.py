@@ -123,7 +123,7 @@ async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_tra
     assert rig.environments[0].closed
 
 
-async def test_rewards_of_the_turns_add_up_and_what_a_function_gives_is_added(tmp_path: Path) -> None:
+async def test_turn_rewards_and_function_rewards_are_summed(tmp_path: Path) -> None:
     rig = ConversationRig(tmp_path, steps=1, reward={"function": "m:f"})
     asked: list[RewardBatch] = []
 
@@ -161,7 +161,7 @@ async def test_turns_and_room_have_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("turn", [0, 1, 2])
-async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_trains_on_the_same_rows(
+async def test_successor_continues_conversations_and_trains_on_the_same_rows(
     tmp_path: Path, max_staleness: int, turn: int
 ) -> None:
     elastic = {"max_staleness": max_staleness}
@@ -196,7 +196,7 @@ async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_train
     assert rows[0] == rows[1]
 
 
-async def test_turns_of_a_later_steps_evaluation_are_answered_by_a_killed_trainers_successor(tmp_path: Path) -> None:
+async def test_successor_answers_turns_of_a_later_evaluation(tmp_path: Path) -> None:
     data = {"train": "t", "eval": "e", "prompts_per_step": 4}
     rig = ConversationRig(tmp_path, data=data, eval={"every": 3, "samples": 5}, elastic={"max_staleness": 1})
     rig.manager.script = done
@@ -220,7 +220,7 @@ async def test_turns_of_a_later_steps_evaluation_are_answered_by_a_killed_traine
     assert all("eval/reward_mean" in rows[step] for step in (0, 3, 5))
 
 
-async def test_what_was_answered_before_the_trainer_was_killed_stays_and_is_asked_for_in_silence(
+async def test_successor_does_not_repeat_answered_turns(
     tmp_path: Path,
 ) -> None:
     rig = ConversationRig(tmp_path, steps=1)
@@ -267,7 +267,7 @@ async def test_an_environment_that_does_not_do_the_same_again_drops_its_group(tm
     assert report.metrics["groups/dropped/environment_nondeterministic"] == len(odd)
 
 
-async def test_an_environment_that_fails_drops_its_group_and_says_why(tmp_path: Path) -> None:
+async def test_failing_environment_drops_its_group_with_the_reason(tmp_path: Path) -> None:
     class Failing(Echo):
         def step(self, text: str) -> Step:
             if self.n == 3 and self.n_turns == 1:
@@ -284,7 +284,7 @@ async def test_an_environment_that_fails_drops_its_group_and_says_why(tmp_path: 
     assert rig.environments[0].held == 0
 
 
-async def test_what_goes_wrong_in_a_group_that_was_dropped_is_no_answer(tmp_path: Path) -> None:
+async def test_failure_in_a_dropped_group_is_not_answered(tmp_path: Path) -> None:
     n_failed = 0
 
     class Failing(Echo):
@@ -343,7 +343,7 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
     assert "environment.function m:game" in ended.error
 
 
-async def test_groups_are_asked_for_while_others_are_still_to_begin_and_the_wait_has_a_name(tmp_path: Path) -> None:
+async def test_groups_are_requested_while_other_environments_reset(tmp_path: Path) -> None:
     n_begun = 0
     waited_for: set[str] = set()
 

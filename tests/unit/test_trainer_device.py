@@ -30,7 +30,7 @@ def turn(thread: DeviceThread, offload: Callable[[], object]) -> DeviceTurn:
     return DeviceTurn(thread, Waits(), 0, 10.0, offload)
 
 
-async def test_when_the_turn_is_taken_away_the_engine_rests_behind_what_is_under_way(thread: DeviceThread) -> None:
+async def test_lost_turn_offloads_after_the_running_call(thread: DeviceThread) -> None:
     calls: list[str] = []
     ours = turn(thread, lambda: calls.append("offload"))
     ours.set_owned(owned=True)
@@ -86,7 +86,7 @@ async def test_a_turn_that_is_lost_while_something_is_waited_for_is_waited_for_a
     assert calls[-2:] == ["offload", "ours"]
 
 
-async def test_an_engine_that_cannot_rest_is_told_by_the_next_call(thread: DeviceThread) -> None:
+async def test_offload_error_is_raised_by_the_next_call(thread: DeviceThread) -> None:
     def fail() -> None:
         raise MemoryError("no room")
 

@@ -63,7 +63,7 @@ async def test_tokens_that_were_made_for_an_earlier_trainer_are_in_no_rate(
         assert report.metrics["perf/throughput"] > 0, "it was trained on in that time, whenever it was made"
 
 
-async def test_a_step_is_asked_for_only_after_its_version_is_committed(tmp_path: Path) -> None:
+async def test_groups_are_requested_only_after_their_version_is_committed(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     seen: list[tuple[int, int]] = []
 
@@ -126,9 +126,7 @@ async def test_nothing_is_computed_before_the_seeding_ends_nor_after_it_reopens(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-async def test_a_killed_trainers_successor_uses_the_same_samples_and_ends_with_the_same_bits(
-    tmp_path: Path, max_staleness: int
-) -> None:
+async def test_successor_uses_the_same_samples_and_reaches_the_same_bits(tmp_path: Path, max_staleness: int) -> None:
     job = spec(elastic={"max_staleness": max_staleness})
     undisturbed = Rig(tmp_path / "a", job)
     async with undisturbed.trainer():
@@ -256,7 +254,7 @@ async def _paused_again(rig: Rig) -> bool:
     return (await rig.states()).count("paused") == 2
 
 
-async def test_the_lease_says_what_the_trainer_waits_for(tmp_path: Path) -> None:
+async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {1}
     async with rig.trainer():
@@ -291,7 +289,7 @@ async def test_redis_may_go_away_for_a_while(tmp_path: Path) -> None:
     assert set(rig.manager.answered.values()) == {1}
 
 
-async def test_a_group_without_rewards_is_dropped_counted_and_told(tmp_path: Path) -> None:
+async def test_group_without_rewards_is_dropped_counted_and_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 10}))
     rig.reward = lambda batch: (
         Scores(None, "raised", "ValueError: no") if batch.columns["row"][0] == 4 else by_length(batch)
@@ -308,7 +306,7 @@ async def test_a_group_without_rewards_is_dropped_counted_and_told(tmp_path: Pat
     assert warnings == ["a group of step 0 was dropped (raised) and is not trained: ValueError: no"]
 
 
-async def test_prompts_that_were_left_out_are_told(tmp_path: Path) -> None:
+async def test_omitted_prompts_are_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 2, "max_prompt_tokens": 9}))
     rig.n_too_long = 4
     async with rig.trainer():
@@ -319,7 +317,7 @@ async def test_prompts_that_were_left_out_are_told(tmp_path: Path) -> None:
     assert "more than 9 tokens (data.max_prompt_tokens)" in fields["because"]
 
 
-async def test_what_each_of_several_reward_functions_said_is_shown_and_logged(tmp_path: Path) -> None:
+async def test_reward_of_each_function_is_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 2}))
 
     def two(batch: RewardBatch) -> Scores:
@@ -400,7 +398,7 @@ async def test_a_silence_that_lasts_too_long_fails_the_job_by_name(tmp_path: Pat
     assert "0 of 8" in report.error
 
 
-async def test_the_finished_samples_are_trimmed_only_behind_the_older_of_two_checkpoints(tmp_path: Path) -> None:
+async def test_finished_samples_are_trimmed_up_to_the_older_checkpoint(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=7))
     async with rig.trainer():
         await rig.command("create")

@@ -165,7 +165,7 @@ async def test_a_job_stands_still_while_it_is_paused_and_ends_when_it_is_cancell
         assert (await rig.ended()).state == "cancelled"
 
 
-async def test_a_loss_that_is_no_number_ends_the_job_and_keeps_its_rows(tmp_path: Path) -> None:
+async def test_non_finite_sft_loss_fails_the_job_and_dumps_the_rows(tmp_path: Path) -> None:
     class Broken(FakeEngine):
         def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
             raise NotFinite("the loss is nan")
@@ -182,7 +182,7 @@ async def test_a_loss_that_is_no_number_ends_the_job_and_keeps_its_rows(tmp_path
     assert rig.weights.versions == {}
 
 
-async def test_rows_that_were_left_out_are_told(tmp_path: Path) -> None:
+async def test_omitted_rows_are_reported(tmp_path: Path) -> None:
     rig = SftRig(tmp_path, sft(steps=1, data={"train": "t", "max_prompt_tokens": 9, "max_completion_tokens": 5}))
     rig.n_too_long = 3
     await run(rig)

@@ -78,7 +78,7 @@ def test_users_packages_named_as_ours_are_loaded_from_their_folder(tmp_path: Pat
     assert done.stdout.split() == ["services", "shared", "examples", "tests"]
 
 
-def test_refusal_says_what_may_be_named() -> None:
+def test_refusal_names_the_setting_that_allows_the_function() -> None:
     try:
         load("torch:save")
     except ForbiddenFunction as error:

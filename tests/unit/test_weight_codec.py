@@ -382,7 +382,7 @@ def test_sizes_beyond_the_payload_are_refused_before_allocation(kind: Kind, para
     ("at", "value", "text"),
     [(0, 0, "does not start"), (4, 9, "format version 9"), (5, 77, "kind 77"), (6, 9, "dtype 9"), (7, 1, "reserved")],
 )
-def test_a_header_that_is_not_ours_says_so(at: int, value: int, text: str) -> None:
+def test_foreign_delta_header_is_refused_with_the_reason(at: int, value: int, text: str) -> None:
     delta = bytearray(codec.encode(bytes(8), bytes(8), "bfloat16"))
     delta[at] = value
     with pytest.raises(CorruptDelta, match=text):

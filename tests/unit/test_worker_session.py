@@ -143,7 +143,7 @@ def test_a_higher_attempt_replaces_the_held_one_and_a_lower_is_ignored(ready: Se
     assert ready.held == {7: 3}
 
 
-def test_what_an_old_attempt_emits_does_not_end_the_new_one(ready: Session) -> None:
+def test_emission_of_an_old_attempt_does_not_end_the_new_one(ready: Session) -> None:
     ready.on_command(assign((7, 1)))
     ready.on_command(assign((7, 2)))
     ready.on_emissions([ended(7, attempt=1)])
@@ -362,7 +362,7 @@ def test_dismissed_rejoins_with_its_weights(ready: Session) -> None:
     assert state(again) == "ready"
 
 
-def test_message_that_is_no_command_is_dead_lettered(ready: Session) -> None:
+def test_message_other_than_a_command_is_dead_lettered(ready: Session) -> None:
     (action,) = ready.on_command(WorkerLeft(worker="w", reason="", at=0.0))
     assert isinstance(action, DeadLetterCommand)
 
