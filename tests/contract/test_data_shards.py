@@ -114,7 +114,7 @@ def test_invalid_shard_error_names_the_shard(folder: Path, source: Any, problem:
         prompts(source)
 
 
-def test_a_job_file_takes_a_list_and_a_pattern_and_nothing_else(folder: Path) -> None:
+def test_data_source_is_a_list_or_a_pattern(folder: Path) -> None:
     write(folder / "1.jsonl", "t1")
     spec = parse(job(train=["data/1.jsonl", "data/2.jsonl"], eval="data/*.jsonl"))
     assert parse(json.loads(to_json(spec))) == spec
@@ -138,7 +138,7 @@ def test_config_check_names_the_shard(folder: Path) -> None:
     assert problem.startswith("data.train: data/2.jsonl line 2: no key 'prompt'")
 
 
-def test_a_row_that_does_not_fit_is_named_with_its_shard_and_its_columns_are_its_own(folder: Path) -> None:
+def test_shards_may_differ_in_columns_and_row_errors_name_the_shard(folder: Path) -> None:
     write(folder / "1.jsonl", "t5", answer="5")
     write(folder / "2.jsonl", "t6", tests="assert True")
     model = write_tokenizer(write_model(folder.parent / "base"))

@@ -140,7 +140,7 @@ def test_a_library_that_is_missing_is_named_with_how_to_get_it(tmp_path: Path, m
             next(iter(read_rows(source)))
 
 
-def test_only_what_can_be_an_id_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_remote_accepts_only_dataset_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     assert is_remote("openai/gsm8k")

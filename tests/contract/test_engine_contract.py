@@ -213,7 +213,7 @@ async def test_a_sample_ends_at_the_models_maximum_length(engine: Engine) -> Non
     assert made.finish == FINISH_LENGTH
 
 
-async def test_the_same_request_twice_is_a_conflict_and_takes_nothing(engine: Engine) -> None:
+async def test_repeated_request_is_a_conflict_and_rejects_the_batch(engine: Engine) -> None:
     await engine.suspend()
     engine.submit([request(1)])
     with pytest.raises(Conflict, match="sample 1, attempt 1"):

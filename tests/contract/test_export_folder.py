@@ -112,7 +112,7 @@ def test_with_force_an_adapter_replaces_an_adapter_and_a_model_all_weights(
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_folder_that_is_half_replaced_does_not_name_itself_a_model(
+def test_half_replaced_folder_has_no_config(
     tmp_path: Path, base: Path, adapter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, stem = tmp_path / "out", "adapter_" if adapter else ""

@@ -53,7 +53,7 @@ async def test_async_verl_function_gets_the_ground_truth_from_plain_columns(star
     assert await pool.score(batch(**{column: "5"})) == Scores((0.0, 1.0))
 
 
-async def test_data_without_what_is_right_is_a_reason(start: Start) -> None:
+async def test_row_without_a_ground_truth_gives_the_reason(start: Start) -> None:
     pool = await start(**part("compute_later"))
     scores = await pool.score(batch(target="5"))
     assert (scores.rewards, scores.reason) == (None, "raised")

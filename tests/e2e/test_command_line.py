@@ -129,7 +129,7 @@ def test_unknown_job_error_is_the_same_for_every_command(system: tuple[CommandLi
     assert rlboost("status", "a/b", code=1) == rlboost("pause", "a-b", code=1).replace("a-b", "a/b")
 
 
-async def test_the_chaos_schedule_takes_a_worker_for_good_and_brings_another(
+async def test_chaos_schedule_removes_one_worker_and_adds_another(
     system: tuple[CommandLine, dict[str, str]],
 ) -> None:
     rlboost, _ = system

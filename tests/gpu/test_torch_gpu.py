@@ -138,7 +138,7 @@ async def test_device_memory_stays_within_the_kv_cache_limit(start: Start) -> No
     assert engine.prefilled_tokens_total <= 5 * 1499, "nine, nine and six run together: of two, two and one groups"
 
 
-async def test_by_default_the_cache_takes_a_part_of_what_is_free_and_no_more_than_it_needs(start: Start) -> None:
+async def test_default_kv_cache_takes_less_than_half_of_the_free_memory(start: Start) -> None:
     engine = await start(middle_sized(), slots=64)
     free, _ = torch.cuda.mem_get_info()
     asked = [request(i, prompt=[1 + i // 8] * 300, max_tokens=40) for i in range(64)]

@@ -86,7 +86,7 @@ async def test_sleeping_engine_frees_the_device_loads_weights_and_resumes() -> N
     await engine.close()
 
 
-async def test_a_model_split_over_two_gpus_makes_and_reads_back_what_one_would() -> None:
+async def test_tensor_parallel_engine_matches_a_single_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU only")
     config = vllm_engines.config()

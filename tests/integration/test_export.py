@@ -218,7 +218,7 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(system: System) -> None:
     assert system.rest.requests == []
 
 
-def test_with_force_other_files_stay_and_old_weights_go(system: System) -> None:
+def test_forced_export_replaces_weights_and_keeps_other_files(system: System) -> None:
     system.trained(1)
     system.out.mkdir()
     for name in ("notes.txt", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):

@@ -171,7 +171,7 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
                 pass
 
 
-async def test_a_package_that_would_hide_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shadowing_rlboost_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rlboost").mkdir()
     (tmp_path / "rlboost" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -272,7 +272,7 @@ async def test_crash_loop_stops_with_a_note(tmp_path: Path, monkeypatch: pytest.
         assert watched.record("manager").alive
 
 
-async def test_process_that_was_ready_is_restarted_however_often_it_dies(
+async def test_process_that_was_ready_is_restarted_without_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "Backoff", lambda: Backoff(first_s=0.01, limit_s=0.02, most=2))
@@ -330,7 +330,7 @@ async def test_a_preempted_worker_stays_away_and_another_one_joins(tmp_path: Pat
         take("worker-1")  # nothing is left to take
 
 
-async def test_only_spot_workers_get_notices_and_only_processes_that_are_there(tmp_path: Path) -> None:
+async def test_notice_to_a_service_and_kill_of_a_missing_process_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as watched:
         with pytest.raises(Conflict, match="manager is not a preemptible worker"):
             watched.cluster.notice("manager")
@@ -387,7 +387,7 @@ def supervisor_process(state: StateDir) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-async def test_a_killed_supervisor_leaves_no_orphan_and_a_new_one_takes_over(tmp_path: Path) -> None:
+async def test_killed_supervisor_leaves_no_process_and_a_new_one_takes_over(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with supervisor_process(state) as process:
         records = state.processes()

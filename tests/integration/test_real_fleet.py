@@ -81,9 +81,7 @@ async def test_small_kv_cache_next_to_a_large_one_loses_no_sample(fleet: RealFle
     small.stop()
 
 
-async def test_a_prompt_that_is_too_long_is_dropped_with_the_reason_and_nothing_else(
-    fleet: RealFleet, good: ServiceProcess
-) -> None:
+async def test_too_long_prompt_is_dropped_alone_with_the_reason(fleet: RealFleet, good: ServiceProcess) -> None:
     too_long = await fleet.request(n=1, max_tokens=5, prompt=[1] * (published_model.MAX_LEN + 1))
     others = await fleet.request(n=2, max_tokens=5)
     (dropped,) = await fleet.delivered(too_long, SampleDropped)

@@ -176,7 +176,7 @@ async def test_with_reserved_workers_alone_the_window_lasts_until_all_is_generat
     await eventually(ended)
 
 
-async def test_the_window_opens_again_when_every_spot_worker_has_gone(system: System) -> None:
+async def test_window_reopens_after_the_last_spot_worker_was_lost(system: System) -> None:
     system.start_worker("reserved", "reserved", pace_s=0.01)
     system.start_worker("spot", pace_s=0.05)
     await eventually(lambda: _states(system, {"spot": "ready"}))
@@ -226,7 +226,7 @@ async def test_log_is_trimmed_up_to_delivered_samples(system: System) -> None:
     assert await system.bus.length(names.rollouts_requested(system.id)) == 0
 
 
-async def test_bad_requests_get_problems_that_say_what_to_do(system: System) -> None:
+async def test_bad_requests_are_answered_with_problem_details(system: System) -> None:
     async with httpx.AsyncClient(base_url=system.manager.url) as stranger:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             answer = await stranger.get("/v1/jobs", headers=headers)
@@ -259,13 +259,13 @@ async def test_creating_with_the_same_idempotency_key_makes_one_job(system: Syst
     assert refused.status_code == 422
 
 
-async def test_a_message_that_makes_no_sense_is_buried_with_its_reason(system: System) -> None:
+async def test_report_of_an_unknown_job_is_dead_lettered(system: System) -> None:
     await system.bus.append(names.JOB_REPORTS, JobReport(job_id="unknown", state="running", step=0))
 
-    async def buried() -> bool:
+    async def dead_lettered() -> bool:
         return await system.bus.length(names.DEAD_LETTERS) == 1
 
-    await eventually(buried)
+    await eventually(dead_lettered)
 
 
 async def test_events_can_be_followed_and_resumed(system: System) -> None:

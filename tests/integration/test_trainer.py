@@ -205,7 +205,7 @@ async def test_stopped_trainer_exits_with_0_and_its_successor_resumes_at_once(si
         assert (await site.ended("stopped")).state == "completed"
 
 
-async def test_the_weight_store_may_go_away_while_a_job_runs(site: Site) -> None:
+async def test_job_waits_for_a_restarted_weight_store(site: Site) -> None:
     async with site.manager("storeless") as manager:
         manager.withholds = withholding(1, 0)
         await site.create("storeless")

@@ -150,7 +150,7 @@ def timed(metric: str) -> bool:
     return metric.startswith(("time/", "perf/"))
 
 
-async def test_a_trainer_killed_at_every_point_ends_where_an_undisturbed_one_does(site: Site, lives: Lives) -> None:
+async def test_trainer_killed_at_every_point_reaches_the_same_bits(site: Site, lives: Lives) -> None:
     # No step has two groups that are followed: which follower came first would hang on the clock, and so the order in
     # which two undisturbed trainers train on them, too.
     job = JOB | {

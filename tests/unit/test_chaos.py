@@ -29,7 +29,7 @@ def test_parse_chaos_file_returns_joins_notices_and_kills() -> None:
         ("10,remove,worker-1", "earlier than the line before it"),
     ],
 )
-def test_a_wrong_line_is_named_with_what_is_wrong(line: str, what: str) -> None:
+def test_invalid_chaos_line_error_names_line_and_reason(line: str, what: str) -> None:
     with pytest.raises(ConfigError, match="line 2") as caught:
         parse(f"500,add,node1\n{line}\n", ["worker-1"])
     assert what in str(caught.value)
@@ -42,7 +42,7 @@ def test_a_preempted_node_cannot_be_preempted_again() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("preemptions", [0, 1, 7, 40])
-def test_a_generated_schedule_takes_half_without_notice_and_brings_each_back(seed: int, preemptions: int) -> None:
+def test_generated_schedule_balances_kills_and_notices_and_joins_as_many(seed: int, preemptions: int) -> None:
     nodes = ["worker-1", "worker-2", "worker-3"]
     schedule = generate(seed, nodes=nodes, preemptions=preemptions, duration_s=60.0)
     actions = [event.action for event in schedule]

@@ -112,7 +112,8 @@ def test_ended_system_error_names_the_reason(reason: str | None, shown: str) -> 
     assert re.search(f"the system in .rlboost {shown}", result.stderr)
 
 
-def test_a_url_without_its_token_is_an_error_and_no_other_token_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_without_its_token_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of the local system is not sent elsewhere."""
     monkeypatch.setenv("RLBOOST_URL", "http://elsewhere.test")
     state = StateDir(Path(".rlboost"))
     with state.owned():
@@ -623,7 +624,7 @@ def test_a_worker_can_be_drained_by_its_name(rest: FakeRest) -> None:
         ("reserved", "draining", "was the last worker: "),
     ],
 )
-def test_drain_warns_of_what_the_fleet_then_lacks(rest: FakeRest, rest_role: str, rest_state: str, shown: str) -> None:
+def test_drain_of_the_last_worker_of_a_role_warns(rest: FakeRest, rest_role: str, rest_state: str, shown: str) -> None:
     drained = {"id": "reserved-1-ab", "role": "reserved", "state": "ready"}
     rest.on("GET /v1/workers", ok([drained, {"id": "other-cd", "role": rest_role, "state": rest_state}]))
     rest.on("POST /v1/workers/reserved-1-ab/drain", ok({"id": "reserved-1-ab", "state": "draining"}, 202))

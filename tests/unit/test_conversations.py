@@ -108,7 +108,7 @@ def test_it_is_cut_where_nothing_can_follow(turns: list[SampleFinished], told_: 
     assert (found.over, found.tokens, found.reward) == ("cut", b"", 0.5)
 
 
-def test_one_token_of_room_is_room() -> None:
+def test_conversation_continues_with_one_token_left() -> None:
     assert answer(said(GROUP, 0, 5, 2), told=[7] * 7).over == ""
 
 
@@ -172,7 +172,7 @@ def test_of_two_answers_the_first_counts() -> None:
     assert talk.reward == 0.0
 
 
-def test_a_turn_that_comes_again_is_counted_and_changes_nothing() -> None:
+def test_duplicate_turn_is_counted_without_effect() -> None:
     collecting = collector()
     folded(collecting, said(GROUP, 0, 5, 2), said(GROUP, 0, 5, 2))
     earlier = said(SampleId(1, False, 3, 0, 0).pack(), 1, 5)
@@ -227,7 +227,7 @@ def test_turns_of_other_weights_follow_the_jobs_rule() -> None:
     assert outcome.reason == "stale"
 
 
-def test_a_group_that_begins_in_another_way_than_before_is_dropped() -> None:
+def test_group_with_another_prompt_digest_is_dropped() -> None:
     collecting = collector()
     collecting.expect(GROUP, b"new")
     collecting.expect(OTHER, b"same")

@@ -203,7 +203,7 @@ def test_every_shipped_problem_can_be_solved_without_minus() -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "eval"])
-def test_the_shipped_data_is_what_make_data_writes(name: str) -> None:
+def test_shipped_data_matches_make_data(name: str) -> None:
     problems = {"train": make_data.train_problems, "eval": make_data.eval_problems}[name]()
     assert (COUNTDOWN / f"{name}.jsonl").read_text(encoding="utf-8") == make_data.to_jsonl(name, problems)
 
@@ -234,7 +234,7 @@ def tokenizer() -> Any:
     return tokenizers.Tokenizer.from_file(str(COUNTDOWN / "base" / "tokenizer.json"))
 
 
-def test_the_shipped_tokenizer_knows_exactly_the_vocabulary(tokenizer: Any) -> None:
+def test_shipped_tokenizer_has_exactly_the_vocabulary(tokenizer: Any) -> None:
     assert tokenizer.get_vocab() == {text: token_id for token_id, text in enumerate(VOCABULARY)}
     assert len(set(VOCABULARY)) == VOCABULARY_SIZE
 

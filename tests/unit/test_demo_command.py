@@ -41,7 +41,7 @@ def test_a_short_job_is_the_beginning_of_the_full_one() -> None:
     assert {key for key in full if full[key] != short[key]} == {"steps", "eval", "optimizer"}
 
 
-def test_a_new_demo_removes_what_an_earlier_one_left(tmp_path: Path) -> None:
+def test_clear_removes_the_files_of_an_earlier_demo(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "demo")
     workspace.clear(state)
     (state.path / "redis").mkdir()

@@ -15,7 +15,7 @@ def test_full_demo_plans_three_kills_three_notices_and_six_joins(seed: int) -> N
     assert actions.count("join") == 6
 
 
-def test_the_full_run_has_a_moment_in_which_all_spot_workers_go() -> None:
+def test_full_demo_preempts_all_spot_workers_at_one_step() -> None:
     preemptions = [change.at_step for change in plan(60, 3, 0) if change.action != "join"]
     assert max(preemptions.count(at) for at in preemptions) == 3
 

@@ -168,7 +168,7 @@ def test_an_adapter_may_be_fine_tuned() -> None:
     assert parse({**JOBS["sft"], "elastic": {"weights": "lora"}}).adapter is not None
 
 
-def test_evaluation_of_a_job_keeps_data_reward_and_sampling_only() -> None:
+def test_evaluation_of_a_job_drops_training_settings() -> None:
     job = {
         **JOBS["rl"],
         "name": "sums",
@@ -203,7 +203,7 @@ def test_evaluation_of_a_job_keeps_data_reward_and_sampling_only() -> None:
         ),
     ],
 )
-def test_a_model_that_needs_room_has_it_in_its_evaluation_too(trainer: dict[str, Any], kept: dict[str, Any]) -> None:
+def test_evaluation_of_a_job_keeps_sharding_and_offload(trainer: dict[str, Any], kept: dict[str, Any]) -> None:
     job = {**JOBS["rl"], "data": {"train": "t", "eval": "e"}, "trainer": trainer}
     for given in (job, json.loads(to_json(parse(job)))):
         assert parse(evaluation_of(given)).trainer == TrainerSpec(**kept)

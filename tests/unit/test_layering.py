@@ -65,7 +65,7 @@ def test_no_service_imports_another(service: str) -> None:
             assert not name.startswith("rlboost"), f"{path} imports {name}"
 
 
-def test_a_module_of_ours_is_imported_from_rlboost() -> None:
+def test_modules_are_imported_from_rlboost() -> None:
     """A user's folder may have packages `services`, `shared` and `examples`, and it comes first on the path."""
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         found = re.findall(r"^ *(?:from|import) (?:services|shared|examples)\b", path.read_text("utf-8"), re.MULTILINE)

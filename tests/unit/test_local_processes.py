@@ -104,7 +104,7 @@ def test_trainer_and_manager_get_the_weight_store_url() -> None:
 
 
 @pytest.mark.parametrize(("name", "role"), roster(LocalOptions(workers=2)))
-def test_no_secret_is_on_a_command_line_or_in_what_is_shown(name: str, role: str) -> None:
+def test_secrets_are_not_in_command_lines_or_reprs(name: str, role: str) -> None:
     spec = spec_of(site(), name, role)  # type: ignore[arg-type]  # the roster's own roles
     shown = repr(spec) + repr(site())
     assert "the-token" not in shown

@@ -188,7 +188,7 @@ async def test_with_a_critic_and_older_tokens_the_first_weights_are_asked_as_wel
 
 
 @pytest.mark.parametrize(("equal_groups", "trained"), [("keep", 8), ("drop", 4)])
-async def test_with_a_critic_equal_rewards_teach_unless_they_are_dropped(
+async def test_groups_of_equal_rewards_train_with_a_critic_unless_dropped(
     tmp_path: Path, equal_groups: str, trained: int
 ) -> None:
     engine = Recording()
@@ -347,9 +347,7 @@ def test_a_loss_that_raises_is_named_with_its_line(tmp_path: Path, monkeypatch: 
     assert "return batch.advantage" in str(caught.value)
 
 
-def test_a_loss_that_was_edited_since_the_last_job_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edited_loss_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "edited_loss", raising=False)
     file = tmp_path / "edited_loss.py"

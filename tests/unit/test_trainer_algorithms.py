@@ -55,9 +55,7 @@ def test_advantages_are_those_of_the_paper(kind: str, groups: Groups) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(groups_of, st.randoms())
-def test_the_order_in_which_groups_came_changes_no_bit_of_their_advantages(
-    kind: str, groups: Groups, random: Any
-) -> None:
+def test_advantages_do_not_depend_on_the_order_of_groups(kind: str, groups: Groups, random: Any) -> None:
     order = random.sample(range(len(groups)), len(groups))
     there = estimate(kind, groups, drop_equal=True)
     other = estimate(kind, [groups[i] for i in order], drop_equal=True)
@@ -255,7 +253,7 @@ def test_inapplicable_algorithm_setting_is_refused_with_the_remedy(algorithm: di
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_group_of_one_is_refused_where_there_is_nothing_to_compare_it_with(name: str) -> None:
+def test_single_sample_is_refused_without_a_comparison(name: str) -> None:
     if PRESETS[name]["advantage"] in GROUPLESS:
         assert chosen(name=name, group_size=1).group_size == 1
         with pytest.raises(ConfigError, match="a step of one sample has nothing to compare with"):

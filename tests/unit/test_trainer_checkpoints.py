@@ -280,7 +280,7 @@ async def test_successor_after_the_last_checkpoint_only_exports(tmp_path: Path, 
     assert rig.manager.answered == asked
 
 
-async def test_a_job_that_began_with_another_ones_checkpoint_resumes_with_its_own(tmp_path: Path) -> None:
+async def test_job_begun_from_another_jobs_checkpoint_resumes_from_its_own(tmp_path: Path) -> None:
     other = Rig(tmp_path / "other")
     await killed_in_step_3(other)
     found = other.checkpoints.newest()
@@ -303,7 +303,7 @@ async def test_a_job_that_began_with_another_ones_checkpoint_resumes_with_its_ow
     assert set(rig.manager.answered.values()) == {1}
 
 
-async def test_a_checkpoint_of_another_job_may_be_gone_on_from_with_other_data(tmp_path: Path) -> None:
+async def test_checkpoint_of_another_job_may_be_resumed_with_other_data(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "next")
     rig.predecessor = predecessor(tmp_path, TrainState(1, "7-0", 10_000, "8-0", "of other data"))
     async with rig.trainer():

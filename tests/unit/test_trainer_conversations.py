@@ -146,7 +146,7 @@ async def test_turn_rewards_and_function_rewards_are_summed(tmp_path: Path) -> N
     assert {sample["turns"] for sample in shown} == {2, 3}
 
 
-async def test_turns_and_room_have_an_end(tmp_path: Path) -> None:
+async def test_conversation_ends_at_the_turn_and_length_limits(tmp_path: Path) -> None:
     class Endless(Echo):
         def step(self, text: str) -> Step:
             return replace(super().step(text), done=False)
@@ -238,7 +238,7 @@ async def test_successor_does_not_repeat_answered_turns(
     assert len({answer.sample for answer in after}) == len(after) == 8 + len(rig.turns)
 
 
-async def test_an_environment_that_does_not_do_the_same_again_drops_its_group(tmp_path: Path) -> None:
+async def test_nondeterministic_environment_drops_its_group(tmp_path: Path) -> None:
     n_made = 0
 
     class Moody(Echo):

@@ -40,7 +40,7 @@ def test_gae_with_lambda_1_and_0_matches_the_closed_forms() -> None:
     assert gae(rewards, values, 0.9, 0.0) == pytest.approx([0.5 + 0.18 - 0.3, -1.0 + 0.09 - 0.2, 2.0 - 0.1])
 
 
-def test_the_reward_comes_with_the_last_token_and_penalties_with_each() -> None:
+def test_token_rewards_put_the_reward_last_and_subtract_penalties() -> None:
     assert token_rewards(2.0, 3).tolist() == [0.0, 0.0, 2.0]
     assert token_rewards(2.0, 3, np.array([0.5, -0.25, 1.0])).tolist() == [-0.5, 0.25, 1.0]
     assert token_rewards(2.0, 1).tolist() == [2.0]

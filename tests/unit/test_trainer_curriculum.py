@@ -65,7 +65,7 @@ def test_the_first_epoch_is_the_one_without_a_curriculum() -> None:
     assert [rows[0], rows[1]] == [tuple(prompt_indices(0, step, 4, 8)) for step in (0, 1)]
 
 
-def test_prompts_that_were_always_or_never_solved_do_not_come_again() -> None:
+def test_solved_and_failed_prompts_are_skipped() -> None:
     means = {0: 1.0, 1: 0.0, **dict.fromkeys(range(2, 8), 0.5)}
     curriculum = Curriculum(job(), 8, None, {})
     rows = play(curriculum, means, range(5))
@@ -78,7 +78,7 @@ def test_prompts_that_were_always_or_never_solved_do_not_come_again() -> None:
     assert {row["data/recalled"] for row in skipped} == {0}
 
 
-def test_a_prompt_is_judged_by_its_last_groups_and_never_before_there_are_so_many() -> None:
+def test_curriculum_averages_the_last_window_groups_of_a_prompt() -> None:
     curriculum = Curriculum(job(2, skip_solved_above=0.75, window=2), 2, None, {})
     for step, mean in enumerate([0.75, 0.5, 1.0]):
         assert sorted(curriculum.plan(step).rows) == [0, 1]

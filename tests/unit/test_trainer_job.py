@@ -79,7 +79,7 @@ async def test_groups_are_requested_only_after_their_version_is_committed(tmp_pa
     assert all(version == head for version, head in seen)
 
 
-async def test_evaluation_groups_come_with_their_step_and_once_more_at_the_end(tmp_path: Path) -> None:
+async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(data={"train": "t", "eval": "e", "prompts_per_step": 4}, eval={"every": 2, "samples": 4}))
     async with rig.trainer():
         await rig.command("create")
@@ -102,7 +102,7 @@ class Recording(FakeEngine):
         return super().accumulate(batches, loss)
 
 
-async def test_nothing_is_computed_before_the_seeding_ends_nor_after_it_reopens(tmp_path: Path) -> None:
+async def test_device_is_used_only_between_seeding_end_and_reopening(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, algorithm={"group_size": 2}))
     rig.manager.seeding_ends = False
     rig.manager.held = {0}
@@ -144,7 +144,7 @@ async def test_successor_uses_the_same_samples_and_reaches_the_same_bits(tmp_pat
         assert all(report.metrics["samples/duplicates"] == 0 for report in await rig.steps())
 
 
-async def test_weights_that_were_committed_win_over_those_trained_again(tmp_path: Path) -> None:
+async def test_committed_weights_replace_retrained_ones(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {1}
     async with rig.trainer(killed=True):
@@ -188,7 +188,7 @@ async def _cancel(rig: Rig) -> None:
     assert stopwatch.read() < 1.0
 
 
-async def test_a_cancel_takes_effect_within_a_second_while_samples_are_awaited(tmp_path: Path) -> None:
+async def test_cancel_during_a_wait_for_samples_takes_effect_within_1_s(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {1}
     async with rig.trainer():
@@ -198,7 +198,7 @@ async def test_a_cancel_takes_effect_within_a_second_while_samples_are_awaited(t
     assert await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0) == []
 
 
-async def test_a_cancel_takes_effect_within_a_second_while_the_device_computes(tmp_path: Path) -> None:
+async def test_cancel_during_computation_takes_effect_within_1_s(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     engine = Slow()
     rig.make_engine = lambda: engine
@@ -209,7 +209,7 @@ async def test_a_cancel_takes_effect_within_a_second_while_the_device_computes(t
         assert await eventually(lambda: engine.closed)
 
 
-async def test_a_cancel_takes_effect_within_a_second_while_the_job_is_paused(tmp_path: Path) -> None:
+async def test_cancel_of_a_paused_job_takes_effect_within_1_s(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await rig.command("create")
     await rig.command("pause")
@@ -275,7 +275,7 @@ async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
     assert await rig.bus.lease_values([names.trainer_lease(JOB)]) == [None]
 
 
-async def test_redis_may_go_away_for_a_while(tmp_path: Path) -> None:
+async def test_job_waits_out_a_redis_outage(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {1}
     async with rig.trainer():

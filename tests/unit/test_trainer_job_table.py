@@ -31,7 +31,7 @@ def test_a_cancel_is_for_good() -> None:
     assert not table("create", "cancel").is_cancelled("another")
 
 
-def test_a_job_is_created_once_however_often_the_command_comes() -> None:
+def test_repeated_create_command_creates_one_job() -> None:
     found = table("create", "create")
     assert found.creates("0-0", command("create"))
     assert not found.creates("1-0", command("create"))

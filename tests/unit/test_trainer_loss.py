@@ -193,7 +193,7 @@ def test_default_loss_is_bit_exact_with_the_reference_formula(aged: bool) -> Non
 
 @pytest.mark.parametrize("importance", ["truncate", "mask"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_decoupled_objective_weighs_what_older_weights_drew(seed: int, importance: str) -> None:
+def test_decoupled_objective_matches_the_formula(seed: int, importance: str) -> None:
     cap = 1.2
     case = a_case(seed)
     proximal = case.old + 0.3 * np.random.default_rng(seed).standard_normal(len(case.old))
@@ -249,7 +249,7 @@ def test_a_reference_further_than_floats_reach_breaks_no_loss_that_has_no_penalt
     assert math.isfinite(job_loss(job(name="dpo"))(given)[0].item())
 
 
-def test_without_a_column_of_its_own_the_proximal_policy_is_the_one_being_trained() -> None:
+def test_missing_proximal_column_means_the_current_policy() -> None:
     loss, case = decoupled_loss(0.2, 0.28, 1.5), a_case(2)
     implied, given = batch(case), batch(case, proximal=case.new)
     for one in (implied, given):
@@ -358,7 +358,7 @@ def test_a_loss_of_ones_own_takes_the_place_of_ratio_and_clip() -> None:
         (lambda given: given.advantages, "without a gradient"),
     ],
 )
-def test_a_loss_of_ones_own_that_returns_something_else_is_refused(own: Any, text: str) -> None:
+def test_user_loss_with_an_invalid_result_is_refused(own: Any, text: str) -> None:
     with pytest.raises(Fatal, match=text):
         PolicyLoss(user_loss=own)(batch(a_case(0)))
 

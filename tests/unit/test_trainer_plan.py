@@ -90,7 +90,7 @@ def test_advantages_are_relative_to_the_group() -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 9))
-def test_a_group_of_equal_rewards_teaches_nothing(reward: float, n: int) -> None:
+def test_group_of_equal_rewards_has_no_advantages(reward: float, n: int) -> None:
     assert advantages([reward] * n) is None
 
 

@@ -42,7 +42,7 @@ async def publishing(
     return versions
 
 
-async def test_each_version_takes_the_engines_answer_to_the_probe_along(device: DeviceThread) -> None:
+async def test_published_version_has_a_parity_reference(device: DeviceThread) -> None:
     weights = MemoryWeights()
     versions = await publishing(device, weights)
     await versions.ensure_published(0)

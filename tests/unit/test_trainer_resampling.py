@@ -101,7 +101,7 @@ def test_replacement_rows_are_unique_and_skipped_ones_come_last(
 
 
 @pytest.mark.parametrize("n_rows", [4, 6, 8])
-def test_where_there_are_few_prompts_a_place_still_has_another_one_each_time(n_rows: int) -> None:
+def test_replacements_of_a_place_differ_even_with_few_prompts(n_rows: int) -> None:
     replacements = Replacements(4, 2, seed=0, step=1, n_rows=n_rows)
     first = [0, 1, 2, 3]
     spare = replacements.replacement_rows(first)
@@ -261,7 +261,7 @@ class Silent(FakeRewards):
         return await super().score(batch)
 
 
-async def test_scores_that_never_come_are_waited_for_by_name_and_not_for_ever(tmp_path: Path) -> None:
+async def test_missing_scores_fail_the_job_with_the_named_wait(tmp_path: Path) -> None:
     rig = rig_of(tmp_path, job(reward={"function": "m:f", "timeout_s": 0.05}))
     rig.samples_limit_s = 0.2
     build = rig.build

@@ -145,7 +145,7 @@ async def test_stale_group_is_dropped_counted_and_reported(tmp_path: Path) -> No
     assert "weight versions [1, 3]; only 2 to 3 are allowed" in fields["detail"]
 
 
-async def test_a_step_of_nothing_but_stale_groups_fails_the_job_with_what_to_do(tmp_path: Path) -> None:
+async def test_step_of_stale_groups_only_fails_the_job_with_the_remedy(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(elastic={"max_staleness": 1}))
     rig.manager.script = stale(2)
     async with rig.trainer():

@@ -64,7 +64,7 @@ def test_function_of_the_operator_or_for_users_is_loaded(path: str) -> None:
     assert callable(load(path))
 
 
-def test_users_packages_named_as_ours_are_loaded_from_their_folder(tmp_path: Path) -> None:
+def test_user_packages_named_like_rlboost_folders_are_loaded(tmp_path: Path) -> None:
     for name in ("services", "shared", "examples", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()

@@ -84,7 +84,7 @@ def complaint(**changes: Any) -> str:
         ({"trainer": {"batch": 1}}, "trainer.batch: unknown key: remove it or fix its spelling"),
     ],
 )
-def test_a_wrong_value_is_answered_with_what_was_expected(changes: dict[str, Any], text: str) -> None:
+def test_invalid_value_error_names_the_expected_type(changes: dict[str, Any], text: str) -> None:
     said = complaint(**changes)
     assert said == text or (text.endswith(", ") and said.startswith(text))
 

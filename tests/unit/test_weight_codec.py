@@ -118,7 +118,7 @@ def test_a_dtype_without_steps_is_taken_as_bytes(data: st.DataObject, kind: Kind
 @pytest.mark.parametrize("kinds", [(Kind.RICE, Kind.BITMAP), (Kind.RICE, Kind.RICE)])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_a_composed_delta_does_what_both_do(data: st.DataObject, kinds: tuple[Kind, Kind], dtype: str) -> None:
+def test_composed_delta_equals_applying_both(data: st.DataObject, kinds: tuple[Kind, Kind], dtype: str) -> None:
     base, middle, new = data.draw(versions(dtype, 3))
     first, second = codec.encode(base, middle, dtype, kinds[0]), codec.encode(middle, new, dtype, kinds[1])
     made = set()
