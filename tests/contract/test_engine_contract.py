@@ -196,8 +196,6 @@ async def test_a_request_that_is_finished_already_ends_at_once(engine: Engine) -
         ({"prompt": []}, "empty"),
         ({"prompt": [1, VOCABULARY]}, "token id"),
         ({"prompt": [1, -1]}, "token id"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
     ],
 )
 async def test_invalid_request_fails_alone_with_the_reason(engine: Engine, changes: dict[str, Any], why: str) -> None:
