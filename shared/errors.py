@@ -15,6 +15,13 @@ class RLBoostError(Exception):
     """Base of all errors of this project."""
 
 
+def leaves(error: BaseException) -> list[BaseException]:
+    """Return the exceptions within nested groups, in order; the error itself if it is no group."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+
+
 class Retryable(RLBoostError):
     """Try again later: the other side is unavailable or busy, and nothing was lost."""
 

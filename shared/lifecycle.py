@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import structlog
 
 from rlboost.shared import logs
-from rlboost.shared.errors import ConfigError, Fatal, RLBoostError
+from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
 from rlboost.shared.settings import ServiceSettings, read
 
 log = structlog.get_logger(__name__)
@@ -149,20 +149,13 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _report(name: str, group: BaseExceptionGroup[RLBoostError], code: int) -> int:
-    for error in _leaves(group):
+    for error in leaves(group):
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     return code
 
 
-def _leaves(group: BaseExceptionGroup[RLBoostError]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
-
-
 async def until_stop(stop: asyncio.Event, timeout_s: float) -> bool:
-    """Sleep for `timeout_s` or until the stop; return True if the stop came first."""
+    """Sleep for `timeout_s` or until the event is set; return True if it is."""
     try:
         async with asyncio.timeout(timeout_s):
             await stop.wait()

@@ -12,6 +12,9 @@ WORKER_HEARTBEATS = PREFIX + "workers.heartbeats"
 WEIGHTS_COMMITTED = PREFIX + "weights.committed"
 DEAD_LETTERS = PREFIX + "dead.letters"
 
+MAX_EVENTS = 20_000
+"""The newest events of a job that are retained."""
+
 # Consumer groups.
 TRAINER_GROUP = "trainer"
 

@@ -38,12 +38,12 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
     # The runs of a remote system are not on this machine.
     runs = None if os.environ.get("RLBOOST_URL") else state / "runs"
     request = work.ExportRequest(job, version, adapter)
-    left = work.finished(runs, request) if runs else None  # an id needs no running system
-    if left is None:
-        with connect(state) as client:
-            request = request._replace(job_id=client.jobs.find(job)["id"])
-        left = work.finished(runs, request) if runs else None
     with new_folder(out, force=force, adapter=adapter) as to:
+        left = work.finished(runs, request) if runs else None  # an id needs no running system
+        if left is None:
+            with connect(state) as client:
+                request = request._replace(job_id=client.jobs.find(job)["id"])
+            left = work.finished(runs, request) if runs else None
         if left is not None:
             done = work.copy(left, to)
         else:

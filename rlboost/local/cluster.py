@@ -27,7 +27,7 @@ from rlboost.local.ports import Ports
 from rlboost.local.processes import STARTING_ORDER, LocalOptions, Site, SpecOf, cache_dir, roster, spec_of
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
-from rlboost.shared.errors import ConfigError, Fatal, RLBoostError
+from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
 
 _GRACE_S = 12.0
 """A worker may take 10 s to hand off after a stop (invariant 7)."""
@@ -82,7 +82,7 @@ class LocalCluster:
                 self.state.write_config(self.config)
                 self._stack = stack.pop_all()
         except BaseExceptionGroup as group:
-            raise self._translated(_first(group)) from group
+            raise self._translated(leaves(group)[0]) from group
         except OSError as error:
             raise self._translated(error) from error
         return self
@@ -94,8 +94,8 @@ class LocalCluster:
         try:
             await self._stack.__aexit__(kind, error, at)
         except BaseExceptionGroup as group:
-            if isinstance(_first(group), OSError):
-                raise self._translated(_first(group)) from group
+            if isinstance(leaves(group)[0], OSError):
+                raise self._translated(leaves(group)[0]) from group
             if group.exceptions != (error,):
                 raise
         return False  # the body's own error reaches the caller unwrapped, not in a group
@@ -216,15 +216,10 @@ def _check_folder(cwd: Path) -> None:
 def _reason(error: BaseException | None) -> str:
     """Return why a system ended, in one line; empty for a normal stop."""
     if isinstance(error, BaseExceptionGroup):
-        return _reason(_first(error))
+        return _reason(leaves(error)[0])
     if error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
         return ""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     text = str(error) if isinstance(error, RLBoostError) else f"{type(error).__name__}: {error}"
     return text.partition("\n")[0]
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -25,7 +25,7 @@ from rlboost.local.processes import ProcessSpec
 from rlboost.local.readiness import Readiness
 from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.shared.errors import Conflict, Fatal, Timeout
-from rlboost.shared.lifecycle import EXIT_CONFIG
+from rlboost.shared.lifecycle import EXIT_CONFIG, until_stop
 from rlboost.shared.waiting import Waits
 
 NOTICE_LEAD_S = 30.0
@@ -135,7 +135,7 @@ class Supervisor:
                     self._emit("gave_up", slot, slot.note)
                     return
                 self._emit("died", slot, f"{end}; starts again in {wait_s:g} s")
-                if await _set_within(slot.asked_to_leave, wait_s):
+                if await until_stop(slot.asked_to_leave, wait_s):
                     slot.note = slot.leaving
                     self._emit("left", slot, slot.note)
                     return
@@ -245,15 +245,6 @@ class Supervisor:
     def _emit(self, kind: EventKind, slot: _Slot, detail: str = "") -> None:
         self._state.write_processes(self.records())
         self._on_event(ClusterEvent(kind, slot.spec.name, time.time(), detail))
-
-
-async def _set_within(event: asyncio.Event, limit_s: float) -> bool:
-    try:
-        async with asyncio.timeout(limit_s):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 def _exit_report(slot: _Slot, what: str) -> str:

@@ -24,7 +24,7 @@ SECTIONS: tuple[Section[History], ...] = (
         title="Throughput and workers",
         draw=curves.throughput,
         caption="Completion tokens generated per second of each step (trained, for supervised jobs), and the workers "
-        "in the job's events, of which the newest 10,000 are retained.",
+        "in the job's events, of which the newest 20,000 are retained.",
     ),
     Section(
         name="steps",

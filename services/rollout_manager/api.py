@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iter
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Header, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 
@@ -23,7 +23,7 @@ from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, Op, position
-from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, StoreUnavailable
+from rlboost.shared.errors import BusUnavailable, Fenced, StoreUnavailable
 from rlboost.shared.http.guard import guarded_router
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
@@ -69,6 +69,7 @@ def build(
     router = guarded_router(token, prefix="/v1", dependencies=[Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
+    _add_events(router, manager, bus)
     _add_fleet(router, manager, settings)
     _add_weights(router, manager, bus, settings)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
@@ -199,7 +200,8 @@ def _validated(raw: dict[str, Any]) -> JobSpec:
 async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job:
     no = await bus.increment(names.JOB_COUNTER)
     if no >= MAX_JOBS:
-        raise ConfigError(f"this system has had {no} jobs, the most it can number: start a new one with an empty Redis")
+        detail = f"this system has had {no} jobs, the most it can number: start a new one with an empty Redis"
+        raise Problem(409, "Too many jobs", detail)
     job = Job(job_id, no, spec, created_at=time.time())
     command = JobCommand(
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
@@ -244,8 +246,6 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
-    followers = EventFollowers(bus)
-
     @router.get("/jobs/{job_id}/audit", tags=["history"])
     async def audit(job_id: str) -> dict[str, Any]:
         """Account for every sample and token of the job."""
@@ -262,8 +262,8 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
     async def metrics(
         job_id: str,
-        format: str = "json",  # noqa: A002 - fixed by the API
-        from_step: int = 0,
+        format: Literal["json", "jsonl"] = "json",  # noqa: A002 - fixed by the API
+        from_step: Annotated[int, Query(ge=0)] = 0,
     ) -> list[dict[str, Any]] | PlainTextResponse:
         """Return one row per step, from `from_step` on (the first step is 0)."""
         job = _known(manager, job_id)
@@ -275,19 +275,6 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
             return PlainTextResponse(lines, media_type="application/jsonl")
         return rows
 
-    @router.get("/jobs/{job_id}/events", tags=["history"])
-    async def follow_events(
-        job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None, follow: bool = True
-    ) -> StreamingResponse:
-        """Stream the job's events until it has ended; with `follow=0` only those that are there."""
-        _known(manager, job_id)
-        cursor = _checked_id(last_event_id or START)
-        followers.check_limit()
-        # Look the job up each time: a recovery replaces the world.
-        stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
-        events = followers.follow(stream, cursor, is_over, request.is_disconnected)
-        return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
-
     @router.get("/jobs/{job_id}/samples", tags=["history"])
     async def samples(job_id: str, step: int | None = None) -> list[dict[str, Any]]:
         """Return recent samples with reward and lineage, of one step if `step` is given."""
@@ -296,13 +283,29 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         rows = [entry.message.fields for entry in entries if isinstance(entry.message, Event)]
         return [row for row in rows if step is None or row.get("step") == step]
 
+
+def _add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
+    followers = EventFollowers(bus)
+
+    def followed(job_id: str, cursor: str, request: Request, *, follow: bool) -> AsyncIterator[Entry | None]:
+        _known(manager, job_id)
+        followers.check_limit()
+        # Look the job up each time: a recovery replaces the world.
+        stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
+        return followers.follow(stream, cursor, is_over, request.is_disconnected)
+
+    @router.get("/jobs/{job_id}/events", tags=["history"])
+    async def follow_events(
+        job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None, follow: bool = True
+    ) -> StreamingResponse:
+        """Stream the job's events until it has ended; with `follow=0` only those that are there."""
+        events = followed(job_id, _checked_id(last_event_id or START), request, follow=follow)
+        return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
+
     @router.get("/jobs/{job_id}/logs", tags=["history"])
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
         """Stream the job's events as text; with `follow`, until the job ends."""
-        _known(manager, job_id)
-        followers.check_limit()
-        stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
-        events = followers.follow(stream, START, is_over, request.is_disconnected)
+        events = followed(job_id, START, request, follow=follow)
         return StreamingResponse(_log_lines(events), media_type="text/plain; charset=utf-8")
 
 

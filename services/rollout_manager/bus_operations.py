@@ -30,12 +30,11 @@ from rlboost.services.rollout_manager.domain.jobs import to_json
 from rlboost.shared import names
 from rlboost.shared.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
 from rlboost.shared.codec import encode
-from rlboost.shared.messages import DeadLetter, Dismissed
+from rlboost.shared.dead_letters import dead_letter_op
+from rlboost.shared.messages import Dismissed
 
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
 """The largest entry id; no stream reaches it."""
-EVENTS_MAX_LEN = 20_000
-DEAD_LETTERS_MAX_LEN = 10_000
 COMMANDS_MAX_LEN = 4096
 """Commands of one worker: far more than a live worker can fall behind."""
 DISMISSAL_TTL_S = 120.0
@@ -67,7 +66,7 @@ def operations(effects: Iterable[Effect]) -> list[Op]:
             case Refuse():
                 pass  # not on the bus: `CompletionWaiters.fail` reports it to the client
             case EmitEvent(job_id, event):
-                ops.append(Append(names.job_events(job_id), event, EVENTS_MAX_LEN))
+                ops.append(Append(names.job_events(job_id), event, names.MAX_EVENTS))
             case QuarantineMessage(job_id, message):
                 ops.append(Append(names.job_quarantine(job_id), message))
             case ClearQuarantine(job_id):
@@ -101,15 +100,7 @@ def _state_operations(effect: Effect) -> list[Op]:  # noqa: PLR0911 - one flat t
                 Expire(commands, DISMISSAL_TTL_S),
             ]
         case DeadLetterEntry(stream, entry_id, message, reason):
-            letter = DeadLetter(
-                stream=stream,
-                entry_id=entry_id,
-                consumer="manager",
-                reason=reason,
-                body=encode(message),
-                at=time.time(),
-            )
-            return [Append(names.DEAD_LETTERS, letter, DEAD_LETTERS_MAX_LEN)]
+            return [dead_letter_op(stream, entry_id, "manager", reason, encode(message), time.time())]
         case DeadLetterSample(entry_id, sample, reason):
             return _state_operations(DeadLetterEntry(names.TOKEN_LOG, entry_id, sample, reason))
         case _:

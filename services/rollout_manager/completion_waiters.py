@@ -111,9 +111,8 @@ class CompletionWaiters:
         del waiter.open[member]
         if not waiter.resumable:
             self.clients.satisfied.add(waiter.request.group + member)
-        elif not any(
-            one.open for one in waiter.request_waiters
-        ):  # a client that reconnects needs all: end all together
+        elif not any(one.open for one in waiter.request_waiters):
+            # A client that reconnects needs all completions: end all together.
             groups = [one.request for one in waiter.request_waiters]
             self.clients.satisfied.update(group.group + i for group in groups for i in range(group.n))
 
@@ -192,8 +191,8 @@ class CompletionWaiters:
         """Report refused samples to their clients."""
         for effect in effects:
             if isinstance(effect, Refuse) and (waiter := self._waiters.get(group_of(effect.sample))):
-                failed = effect.reason.startswith("failed")
-                waiter.error = CompletionFailed(effect.reason) if failed else CompletionUnavailable(effect.reason)
+                error = CompletionUnavailable if effect.is_retryable else CompletionFailed
+                waiter.error = error(effect.reason)
 
     def close(self, reason: str) -> None:
         """End all requests with an error."""

@@ -25,13 +25,12 @@ from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Bus, Entry, Trim, after
 from rlboost.shared.codec import encode
 from rlboost.shared.columns import I32, U64, length, pack
-from rlboost.shared.dead_letters import report_dead_letter
+from rlboost.shared.dead_letters import dead_letter_op, report_dead_letter
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import new_token
 from rlboost.shared.messages import (
     FINISH_RELEASED,
     Assignment,
-    DeadLetter,
     Event,
     PreemptionNotice,
     Role,
@@ -51,8 +50,6 @@ STARTING_LEASE_S = 20.0
 """Lease while there is no engine: importing a large library may block the whole process for seconds, and a worker that
 holds no samples need not be missed quickly."""
 _MAX_HEARTBEATS = 100_000
-_MAX_EVENTS = 20_000
-_MAX_DEAD_LETTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,15 +293,8 @@ class ManagerConnection:
     async def dead_letter(self, entry: Entry, reason: str) -> None:
         """Dead-letter a command that violates the protocol, or that cannot be executed."""
         report_dead_letter(entry.stream, entry.id, reason)
-        letter = DeadLetter(
-            stream=entry.stream,
-            entry_id=entry.id,
-            consumer=self.incarnation.worker,
-            reason=reason,
-            body=encode(entry.message),
-            at=time.time(),
-        )
-        await self._bus.append(names.DEAD_LETTERS, letter, _MAX_DEAD_LETTERS)
+        worker, body = self.incarnation.worker, encode(entry.message)
+        await self._bus.transact([dead_letter_op(entry.stream, entry.id, worker, reason, body, time.time())])
 
     async def report_weights_unavailable(self, weights: Weights, reason: str) -> None:
         """Emit an event: the assigned weights cannot be pulled."""
@@ -325,7 +315,7 @@ class ManagerConnection:
 
     async def _emit_event(self, job_id: str, kind: str, **fields: str | float) -> None:
         event = Event(kind=kind, at=time.time(), source=self.incarnation.worker, fields=fields)
-        await self._bus.append(names.job_events(job_id), event, _MAX_EVENTS)
+        await self._bus.append(names.job_events(job_id), event, names.MAX_EVENTS)
 
 
 def _unstarted(sample: Assignment) -> Emission:

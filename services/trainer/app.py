@@ -36,7 +36,16 @@ from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
 from rlboost.shared import names
 from rlboost.shared.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
-from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Fenced, Retryable, RLBoostError, Timeout
+from rlboost.shared.errors import (
+    BusUnavailable,
+    ConfigError,
+    Conflict,
+    Fenced,
+    Retryable,
+    RLBoostError,
+    Timeout,
+    leaves,
+)
 from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec
@@ -361,21 +370,15 @@ def _parse_error(spec_json: str) -> str:
 
 def _ending_with(error: BaseException) -> Ending:
     """Return the job's failure; re-raise an error that is not the job's fault."""
-    leaves = _leaves(error)
-    for leaf in leaves:
+    found = leaves(error)
+    for leaf in found:
         if isinstance(leaf, RLBoostError) and not isinstance(leaf, Retryable | Conflict):
             return Ending("failed", str(leaf))
-    for leaf in leaves:
+    for leaf in found:
         if not isinstance(leaf, RLBoostError):
             log.error("job_crashed", exc_info=leaf)
             return Ending("failed", f"unexpected {type(leaf).__name__}: {leaf}; the trainer's log has the traceback")
-    raise leaves[0]
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
+    raise found[0]
 
 
 async def _first_of(*awaitables: Awaitable[object]) -> None:

@@ -24,7 +24,6 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-MAX_EVENTS = 20_000
 MAX_SAMPLES = 2_000
 _BLOCK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -92,7 +91,7 @@ class JobStreams:
     async def emit_event(self, kind: str, **fields: Any) -> None:
         """Log an event and append it to the job's events."""
         log.info(kind, **fields)
-        await self._append([Append(self._events, _event(kind, fields), MAX_EVENTS)])
+        await self._append([Append(self._events, _event(kind, fields), names.MAX_EVENTS)])
 
     async def publish_samples(self, samples: Sequence[dict[str, Any]]) -> None:
         """Append scored samples to the job's samples."""

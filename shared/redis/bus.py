@@ -29,9 +29,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rlboost.shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
 from rlboost.shared.codec import decode, encode
-from rlboost.shared.dead_letters import report_dead_letter
+from rlboost.shared.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
-from rlboost.shared.messages import DeadLetter, Message
+from rlboost.shared.messages import Message
 from rlboost.shared.names import DEAD_LETTERS
 from rlboost.shared.redis.fenced_connection import FencedConnection
 
@@ -39,7 +39,6 @@ _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0
 MAX_BLOCK_S = 2.0
 """The longest blocking read: well below the socket timeout, or a quiet stream would look like a dead server."""
-_DEAD_LETTERS_MAX_LEN = 10_000
 
 _ACQUIRE_FENCED = """
 local held = redis.call('GET', KEYS[1])
@@ -185,9 +184,9 @@ class RedisBus:
 
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
         """See `Bus.dead_letter`."""
-        letter = self._letter(stream, entry.id, encode(entry.message), reason)
         report_dead_letter(stream, entry.id, reason)
-        await self.transact([Append(DEAD_LETTERS, letter, _DEAD_LETTERS_MAX_LEN), Ack(stream, group, (entry.id,))])
+        letter = dead_letter_op(stream, entry.id, self._name, reason, encode(entry.message), time.time())
+        await self.transact([letter, Ack(stream, group, (entry.id,))])
 
     async def trim(self, stream: str, min_id: str) -> None:
         """See `Bus.trim`."""
@@ -278,16 +277,11 @@ class RedisBus:
         ops: list[Op] = [Ack(stream, group, (entry_id,))] if group is not None else []
         if (stream, entry_id) not in self._undecodable:
             report_dead_letter(stream, entry_id, reason)
-            ops.append(Append(DEAD_LETTERS, self._letter(stream, entry_id, body, reason), _DEAD_LETTERS_MAX_LEN))
+            ops.append(dead_letter_op(stream, entry_id, self._name, reason, body, time.time()))
         await self.transact(ops)
         self._undecodable[stream, entry_id] = None
-        if len(self._undecodable) > _DEAD_LETTERS_MAX_LEN:
+        if len(self._undecodable) > MAX_DEAD_LETTERS:
             self._undecodable.popitem(last=False)
-
-    def _letter(self, stream: str, entry_id: str, body: bytes, reason: str) -> DeadLetter:
-        return DeadLetter(
-            stream=stream, entry_id=entry_id, consumer=self._name, reason=reason, body=body, at=time.time()
-        )
 
 
 async def connect(url: str, name: str, limit_s: float = 60.0) -> RedisBus:

@@ -9,6 +9,7 @@ contain functions that run programs and write files. Operators allow an installe
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import site
@@ -55,15 +56,22 @@ def check_module(name: str) -> None:
 
 
 def check_function(path: str, found: Any) -> None:
-    """Check that what a path leads to is not a function that its module only imports from the standard library.
+    """Check that a path leads to a function that a job file may name, not to one that its module only imports.
+
+    A user's module may import a function of any other module of theirs; it may not lead to an attribute of one.
 
     Raises:
-        ForbiddenFunction: it is one.
+        ForbiddenFunction: it belongs to the standard library, or is reached through an attribute of a package.
 
     """
+    while isinstance(found, functools.partial):
+        found = found.func
     module = getattr(found, "__module__", None) or type(found).__module__
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise ForbiddenFunction(f"{path} is {module}'s, of the standard library: {_WHERE}")
+    place, _, names = path.partition(":")
+    if "." in names or place.partition(".")[0] == "rlboost":
+        check_module(module)
 
 
 def _origins(top: str) -> Iterator[Path]:

@@ -196,8 +196,6 @@ async def test_a_request_that_is_finished_already_ends_at_once(engine: Engine) -
         ({"prompt": []}, "empty"),
         ({"prompt": [1, VOCABULARY]}, "token id"),
         ({"prompt": [1, -1]}, "token id"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
     ],
 )
 async def test_a_request_that_cannot_run_says_why_and_harms_no_other(

@@ -179,7 +179,8 @@ def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: p
         "data.train: openai/gsm8k needs the library datasets: pip install 'rlboost[data]'",
     ]
     there.clear()
-    assert jobcheck.check(Path("job.yaml"), []) == ([], [])
+    found = jobcheck.check(Path("job.yaml"), [])
+    assert (found.problems, found.warnings) == ([], [])
 
 
 def test_own_code_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

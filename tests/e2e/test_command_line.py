@@ -188,7 +188,7 @@ def test_following_a_job_shows_what_it_warns_of(system: tuple[CommandLine, dict[
             assert following.stderr.readline().startswith(f"rlboost: {job_id}: warning: sampling.top_p below 1 ")
             rlboost("cancel", job_id)
             assert following.wait(60) == 1
-            assert following.stderr.read().startswith(f"rlboost: {job_id} cancelled after ")
+            assert f"\nrlboost: {job_id} cancelled after " in following.stderr.read()
         finally:
             following.kill()
 

@@ -25,7 +25,7 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support import vllm_engines
-from tests.support.fake_rest import FakeRest, ok, problem
+from tests.support.fake_rest import FakeRest, job, ok, problem
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.service_process import TOKEN, ServiceProcess
 
@@ -63,6 +63,7 @@ class System:
         self.is_job(model=str(base))
 
     def is_job(self, model: str) -> None:
+        self.rest.on(f"GET /v1/jobs/{self.job}", ok(job("running", id=self.job)))
         self.rest.on(f"GET /v1/jobs/{self.job}/spec", ok({"model": model}))
 
     def trained(self, versions: int, lora: LoraSpec | None = None) -> list[TorchPolicy]:
@@ -233,7 +234,8 @@ def test_export_of_an_unknown_job_or_without_weights_is_an_error(system: System)
     assert system.export().stderr == (
         f"rlboost: {system.job} has no weights in the store: the first comes when it starts, see 'rlboost status'\n"
     )
-    system.rest.on(f"GET /v1/jobs/{system.job}/spec", problem(404, "No such job", "there is no job"))
+    system.rest.on(f"GET /v1/jobs/{system.job}", problem(404, "No such job", "there is no job"))
+    system.rest.on("GET /v1/jobs", ok([]))
     unknown = system.export()
     assert (unknown.exit_code, unknown.stderr) == (1, "rlboost: No such job: there is no job\n")
 

@@ -241,7 +241,9 @@ async def test_bad_requests_get_problems_that_say_what_to_do(system: System) -> 
     assert {"reward", "eval", "stepz"} <= set(refused)
     assert answer.json()["detail"].startswith("a job of kind sft generates nothing: remove ")
     assert (await system.http.get("/v1/jobs/none")).status_code == 404
-    assert (await system.http.get("/v1/nothing")).headers["content-type"] == "application/problem+json"
+    assert (await system.http.get("/nothing")).headers["content-type"] == "application/problem+json"
+    # A client of OpenAI's API may ask for any route below /v1.
+    assert (await system.http.get("/v1/nothing")).json()["error"]["code"] == "unknown_url"
     assert (await system.http.post("/v1/workers/none/drain")).status_code == 404
 
 

@@ -28,6 +28,8 @@ from rlboost.shared.user_code.reward_call import describe_import_error, load
         ("rlboost.rewardsx:score", "internal to rlboost"),
         ("shared.atomic_file:replace_file", "internal to rlboost"),
         ("torch:save", "installed package"),
+        ("rlboost.examples.countdown.measure:torch.hub.load", "installed package"),
+        ("rlboost.examples.countdown.measure:AutoModelForCausalLM.from_pretrained", "installed package"),
         ("tests.support.forking:sys.exit", "standard library"),
         ("tests.support.forking:os.system", "standard library"),
         ("tests.support.forking:subprocess.Popen", "standard library"),
@@ -62,6 +64,15 @@ def test_forbidden_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_function_of_the_operator_or_for_users_is_loaded(path: str) -> None:
     assert callable(load(path))
+
+
+def test_partial_of_the_operators_function_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "def f(a, b): return a + b\nadd, run = functools.partial(f, 1), functools.partial(os.system)\n"
+    (tmp_path / "partials.py").write_text(f"import functools, os\n{code}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load("partials:add")(2) == 3
+    with pytest.raises(ForbiddenFunction, match="standard library"):
+        load("partials:run")
 
 
 def test_users_packages_named_as_ours_are_loaded_from_their_folder(tmp_path: Path) -> None:

@@ -32,6 +32,13 @@ async def test_close_writes_what_is_left_in_the_pipe(tmp_path: Path) -> None:
     assert log.path.read_bytes() == b"last words\n"
 
 
+async def test_close_of_a_log_without_output_leaves_no_file(tmp_path: Path) -> None:
+    log = UserCodeLog(tmp_path / "reward.log")
+    log.open()
+    log.close()
+    assert not log.path.exists()
+
+
 def test_write_discards_output_above_the_rate_and_counts_it(tmp_path: Path) -> None:
     clock = Clock()
     log = UserCodeLog(tmp_path / "reward.log", clock)

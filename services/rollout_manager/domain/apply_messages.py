@@ -325,9 +325,8 @@ def _on_step_report(world: World, report: StepReport, now: Now) -> None:
     job = world.jobs.get(report.job_id)
     if job is None:
         raise Unprocessable(f"a report on the unknown job {report.job_id}")
-    job.step = min(
-        max(job.step, report.step + 1), job.spec.steps
-    )  # the report of the last evaluation is of no training step
+    # The evaluation after the last step reports too, and is no training step.
+    job.step = min(max(job.step, report.step + 1), job.spec.steps)
     # JSON has no other numbers; the run log has them all.
     metrics = {name: value for name, value in report.metrics.items() if math.isfinite(value)}
     job.on_metrics(report.step, metrics)

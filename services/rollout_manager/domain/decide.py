@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlboost.services.rollout_manager.domain.apply_messages import lose_worker
-from rlboost.services.rollout_manager.domain.effects import DeadLetterSample
+from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
 from rlboost.services.rollout_manager.domain.ledger import Sample
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
 from rlboost.services.rollout_manager.domain.serving import NO_CLIENTS, Clients, close_served
@@ -73,4 +73,4 @@ def _dead_letter(world: World, sample: Sample, reason: str, now: Now) -> None:
     world.outbox.add(DeadLetterSample(sample.first_id, world.ledger.restated(sample), where))
     name, job_id = str(SampleId.unpack(sample.id)), sample.request.job_id
     world.emit_event("sample_failed", now, job_id, sample=name, reason=reason, workers=list(sample.failed_on))
-    world.drop(sample, reason)
+    world.drop(sample, FAILED, reason)

@@ -8,6 +8,9 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.shared.columns import U64, pack
 from rlboost.shared.messages import Closed, Event, Message, Restated, WorkerJoined
 
+FAILED = "failed"
+"""Cause of a dropped sample that failed on several workers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -38,6 +41,8 @@ class Refuse:
 
     sample: int
     reason: str
+    is_retryable: bool
+    """True if requesting the completion again may help."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.audit import Audit
-from rlboost.services.rollout_manager.domain.effects import EmitEvent, ForgetJob, Outbox, Refuse, SaveLength
+from rlboost.services.rollout_manager.domain.effects import FAILED, EmitEvent, ForgetJob, Outbox, Refuse, SaveLength
 from rlboost.services.rollout_manager.domain.fleet import Fleet, Worker
 from rlboost.services.rollout_manager.domain.job_progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob
@@ -238,18 +238,25 @@ class World:
         audit.delivered += 1
         audit.tokens_delivered += sample.n_tokens
 
-    def drop(self, sample: Sample, reason: str) -> None:
-        """Report to the requester that a sample is not delivered, and why, and close it (invariant 1)."""
+    def drop(self, sample: Sample, cause: str, reason: str = "") -> None:
+        """Report to the requester that a sample is not delivered, and why, and close it (invariant 1).
+
+        Args:
+            sample: the sample.
+            cause: counted in the audit; one of few.
+            reason: for the requester; the cause if empty.
+
+        """
         self.revoke(sample)
         group_done = self._close_one(sample)
         audit = self.audits[sample.request.job_id]
         audit.tokens_regenerated["dropped"] += sample.n_tokens
         if is_served(sample.id):
-            audit.serving.dropped[reason.partition(":")[0]] += 1  # the part after the colon is of one request
-            self.outbox.add(Refuse(sample.id, reason))
+            audit.serving.dropped[cause] += 1
+            self.outbox.add(Refuse(sample.id, reason or cause, is_retryable=cause != FAILED))
             return
-        audit.dropped[reason] += 1
-        message = SampleDropped(sample=sample.id, reason=reason, group_done=group_done)
+        audit.dropped[cause] += 1
+        message = SampleDropped(sample=sample.id, reason=reason or cause, group_done=group_done)
         self.outbox.deliver(sample.request.job_id, message)
 
     def _close_one(self, sample: Sample) -> bool:

@@ -9,12 +9,15 @@ Ends when: the job does. Entries of a step that is not requested yet stay in the
 
 from __future__ import annotations
 
+import structlog
+
 from rlboost.services.trainer.domain.window import StepWindow
 from rlboost.services.trainer.job_streams import FinishedLog
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
-from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import Fatal, Timeout, Unprocessable
+
+log = structlog.get_logger(__name__)
 
 
 class RolloutWindow:
@@ -95,7 +98,7 @@ class RolloutWindow:
         try:
             decided = self._window.fold(before, entry)
         except Unprocessable as error:
-            report_dead_letter(entry.stream, entry.id, str(error))
+            log.warning("finished_entry_skipped", stream=entry.stream, entry=entry.id, reason=str(error))
             decided = None
         if decided is not None:
             step, outcome = decided

@@ -39,7 +39,7 @@ from rlboost.services.trainer.adapters.checkpoints.files import (
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.bucket import Bucket, Listed, NoCredentials, Refused, configuration
-from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable
+from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable, leaves
 from rlboost.shared.ids import new_token
 
 log = structlog.get_logger(__name__)
@@ -301,13 +301,7 @@ async def _run_concurrently(transfers: Iterable[Coroutine[None, None, None]]) ->
             for _ in range(CONCURRENCY):
                 group.create_task(run_pending())
     except BaseExceptionGroup as errors:
-        raise _first(errors) from errors
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        raise leaves(errors)[0] from errors
 
 
 def _numbers(n_bytes: int) -> range:

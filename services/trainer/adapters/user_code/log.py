@@ -79,8 +79,9 @@ class UserCodeLog:
         if self._n_discarded:
             note = f"\n[{self._n_discarded} bytes discarded: more than {RATE_BYTES_PER_S} bytes/s]\n"
             data, self._n_discarded = note.encode() + data, 0
-        with contextlib.suppress(OSError):
-            self._append(data)
+        if data:
+            with contextlib.suppress(OSError):
+                self._append(data)
 
     def _append(self, data: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
