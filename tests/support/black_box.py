@@ -84,8 +84,8 @@ class Observer:
                 return
 
     def _monitor(self) -> None:
+        connection = self._redis.connection_pool.make_connection()
         while not self._stop.is_set():
-            connection = self._redis.connection_pool.make_connection()
             with suppress(redis.RedisError):
                 connection.connect()
                 connection.send_command("MONITOR")
