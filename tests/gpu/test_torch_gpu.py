@@ -103,7 +103,7 @@ async def test_bfloat16_logprobs_follow_the_weights_over_an_update(start: Start,
     asked = [request(i, prompt=prompt, max_tokens=90) for i, prompt in enumerate(PROMPTS)]
     collector = Collector(engine)
     engine.submit(asked)
-    await eventually(lambda: engine.stats().tokens_made_total > 300)
+    await eventually(lambda: engine.stats().tokens_generated_total > 300)
     await engine.load_weights(1, weights(new))
     assert all(dict(engine.loaded_tensors())[name].cpu().equal(tensor) for name, tensor in weights(new))
     for one, made in zip(asked, await collector.all_ended(asked), strict=True):
@@ -153,7 +153,7 @@ async def test_suspended_engine_frees_device_memory_and_resumes(start: Start) ->
     asked = [request(i, prompt=[1 + i] * 1000, max_tokens=300) for i in range(32)]
     collector = Collector(engine)
     engine.submit(asked)
-    await eventually(lambda: engine.stats().tokens_made_total > 100, within_s=60.0)
+    await eventually(lambda: engine.stats().tokens_generated_total > 100, within_s=60.0)
     busy = torch.cuda.memory_allocated()
     await engine.suspend()
     assert engine.kv_cache_bytes == 0

@@ -54,7 +54,7 @@ async def test_logprobs_and_loaded_tensors_follow_the_loaded_weights(tied: bool)
     asked = [request(i, prompt=prompt, max_tokens=100) for i, prompt in enumerate(PROMPTS)]
     collector = Collector(engine)
     engine.submit(asked)
-    await eventually(lambda: engine.stats().tokens_made_total > 300)
+    await eventually(lambda: engine.stats().tokens_generated_total > 300)
     await engine.load_weights(1, weights(new))
     for one, made in zip(asked, await collector.all_ended(asked), strict=True):
         n = made.versions.index(1)

@@ -393,7 +393,7 @@ async def test_a_spot_notice_hands_off_64_samples_with_every_token_made(
     log = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
     (line,) = [line for line in log if line["event"] == "handed_off"]
     made = sum(len(row.tokens) for row in (await manager.made()).values())
-    assert (line["samples"], line["tokens_made"]) == (64, made), "whoever goes on makes none of them again"
+    assert (line["samples"], line["tokens_generated"]) == (64, made), "whoever goes on makes none of them again"
 
 
 async def test_notice_route_requires_the_token(resident: ServiceProcess, worker: str) -> None:

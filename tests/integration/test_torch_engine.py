@@ -77,7 +77,7 @@ async def test_long_request_joining_short_ones_keeps_its_prefix(start: Start, mo
     long = [request(SLOTS + i, prompt=prompts(2, 140)[1], max_tokens=12) for i in range(4)]
     collector = Collector(engine)
     engine.submit(short)
-    await eventually(lambda: engine.stats().tokens_made_total > 2 * SLOTS)
+    await eventually(lambda: engine.stats().tokens_generated_total > 2 * SLOTS)
     engine.submit(long)
     for asked, made in zip(short + long, await collector.all_ended(short + long), strict=True):
         assert made.logprobs == pytest.approx(tiny_models.logprobs(model, asked.prompt, made.tokens), abs=1e-4)

@@ -180,7 +180,8 @@ def test_package_diagram_matches_the_imports() -> None:
 
 def test_streams_page_lists_every_key_and_message() -> None:
     guide = (ROOT / "docs/streams.md").read_text(encoding="utf-8")
-    keys = [value for name, value in vars(names).items() if name.isupper() and name not in {"PREFIX", "TRAINER_GROUP"}]
+    constants = {name: value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)}
+    keys = [value for name, value in constants.items() if name not in {"PREFIX", "TRAINER_GROUP"}]
     for _, function in inspect.getmembers(names, inspect.isfunction):
         (parameter,) = inspect.signature(function).parameters
         keys.append(function(f"{{{parameter.removesuffix('_id')}}}"))

@@ -106,7 +106,7 @@ class Systems:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "_POLL_S", 0.0)
     monkeypatch.setattr(follow, "_LONG_OUTAGE_S", 0.0)
-    monkeypatch.setattr(follow, "_LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(follow, "_REMAINING_WARNINGS_LIMIT_S", 0.1)
 
 
 def changes(systems: Systems) -> list[tuple[str, Any]]:
