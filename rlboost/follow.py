@@ -26,7 +26,7 @@ _LONG_WAIT_S = 5.0
 """Every step waits briefly for samples and weights; only longer waits are shown."""
 _LONG_OUTAGE_S = 2.0
 """A shorter outage, such as a new leader's start, is not shown."""
-_LAST_WORDS_S = 5.0
+_REMAINING_WARNINGS_LIMIT_S = 5.0
 """How long to read remaining warnings after a job has ended."""
 _WARNINGS = frozenset({"warning", "warning_cleared"})
 """Kinds of events that are shown."""
@@ -60,7 +60,7 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
             try:
                 job = client.jobs.show(job_id)
                 next_step = progress.next_step(job)
-                rows = client.jobs.metrics(job_id, next_step) if progress.has_news(job) else []
+                rows = client.jobs.metrics(job_id, next_step) if progress.needs_rows(job) else []
             except (ClientError, ConfigError) as error:
                 if not _is_outage(error):
                     raise
@@ -81,7 +81,7 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
             if is_shown:
                 yield "back", {"since": answered_at, "outage_s": time.time() - answered_at}
             answered_at, is_shown = time.time(), False
-            for text in warnings.new(wait_s=_LAST_WORDS_S if job["state"] in ENDED else 0.0):
+            for text in warnings.new(wait_s=_REMAINING_WARNINGS_LIMIT_S if job["state"] in ENDED else 0.0):
                 yield "warning", text
             yield from progress.changes(job, rows, time.monotonic())
             if job["state"] in ENDED:
@@ -130,7 +130,7 @@ class Progress:
             self._next_step = max(0, job["step"] - LAST_STEPS)
         return self._next_step
 
-    def has_news(self, job: Mapping[str, Any]) -> bool:
+    def needs_rows(self, job: Mapping[str, Any]) -> bool:
         """Return True if rows of metrics are to be fetched."""
         return bool(job["step"] > self.next_step(job) or job["state"] in ENDED)
 
@@ -157,7 +157,7 @@ class _Warnings:
         self._job_id = job_id
         self._client: Client
         self._last_id: str | None = None
-        self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._texts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_closed = False
         # A daemon thread, so that the process can exit without waiting for an event.
         self._thread = threading.Thread(target=self._listen, name=f"warnings-{job_id}", daemon=True)
@@ -175,7 +175,7 @@ class _Warnings:
     def new(self, *, wait_s: float) -> list[str]:
         """Return warnings since the last call, after waiting at most `wait_s` for the stream to end."""
         self._thread.join(wait_s)
-        return [self._came.get() for _ in range(self._came.qsize())]
+        return [self._texts.get() for _ in range(self._texts.qsize())]
 
     def _listen(self) -> None:
         while not self._is_closed:
@@ -183,7 +183,7 @@ class _Warnings:
                 for event in self._client.jobs.events(self._job_id, self._last_id):
                     self._last_id = event.id or self._last_id
                     if event.kind in _WARNINGS:
-                        self._came.put(str(event.data["fields"]["text"]))
+                        self._texts.put(str(event.data["fields"]["text"]))
             except (httpx.HTTPError, RuntimeError):  # the client was closed: there may be a new one
                 time.sleep(_POLL_S)
             except ClientError as error:

@@ -16,9 +16,10 @@ _UNITS = (("day", 86_400), ("h", 3_600), ("min", 60))
 def step_line(row: Mapping[str, Any], steps: int, width: int | None = None) -> str:
     """Format a finished step: the main metrics, and all of the evaluation; on one line if no width is given."""
     names = [name for name in _SHOWN if name in row] + sorted(name for name in row if name.startswith("eval/"))
-    lines = [
-        f"step {row['step'] + 1:>4}/{steps}" if row["step"] < steps else "after the last step" if steps else "done"
-    ]
+    if row["step"] < steps:
+        lines = [f"step {row['step'] + 1:>4}/{steps}"]
+    else:
+        lines = ["after the last step" if steps else "done"]
     for field in (f"{name} {row[name]:.4g}" for name in names):
         if width is None or len(lines[-1]) + 2 + len(field) <= width:
             lines[-1] += f"  {field}"

@@ -38,8 +38,10 @@ class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     prefix: ClassVar[str] = "RLBOOST_"
 
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="where the broker is")
-    token: SecretStr = Field(SecretStr(""), description="bearer token of the HTTP interfaces; empty = no one gets in")
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="URL of Redis")
+    token: SecretStr = Field(
+        SecretStr(""), description="bearer token of the HTTP interfaces; if empty, all requests are rejected"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
 

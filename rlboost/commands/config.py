@@ -21,7 +21,9 @@ def _group() -> None:
 @app.command()
 def check(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that override the file's.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a job file: its fields, the model and data, and the functions it names.

@@ -22,13 +22,13 @@ def register(app: typer.Typer) -> None:
 def demo(
     steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Preemptible workers at the start.")] = 3,
-    engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.TORCH,
-    state: Annotated[Path, typer.Option(help="Folder for the run; what an earlier demo left in it goes.")] = _STATE,
+    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
+    state: Annotated[Path, typer.Option(help="Folder for the run; data of an earlier demo in it is deleted.")] = _STATE,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; 'report' in the state folder if not given.")
     ] = None,
-    chaos: Annotated[bool, typer.Option("--chaos/--no-chaos", help="Take workers away and bring others.")] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of the job and of the schedule.")] = 0,
+    chaos: Annotated[bool, typer.Option("--chaos/--no-chaos", help="Preempt workers and add others.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the job and of the preemption schedule.")] = 0,
 ) -> None:
     """Train a small model on this machine while spot workers are killed, and account for every sample.
 

@@ -18,8 +18,8 @@ def register(app: typer.Typer) -> None:
 
 def export(  # noqa: PLR0913, PLR0917 - the command's options
     job: JobArgument,
-    out: Annotated[Path, typer.Option("--out", help="The folder to make.")],
-    version: Annotated[int | None, typer.Option("--version", min=0, help="Which; the newest if not given.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Output folder.")],
+    version: Annotated[int | None, typer.Option("--version", min=0, help="Version; the newest if not given.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, as a PEFT folder.")] = False,
     model: Annotated[
         Path | None, typer.Option("--model", help="Folder with the tokenizer of the job's model, where it is not here.")

@@ -26,11 +26,11 @@ def init(
     """Make a job folder to start from: data, a reward and its test, a warm-up and an RL job, on sums of two numbers."""
     from rlboost.jobs import new_folder  # noqa: PLC0415 - only this command needs it
 
-    made = new_folder.make(folder, model)
+    created = new_folder.make(folder, model)
     if as_json:
-        print_json({"folder": str(folder.absolute()), "made": made})
+        print_json({"folder": str(folder.absolute()), "made": created})
         return
-    typer.echo(f"made {', '.join(made)} in {folder.absolute()}\nnext:")
+    typer.echo(f"created {', '.join(created)} in {folder.absolute()}\nnext:")
     if folder != Path():
         typer.echo(f"  cd {shlex.quote(str(folder))}")
     typer.echo("  rlboost up --detach\n  rlboost run job.yaml --follow")

@@ -33,7 +33,9 @@ def register(app: typer.Typer) -> None:
 
 def run(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that win.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that override the file's.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show each step; fail if the job fails.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and create nothing.")] = False,
     no_check: NoCheckOption = False,
@@ -97,7 +99,7 @@ def _status_rows(job: dict[str, Any], recent: list[dict[str, Any]], now: float) 
 
 def logs(
     job: JobArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job ends.")] = False,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:

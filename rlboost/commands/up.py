@@ -40,7 +40,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     reserved: Annotated[int, typer.Option(min=0, help="Workers that share a trainer's device.")] = 1,
     workers: Annotated[int, typer.Option(min=0, help="Preemptible workers.")] = 3,
     trainers: Annotated[int, typer.Option(min=1, help="Trainers; each runs one job at a time.")] = 1,
-    engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.TORCH,
+    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
     state: StateOption = DEFAULT_STATE,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the REST API; 0 takes a free one.")] = 0,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; the system stays.")] = False,
@@ -49,7 +49,8 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
         bool, typer.Option("--standby", help="A second manager, which takes over from the first.")
     ] = False,
     chaos: Annotated[
-        Path | None, typer.Option(help="CSV of time_ms,add|remove|notice|kill,node: spot workers come and go by it.")
+        Path | None,
+        typer.Option(help="CSV of time_ms,add|remove|notice|kill,node: preempts and adds spot workers on schedule."),
     ] = None,
 ) -> None:
     """Start everything on this machine: Redis, weight store, manager, trainer and workers.

@@ -101,7 +101,7 @@ def join(
     token: Annotated[str | None, typer.Option(help="The system's token; better given as RLBOOST_TOKEN.")] = None,
     role: Annotated[Role, typer.Option(help="reserved = shares its device with the trainer.")] = Role.PREEMPTIBLE,
     name: Annotated[str | None, typer.Option(help="Begins the worker's id; this machine's name if not given.")] = None,
-    engine: Annotated[Engine, typer.Option(help="What generates.")] = Engine.TORCH,
+    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
     device: Annotated[str | None, typer.Option(help="The engine's device, such as cpu or cuda:0.")] = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:

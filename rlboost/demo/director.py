@@ -35,24 +35,24 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Act:
+class DueChange:
     """A change to apply now; `process` is empty for a join."""
 
     planned: PlannedChange
     process: str
 
 
-class Director:
+class PreemptionSchedule:
     """Decides what to do next. A preemption hits a random worker that is generating."""
 
     def __init__(self, schedule: Sequence[PlannedChange], seed: int) -> None:
         """Start before the first change; the seed selects the preempted workers."""
         self._preemptions = [change for change in schedule if change.action != "join"]
         self._joins = [change for change in schedule if change.action == "join"]
-        self._struck: set[str] = set()
+        self._preempted: set[str] = set()
         self._draw = random.Random(seed)  # noqa: S311 - not a secret
 
-    def due(self, progress: float, workers: Iterable[SeenWorker]) -> list[Act]:
+    def due(self, progress: float, workers: Iterable[SeenWorker]) -> list[DueChange]:
         """Return the changes that are due; each is returned once.
 
         A preemption waits until a worker is generating; joins do not wait.
@@ -63,13 +63,13 @@ class Director:
                 for worker in workers
                 if worker.role == "preemptible" and worker.state == "ready" and worker.running
             }
-            - self._struck
+            - self._preempted
         )
-        acts = []
+        changes = []
         while victims and self._preemptions and self._preemptions[0].at_step <= progress:
             victim = victims.pop(self._draw.randrange(len(victims)))
-            self._struck.add(victim)
-            acts.append(Act(self._preemptions.pop(0), victim))
+            self._preempted.add(victim)
+            changes.append(DueChange(self._preemptions.pop(0), victim))
         while self._joins and self._joins[0].at_step <= progress:
-            acts.append(Act(self._joins.pop(0), ""))
-        return acts
+            changes.append(DueChange(self._joins.pop(0), ""))
+        return changes

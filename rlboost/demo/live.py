@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
-from rlboost.demo.news import News, Newsroom
+from rlboost.demo.news import EventLine, EventLines
 from rlboost.demo.picture import NEWS_SHOWN, Picture, clock
 from rlboost.job_lines import step_line
 from rlboost.report.record import Record
@@ -39,8 +39,8 @@ class Screen:
     def __init__(self, record: Record, console: Console) -> None:
         """Draw on the console."""
         self._record = record
-        self._news: deque[News] = deque(maxlen=NEWS_SHOWN)
-        self._room = Newsroom(record)
+        self._news: deque[EventLine] = deque(maxlen=NEWS_SHOWN)
+        self._event_lines = EventLines(record)
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
     def __enter__(self) -> Self:
@@ -54,7 +54,7 @@ class Screen:
 
     def show(self, phase: str, now: float) -> None:
         """Redraw."""
-        self._news.extend(self._room.fresh())
+        self._news.extend(self._event_lines.new_lines())
         self._live.update(Picture(self._record, tuple(self._news), phase, now), refresh=True)
 
 
@@ -64,7 +64,7 @@ class Lines:
     def __init__(self, record: Record, console: Console) -> None:
         """Print on the console."""
         self._record, self._console = record, console
-        self._room = Newsroom(record)
+        self._event_lines = EventLines(record)
         self._phase = ""
         self._steps = 0
 
@@ -81,8 +81,8 @@ class Lines:
         if phase != self._phase:
             self._phase = phase
             self._print(now, phase)
-        for news in self._room.fresh():
-            self._print(news.at, news.text.strip())
+        for line in self._event_lines.new_lines():
+            self._print(line.at, line.text.strip())
         for row in record.steps[self._steps :]:
             self._print(now, step_line(row, record.settings.steps))
         self._steps = len(record.steps)

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlboost.demo.news import News
+from rlboost.demo.news import EventLine
 from rlboost.follow import ENDED
 from rlboost.report.record import Observation, Record, SeenWorker
 
@@ -50,7 +50,7 @@ class Picture:
     """
 
     record: Record
-    news: tuple[News, ...]
+    news: tuple[EventLine, ...]
     phase: str
     now: float
 
@@ -99,7 +99,7 @@ def _newest(events: Sequence[Sequence[Text]], lines: int) -> list[Text]:
     return shown
 
 
-def _event(item: News, began_at: float, width: int) -> list[Text]:
+def _event(item: EventLine, began_at: float, width: int) -> list[Text]:
     at = f"{clock(item.at - began_at)} "
     indent = " " * (len(at) + 2)
     broken = textwrap.wrap(at + item.text, max(20, width), subsequent_indent=indent, break_on_hyphens=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rlboost.client import ServerEvent
+from rlboost.job_lines import unix_s
 from rlboost.local.state import ProcessRecord
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.record import (
@@ -61,7 +61,7 @@ def _seen(worker: Mapping[str, Any]) -> SeenWorker:
         id=worker["id"],
         role=worker["role"],
         state=worker["state"],
-        joined_at=datetime.fromisoformat(worker["joined_at"]).timestamp(),
+        joined_at=unix_s(worker["joined_at"]),
         version=worker["weight_version"],
         running=worker["running"],
         tokens_per_s=round(worker["tokens_per_s"], 1),

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from rlboost.client import Client, ClientError, ServerEvent
 from rlboost.demo import workspace
-from rlboost.demo.director import Director, Progress
+from rlboost.demo.director import PreemptionSchedule, Progress
 from rlboost.demo.job import countdown
 from rlboost.demo.live import view_of
 from rlboost.demo.recorder import Recorder, observation, this_machine
@@ -104,7 +104,7 @@ class Demo:
         )
         self._options = options
         self._recorder = Recorder(self.record)
-        self._director = Director(planned, options.seed)
+        self._schedule = PreemptionSchedule(planned, options.seed)
         self._progress = Progress()
         self._view = view_of(self.record, console)
         self._phase = "starting"
@@ -173,17 +173,17 @@ class Demo:
     def _act(self, cluster: LocalCluster, seen: Observation) -> None:
         if seen.job_state != "running":
             return
-        for act in self._director.due(self._progress.at(seen.step, time.monotonic()), seen.workers):
-            name = act.process
-            match act.planned.action:
+        for change in self._schedule.due(self._progress.at(seen.step, time.monotonic()), seen.workers):
+            name = change.process
+            match change.planned.action:
                 case "kill":
                     cluster.kill(name)
                 case "notice":
                     cluster.notice(name)
                 case "join":
                     name = cluster.join_worker()
-            self._recorder.changed(time.time(), seen.step, act.planned.action, name)
-            if act.planned.action != "join":
+            self._recorder.changed(time.time(), seen.step, change.planned.action, name)
+            if change.planned.action != "join":
                 self._unseen.append(self.record.changes[-1])
 
     async def _look_at_samples(self, client: Client, step: int) -> None:

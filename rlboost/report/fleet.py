@@ -30,7 +30,7 @@ _MEANINGS = {
     "ready": "ready: generating",
     "suspended": "suspended: the trainer has the device",
     "draining": "draining",
-    "silent": "dead, not yet missed",
+    "silent": "dead, not yet detected",
 }
 _HEIGHT = 0.66
 _SOFT = 0.85
@@ -110,7 +110,7 @@ def _draw_speed(axes: Axes, record: Record, began_at: float) -> None:
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("seconds since the job was handed in")
+    axes.set_xlabel("seconds since the job was submitted")
 
 
 def _draw_steps(axes: Axes, record: Record, began_at: float) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
+from rlboost.job_lines import unix_s
 from rlboost.report.record import JobEvent
 
 _GONE = frozenset({"worker_lost", "worker_left"})
@@ -37,12 +37,14 @@ class History:
     @property
     def began_at(self) -> float | None:
         """Return when the job began to run, None before."""
-        return _unix_s(self.job["started_at"])
+        at = self.job["started_at"]
+        return None if at is None else unix_s(at)
 
     @property
     def ended_at(self) -> float:
         """Return when the job ended, or when its history was read."""
-        return _unix_s(self.job["finished_at"]) or self.seen_at
+        at = self.job["finished_at"]
+        return self.seen_at if at is None else unix_s(at)
 
     def column(self, name: str) -> tuple[list[float], list[float]]:
         """Return the completed steps and the values of one metric, where it is reported."""
@@ -70,7 +72,3 @@ def workers_over_time(events: Sequence[JobEvent]) -> list[tuple[float, int, int]
         counts[role] += change
         found[at] = (at, counts["reserved"], counts["preemptible"])
     return list(found.values())
-
-
-def _unix_s(at: str | None) -> float | None:
-    return None if at is None else datetime.fromisoformat(at).timestamp()

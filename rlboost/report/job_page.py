@@ -98,7 +98,7 @@ def _cards(history: History) -> Iterator[tuple[str, str, str]]:
     if history.audit:
         counted = history.audit["preemptions"]
         yield str(sum(counted.values())), "preemptions", f"{counted.get('without_notice', 0)} without notice"
-        yield f"{history.audit['migrations']:,}", "samples moved", f"with {history.audit['tokens_saved']:,} tokens"
+        yield f"{history.audit['migrations']:,}", "samples migrated", f"with {history.audit['tokens_saved']:,} tokens"
 
 
 def _warnings(history: History) -> str:

@@ -51,7 +51,9 @@ def cards(record: Record) -> str:
     found.append((str(sum(counted.values())), "preemptions", kills))
     lost = audit.get("requested", 0) - audit.get("delivered", 0)
     found.append((f"{lost:,}", "samples lost", f"of {audit.get('requested', 0):,}"))
-    found.append((f"{audit.get('migrations', 0):,}", "samples moved", f"with {audit.get('tokens_saved', 0):,} tokens"))
+    found.append(
+        (f"{audit.get('migrations', 0):,}", "samples migrated", f"with {audit.get('tokens_saved', 0):,} tokens")
+    )
     found.append((f"{sum(record.cpu_s.values()):.0f} s", "processor time", "all processes"))
     return "".join(card(*one) for one in found)
 
@@ -98,9 +100,9 @@ def counters(audit: Mapping[str, Any]) -> str:
         ("tokens generated", audit["tokens_generated"]),
         ("tokens delivered", audit["tokens_delivered"]),
         *((f"tokens regenerated: {cause}", n) for cause, n in audit["tokens_regenerated"].items()),
-        ("tokens taken along by samples that moved", audit["tokens_saved"]),
+        ("tokens kept by migrated samples", audit["tokens_saved"]),
         ("frames sent twice, cut", audit["duplicates"]),
-        ("moves of a sample", audit["migrations"]),
+        ("migrations", audit["migrations"]),
         ("preemptions with notice", audit["preemptions"].get("with_notice", 0)),
         ("preemptions without notice", audit["preemptions"].get("without_notice", 0)),
     ]

@@ -90,17 +90,17 @@ def migrations(record: Record) -> list[Migration]:
     a step, as no sample outlives its step.
     """
     step_begins = _step_begins(record)
-    taken: deque[_Unassigned] = deque()
+    unassigned: deque[_Unassigned] = deque()
     found: dict[tuple[_Unassigned, str], Migration] = {}
     for event in record.job_events:
         step = bisect_right(step_begins, event.at)
         if event.kind == "samples_unassigned":
             fields = event.fields
-            taken.append(_Unassigned(step, process_of(fields["worker"]), fields["cause"], fields["samples"]))
+            unassigned.append(_Unassigned(step, process_of(fields["worker"]), fields["cause"], fields["samples"]))
         elif event.kind == "samples_migrated":
-            while taken and taken[0].step < step:
-                taken.popleft()
-            for source, move in _match(event, taken):
+            while unassigned and unassigned[0].step < step:
+                unassigned.popleft()
+            for source, move in _match(event, unassigned):
                 before = found.get((source, move.target))
                 found[source, move.target] = _joined(before, move) if before else move
     return sorted(found.values(), key=lambda move: move.at)
@@ -127,16 +127,16 @@ def _joined(first: Migration, more: Migration) -> Migration:
     return replace(first, samples=first.samples + more.samples, tokens=first.tokens + more.tokens)
 
 
-def _match(event: JobEvent, taken: deque[_Unassigned]) -> Iterator[tuple[_Unassigned, Migration]]:
+def _match(event: JobEvent, unassigned: deque[_Unassigned]) -> Iterator[tuple[_Unassigned, Migration]]:
     target, left = process_of(event.fields["worker"]), event.fields["samples"]
     tokens_each = event.fields["tokens"] / max(1, left)
-    while left and taken:
-        source = taken[0]
+    while left and unassigned:
+        source = unassigned[0]
         n = min(left, source.left)
         left -= n
         source.left -= n
         if not source.left:
-            taken.popleft()
+            unassigned.popleft()
         yield source, Migration(event.at, source.source, target, n, round(n * tokens_each), source.cause)
 
 

@@ -20,12 +20,16 @@ class Settings(ServiceSettings):
     port: int = Field(8700, ge=0, le=65535, description="port of the REST API; 0 takes a free one")
     weight_store_url: str = Field("http://127.0.0.1:8701", description="where joining workers find the weight store")
     advertised_redis_url: str = Field("", description="where joining workers find Redis; the manager's own when empty")
-    lease_s: float = Field(2.0, gt=0, description="a worker not heard for so long, and without a lease, is lost")
-    leader_lease_s: float = Field(3.0, ge=0.2, description="a leading manager silent for so long may be succeeded")
+    lease_s: float = Field(
+        2.0, gt=0, description="a worker without a lease is lost after this time without a heartbeat"
+    )
+    leader_lease_s: float = Field(
+        3.0, ge=0.2, description="duration of the leader's lease; a standby takes over when it expires"
+    )
     public_url: str = Field(
         "",
         pattern=r"^(https?://\S+)?$",
         description="where a standby sends clients of this manager; http://HOST:PORT when empty",
     )
-    serve_limit_s: float = Field(600.0, gt=0, description="a completion that is asked for over REST may take so long")
-    redis_limit_s: float = Field(300.0, gt=0, description="give up when Redis does not answer for so long")
+    serve_limit_s: float = Field(600.0, gt=0, description="time limit of a completion requested over REST")
+    redis_limit_s: float = Field(300.0, gt=0, description="exit after Redis has not answered for this time")

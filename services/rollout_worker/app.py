@@ -170,9 +170,9 @@ class Worker:
         """Send new tokens to the log in each interval; pause the engine while too many are unsent."""
         while not await until_stop(self._stop, self._options.flush_interval_s):
             try:
-                made = self._generator.stats().tokens_made_total
+                n_generated = self._generator.stats().tokens_generated_total
                 await self._connection.flush()
-                self._startup.on_flush(made)
+                self._startup.on_flush(n_generated)
                 self._updates.on_flush()
                 await self._generator.resume("unsent")
             except BusUnavailable as error:
@@ -247,19 +247,19 @@ class Worker:
         log.info(
             "handed_off",
             samples=samples,
-            tokens_made=self._generator.stats().tokens_made_total,
+            tokens_generated=self._generator.stats().tokens_generated_total,
             took_s=round(time.monotonic() - began, 3),
         )
         self._handed_off.set()
         await self._close_engine()
 
     async def _pause_engine(self) -> None:
-        """Return when the engine makes no more tokens of the held samples."""
+        """Return when the engine generates no more tokens of the held samples."""
         try:
             async with asyncio.timeout(_PAUSE_LIMIT_S):
                 await self._generator.pause("shutdown")
         except TimeoutError:
-            # It is loading: it makes no token now, and none of aborted requests afterwards.
+            # It is loading: it generates no token now, and none of aborted requests afterwards.
             self._generator.abort(list(self._connection.session.held.items()))
 
     async def _close_engine(self) -> None:

@@ -105,7 +105,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         """See `ports.Engine`."""
         self._catch_up(allow_closed=True)
-        return EngineStats(self._table.n, len(self._table.pending), self._table.made_total, self._table.version)
+        return EngineStats(self._table.n, len(self._table.pending), self._table.generated_total, self._table.version)
 
     def running(self) -> set[Key]:
         """See `ports.Engine`."""
@@ -160,7 +160,7 @@ class FakeEngine:
         return EngineFailed(f"the inference engine died: {self._failure!r}")
 
     def _catch_up(self, *, allow_closed: bool = False) -> None:
-        """Raise if the engine is dead or closed; make the tokens that are due by the clock."""
+        """Raise if the engine is dead or closed; generate the tokens that are due by the clock."""
         if self._failure is not None:
             raise self._death() from self._failure
         if self._closed and not allow_closed:

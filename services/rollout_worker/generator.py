@@ -39,7 +39,7 @@ _MAX_LOADS = 2
 """Loads of one version before weights that still differ end the process."""
 _PARITY_LIMIT_S = 300.0
 """Time limit of one parity check: the first forward pass may compile kernels."""
-_NO_ENGINE = EngineStats(running=0, pending=0, tokens_made_total=0, version=-1)
+_NO_ENGINE = EngineStats(running=0, pending=0, tokens_generated_total=0, version=-1)
 
 
 class ParityCheckFailed(Fatal):
@@ -151,7 +151,7 @@ class Generator:
         return self._engine.running() if self._engine is not None else set()
 
     def progress(self, elapsed_s: float) -> Progress:
-        """Record whether the engine has made tokens; return the progress over all calls.
+        """Record whether the engine has generated tokens; return the progress over all calls.
 
         Args:
             elapsed_s: time since the last call.
@@ -159,7 +159,7 @@ class Generator:
         """
         stats = self.stats()
         busy = not self.is_paused and stats.version >= 0 and stats.running + stats.pending > 0
-        self._progress.update(busy=busy, made=stats.tokens_made_total, elapsed_s=elapsed_s)
+        self._progress.update(busy=busy, n_generated=stats.tokens_generated_total, elapsed_s=elapsed_s)
         return self._progress
 
     # --- pausing ------------------------------------------------------------------------------------------------------

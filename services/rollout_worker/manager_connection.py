@@ -195,7 +195,7 @@ class ManagerConnection:
                 return
             incarnation, stats, now = self.incarnation, self._generator.stats(), time.time()
             session = incarnation.session
-            self.tokens_per_s = self._throughput.update(stats.tokens_made_total, time.monotonic())
+            self.tokens_per_s = self._throughput.update(stats.tokens_generated_total, time.monotonic())
             self.memory = self._memory()
             job_id, version = session.serving or ("", -1)
             heartbeat = WorkerHeartbeat(

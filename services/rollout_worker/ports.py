@@ -33,7 +33,7 @@ class EngineStats:
     """Requests in each decode step."""
     pending: int
     """Requests waiting for a slot or for KV-cache capacity."""
-    tokens_made_total: int
+    tokens_generated_total: int
     """Completion tokens generated since the engine was built, including those of aborted requests."""
     version: int
     """The loaded weight version; -1 before the first load and after a failed one."""

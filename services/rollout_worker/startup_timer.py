@@ -38,9 +38,9 @@ class StartupTimer:
             now = self._clock()
             self._phases[phase], self._last = now - self._last, now
 
-    def on_flush(self, tokens_made: int) -> None:
-        """Record that the log has the first `tokens_made` tokens; the first token ends the last phase."""
-        if tokens_made and "step" not in self._phases:
+    def on_flush(self, tokens_generated: int) -> None:
+        """Record that the log has the first `tokens_generated` tokens; the first token ends the last phase."""
+        if tokens_generated and "step" not in self._phases:
             self.end("step")
             phases = {f"{phase}_s": round(seconds, 3) for phase, seconds in self._phases.items()}
             log.info("first_token", after_s=round(self._last - self._began, 3), **phases)

@@ -30,8 +30,10 @@ class Settings(ServiceSettings):
     user_modules: str = Field(
         "", description="installed packages, separated by commas, whose functions job files may name as user code"
     )
-    outage_limit_s: float = Field(600.0, gt=0, description="give up when Redis or the weight store is away for so long")
-    samples_limit_s: float = Field(3600.0, gt=0, description="a job fails when no sample comes for so long")
+    outage_limit_s: float = Field(
+        600.0, gt=0, description="exit after Redis or the weight store has been unavailable for this time"
+    )
+    samples_limit_s: float = Field(3600.0, gt=0, description="a job fails after this time without a sample")
 
     @property
     def trainer_name(self) -> str:

@@ -279,11 +279,11 @@ class AlgorithmSpec(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Return True if the starting weights are asked about the tokens."""
+        """Return True if losses need log-probabilities under the starting weights."""
         return self.kl_coef > 0 or self.preference is not None
 
     def is_decoupled(self, max_staleness: int) -> bool:
-        """Return True if the ratio is to what the trainer itself says of the tokens under the step's first weights."""
+        """Return True if the ratio is to the trainer's own log-probabilities under the weights at the step's start."""
         return self.old_logprobs == "recomputed" or (self.old_logprobs == "auto" and max_staleness > 0)
 
     @model_validator(mode="before")
@@ -335,7 +335,10 @@ class AlgorithmSpec(Section):
 
 
 def with_former_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the algorithm of a stored job, which has all settings that there were, with those that there were not."""
+    """Return a stored job's algorithm.
+
+    Settings that did not exist when it was stored get the values that keep its behavior.
+    """
     useless = {name for rule in _RULES if rule.against(stored) for name in rule.settings}
     return {name: value for name, value in BEFORE.items() if name not in useless} | dict(stored)
 

@@ -1,10 +1,9 @@
 """Which functions a job file may name.
 
-Whoever may create a job names the functions that the trainer calls, with arguments of their choice. So only functions
-that the trainer's operator provides may be named: those of the folder in which the trainer was started, of
-`PYTHONPATH`, and of rlboost's packages for users. The standard library, rlboost's own code and installed packages
-contain functions that run programs and write files. Operators allow an installed package in the setting
-`RLBOOST_TRAINER_USER_MODULES`.
+A client that can create jobs chooses the functions that the trainer calls, and their arguments. Only functions that the
+trainer's operator provides may be named: those of the folder in which the trainer was started, of `PYTHONPATH`, and of
+rlboost's packages for users. The standard library, rlboost's own code and installed packages contain functions that run
+programs and write files. Operators allow an installed package in the setting `RLBOOST_TRAINER_USER_MODULES`.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _headline(error: BaseException, called: TracebackType | None) -> str:
     try:
         message = " ".join(str(error).split())[:_MESSAGE_CHARS]
     except Exception as broken:  # noqa: BLE001 - the user's class may raise anything
-        message = f"(its text cannot be had: {type(broken).__name__})"
+        message = f"(its message cannot be formatted: {type(broken).__name__})"
     place = _place(called)
     return f"{type(error).__name__}: {message}" + (f" ({place})" if place else "")
 

@@ -73,7 +73,7 @@ def test_every_chunk_comes_out_of_the_folder(folder: Path, cache: Cache, dtype: 
     assert all(cache.holds(chunk) for chunk in wanted.chunks())
 
 
-def test_of_another_model_only_what_is_the_same_is_taken(folder: Path, cache: Cache) -> None:
+def test_base_model_takes_only_the_chunks_of_the_requested_version(folder: Path, cache: Cache) -> None:
     wanted = manifest(folder)
     (folder / "model-1.safetensors").unlink()
     found = BaseModel(folder)(wanted, cache)

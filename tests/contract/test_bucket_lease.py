@@ -220,7 +220,7 @@ async def test_upload_with_a_lost_response_is_collected_like_any_other(
     assert await chunks.missing([CHUNK], 8.0) == []
 
 
-async def test_chunk_removed_externally_is_noticed_by_collection(bucket: Bucket) -> None:
+async def test_chunk_removed_externally_is_reported_missing(bucket: Bucket) -> None:
     chunks = await ObjectChunks.opened(bucket, await held(bucket), 0.0, redirect=False)
     await chunks.put(CHUNK.digest, [DATA], 1.0)
     await bucket.remove([f"chunks/{CHUNK.digest}"])
@@ -308,7 +308,7 @@ async def test_unresponsive_object_store_is_not_a_config_error(
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/prefix", "az://container/prefix", "az://container"])
-def test_urls_of_the_other_clouds_are_understood(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_accepts_urls_of_other_clouds(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     assert Bucket(url).url == url

@@ -91,7 +91,7 @@ def test_processor_time_has_a_limit_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("shut_in")
-async def test_programs_are_scored_by_tests_and_by_what_they_print() -> None:
+async def test_programs_are_scored_by_tests_and_by_output() -> None:
     pool = RewardPool(RewardSpec(function="rlboost.rewards.code:score", timeout_s=60), Waits())
     await pool.start()
     texts = [
@@ -123,7 +123,7 @@ async def test_programs_are_scored_by_tests_and_by_what_they_print() -> None:
         "import sys; print(sys.argv, globals().keys(), sys.orig_argv)\nsys.exit(0)",
     ],
 )
-def test_program_that_prints_what_it_can_read_does_not_pass(program: str, *, isolated: bool) -> None:
+def test_program_that_prints_its_readable_files_does_not_pass(program: str, *, isolated: bool) -> None:
     assert score([fenced(program)], tests=["assert False"], isolated=isolated) == [0.0]
 
 
@@ -135,7 +135,7 @@ def test_tests_see_the_programs_names_and_classes() -> None:
 
 
 @pytest.mark.usefixtures("shut_in")
-async def test_nothing_of_a_program_outlives_the_process_that_runs_it() -> None:
+async def test_program_ends_with_the_process_that_runs_it() -> None:
     mark = f"orphan-{os.getpid()}"
     code = (
         "from rlboost.rewards.sandbox import Limits, run\n"
@@ -148,7 +148,7 @@ async def test_nothing_of_a_program_outlives_the_process_that_runs_it() -> None:
     await eventually(lambda: not _running(mark))
 
 
-def test_a_machine_that_does_not_allow_it_is_refused_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sandbox_is_an_error_unless_isolation_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = sandbox.Ran(sandbox.sandbox_child.UNAVAILABLE, "", "Operation not permitted: unshare")
     monkeypatch.setattr(sandbox, "_run", lambda *_, **__: refused)
     probe.cache_clear()

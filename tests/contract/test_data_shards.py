@@ -85,7 +85,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_that_file(folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["train-1.jsonl", "x_test.jsonl", "README.md"])
-def test_a_folder_that_tells_of_splits_or_holds_other_files_is_left_to_the_library_of_datasets(
+def test_folder_with_splits_or_other_files_needs_the_datasets_library(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(folder / "1.jsonl", "t1")
@@ -105,7 +105,7 @@ def test_a_folder_that_tells_of_splits_or_holds_other_files_is_left_to_the_libra
         ("data/*.csv", r"^data/4\.csv: only \.jsonl, \.jsonl\.gz, \.parquet files are read"),
     ],
 )
-def test_what_is_wrong_with_one_is_told_with_its_name(folder: Path, source: Any, problem: str) -> None:
+def test_invalid_shard_error_names_the_shard(folder: Path, source: Any, problem: str) -> None:
     write(folder / "1.jsonl", "t1")
     (folder / "2.jsonl").write_text('{"prompt": "t2"}\n{"prompt": \n')
     (folder / "3.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "t3"}\n' * 1000)[:-12])
@@ -114,7 +114,7 @@ def test_what_is_wrong_with_one_is_told_with_its_name(folder: Path, source: Any,
         prompts(source)
 
 
-def test_a_job_file_takes_a_list_and_a_pattern_and_nothing_else(folder: Path) -> None:
+def test_data_source_is_a_list_or_a_pattern(folder: Path) -> None:
     write(folder / "1.jsonl", "t1")
     spec = parse(job(train=["data/1.jsonl", "data/2.jsonl"], eval="data/*.jsonl"))
     assert parse(json.loads(to_json(spec))) == spec
@@ -138,7 +138,7 @@ def test_config_check_names_the_shard(folder: Path) -> None:
     assert problem.startswith("data.train: data/2.jsonl line 2: no key 'prompt'")
 
 
-def test_a_row_that_does_not_fit_is_named_with_its_shard_and_its_columns_are_its_own(folder: Path) -> None:
+def test_shards_may_differ_in_columns_and_row_errors_name_the_shard(folder: Path) -> None:
     write(folder / "1.jsonl", "t5", answer="5")
     write(folder / "2.jsonl", "t6", tests="assert True")
     model = write_tokenizer(write_model(folder.parent / "base"))
@@ -149,7 +149,8 @@ def test_a_row_that_does_not_fit_is_named_with_its_shard_and_its_columns_are_its
         load(model, "data")
 
 
-def test_an_interrupted_job_knows_its_data_again_however_it_is_cut_but_not_in_another_order(folder: Path) -> None:
+def test_data_digest_depends_on_row_order_but_not_on_sharding(folder: Path) -> None:
+    """An interrupted job resumes only on the same rows in the same order."""
     model = write_tokenizer(write_model(folder.parent / "base"))
     write(folder / "all.jsonl", "t5", "t6", "t7")
     write(folder / "1.jsonl", "t5")

@@ -72,7 +72,7 @@ def test_verls_parquet_is_read_as_it_is(model: Path, tmp_path: Path) -> None:
     }
 
 
-def test_what_a_message_does_not_have_is_not_there(model: Path, tmp_path: Path) -> None:
+def test_parquet_message_has_no_keys_that_the_row_lacks(model: Path, tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "t5"}, {"role": "user", "content": "t6", "name": "ann"}]
     source = write_parquet(tmp_path / "train.parquet", [{"prompt": messages}])
     assert load(model, source).train[0].given == messages
@@ -140,7 +140,7 @@ def test_a_library_that_is_missing_is_named_with_how_to_get_it(tmp_path: Path, m
             next(iter(read_rows(source)))
 
 
-def test_only_what_can_be_an_id_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_remote_accepts_only_dataset_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     assert is_remote("openai/gsm8k")

@@ -117,7 +117,7 @@ async def test_a_request_gives_max_tokens_tokens_and_then_ends(engine: Engine) -
     assert all(logprob <= 0 for logprob in made.logprobs)
     assert made.versions == [0] * 7
     stats = engine.stats()
-    assert (stats.running, stats.pending, stats.tokens_made_total, stats.version) == (0, 0, 7, 0)
+    assert (stats.running, stats.pending, stats.tokens_generated_total, stats.version) == (0, 0, 7, 0)
 
 
 async def test_more_requests_than_slots_are_run_in_turn(engine: Engine) -> None:
@@ -198,9 +198,7 @@ async def test_a_request_that_is_finished_already_ends_at_once(engine: Engine) -
         ({"prompt": [1, -1]}, "token id"),
     ],
 )
-async def test_a_request_that_cannot_run_says_why_and_harms_no_other(
-    engine: Engine, changes: dict[str, Any], why: str
-) -> None:
+async def test_invalid_request_fails_alone_with_the_reason(engine: Engine, changes: dict[str, Any], why: str) -> None:
     bad, good = await run(engine, [request(1, max_tokens=500, **changes), request(2)])
     assert why in bad.error
     assert bad.tokens == []
@@ -213,7 +211,7 @@ async def test_a_sample_ends_at_the_models_maximum_length(engine: Engine) -> Non
     assert made.finish == FINISH_LENGTH
 
 
-async def test_the_same_request_twice_is_a_conflict_and_takes_nothing(engine: Engine) -> None:
+async def test_repeated_request_is_a_conflict_and_rejects_the_batch(engine: Engine) -> None:
     await engine.suspend()
     engine.submit([request(1)])
     with pytest.raises(Conflict, match="sample 1, attempt 1"):
@@ -225,7 +223,7 @@ async def test_an_aborted_request_makes_nothing_more(engine: Engine) -> None:
     collector = Collector(engine)
     requests = [request(sample, max_tokens=150) for sample in range(3)]
     engine.submit(requests)
-    await eventually(lambda: engine.stats().tokens_made_total > 30)
+    await eventually(lambda: engine.stats().tokens_generated_total > 30)
     engine.abort([(0, 1), (2, 1), (77, 1)])
     collector.drain()
     counts = {key: len(made.tokens) for key, made in collector.of.items()}
@@ -277,7 +275,7 @@ async def test_release_without_a_new_token_emits_once(engine: Engine) -> None:
 
 async def test_release_of_a_finished_request_keeps_its_finish(engine: Engine) -> None:
     engine.submit([request(1, max_tokens=5)])
-    await eventually(lambda: engine.stats().tokens_made_total == 5)
+    await eventually(lambda: engine.stats().tokens_generated_total == 5)
     engine.release([(1, 1)])
     (emission,) = engine.drain()
     assert (len(emission.tokens), emission.finish) == (5, FINISH_LENGTH)
@@ -285,7 +283,7 @@ async def test_release_of_a_finished_request_keeps_its_finish(engine: Engine) ->
 
 async def test_release_of_an_aborted_request_emits_nothing(engine: Engine) -> None:
     engine.submit([request(1, max_tokens=150)])
-    await eventually(lambda: engine.stats().tokens_made_total > 3)
+    await eventually(lambda: engine.stats().tokens_generated_total > 3)
     engine.abort([(1, 1)])
     engine.release([(1, 1)])
     assert all(emission.finish == FINISH_NONE for emission in engine.drain())
@@ -334,7 +332,7 @@ async def test_suspended_engine_generates_nothing_and_resumes_in_place(engine: E
     engine.submit([request(2)])
     await engine.suspend()
     assert engine.drain() == []
-    assert engine.stats().tokens_made_total == before.tokens_made_total
+    assert engine.stats().tokens_generated_total == before.tokens_generated_total
     await engine.resume()
     (made, _) = await collector.all_ended([again, request(2)])
     assert made.tokens == whole.tokens
@@ -346,9 +344,9 @@ async def test_tokens_carry_the_version_that_generated_them(engine: Engine, kind
     collector = Collector(engine)
     one = request(1, max_tokens=150)
     engine.submit([one])
-    await eventually(lambda: engine.stats().tokens_made_total > 5)
+    await eventually(lambda: engine.stats().tokens_generated_total > 5)
     await engine.suspend(keep_kv=keep_kv)
-    before = engine.stats().tokens_made_total
+    before = engine.stats().tokens_generated_total
     await engine.load_weights(1, kind.weights, keep_kv=keep_kv)
     await engine.resume()
     (made,) = await collector.all_ended([one])
@@ -366,7 +364,7 @@ async def test_keep_kv_decides_whether_later_tokens_attend_to_old_weights(
     collector, one = Collector(engine), request(1, max_tokens=100)
     old, new = kind.models
     engine.submit([one])
-    await eventually(lambda: engine.stats().tokens_made_total > 20)
+    await eventually(lambda: engine.stats().tokens_generated_total > 20)
     await engine.suspend(keep_kv="suspend" in keeps)
     await engine.load_weights(1, tiny_models.weights(new), keep_kv="load" in keeps)
     await engine.resume()
@@ -391,15 +389,15 @@ async def test_second_suspend_without_keep_kv_frees_the_cache(engine: Engine, ki
     assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
-async def test_what_is_loaded_can_be_read_back(engine: Engine, kind: Kind) -> None:
+async def test_loaded_tensors_equal_the_loaded_weights(engine: Engine, kind: Kind) -> None:
     loaded = dict(engine.loaded_tensors())
     for name, tensor in kind.weights:
         assert loaded[name].cpu().equal(tensor)
 
 
-async def test_a_closed_engine_takes_nothing_and_gives_what_it_had(engine: Engine) -> None:
+async def test_closed_engine_rejects_requests_and_drains_its_tokens(engine: Engine) -> None:
     engine.submit([request(1, max_tokens=150)])
-    await eventually(lambda: engine.stats().tokens_made_total > 3)
+    await eventually(lambda: engine.stats().tokens_generated_total > 3)
     await engine.close()
     await engine.close()
     assert len(engine.drain()[0].tokens) > 3
@@ -411,14 +409,14 @@ async def test_a_closed_engine_takes_nothing_and_gives_what_it_had(engine: Engin
         await engine.wait_failed()
 
 
-async def test_a_dead_engine_says_why_at_every_call(engine: Engine, kind: Kind) -> None:
+async def test_dead_engine_raises_its_error_at_every_call(engine: Engine, kind: Kind) -> None:
     watcher = asyncio.create_task(engine.wait_failed(), name="watch the engine")
     other = asyncio.create_task(engine.wait_failed(), name="a watcher that gives up")
     await eventually(lambda: not other.done())
     other.cancel()
     requests = [request(sample, max_tokens=150) for sample in range(SLOTS + 2)]
     engine.submit(requests)
-    await eventually(lambda: engine.stats().tokens_made_total > 0)
+    await eventually(lambda: engine.stats().tokens_generated_total > 0)
     await engine.suspend()
     ran = {one.key for one in requests[:SLOTS]}
     assert engine.running() == ran

@@ -132,7 +132,7 @@ def test_unformattable_observation_is_a_reason(chat_formatter: TokenizerChatForm
         ('{"name": "add", "arguments": {"a": 1}}', "error: b: Missing required"),
     ],
 )
-async def test_a_call_that_cannot_be_made_tells_the_model_why(call: str, says: str) -> None:
+async def test_invalid_tool_call_is_answered_with_the_error(call: str, says: str) -> None:
     step = await ToolEnvironment([add]).step(f"Well. <tool_call>\n{call}\n</tool_call>")
     assert not step.done
     (message,) = step.observation
@@ -163,7 +163,7 @@ PIECES = [
 @example('{"name": "\\ud800", "arguments": {"\\ud800": 1}}', True)
 @example("[" * 100_000, True)
 @example('{"name": ' + "[" * 900 + "]" * 900 + "}", True)
-async def test_whatever_the_model_says_is_answered_with_what_can_be_sent(text: str, is_call: bool) -> None:
+async def test_tool_environment_answers_any_text_with_a_serializable_step(text: str, is_call: bool) -> None:
     def say(text: str) -> str:
         return text
 
@@ -181,7 +181,7 @@ def test_tools_of_the_same_name_are_rejected() -> None:
         ToolEnvironment([partial(add, 1)])
 
 
-async def test_a_tool_that_raises_tells_the_model_why_and_one_that_waits_is_awaited() -> None:
+async def test_raising_tool_is_answered_with_the_error_and_async_tool_is_awaited() -> None:
     async def later(text: str) -> dict[str, str]:
         if not text:
             raise ValueError("nothing to do")

@@ -42,7 +42,7 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_disk_that_is_full_is_told_in_one_line(tmp_path: Path, base: Path, adapter: bool) -> None:
+def test_full_disk_is_a_config_error_and_leaves_no_folder(tmp_path: Path, base: Path, adapter: bool) -> None:
     out = tmp_path / "out"
     with (
         pytest.raises(ConfigError, match=rf"{out} cannot be written: .*: make room, or name another"),
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
         copy_files(tmp_path / "nowhere", to)
 
 
-def test_what_else_goes_wrong_is_not_taken_for_the_disk(tmp_path: Path) -> None:
+def test_other_errors_are_not_reported_as_disk_errors(tmp_path: Path) -> None:
     with (
         pytest.raises(ConnectionResetError),
         new_folder(tmp_path / "out", force=False, adapter=False),
@@ -86,7 +86,7 @@ def test_what_else_goes_wrong_is_not_taken_for_the_disk(tmp_path: Path) -> None:
         raise ConnectionResetError
 
 
-def test_folders_beside_the_files_are_left_out(tmp_path: Path, base: Path) -> None:
+def test_copy_files_skips_subfolders(tmp_path: Path, base: Path) -> None:
     (base / "original").mkdir()
     with new_folder(tmp_path / "out", force=False, adapter=False) as to:
         copy_files(base, to)
@@ -112,7 +112,7 @@ def test_with_force_an_adapter_replaces_an_adapter_and_a_model_all_weights(
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_folder_that_is_half_replaced_does_not_name_itself_a_model(
+def test_half_replaced_folder_has_no_config(
     tmp_path: Path, base: Path, adapter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, stem = tmp_path / "out", "adapter_" if adapter else ""

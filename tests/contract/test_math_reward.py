@@ -40,7 +40,7 @@ def test_an_answer_that_equals_the_ground_truth_is_rewarded(completion: str, tru
     assert score([completion], answer=[truth]) == [reward]
 
 
-def test_chat_messages_and_verl_columns_are_understood() -> None:
+def test_math_reward_reads_chat_messages_and_verl_columns() -> None:
     chats = [[{"role": "assistant", "content": rf"\boxed{{{n}}}"}] for n in (3, 4, 4)]
     assert score(chats, reward_model=[{"ground_truth": "4"}] * 3) == [0.0, 1.0, 1.0]
     with pytest.raises(KeyError, match=r"reward_model\.ground_truth"):
@@ -64,7 +64,7 @@ async def test_an_answer_over_the_limit_is_wrong_and_its_group_is_scored() -> No
         await pool.close()
 
 
-def test_answers_of_one_text_are_told_apart_by_what_they_mean() -> None:
+def test_math_reward_compares_the_meaning_of_answers() -> None:
     assert score(["$0.5$", r"$0.5$\%"], answer=["0.005"] * 2) == [0.0, 1.0]
     # A tuple has an order, a set has none.
     assert score(["(2, 1)", r"\boxed{\{2, 1\}}"], answer=["(1, 2)", r"\{1, 2\}"]) == [0.0, 1.0]

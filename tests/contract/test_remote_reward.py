@@ -119,7 +119,7 @@ async def test_a_service_that_is_busy_is_asked_again(service: Service, start: St
         (503, b"still busy", "raised", "within 1 s; last error: 503 still busy"),
     ],
 )
-async def test_what_goes_wrong_is_a_reason(
+async def test_failed_remote_reward_gives_the_reason(
     service: Service, start: Start, status: int, answer: bytes, reason: str, detail: str
 ) -> None:
     service.answers = [(status, answer)]

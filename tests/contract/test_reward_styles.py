@@ -42,20 +42,18 @@ def part(function: str, **more: Any) -> dict[str, Any]:
     return {"function": f"{FUNCTIONS}:{function}", **more}
 
 
-async def test_verls_function_is_told_by_its_parameters_and_sees_verls_columns(start: Start) -> None:
+async def test_verl_reward_function_is_detected_and_gets_verl_columns(start: Start) -> None:
     pool = await start(**part("compute_score"))
     assert await pool.score(batch(**VERL_ROW)) == Scores((1.0, 0.0))
 
 
 @pytest.mark.parametrize("column", ["ground_truth", "answer", "solution", "label"])
-async def test_an_async_function_of_verls_is_awaited_and_finds_what_is_right_in_plain_columns(
-    start: Start, column: str
-) -> None:
+async def test_async_verl_function_gets_the_ground_truth_from_plain_columns(start: Start, column: str) -> None:
     pool = await start(**part("compute_later"))
     assert await pool.score(batch(**{column: "5"})) == Scores((0.0, 1.0))
 
 
-async def test_data_without_what_is_right_is_a_reason(start: Start) -> None:
+async def test_row_without_a_ground_truth_gives_the_reason(start: Start) -> None:
     pool = await start(**part("compute_later"))
     scores = await pool.score(batch(target="5"))
     assert (scores.rewards, scores.reason) == (None, "raised")
@@ -87,7 +85,7 @@ async def test_score_passes_raw_completions_to_a_function_that_names_them(start:
     assert await pool.score(batch()) == Scores((1.0, 0.0))
 
 
-async def test_several_functions_are_weighed_and_each_is_told_apart(start: Start) -> None:
+async def test_rewards_of_several_functions_are_weighted_and_kept_apart(start: Start) -> None:
     pool = await start(
         functions=[
             part("compute_score", weight=2.0, name="right"),
@@ -139,6 +137,6 @@ async def test_the_function_that_failed_is_named(start: Start, prompt: str, reas
         ({"functions": []}, "at least 1"),
     ],
 )
-def test_a_reward_that_says_too_little_or_too_much_is_refused(reward: dict[str, Any], text: str) -> None:
+def test_reward_section_with_missing_or_excess_keys_is_refused(reward: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         RewardSpec.model_validate(reward)

@@ -141,7 +141,7 @@ def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:
         ({"prompt": "t5", "completion": "t7 " * 160}, r"line 1: 2 prompt and 161 completion tokens do not fit .* 160"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(model: Path, row: dict[str, Any], text: str) -> None:
+def test_invalid_row_error_names_the_line(model: Path, row: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=rf"train\.jsonl, {text}"):
         load(model, row)
 

@@ -13,6 +13,6 @@ def test_a_device_that_is_here_is_taken() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nothing", "cpu:x", ""])
-def test_another_is_refused_with_its_setting_and_what_there_is(device: str) -> None:
+def test_unavailable_device_error_names_the_setting_and_alternatives(device: str) -> None:
     with pytest.raises(ConfigError, match=rf"RLBOOST_TRAINER_DEVICE: device '{device}' cannot be used .available: cpu"):
         require_device(device, "RLBOOST_TRAINER_DEVICE")

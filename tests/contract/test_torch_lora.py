@@ -197,7 +197,7 @@ def test_untied_head_may_have_an_adapter(tmp_path: Path) -> None:
     assert floats(column) == pytest.approx(logprobs(model, ints(row.prompt), ints(row.completion)), abs=2e-5)
 
 
-def test_missing_peft_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peft_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'rlboost\[trainer\]'"):
         engine(write_model(tmp_path / "model"))

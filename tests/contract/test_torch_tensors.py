@@ -61,7 +61,7 @@ TENSORS = {
 }
 
 
-def test_what_was_published_in_shards_comes_back_whole(tmp_path: Path) -> None:
+def test_tensors_published_in_shards_are_reassembled(tmp_path: Path) -> None:
     found = dict(torch_tensors.tensors(pulled(TENSORS, tmp_path)))
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -76,7 +76,7 @@ def test_tensors_loaded_bit_for_bit_do_not_differ(tmp_path: Path) -> None:
     assert published.differing(loaded.items()) == []
 
 
-def test_every_tensor_that_is_not_what_was_published_is_named(tmp_path: Path) -> None:
+def test_differing_returns_every_changed_or_missing_tensor(tmp_path: Path) -> None:
     published = StoredVersion(pulled(TENSORS, tmp_path))
     flipped = TENSORS["matrix"].clone()
     flipped.view(torch.int32)[5, 7] ^= 1

@@ -95,7 +95,7 @@ def test_evaluation_prompts_are_read_where_the_job_evaluates(model: Path) -> Non
         ([{"prompt": "t5"}], {"data": {"train": "data.csv"}}, r"data\.csv: only \.jsonl"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(model: Path, lines: list[Any], changes: Any, text: str) -> None:
+def test_invalid_row_error_names_the_line(model: Path, lines: list[Any], changes: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load(model, lines, **changes)
 

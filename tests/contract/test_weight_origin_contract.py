@@ -49,7 +49,7 @@ def documents(ports: tuple[Chunks, Documents]) -> Documents:
     return ports[1]
 
 
-async def test_a_chunk_that_was_put_is_no_longer_missing(chunks: Chunks) -> None:
+async def test_put_chunk_is_not_missing(chunks: Chunks) -> None:
     assert await chunks.missing([CHUNK], NOW) == [CHUNK.digest]
     await chunks.put(CHUNK.digest, [DATA[:5], DATA[5:]], NOW)
     assert await chunks.missing([CHUNK], NOW) == []

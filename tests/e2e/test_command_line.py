@@ -73,7 +73,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CommandLi
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_up_says_where_the_system_is_when_it_is_ready(system: tuple[CommandLine, dict[str, str]]) -> None:
+def test_up_prints_the_config_of_a_ready_system(system: tuple[CommandLine, dict[str, str]]) -> None:
     rlboost, config = system
     assert sorted(config) == ["redis_url", "state_dir", "token", "url"]
     assert config["state_dir"] == str(rlboost.folder / ".rlboost")
@@ -85,7 +85,7 @@ def test_up_says_where_the_system_is_when_it_is_ready(system: tuple[CommandLine,
     assert "preemptible" in {worker["role"] for worker in shown["workers"]}
 
 
-def test_a_second_up_says_that_one_runs(system: tuple[CommandLine, dict[str, str]]) -> None:
+def test_second_up_is_refused_while_a_system_runs(system: tuple[CommandLine, dict[str, str]]) -> None:
     rlboost, config = system
     for flags in ([], ["--detach"]):
         assert f"already runs in {config['state_dir']} at {config['url']}" in rlboost("up", *flags, code=2)
@@ -124,12 +124,12 @@ def test_init_warm_up_then_job_raises_its_reward(system: tuple[CommandLine, dict
     assert sum(rewards[-3:]) > sum(rewards[:3])
 
 
-def test_an_unknown_job_is_told_alike_whatever_was_given(system: tuple[CommandLine, dict[str, str]]) -> None:
+def test_unknown_job_error_is_the_same_for_every_command(system: tuple[CommandLine, dict[str, str]]) -> None:
     rlboost, _ = system
     assert rlboost("status", "a/b", code=1) == rlboost("pause", "a-b", code=1).replace("a-b", "a/b")
 
 
-async def test_the_chaos_schedule_takes_a_worker_for_good_and_brings_another(
+async def test_chaos_schedule_removes_one_worker_and_adds_another(
     system: tuple[CommandLine, dict[str, str]],
 ) -> None:
     rlboost, _ = system
@@ -171,7 +171,7 @@ async def test_this_machine_can_join_by_hand_and_leaves_in_order(
     await eventually(lambda: states() == ["left"], within_s=120)
 
 
-def test_following_a_job_shows_what_it_warns_of(system: tuple[CommandLine, dict[str, str]]) -> None:
+def test_following_a_job_shows_its_warnings(system: tuple[CommandLine, dict[str, str]]) -> None:
     rlboost, _ = system
     example = ROOT / "examples/countdown"
     paths = (

@@ -81,7 +81,7 @@ def completions(observer: Observer) -> Iterator[tuple[tuple[int, ...], list[int]
         yield tuple(prompt), np.frombuffer(body["tokens"], "<i4").tolist(), body
 
 
-def test_a_greedy_evaluation_gives_the_models_accuracy_though_a_worker_is_killed(
+def test_greedy_evaluation_with_a_killed_worker_gives_the_models_accuracy(
     box: BlackBox, base: CountdownModel, tmp_path: Path
 ) -> None:
     problems = base.clear_problems(MAX_TOKENS)

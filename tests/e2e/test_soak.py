@@ -27,7 +27,7 @@ def test_memory_stays_flat_while_jobs_end_and_workers_come_and_go() -> None:
     assert result["dead_letters"] == 0, result
 
 
-def test_what_only_grows_is_not_flat() -> None:
+def test_growing_memory_is_not_flat() -> None:
     leak = [100e6 + 1e6 * i for i in range(60)]
     assert not is_flat(leak)
     assert is_flat([100e6 + (i % 7) * 1e6 for i in range(60)])

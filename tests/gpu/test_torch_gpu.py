@@ -103,7 +103,7 @@ async def test_bfloat16_logprobs_follow_the_weights_over_an_update(start: Start,
     asked = [request(i, prompt=prompt, max_tokens=90) for i, prompt in enumerate(PROMPTS)]
     collector = Collector(engine)
     engine.submit(asked)
-    await eventually(lambda: engine.stats().tokens_made_total > 300)
+    await eventually(lambda: engine.stats().tokens_generated_total > 300)
     await engine.load_weights(1, weights(new))
     assert all(dict(engine.loaded_tensors())[name].cpu().equal(tensor) for name, tensor in weights(new))
     for one, made in zip(asked, await collector.all_ended(asked), strict=True):
@@ -113,7 +113,7 @@ async def test_bfloat16_logprobs_follow_the_weights_over_an_update(start: Start,
         assert made.logprobs[n:] == pytest.approx(tiny_models.logprobs(new, one.prompt, made.tokens)[n:], abs=0.3)
 
 
-async def test_samples_wait_for_room_and_the_device_holds_no_more_than_was_said(start: Start) -> None:
+async def test_device_memory_stays_within_the_kv_cache_limit(start: Start) -> None:
     limit = 20_000 * MIDDLE_TOKEN_BYTES
     engine = await start(middle_sized(), slots=64, kv_cache_bytes=limit)
     torch.cuda.reset_peak_memory_stats()
@@ -138,7 +138,7 @@ async def test_samples_wait_for_room_and_the_device_holds_no_more_than_was_said(
     assert engine.prefilled_tokens_total <= 5 * 1499, "nine, nine and six run together: of two, two and one groups"
 
 
-async def test_by_default_the_cache_takes_a_part_of_what_is_free_and_no_more_than_it_needs(start: Start) -> None:
+async def test_default_kv_cache_takes_less_than_half_of_the_free_memory(start: Start) -> None:
     engine = await start(middle_sized(), slots=64)
     free, _ = torch.cuda.mem_get_info()
     asked = [request(i, prompt=[1 + i // 8] * 300, max_tokens=40) for i in range(64)]
@@ -147,13 +147,13 @@ async def test_by_default_the_cache_takes_a_part_of_what_is_free_and_no_more_tha
     assert engine.prefilled_tokens_total == 8 * 299
 
 
-async def test_a_suspended_engine_gives_the_devices_memory_back_and_goes_on(start: Start) -> None:
+async def test_suspended_engine_frees_device_memory_and_resumes(start: Start) -> None:
     engine = await start(middle_sized(), slots=64)
     idle = torch.cuda.memory_allocated()
     asked = [request(i, prompt=[1 + i] * 1000, max_tokens=300) for i in range(32)]
     collector = Collector(engine)
     engine.submit(asked)
-    await eventually(lambda: engine.stats().tokens_made_total > 100, within_s=60.0)
+    await eventually(lambda: engine.stats().tokens_generated_total > 100, within_s=60.0)
     busy = torch.cuda.memory_allocated()
     await engine.suspend()
     assert engine.kv_cache_bytes == 0

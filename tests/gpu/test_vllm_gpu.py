@@ -46,7 +46,7 @@ def weights(model: Any) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-async def test_logprobs_follow_the_weights_and_what_is_loaded_is_read_back(tied: bool) -> None:
+async def test_logprobs_and_loaded_tensors_follow_the_loaded_weights(tied: bool) -> None:
     config = vllm_engines.config(tied=tied)
     old, new = rounded(config, 1), rounded(config, 2)
     engine = build(config)
@@ -54,7 +54,7 @@ async def test_logprobs_follow_the_weights_and_what_is_loaded_is_read_back(tied:
     asked = [request(i, prompt=prompt, max_tokens=100) for i, prompt in enumerate(PROMPTS)]
     collector = Collector(engine)
     engine.submit(asked)
-    await eventually(lambda: engine.stats().tokens_made_total > 300)
+    await eventually(lambda: engine.stats().tokens_generated_total > 300)
     await engine.load_weights(1, weights(new))
     for one, made in zip(asked, await collector.all_ended(asked), strict=True):
         n = made.versions.index(1)
@@ -65,7 +65,7 @@ async def test_logprobs_follow_the_weights_and_what_is_loaded_is_read_back(tied:
     await engine.close()
 
 
-async def test_an_engine_that_sleeps_gives_the_device_back_takes_weights_and_goes_on() -> None:
+async def test_sleeping_engine_frees_the_device_loads_weights_and_resumes() -> None:
     config = vllm_engines.config()
     old, new = rounded(config, 1), rounded(config, 2)
     engine = build(config, enable_sleep=True)
@@ -86,7 +86,7 @@ async def test_an_engine_that_sleeps_gives_the_device_back_takes_weights_and_goe
     await engine.close()
 
 
-async def test_a_model_split_over_two_gpus_makes_and_reads_back_what_one_would() -> None:
+async def test_tensor_parallel_engine_matches_a_single_device() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU only")
     config = vllm_engines.config()

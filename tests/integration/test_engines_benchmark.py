@@ -13,7 +13,7 @@ from benchmarks import engines
 find_spec = importlib.util.find_spec
 
 
-def test_the_comparison_runs_without_vllm_and_says_so(
+def test_comparison_without_vllm_reports_that_it_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))

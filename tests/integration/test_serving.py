@@ -211,7 +211,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_sample_with_it(system: Sy
     until(lambda: system.audit()["serving"]["in_flight"] == 0)
 
 
-def test_a_worker_killed_in_the_middle_is_a_pause_and_its_conversation_goes_on(system: System) -> None:
+def test_conversation_continues_after_its_worker_was_killed(system: System) -> None:
     messages: list[Any] = [{"role": "user", "content": "t3"}]
     asked: dict[str, Any] = {
         "model": "tiny",
@@ -304,7 +304,7 @@ def test_a_client_that_hangs_up_ends_its_samples(system: System) -> None:
     until(lambda: counts()[1] - dropped == n_requested)
 
 
-def test_a_retry_with_the_same_key_goes_on_where_the_killed_manager_was(system: System) -> None:
+def test_retry_with_the_same_key_continues_after_a_manager_kill(system: System) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": [5, 6], "max_tokens": 800, "extra_body": FOREVER}
     before = system.audit()["serving"]["requested"]
     headers = {"Idempotency-Key": "once"}
@@ -362,7 +362,7 @@ def test_openai_errors_are_raised_for_a_wrong_key_and_a_missing_route(system: Sy
         system.openai.embeddings.create(model="tiny", input="t3")
 
 
-def test_a_model_that_is_not_there_or_does_not_run_is_said_so(system: System) -> None:
+def test_request_for_an_unserved_model_is_refused_with_the_reason(system: System) -> None:
     with pytest.raises(NotFoundError, match=system.job):
         system.openai.completions.create(model="gpt-9", prompt="x")
     system.send(names.JOB_REPORTS, JobReport(job_id=system.remote, state="paused", step=0))

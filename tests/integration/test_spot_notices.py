@@ -58,7 +58,7 @@ class Machine:
         assert left.at - notice.at < 2.0
         made = await self.manager.made()
         assert self.factory.engine is not None
-        assert sum(len(row.tokens) for row in made.values()) == self.factory.engine.stats().tokens_made_total
+        assert sum(len(row.tokens) for row in made.values()) == self.factory.engine.stats().tokens_generated_total
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ async def test_long_request_joining_short_ones_keeps_its_prefix(start: Start, mo
     long = [request(SLOTS + i, prompt=prompts(2, 140)[1], max_tokens=12) for i in range(4)]
     collector = Collector(engine)
     engine.submit(short)
-    await eventually(lambda: engine.stats().tokens_made_total > 2 * SLOTS)
+    await eventually(lambda: engine.stats().tokens_generated_total > 2 * SLOTS)
     engine.submit(long)
     for asked, made in zip(short + long, await collector.all_ended(short + long), strict=True):
         assert made.logprobs == pytest.approx(tiny_models.logprobs(model, asked.prompt, made.tokens), abs=1e-4)
@@ -122,7 +122,7 @@ async def test_tied_embeddings_stay_tied_and_are_read_back_under_both_names(star
     assert made.logprobs == pytest.approx(tiny_models.logprobs(new, [3, 1, 4], made.tokens), abs=1e-4)
 
 
-async def test_a_later_load_may_give_only_what_changed(start: Start) -> None:
+async def test_later_load_may_contain_only_changed_tensors(start: Start) -> None:
     model = tiny_models.make(tiny_models.CONFIGS["llama-untied"])
     engine = await start(model)
     model.lm_head.weight.mul_(0.5)
@@ -131,7 +131,7 @@ async def test_a_later_load_may_give_only_what_changed(start: Start) -> None:
     assert made.logprobs == pytest.approx(tiny_models.logprobs(model, [3, 1, 4], made.tokens), abs=1e-4)
 
 
-async def test_a_load_that_fails_serves_nothing_until_a_whole_one_succeeds(start: Start) -> None:
+async def test_failed_load_serves_nothing_until_a_whole_one_succeeds(start: Start) -> None:
     model = tiny_models.make(tiny_models.CONFIGS["llama-untied"])
     good = tiny_models.weights(model)
     engine = await start(model)

@@ -86,7 +86,7 @@ async def test_update_prevents_copies_of_older_keys_and_values(start: Start, kee
     engine = await start()
     collector, before = Collector(engine), [request(i, prompt=PROMPT, max_tokens=110) for i in range(4)]
     engine.submit(before)
-    await eventually(lambda: engine.stats().tokens_made_total > 40)
+    await eventually(lambda: engine.stats().tokens_generated_total > 40)
     await engine.suspend(keep_kv=keep_kv)
     collector.drain()
     own = sum(len(made.tokens) for made in collector.of.values())

@@ -193,7 +193,7 @@ async def test_with_staleness_a_killed_trainer_finds_again_what_had_come_for_lat
     assert site.model("ahead-killed") == site.model("ahead")
 
 
-async def test_a_stop_in_order_exits_with_0_and_the_successor_goes_on_at_once(site: Site) -> None:
+async def test_stopped_trainer_exits_with_0_and_its_successor_resumes_at_once(site: Site) -> None:
     async with site.manager("stopped") as manager:
         manager.withholds = withholding(2, 0)
         await site.create("stopped")
@@ -205,7 +205,7 @@ async def test_a_stop_in_order_exits_with_0_and_the_successor_goes_on_at_once(si
         assert (await site.ended("stopped")).state == "completed"
 
 
-async def test_the_weight_store_may_go_away_while_a_job_runs(site: Site) -> None:
+async def test_job_waits_for_a_restarted_weight_store(site: Site) -> None:
     async with site.manager("storeless") as manager:
         manager.withholds = withholding(1, 0)
         await site.create("storeless")
@@ -361,7 +361,7 @@ async def fine_tuned(site: Site, job_id: str, kill_at: int | None = None) -> Job
     return report
 
 
-async def test_a_model_is_fine_tuned_without_workers_whoever_is_killed_and_then_evaluated(
+async def test_sft_without_workers_survives_a_kill_and_its_model_is_evaluated(
     site: Site, machine: Machine, tmp_path: Path
 ) -> None:
     await fine_tuned(site, "tuned")

@@ -150,7 +150,7 @@ def timed(metric: str) -> bool:
     return metric.startswith(("time/", "perf/"))
 
 
-async def test_a_trainer_killed_at_every_point_ends_where_an_undisturbed_one_does(site: Site, lives: Lives) -> None:
+async def test_trainer_killed_at_every_point_reaches_the_same_bits(site: Site, lives: Lives) -> None:
     # No step has two groups that are followed: which follower came first would hang on the clock, and so the order in
     # which two undisturbed trainers train on them, too.
     job = JOB | {
@@ -179,7 +179,7 @@ async def test_a_trainer_killed_at_every_point_ends_where_an_undisturbed_one_doe
     assert kept == ["step-000006", "step-000007"]
 
 
-async def test_what_is_drawn_at_random_goes_on_after_a_kill_as_it_would_have(site: Site, lives: Lives) -> None:
+async def test_dropout_draws_are_the_same_after_a_kill(site: Site, lives: Lives) -> None:
     """An adapter's dropout draws in each step."""
     job = JOB | {"steps": 4, "eval": None, "elastic": {"weights": "lora"}, "lora": {"dropout": 0.5}}
     async with site.manager("adapter"):
@@ -195,7 +195,7 @@ async def test_what_is_drawn_at_random_goes_on_after_a_kill_as_it_would_have(sit
     assert [fields["step"] for kind, fields in await site.events("adapter-killed") if kind == "resumed"] == [2]
 
 
-async def test_on_another_machine_and_in_another_job_it_goes_on_from_the_object_store(
+async def test_job_resumes_from_the_object_store_elsewhere_and_in_another_job(
     site: Site, lives: Lives, s3_url: str
 ) -> None:
     rates = {"optimizer": {"lr": 1e-3}, "eval": None, "steps": 6}

@@ -44,7 +44,7 @@ async def bus(redis_url: str) -> AsyncIterator[RedisBus]:
 
 
 @pytest.mark.parametrize("attempt", range(2))
-async def test_of_two_trainers_that_see_an_orphaned_job_at_once_one_takes_it(
+async def test_one_of_two_racing_trainers_takes_over_a_job(
     tmp_path: Path, redis_url: str, bus: RedisBus, attempt: int
 ) -> None:
     timing = Timing(block_s=0.01, takeover_check_s=0.02, lease_s=0.05)

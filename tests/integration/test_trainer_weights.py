@@ -62,7 +62,7 @@ async def test_a_version_comes_back_bit_for_bit(weights: WeightPublisher) -> Non
     assert fetched == shards(5)
 
 
-async def test_whoever_expects_another_head_is_refused(weights: WeightPublisher) -> None:
+async def test_commit_with_another_expected_head_is_refused(weights: WeightPublisher) -> None:
     await weights.publish(0, shards(0), expect=-1)
     with pytest.raises(Conflict):
         await weights.publish(2, shards(2), expect=1)

@@ -81,7 +81,7 @@ async def test_load_separates_logprobs_of_old_and_new_weights(config: Any, start
     await assert_the_step_of_a_load_parts_old_from_new(start, config, prompts(SLOTS), near)
 
 
-async def test_what_is_loaded_is_read_back_under_every_name(config: Any, start: Start) -> None:
+async def test_loaded_tensors_have_every_name_of_the_model(config: Any, start: Start) -> None:
     new = tiny_models.make(config, seed=2)
     engine = await start(tiny_models.make(config, seed=1))
     await engine.load_weights(1, tiny_models.weights(new))
@@ -90,7 +90,7 @@ async def test_what_is_loaded_is_read_back_under_every_name(config: Any, start: 
     assert all(loaded[name].equal(tensor) for name, tensor in new.state_dict().items())
 
 
-async def test_a_later_load_may_give_only_what_changed(config: Any, start: Start) -> None:
+async def test_later_load_may_contain_only_changed_tensors(config: Any, start: Start) -> None:
     model = tiny_models.make(config, seed=1)
     engine = await start(model)
     # a third of a tensor that vLLM fuses, and the one that may be tied
@@ -142,7 +142,7 @@ def logprobs_over_old_keys(old: Any, new: Any, prompt: list[int], tokens: list[i
     return found
 
 
-async def test_a_load_that_fails_serves_nothing_until_a_whole_one_succeeds(config: Any, start: Start) -> None:
+async def test_failed_load_serves_nothing_until_a_whole_one_succeeds(config: Any, start: Start) -> None:
     model = tiny_models.make(config)
     good = tiny_models.weights(model)
     engine = await start(model)
@@ -170,7 +170,7 @@ async def test_a_load_that_fails_serves_nothing_until_a_whole_one_succeeds(confi
     assert made.logprobs == near(tiny_models.logprobs(model, [3, 1, 4], made.tokens))
 
 
-async def test_greedy_decoding_is_the_models_own_choice_with_the_models_own_logprobs(config: Any, start: Start) -> None:
+async def test_greedy_tokens_and_logprobs_match_transformers(config: Any, start: Start) -> None:
     model = tiny_models.make(config)
     engine = await start(model)
     requests = [request(i, prompt=p, max_tokens=40, temperature=0.0, top_p=0.5) for i, p in enumerate(prompts(4))]

@@ -184,7 +184,7 @@ def chunks_by_digest() -> dict[str, bytes]:
     return {digest_of(chunk): chunk for chunk in by_digest}
 
 
-async def test_what_peers_hold_does_not_come_from_the_store(client: StoreClient, rig: Rig) -> None:
+async def test_chunks_held_by_peers_are_not_fetched_from_the_store(client: StoreClient, rig: Rig) -> None:
     chunks, by_digest = await publish(client), chunks_by_digest()
     async with served(lambda digest: Response(by_digest[digest])) as url:
         await listed(rig, url, chunks)

@@ -131,7 +131,7 @@ async def test_pull_returns_the_published_bytes(
     await bus.close()
 
 
-async def test_bytes_that_the_store_or_the_cache_has_are_not_sent_again(
+async def test_stored_and_cached_chunks_are_not_transferred_again(
     publisher: Publisher, puller: Puller, client: StoreClient
 ) -> None:
     weights = make_weights(0)
@@ -490,7 +490,7 @@ async def test_kill_during_a_publish_leaves_the_old_or_the_new_head(
         await eventually(lambda: list((tmp_path / "store" / "tmp").iterdir()) == [])
 
 
-async def test_publisher_killed_in_an_upload_is_succeeded_by_one_with_other_bits(
+async def test_publisher_after_a_killed_upload_may_publish_other_bits(
     store: ServiceProcess, publisher: Publisher, puller: Puller
 ) -> None:
     words = (store.url, TOKEN, JOB, "0", "7", "64")

@@ -129,9 +129,7 @@ def tensors(shards: list[Shard]) -> dict[str, torch.Tensor]:
     }
 
 
-async def test_full_and_delta_give_the_same_losses_and_weights_to_the_last_bit(
-    store: ServiceProcess, tmp_path: Path
-) -> None:
+async def test_full_and_delta_weights_train_to_the_same_bits(store: ServiceProcess, tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     full = Loop(tmp_path / "full", store.url, job("full", lr=1e-4))
     delta = Loop(tmp_path / "delta", store.url, job("delta", lr=1e-4))
@@ -163,7 +161,7 @@ async def test_an_adapter_is_trained_published_alone_and_merged_by_the_worker(
     assert moved == {name for name in final if name.endswith("proj.weight")}
 
 
-async def test_a_killed_trainers_successor_goes_on_from_the_adapter_and_the_published_base(
+async def test_killed_adapter_trainer_resumes_from_adapter_and_published_base(
     store: ServiceProcess, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "model")

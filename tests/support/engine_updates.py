@@ -33,7 +33,7 @@ async def assert_the_step_of_a_load_parts_old_from_new(
     requests = [request(i, prompt=prompt, max_tokens=_TOKENS) for i, prompt in enumerate(prompts)]
     collector = Collector(engine)
     engine.submit(requests)
-    await eventually(lambda: engine.stats().tokens_made_total > 20 * len(prompts))
+    await eventually(lambda: engine.stats().tokens_generated_total > 20 * len(prompts))
     await engine.load_weights(1, tiny_models.weights(new))
     for asked, made in zip(requests, await collector.all_ended(requests), strict=True):
         n = made.versions.index(1)

@@ -19,7 +19,7 @@ _round = TorchEngine._round
 
 
 def _round_or_hang(engine: TorchEngine) -> None:
-    if engine.stats().tokens_made_total >= HANGS_AFTER_TOKENS:
+    if engine.stats().tokens_generated_total >= HANGS_AFTER_TOKENS:
         threading.Event().wait()
     _round(engine)
 

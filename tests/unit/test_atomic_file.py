@@ -12,7 +12,7 @@ from rlboost.shared.atomic_file import replace_file, temporary_file
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_replace_file_replaces_the_content_and_leaves_nothing_else(tmp_path: Path, *, sync: bool) -> None:
+def test_replace_file_leaves_only_the_new_content(tmp_path: Path, *, sync: bool) -> None:
     replace_file(tmp_path / "state.json", "old", sync=sync)
     replace_file(tmp_path / "state.json", b"new", sync=sync)
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]

@@ -6,7 +6,7 @@ from rlboost.local.chaos import ChaosEvent, generate, parse, play
 from rlboost.shared.errors import ConfigError
 
 
-def test_a_file_says_when_machines_come_and_go() -> None:
+def test_parse_chaos_file_returns_joins_notices_and_kills() -> None:
     text = "0,add,node7\n\n1500,remove,node7\n2000, kill ,worker-1\n2000,notice,worker-2\n"
     assert parse(text, ["worker-1", "worker-2"]) == [
         ChaosEvent(0.0, "join", "node7"),
@@ -29,7 +29,7 @@ def test_a_file_says_when_machines_come_and_go() -> None:
         ("10,remove,worker-1", "earlier than the line before it"),
     ],
 )
-def test_a_wrong_line_is_named_with_what_is_wrong(line: str, what: str) -> None:
+def test_invalid_chaos_line_error_names_line_and_reason(line: str, what: str) -> None:
     with pytest.raises(ConfigError, match="line 2") as caught:
         parse(f"500,add,node1\n{line}\n", ["worker-1"])
     assert what in str(caught.value)
@@ -42,7 +42,7 @@ def test_a_preempted_node_cannot_be_preempted_again() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("preemptions", [0, 1, 7, 40])
-def test_a_generated_schedule_takes_half_without_notice_and_brings_each_back(seed: int, preemptions: int) -> None:
+def test_generated_schedule_balances_kills_and_notices_and_joins_as_many(seed: int, preemptions: int) -> None:
     nodes = ["worker-1", "worker-2", "worker-3"]
     schedule = generate(seed, nodes=nodes, preemptions=preemptions, duration_s=60.0)
     actions = [event.action for event in schedule]

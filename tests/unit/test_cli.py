@@ -81,7 +81,7 @@ def write_job(**changes: Any) -> None:
 # --- where the system is ----------------------------------------------------------------------------------------------
 
 
-def test_without_a_system_every_command_says_how_to_start_one() -> None:
+def test_commands_without_a_system_name_how_to_start_one() -> None:
     for command in (["ps"], ["status", "j"], ["logs", "j"], ["cancel", "j"], ["worker", "list"], ["worker", "join"]):
         result = rlboost(*command)
         assert result.exit_code == 2
@@ -102,7 +102,7 @@ def test_without_a_system_every_command_says_how_to_start_one() -> None:
         (None, "ended and left no reason: its supervisor was killed, or the machine restarted"),
     ],
 )
-def test_a_system_that_ended_says_why(reason: str | None, shown: str) -> None:
+def test_ended_system_error_names_the_reason(reason: str | None, shown: str) -> None:
     state = StateDir(Path(".rlboost"))
     with state.owned():
         if reason is not None:
@@ -112,7 +112,8 @@ def test_a_system_that_ended_says_why(reason: str | None, shown: str) -> None:
     assert re.search(f"the system in .rlboost {shown}", result.stderr)
 
 
-def test_a_url_without_its_token_is_an_error_and_no_other_token_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_without_its_token_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token of the local system is not sent elsewhere."""
     monkeypatch.setenv("RLBOOST_URL", "http://elsewhere.test")
     state = StateDir(Path(".rlboost"))
     with state.owned():
@@ -225,7 +226,7 @@ WRONG = {
 }
 
 
-def test_what_the_check_refuses_is_not_run_and_needs_no_system() -> None:
+def test_run_of_an_invalid_job_fails_like_check_without_a_system() -> None:
     write_job(**WRONG)
     checked, result = rlboost("config", "check", "job.yaml"), rlboost("run", "job.yaml")
     assert result.exit_code == checked.exit_code == 2
@@ -234,7 +235,7 @@ def test_what_the_check_refuses_is_not_run_and_needs_no_system() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "eval"])
-def test_what_the_check_refuses_is_not_sent_to_the_system_of_this_folder(rest: FakeRest, command: str) -> None:
+def test_invalid_job_is_not_sent_to_the_local_system(rest: FakeRest, command: str) -> None:
     write_job(**WRONG | {"data": {"train": "train.jsonl", "eval": "none.jsonl"}})
     with run_by(StateDir(Path(".rlboost"))):
         result = rlboost(command, "job.yaml")
@@ -263,7 +264,7 @@ def test_missing_files_are_warnings_for_a_remote_system(
     assert rest.sent() == ["POST /v1/jobs"]
 
 
-def test_what_is_here_and_wrong_is_refused_wherever_the_trainer_is(rest: FakeRest) -> None:
+def test_local_function_error_refuses_the_job_for_a_remote_system(rest: FakeRest) -> None:
     write_job(**WRONG)
     result = rlboost("run", "job.yaml")
     assert result.exit_code == 2
@@ -431,7 +432,7 @@ def test_export_copies_the_result_of_the_newest_run_of_a_name(rest: FakeRest, mo
         ("resume", "running", "is already running"),
     ],
 )
-def test_an_action_without_effect_says_so(rest: FakeRest, verb: str, state: str, printed: str) -> None:
+def test_job_action_prints_its_effect_on_the_state(rest: FakeRest, verb: str, state: str, printed: str) -> None:
     rest.on("GET /v1/jobs/j-1", ok(job(state)))
     rest.on(f"POST /v1/jobs/j-1/{verb}", ok({"id": "j-1", "state": "cancelled"}, 202))
     assert rlboost(verb, "j-1").stdout == f"j-1 {printed}\n"
@@ -447,14 +448,14 @@ def test_follow_of_an_ended_job_shows_its_last_steps_or_those_requested(rest: Fa
     assert len(rlboost("follow", "j-1", "--from-step", "1").stdout.splitlines()) == 11
 
 
-def test_a_follower_of_a_job_that_its_user_cancelled_says_so(rest: FakeRest) -> None:
+def test_follow_of_a_cancelled_job_reports_the_steps_done(rest: FakeRest) -> None:
     rest.on("GET /v1/jobs/j-1", ok(job("cancelled", 2)))
     rest.on("GET /v1/jobs/j-1/metrics", ok([]))
     result = rlboost("follow", "j-1")
     assert (result.exit_code, result.stderr) == (1, "rlboost: j-1 cancelled after 2 of 3 steps\n")
 
 
-def test_an_interrupted_follower_says_how_to_follow_again(rest: FakeRest) -> None:
+def test_interrupted_follow_prints_how_to_follow_again(rest: FakeRest) -> None:
     rest.on("GET /v1/jobs/j-1", ok(job("running")), KeyboardInterrupt())
     result = rlboost("follow", "j-1", "--state", "my state")
     assert result.exit_code == 130
@@ -462,7 +463,7 @@ def test_an_interrupted_follower_says_how_to_follow_again(rest: FakeRest) -> Non
     assert "rlboost follow j-1 --state 'my state'" in result.stderr
 
 
-def test_a_follower_gives_up_after_the_limit_and_says_how_to_follow_again(
+def test_follow_fails_after_the_outage_limit_with_the_command_to_repeat(
     rest: FakeRest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "OUTAGE_LIMIT_S", 0.0)
@@ -623,7 +624,7 @@ def test_a_worker_can_be_drained_by_its_name(rest: FakeRest) -> None:
         ("reserved", "draining", "was the last worker: "),
     ],
 )
-def test_drain_warns_of_what_the_fleet_then_lacks(rest: FakeRest, rest_role: str, rest_state: str, shown: str) -> None:
+def test_drain_of_the_last_worker_of_a_role_warns(rest: FakeRest, rest_role: str, rest_state: str, shown: str) -> None:
     drained = {"id": "reserved-1-ab", "role": "reserved", "state": "ready"}
     rest.on("GET /v1/workers", ok([drained, {"id": "other-cd", "role": rest_role, "state": rest_state}]))
     rest.on("POST /v1/workers/reserved-1-ab/drain", ok({"id": "reserved-1-ab", "state": "draining"}, 202))
@@ -761,7 +762,7 @@ def test_up_prints_the_next_commands_and_where_the_token_is(state: Path, capsys:
     assert f"rlboost run JOB.yaml --follow{flag}\n" in shown
 
 
-def test_down_without_a_system_says_so() -> None:
+def test_down_without_a_system_reports_that_none_ran() -> None:
     assert rlboost("down").stdout == "no system ran in .rlboost\n"
     assert json.loads(rlboost("down", "--json").stdout) == {"stopped": False}
 

@@ -125,7 +125,7 @@ def test_a_broken_event_stream_resumes_after_the_last_event(rest: FakeRest, clie
     assert [request.headers.get("last-event-id") for request in rest.requests] == [None, "2-0"]
 
 
-def test_a_log_that_breaks_off_says_so(rest: FakeRest, client: Client) -> None:
+def test_interrupted_log_raises_client_error(rest: FakeRest, client: Client) -> None:
     rest.on("GET /v1/jobs/j/logs", lines(["one"], then=httpx.ReadError("gone")))
     log = client.jobs.logs("j", follow=True)
     assert next(log) == "one"

@@ -92,7 +92,7 @@ def test_the_secrets_must_be_set() -> None:
             compose({name: value for name, value in SECRETS.items() if name != missing})
 
 
-def test_the_example_environment_names_what_the_file_reads() -> None:
+def test_env_example_lists_the_variables_of_the_compose_file() -> None:
     text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
     read_here = {found[1] for found in _VARIABLE.finditer(text)}
     example = (ROOT / ".env.example").read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def test_every_role_is_there() -> None:
     assert roles == {"reserved", "preemptible"}
 
 
-def test_a_second_manager_starts_only_when_asked_for_and_is_another_one() -> None:
+def test_standby_manager_needs_its_profile_and_has_its_own_url() -> None:
     manager, standby = FILE["services"]["manager"], FILE["services"]["standby"]
     assert (manager.get("profiles"), standby["profiles"]) == (None, ["standby"])
     assert not standby["ports"], "they cannot both have the port on this machine"
@@ -169,14 +169,14 @@ def test_a_health_check_asks_the_service_itself(service: str, monkeypatch: pytes
     assert urlsplit(url).path in routes
 
 
-def test_services_wait_for_others_that_can_tell_their_health() -> None:
+def test_services_depend_only_on_services_with_health_checks() -> None:
     for service in FILE["services"].values():
         for name, wanted in service.get("depends_on", {}).items():
             assert wanted == {"condition": "service_healthy"}
             assert "healthcheck" in FILE["services"][name]
 
 
-def test_redis_keeps_what_it_acknowledged_behind_a_password() -> None:
+def test_redis_is_durable_and_requires_a_password() -> None:
     redis = FILE["services"]["redis"]
     lines = FILE["configs"]["redis"]["content"].splitlines()
     secret = f"requirepass {SECRETS['REDIS_PASSWORD']}"
@@ -207,7 +207,7 @@ def test_an_image_installs_its_own_extra_and_runs_without_privileges(service: st
     assert re.search(r"^USER rlboost$", stage, re.MULTILINE)
 
 
-def test_everything_that_is_copied_into_an_image_is_there_and_not_ignored() -> None:
+def test_files_copied_into_images_exist_and_are_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     let_in = [line.removeprefix("!") for line in ignored if line.startswith("!")]
     copies = re.findall(r"^COPY (?:--\S+ )*(.+) \S+$", _DOCKERFILE, re.MULTILINE)
@@ -225,6 +225,6 @@ def test_the_job_that_the_file_names_is_in_the_trainers_image() -> None:
     assert re.search(rf"^COPY .*\b{Path(job).parts[0]} {Path(job).parts[0]}$", stage_of("trainer"), re.MULTILINE)
 
 
-def test_the_trainers_image_has_what_a_job_file_can_ask_for() -> None:
+def test_trainer_image_has_the_extras_of_job_files() -> None:
     [extras] = re.findall(r"pip install .*\[(.+)\]", stage_of("trainer"))
     assert set(extras.split(",")) == {"megatron", "data", "logs", "math"}

@@ -55,7 +55,7 @@ def alone(sample: int) -> list[Message]:
 
 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(1, 5), st.booleans())
-def test_every_turn_has_an_id_of_its_own_that_tells_its_sample(n: int, size: int, turns: int, is_eval: bool) -> None:
+def test_turn_ids_are_unique_and_encode_their_sample(n: int, size: int, turns: int, is_eval: bool) -> None:
     ids = TurnIds(n, size, turns)
     seen = {}
     for group in range(n):
@@ -86,11 +86,11 @@ def answer(*turns: SampleFinished, told: list[int], done: bool = False, max_toke
     return talk.answer(told, 0.5, done=done, max_tokens=max_tokens, max_turns=2)
 
 
-def test_a_conversation_goes_on_while_there_are_turns_and_room() -> None:
+def test_conversation_continues_while_turns_and_length_remain() -> None:
     assert answer(said(GROUP, 0, 5, 2), told=[7, 8]) == told(GROUP, 0, 7, 8, reward=0.5)
 
 
-def test_it_is_done_when_the_environment_says_so_even_in_a_turn_that_was_cut() -> None:
+def test_environment_ends_the_conversation_even_in_a_truncated_turn() -> None:
     assert answer(said(GROUP, 0, 5, finish="length"), told=[], done=True).over == "done"
 
 
@@ -108,7 +108,7 @@ def test_it_is_cut_where_nothing_can_follow(turns: list[SampleFinished], told_: 
     assert (found.over, found.tokens, found.reward) == ("cut", b"", 0.5)
 
 
-def test_one_token_of_room_is_room() -> None:
+def test_conversation_continues_with_one_token_left() -> None:
     assert answer(said(GROUP, 0, 5, 2), told=[7] * 7).over == ""
 
 
@@ -172,7 +172,7 @@ def test_of_two_answers_the_first_counts() -> None:
     assert talk.reward == 0.0
 
 
-def test_a_turn_that_comes_again_is_counted_and_changes_nothing() -> None:
+def test_duplicate_turn_is_counted_without_effect() -> None:
     collecting = collector()
     folded(collecting, said(GROUP, 0, 5, 2), said(GROUP, 0, 5, 2))
     earlier = said(SampleId(1, False, 3, 0, 0).pack(), 1, 5)
@@ -185,14 +185,14 @@ def test_a_turn_that_comes_again_is_counted_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "turn", [said(GROUP, 1, 5), said(GROUP + 3, 0, 5)], ids=["before its predecessor", "of a member that there is not"]
 )
-def test_a_turn_that_nobody_asked_for_changes_nothing(turn: SampleFinished) -> None:
+def test_unrequested_turn_is_rejected_without_effect(turn: SampleFinished) -> None:
     collecting = collector()
     with pytest.raises(Unprocessable, match="not requested"):
         collecting.fold(turn)
     assert collecting.take_unanswered() == []
 
 
-def test_what_an_environment_does_wrong_drops_its_group_and_asks_nothing_more() -> None:
+def test_failed_environment_drops_its_group_without_further_requests() -> None:
     collecting = collector()
     bad = TurnAnswered(sample=GROUP, reason="environment_raised", detail="ValueError: no")
     folded(collecting, said(GROUP, 0, 5, 2), said(GROUP + 1, 0, 5, 2))
@@ -227,7 +227,7 @@ def test_turns_of_other_weights_follow_the_jobs_rule() -> None:
     assert outcome.reason == "stale"
 
 
-def test_a_group_that_begins_in_another_way_than_before_is_dropped() -> None:
+def test_group_with_another_prompt_digest_is_dropped() -> None:
     collecting = collector()
     collecting.expect(GROUP, b"new")
     collecting.expect(OTHER, b"same")

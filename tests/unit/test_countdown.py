@@ -65,7 +65,7 @@ def rows_of(file: str) -> list[dict[str, Any]]:
         "<think>3+8=12 ✓</think>3+8=11*4=44<eos>",
     ],
 )
-def test_a_right_answer_is_rewarded_whatever_was_thought(completion: str) -> None:
+def test_right_answer_is_rewarded_with_any_thinking(completion: str) -> None:
     assert reward_of(completion) == 1.0
 
 
@@ -203,12 +203,12 @@ def test_every_shipped_problem_can_be_solved_without_minus() -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "eval"])
-def test_the_shipped_data_is_what_make_data_writes(name: str) -> None:
+def test_shipped_data_matches_make_data(name: str) -> None:
     problems = {"train": make_data.train_problems, "eval": make_data.eval_problems}[name]()
     assert (COUNTDOWN / f"{name}.jsonl").read_text(encoding="utf-8") == make_data.to_jsonl(name, problems)
 
 
-def test_the_columns_of_a_row_say_what_its_prompt_says() -> None:
+def test_columns_of_a_row_match_its_prompt() -> None:
     for row in rows_of("train.jsonl") + rows_of("eval.jsonl"):
         first, second, third = row["numbers"]
         assert Problem((first, second, third), row["target"]).prompt == row["prompt"]
@@ -234,7 +234,7 @@ def tokenizer() -> Any:
     return tokenizers.Tokenizer.from_file(str(COUNTDOWN / "base" / "tokenizer.json"))
 
 
-def test_the_shipped_tokenizer_knows_exactly_the_vocabulary(tokenizer: Any) -> None:
+def test_shipped_tokenizer_has_exactly_the_vocabulary(tokenizer: Any) -> None:
     assert tokenizer.get_vocab() == {text: token_id for token_id, text in enumerate(VOCABULARY)}
     assert len(set(VOCABULARY)) == VOCABULARY_SIZE
 
@@ -257,7 +257,7 @@ def test_every_trace_survives_encoding_and_decoding_exactly(tokenizer: Any) -> N
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_any_tokens_a_model_samples_decode_to_text_that_encodes_and_decodes_to_itself(tokenizer: Any) -> None:
+def test_text_of_any_sampled_tokens_survives_encoding_and_decoding(tokenizer: Any) -> None:
     rng = Random(2)
     for _ in range(300):
         sampled = rng.choices(range(VOCABULARY_SIZE), k=40)
@@ -272,7 +272,7 @@ def test_text_that_the_vocabulary_cannot_spell_is_refused(tokenizer: Any) -> Non
         tokenizer.encode("hello")
 
 
-def test_traces_to_imitate_are_of_problems_that_are_not_held_out_and_end_like_a_completion() -> None:
+def test_traces_exclude_held_out_problems_and_end_with_an_answer() -> None:
     rows = list(islice(traces(0.5, seed=1), 200))
     assert rows == list(islice(traces(0.5, seed=1), 200))
     behind_a_hit = [row for row in rows if row["completion"].startswith(HIT)]
@@ -292,7 +292,7 @@ def test_the_warm_up_is_a_job_that_imitates_each_trace_once() -> None:
     assert spec.steps * spec.data.prompts_per_step == N_ROWS
 
 
-def test_a_models_verdicts_are_measured_by_the_answers_behind_them() -> None:
+def test_measured_compares_verdicts_with_the_answers() -> None:
     pytest.importorskip("transformers")
     from rlboost.examples.countdown.measure import measured  # noqa: PLC0415 - imports torch
 

@@ -41,7 +41,7 @@ def test_a_short_job_is_the_beginning_of_the_full_one() -> None:
     assert {key for key in full if full[key] != short[key]} == {"steps", "eval", "optimizer"}
 
 
-def test_a_new_demo_removes_what_an_earlier_one_left(tmp_path: Path) -> None:
+def test_clear_removes_the_files_of_an_earlier_demo(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "demo")
     workspace.clear(state)
     (state.path / "redis").mkdir()
@@ -86,7 +86,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return invoke
 
 
-def test_a_good_run_succeeds_and_says_where_its_report_is(demo: Any, tmp_path: Path) -> None:
+def test_successful_demo_prints_the_path_of_its_report(demo: Any, tmp_path: Path) -> None:
     result, asked = demo(record(), "--steps", "8", "--workers", "2", "--no-chaos", "--seed", "4")
     assert result.exit_code == 0, result.output
     assert asked == [running.DemoOptions(tmp_path, steps=8, workers=2, chaos=False, seed=4)]

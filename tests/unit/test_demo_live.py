@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from rlboost.demo.live import Lines, Screen, view_of
-from rlboost.demo.news import News, Newsroom
+from rlboost.demo.news import EventLine, EventLines
 from rlboost.demo.picture import Picture
 from rlboost.demo.summary import summary
 from rlboost.report.record import Record
@@ -20,13 +20,13 @@ def printed(what: Any, width: int = 110) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def picture(made: Record, width: int = 110, height: int = 40, news: tuple[News, ...] | None = None) -> str:
+def picture(made: Record, width: int = 110, height: int = 40, news: tuple[EventLine, ...] | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, record=True)
-    console.print(Picture(made, tuple(Newsroom(made).fresh()) if news is None else news, "running", END_AT))
+    console.print(Picture(made, tuple(EventLines(made).new_lines()) if news is None else news, "running", END_AT))
     return console.export_text()
 
 
-def test_the_picture_shows_step_accuracy_speed_workers_and_what_is_waited_for() -> None:
+def test_picture_shows_step_accuracy_speed_workers_and_wait() -> None:
     made = record()
     made.observations[-1].waiting_for = "samples of step 12"
     made.observations[-1].waiting_because = "3 of 204 samples are there"
@@ -50,7 +50,7 @@ SIZES = [(80, 24), (80, 30), (120, 40), (170, 50)]
 def test_the_picture_fits_the_terminal_with_whole_borders_and_words(width: int, height: int, waits: str) -> None:
     made = record()
     made.observations[-1].waiting_for, made.observations[-1].waiting_because = waits, "so"
-    events = [News(BEGAN_AT + n, "plain", f"  event{n} " + "antidisestablishmentarianism " * 4) for n in range(20)]
+    events = [EventLine(BEGAN_AT + n, "plain", f"  event{n} " + "antidisestablishmentarianism " * 4) for n in range(20)]
     shown = picture(made, width, height, tuple(events)).splitlines()
     assert len(shown) < height
     assert all(len(line) == width for line in shown)
@@ -79,7 +79,7 @@ def test_a_very_low_terminal_shows_the_most_important_sections() -> None:
     assert shown[-1].startswith("╰")
 
 
-def test_before_the_first_look_the_picture_says_that_it_starts() -> None:
+def test_picture_before_the_first_observation_shows_starting() -> None:
     text = printed(Picture(unfinished(), (), "starting", BEGAN_AT))
     assert "step 0/12" in text
     assert "starting" in text
@@ -114,15 +114,15 @@ def test_lines_show_each_step_and_event_once() -> None:
     assert [line for line in text if "worker-2" in line] == [
         "0:23  ✗ worker-2 is gone without notice (SIGKILL)",
         "0:25  50 unfinished samples of worker-2 migrate with their 2,500 tokens",
-        "0:25  worker-2 is missed: its lease ran out",
+        "0:25  worker-2 was declared lost: its lease ran out",
     ]
 
 
 def test_the_handover_at_each_step_is_not_shown() -> None:
-    assert not any("reserved-1" in news.text for news in Newsroom(record()).fresh())
+    assert not any("reserved-1" in news.text for news in EventLines(record()).new_lines())
 
 
-def test_the_summary_says_what_came_out_what_was_promised_and_what_it_cost() -> None:
+def test_summary_shows_results_checks_and_cost() -> None:
     text = printed(summary(record()), 160)
     assert "17.0% (step 0) -> 77.0% (step 12)" in text
     assert "300 of 200,300 (0.15%): late 300" in text

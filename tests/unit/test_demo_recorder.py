@@ -41,7 +41,7 @@ def test_an_observation_omits_lost_and_left_workers() -> None:
     assert seen.tokens_per_s == 12.3
 
 
-def test_an_observation_of_a_job_that_waits_for_nothing_says_so() -> None:
+def test_observation_of_a_job_without_a_wait_has_empty_waiting_for() -> None:
     assert observation(5.0, job("running"), []).waiting_for == ""
 
 

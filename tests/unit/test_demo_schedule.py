@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.demo.director import Director, Progress
+from rlboost.demo.director import PreemptionSchedule, Progress
 from rlboost.demo.schedule import FIRST_AT, LAST_AT, plan
 from rlboost.report.record import PlannedChange
 from tests.support.synthetic_record import seen
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_full_run_has_six_preemptions_half_of_them_without_notice_and_as_many_joins(seed: int) -> None:
+def test_full_demo_plans_three_kills_three_notices_and_six_joins(seed: int) -> None:
     actions = [change.action for change in plan(60, 3, seed)]
     assert actions.count("kill") == actions.count("notice") == 3
     assert actions.count("join") == 6
 
 
-def test_the_full_run_has_a_moment_in_which_all_spot_workers_go() -> None:
+def test_full_demo_preempts_all_spot_workers_at_one_step() -> None:
     preemptions = [change.at_step for change in plan(60, 3, 0) if change.action != "join"]
     assert max(preemptions.count(at) for at in preemptions) == 3
 
@@ -52,31 +52,31 @@ def changes(*planned: tuple[float, str]) -> list[PlannedChange]:
 
 
 def test_a_preemption_strikes_only_workers_that_generate() -> None:
-    director = Director(changes((1.5, "kill")), seed=0)
+    schedule = PreemptionSchedule(changes((1.5, "kill")), seed=0)
     fleet = [
         seen("reserved-1", 0),
         seen("worker-1", 0, state="pulling"),
         seen("worker-2", 0, running=0),
         seen("worker-3", 0),
     ]
-    assert director.due(1.4, fleet) == []
-    (act,) = director.due(1.6, fleet)
-    assert (act.planned.action, act.process) == ("kill", "worker-3")
-    assert director.due(1.7, fleet) == []
+    assert schedule.due(1.4, fleet) == []
+    (change,) = schedule.due(1.6, fleet)
+    assert (change.planned.action, change.process) == ("kill", "worker-3")
+    assert schedule.due(1.7, fleet) == []
 
 
-def test_a_preemption_that_finds_nobody_waits_and_joins_do_not() -> None:
-    director = Director(changes((1, "kill"), (2, "notice"), (2.5, "join")), seed=0)
-    assert [act.planned.action for act in director.due(3, [])] == ["join"]
-    assert [act.planned.action for act in director.due(3.1, [seen("worker-1", 0)])] == ["kill"]
-    assert director.due(3.2, [seen("worker-1", 0)]) == []  # it is gone, although it is still listed
-    assert [act.process for act in director.due(3.3, [seen("worker-2", 0)])] == ["worker-2"]
+def test_preemption_without_a_worker_is_deferred_and_joins_are_not() -> None:
+    schedule = PreemptionSchedule(changes((1, "kill"), (2, "notice"), (2.5, "join")), seed=0)
+    assert [change.planned.action for change in schedule.due(3, [])] == ["join"]
+    assert [change.planned.action for change in schedule.due(3.1, [seen("worker-1", 0)])] == ["kill"]
+    assert schedule.due(3.2, [seen("worker-1", 0)]) == []  # it is gone, although it is still listed
+    assert [change.process for change in schedule.due(3.3, [seen("worker-2", 0)])] == ["worker-2"]
 
 
 def test_preemptions_due_together_strike_different_workers() -> None:
-    director = Director(changes(*[(1, "kill")] * 3), seed=0)
-    struck = [act.process for act in director.due(1, [seen(f"worker-{i}", 0) for i in range(3)])]
-    assert sorted(struck) == ["worker-0", "worker-1", "worker-2"]
+    schedule = PreemptionSchedule(changes(*[(1, "kill")] * 3), seed=0)
+    preempted = [change.process for change in schedule.due(1, [seen(f"worker-{i}", 0) for i in range(3)])]
+    assert sorted(preempted) == ["worker-0", "worker-1", "worker-2"]
 
 
 def test_progress_within_a_step_follows_the_length_of_the_last_one() -> None:

@@ -35,7 +35,7 @@ def test_the_setting_chooses_the_engine() -> None:
 
 @pytest.mark.parametrize("vllm_is_there", [False], indirect=True)
 @pytest.mark.usefixtures("vllm_is_there")
-def test_a_worker_without_vllm_says_how_to_install_it() -> None:
+def test_worker_without_vllm_names_how_to_install_it() -> None:
     with pytest.raises(ConfigError, match="make install-vllm"):
         _engines(Settings(engine="vllm"))
 

@@ -9,49 +9,49 @@ from rlboost.services.rollout_worker.domain.progress import FIRST_TOKEN_FACTOR, 
 LIMIT_S = 10.0
 
 
-def looks(progress: Progress, n: int, *, busy: bool = True, made: int = 0) -> Progress:
+def looks(progress: Progress, n: int, *, busy: bool = True, n_generated: int = 0) -> Progress:
     for _ in range(n):
-        progress.update(busy=busy, made=made, elapsed_s=1.0)
+        progress.update(busy=busy, n_generated=n_generated, elapsed_s=1.0)
     return progress
 
 
 @pytest.fixture
 def steady() -> Progress:
-    """Of an engine that has made its first token."""
-    return looks(Progress(), 1, made=1)
+    """Of an engine that has generated its first token."""
+    return looks(Progress(), 1, n_generated=1)
 
 
 def test_an_engine_whose_tokens_stop_coming_hangs(steady: Progress) -> None:
-    assert not looks(steady, 10, made=1).hangs(LIMIT_S)
-    assert looks(steady, 1, made=1).hangs(LIMIT_S)
+    assert not looks(steady, 10, n_generated=1).hangs(LIMIT_S)
+    assert looks(steady, 1, n_generated=1).hangs(LIMIT_S)
     assert steady.silent_s == 11.0
 
 
 def test_each_token_resets_the_silence(steady: Progress) -> None:
-    for made in range(2, 9):
-        assert not looks(steady, 9, made=made).hangs(LIMIT_S)
+    for n_generated in range(2, 9):
+        assert not looks(steady, 9, n_generated=n_generated).hangs(LIMIT_S)
 
 
 def test_idle_or_paused_engine_never_hangs(steady: Progress) -> None:
-    assert not looks(steady, 1000, busy=False, made=1).hangs(LIMIT_S)
-    assert not looks(steady, 10, made=1).hangs(LIMIT_S), "the silence begins with the work"
+    assert not looks(steady, 1000, busy=False, n_generated=1).hangs(LIMIT_S)
+    assert not looks(steady, 10, n_generated=1).hangs(LIMIT_S), "the silence begins with the work"
 
 
 def test_first_token_after_a_pause_may_take_longer(steady: Progress) -> None:
     steady.on_resume()
-    assert not looks(steady, int(FIRST_TOKEN_FACTOR * LIMIT_S), made=1).hangs(LIMIT_S)
-    assert looks(steady, 1, made=1).hangs(LIMIT_S)
+    assert not looks(steady, int(FIRST_TOKEN_FACTOR * LIMIT_S), n_generated=1).hangs(LIMIT_S)
+    assert looks(steady, 1, n_generated=1).hangs(LIMIT_S)
 
 
 def test_long_prefill_extends_the_limit(steady: Progress) -> None:
     steady.on_submit(int(30 * PREFILL_TOKENS_PER_S))
     steady.on_submit(5)
-    assert not looks(steady, 40, made=1).hangs(LIMIT_S)
-    assert looks(steady, 1, made=1).hangs(LIMIT_S)
-    looks(steady, 1, made=2)
-    assert looks(steady, 11, made=2).hangs(LIMIT_S), "it was read in: the next token takes no longer than any"
+    assert not looks(steady, 40, n_generated=1).hangs(LIMIT_S)
+    assert looks(steady, 1, n_generated=1).hangs(LIMIT_S)
+    looks(steady, 1, n_generated=2)
+    assert looks(steady, 11, n_generated=2).hangs(LIMIT_S), "it was read in: the next token takes no longer than any"
 
 
-def test_another_engine_that_counts_from_zero_is_no_silence(steady: Progress) -> None:
-    looks(steady, 9, made=1)
-    assert not looks(steady, 2, made=0).hangs(LIMIT_S)
+def test_counter_reset_of_a_new_engine_does_not_count_as_hanging(steady: Progress) -> None:
+    looks(steady, 9, n_generated=1)
+    assert not looks(steady, 2, n_generated=0).hangs(LIMIT_S)

@@ -27,7 +27,7 @@ def job(**changes: Any) -> JobSpec:
     return jobs.job(**{"reward": None, **changes})
 
 
-def test_an_environment_may_stand_in_place_of_a_reward_or_beside_one() -> None:
+def test_environment_replaces_or_complements_a_reward() -> None:
     alone = job(environment=GAME)
     assert alone.reward is None
     assert alone.environment is not None
@@ -46,7 +46,7 @@ def test_an_environment_may_stand_in_place_of_a_reward_or_beside_one() -> None:
         ({"environment": GAME, "kind": "sft"}, "a job of kind sft generates nothing: remove environment"),
     ],
 )
-def test_what_a_job_cannot_say_of_it_is_refused(changes: dict[str, Any], problem: str) -> None:
+def test_invalid_environment_section_is_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         job(**changes)
 

@@ -41,7 +41,7 @@ def test_a_long_wait_is_reported_once() -> None:
         (3, "after the last step  reward/mean 0.125  eval/reward 0.5"),
     ],
 )
-def test_a_step_is_one_line_of_what_people_look_at_first(step: int, line: str) -> None:
+def test_step_line_shows_rewards_only(step: int, line: str) -> None:
     row = {"step": step, "grad_norm": 9.0, "eval/reward": 0.5, "reward/mean": 0.125}
     assert step_line(row, 3) == line
 
@@ -106,7 +106,7 @@ class Systems:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "_POLL_S", 0.0)
     monkeypatch.setattr(follow, "_LONG_OUTAGE_S", 0.0)
-    monkeypatch.setattr(follow, "_LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(follow, "_REMAINING_WARNINGS_LIMIT_S", 0.1)
 
 
 def changes(systems: Systems) -> list[tuple[str, Any]]:

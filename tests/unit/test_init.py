@@ -130,7 +130,7 @@ def test_init_template_is_package_data() -> None:
     assert [name for name in others if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
-def test_config_check_from_another_folder_says_where_it_searched() -> None:
+def test_config_check_from_another_folder_names_the_cd_to_run() -> None:
     rlboost("init", "sums")
     found = rlboost("config", "check", "sums/job.yaml", code=2)
     assert "run 'cd sums' first" in found

@@ -26,7 +26,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", JOBS)
-def test_what_a_job_of_a_kind_needs_is_enough_and_survives_its_resolved_form(kind: str) -> None:
+def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
     job = parse(JOBS[kind])
     assert job.kind == kind
     assert parse(json.loads(to_json(job))) == job
@@ -47,7 +47,7 @@ def test_what_a_job_of_a_kind_needs_is_enough_and_survives_its_resolved_form(kin
         ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft' or 'eval'; nothing else is supported"),
     ],
 )
-def test_what_a_kind_needs_is_asked_for_by_name(kind: str, changes: dict[str, Any], text: str) -> None:
+def test_missing_setting_of_a_kind_is_named(kind: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**JOBS[kind], **changes})
     assert str(caught.value) == text
@@ -95,7 +95,7 @@ def test_all_that_does_not_apply_is_named_at_once(
     assert caught.value.fields == [(name, text) for name in removed.split(", ")]
 
 
-def test_what_does_not_apply_is_told_beside_what_is_wrong() -> None:
+def test_inapplicable_and_invalid_settings_are_reported_together() -> None:
     with pytest.raises(InvalidJob) as caught:
         parse({**JOBS["sft"], "sampling": {}, "steps": "many", "optimiser": {}})
     assert caught.value.problems == [
@@ -107,14 +107,14 @@ def test_what_does_not_apply_is_told_beside_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sft", "eval"])
-def test_what_does_not_apply_may_be_null_and_is_not_in_the_resolved_form(kind: str) -> None:
+def test_inapplicable_settings_may_be_null_and_are_not_resolved(kind: str) -> None:
     others = {name: None for job in JOBS.values() for name in job if name not in {"kind", *JOBS[kind]}}
     job = parse({**others, **JOBS[kind]})
     assert not others.keys() & json.loads(to_json(job)).keys()
 
 
 @pytest.mark.parametrize("kind", JOBS)
-def test_a_job_that_was_stored_with_all_defaults_and_with_what_does_not_apply_is_still_read(kind: str) -> None:
+def test_stored_job_with_inapplicable_settings_is_still_read(kind: str) -> None:
     stored = (GOLDEN / f"{kind}.json").read_text()
     with pytest.raises(InvalidJob, match=f"a job of kind {kind} .*: remove "):
         parse(json.loads(stored))
@@ -134,7 +134,7 @@ def test_stored_job_with_a_removed_key_is_read_and_a_new_one_is_refused() -> Non
         parse({**JOBS["rl"], "elastic": {"link": "slow"}})
 
 
-def test_a_stored_job_keeps_what_it_ran_with_before_there_was_a_setting_for_it() -> None:
+def test_stored_dapo_job_without_resample_keeps_replacing_no_group() -> None:
     """`dapo` replaced no group until `algorithm.resample` came."""
     stored = json.loads((GOLDEN / "dapo.json").read_text())
     job = parse_stored(stored)
@@ -151,7 +151,7 @@ def test_a_stored_job_keeps_what_it_ran_with_before_there_was_a_setting_for_it()
     assert anew.algorithm.resample == 8
 
 
-def test_what_is_wrong_with_a_stored_job_is_told() -> None:
+def test_invalid_setting_of_a_stored_job_is_reported() -> None:
     with pytest.raises(InvalidJob) as caught:
         parse_stored({**JOBS["sft"], "sampling": {}, "steps": 0})
     assert str(caught.value) == "steps: should be 1 or more"
@@ -168,7 +168,7 @@ def test_an_adapter_may_be_fine_tuned() -> None:
     assert parse({**JOBS["sft"], "elastic": {"weights": "lora"}}).adapter is not None
 
 
-def test_the_evaluation_of_a_job_has_its_data_reward_and_sampling_and_nothing_of_training() -> None:
+def test_evaluation_of_a_job_drops_training_settings() -> None:
     job = {
         **JOBS["rl"],
         "name": "sums",
@@ -203,7 +203,7 @@ def test_the_evaluation_of_a_job_has_its_data_reward_and_sampling_and_nothing_of
         ),
     ],
 )
-def test_a_model_that_needs_room_has_it_in_its_evaluation_too(trainer: dict[str, Any], kept: dict[str, Any]) -> None:
+def test_evaluation_of_a_job_keeps_sharding_and_offload(trainer: dict[str, Any], kept: dict[str, Any]) -> None:
     job = {**JOBS["rl"], "data": {"train": "t", "eval": "e"}, "trainer": trainer}
     for given in (job, json.loads(to_json(parse(job)))):
         assert parse(evaluation_of(given)).trainer == TrainerSpec(**kept)
@@ -218,7 +218,7 @@ def test_a_model_that_needs_room_has_it_in_its_evaluation_too(trainer: dict[str,
         ({"eval": "often"}, "eval: should be a section with the keys every, samples, pass_reward"),
     ],
 )
-def test_what_is_wrong_with_a_job_is_wrong_with_its_evaluation(changes: dict[str, Any], text: str) -> None:
+def test_evaluation_of_an_invalid_job_is_invalid(changes: dict[str, Any], text: str) -> None:
     job = {**JOBS["rl"], "data": {"eval": "e"}, **changes}
     with pytest.raises(ConfigError, match=text):
         parse(evaluation_of(job, samples=3))
@@ -235,9 +235,7 @@ def test_what_is_wrong_with_a_job_is_wrong_with_its_evaluation(changes: dict[str
         ),
     ],
 )
-def test_what_cannot_begin_with_another_jobs_checkpoint_is_refused(
-    kind: str, changes: dict[str, Any], text: str
-) -> None:
+def test_resume_of_an_unsupported_job_is_refused(kind: str, changes: dict[str, Any], text: str) -> None:
     job = {**JOBS[kind], **changes}
     for resume in ("auto", "never"):
         parse({**job, "trainer": {"resume": resume}})

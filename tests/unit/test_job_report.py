@@ -111,7 +111,7 @@ def test_report_reads_a_job_by_name_and_does_not_wait_for_its_end(rest: FakeRest
     assert events.url.params["follow"] == "0"
 
 
-def test_report_of_an_unknown_job_or_into_a_bad_folder_says_what_to_do(rest: FakeRest, tmp_path: Path) -> None:
+def test_report_of_an_unknown_job_or_to_a_bad_folder_names_the_remedy(rest: FakeRest, tmp_path: Path) -> None:
     rest.on("GET /v1/jobs/nope", problem(404, "No such job", "there is no job 'nope': list them"))
     rest.on("GET /v1/jobs", ok([]))
     unknown = report("nope")

@@ -65,7 +65,7 @@ def test_no_service_imports_another(service: str) -> None:
             assert not name.startswith("rlboost"), f"{path} imports {name}"
 
 
-def test_a_module_of_ours_is_imported_from_rlboost() -> None:
+def test_modules_are_imported_from_rlboost() -> None:
     """A user's folder may have packages `services`, `shared` and `examples`, and it comes first on the path."""
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         found = re.findall(r"^ *(?:from|import) (?:services|shared|examples)\b", path.read_text("utf-8"), re.MULTILINE)
@@ -77,7 +77,7 @@ def test_shared_imports_no_service() -> None:
         assert not tops(imports(path)) & {"services", "rlboost", "examples"}, path
 
 
-def test_what_users_touch_imports_a_service_only_to_check_a_job_as_its_trainer_will() -> None:
+def test_rlboost_imports_services_only_in_the_model_check() -> None:
     for path in (ROOT / "rlboost").rglob("*.py"):
         services = {name for name in imports(path) if name.startswith("services.")}
         if path != ROOT / "rlboost" / "jobs" / "model_check.py":

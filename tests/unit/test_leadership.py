@@ -195,7 +195,7 @@ async def test_restarted_manager_replaces_the_lease_of_its_address(pair: Pair) -
         await pair.first.turn()
 
 
-async def test_managers_with_one_address_do_not_replace_each_other_twice(pair: Pair) -> None:
+async def test_superseded_manager_of_the_same_address_does_not_lead_again(pair: Pair) -> None:
     double = pair.manager(1)
     assert await pair.first.try_lead()
     assert await double.try_lead()

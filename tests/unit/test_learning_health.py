@@ -111,12 +111,12 @@ def test_a_length_penalty_is_a_signal_though_rewards_are_equal() -> None:
     assert raised([equal(0.0) | {"reward/overlong_penalty": 0.1}] * 4) == []
 
 
-def test_a_reward_that_falls_under_a_curriculum_is_no_fault() -> None:
+def test_falling_reward_under_a_curriculum_raises_no_warning() -> None:
     rows = [rl(0.6)] * 4 + [rl(0.1)] * 3
     assert raised(rows, JobFacts("j-1", prompts_per_step=32, has_curriculum=True)) == []
 
 
-def test_a_fall_within_the_noise_of_few_prompts_is_no_fault() -> None:
+def test_falling_reward_of_few_prompts_raises_no_warning() -> None:
     rows = [rl(0.6)] * 4 + [rl(0.1)] * 3
     assert raised(rows, JobFacts("j-1", prompts_per_step=2)) == []
 
@@ -133,7 +133,7 @@ def test_a_fall_within_the_noise_of_few_prompts_is_no_fault() -> None:
         (rl(completions__clipped_ratio=1.0), ["sampling.max_tokens is 256", "end token"]),
     ],
 )
-def test_a_warning_has_the_numbers_the_causes_and_what_to_do(row: dict[str, float], words: list[str]) -> None:
+def test_warning_has_numbers_causes_and_remedy(row: dict[str, float], words: list[str]) -> None:
     health = LearningHealth(FACTS)
     for step in range(WINDOW_STEPS):
         health.observe(step, row)

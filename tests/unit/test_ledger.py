@@ -167,7 +167,7 @@ def test_failures_survive_in_a_restatement(ledger: Ledger) -> None:
     assert fresh.samples[GROUP].failed_on == ["w1"]
 
 
-def test_restatement_that_missed_a_placement_keeps_older_entries(ledger: Ledger) -> None:
+def test_restatement_without_a_later_placement_keeps_older_entries(ledger: Ledger) -> None:
     record = ledger.restated(ledger.samples[GROUP])
     ledger.place(placed("w2", 2, 0))
     ledger.restate(record, "9-0")
@@ -192,7 +192,7 @@ def test_restated_sample_replaces_older_entries(ledger: Ledger) -> None:
     assert fresh.samples[GROUP].spans == [("w1", 0, 3)]
 
 
-def test_restatement_that_missed_a_frame_keeps_older_entries(ledger: Ledger) -> None:
+def test_restatement_without_a_later_frame_keeps_older_entries(ledger: Ledger) -> None:
     record = ledger.restated(ledger.samples[GROUP])
     ledger.extend(frame("w1", 1, 0, [5]))
     ledger.restate(record, "9-0")

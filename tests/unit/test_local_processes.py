@@ -34,7 +34,7 @@ def site(options: LocalOptions | None = None, inherited: Mapping[str, str] | Non
     )
 
 
-def test_a_system_is_redis_store_manager_trainer_and_the_workers_asked_for() -> None:
+def test_roster_has_the_services_and_the_requested_workers() -> None:
     options = LocalOptions(reserved=1, workers=2)
     assert roster(options) == [
         ("redis", "redis"),
@@ -104,7 +104,7 @@ def test_trainer_and_manager_get_the_weight_store_url() -> None:
 
 
 @pytest.mark.parametrize(("name", "role"), roster(LocalOptions(workers=2)))
-def test_no_secret_is_on_a_command_line_or_in_what_is_shown(name: str, role: str) -> None:
+def test_secrets_are_not_in_command_lines_or_reprs(name: str, role: str) -> None:
     spec = spec_of(site(), name, role)  # type: ignore[arg-type]  # the roster's own roles
     shown = repr(spec) + repr(site())
     assert "the-token" not in shown
@@ -112,7 +112,7 @@ def test_no_secret_is_on_a_command_line_or_in_what_is_shown(name: str, role: str
     assert not any("the-" in part for part in spec.argv)
 
 
-def test_engines_get_one_thread_unless_the_user_says_otherwise() -> None:
+def test_engine_gets_one_thread_unless_the_user_sets_another() -> None:
     assert spec_of(site(), "worker-1", "preemptible").env["OMP_NUM_THREADS"] == "1"
     told = site(inherited={"OMP_NUM_THREADS": "8"})
     assert spec_of(told, "worker-1", "preemptible").env["OMP_NUM_THREADS"] == "8"

@@ -21,7 +21,7 @@ def config(state: StateDir) -> Config:
     return Config("http://127.0.0.1:1", "token", "redis://x", str(state.path), 1)
 
 
-def test_what_is_published_is_found_while_the_supervisor_lives(state: StateDir) -> None:
+def test_state_is_readable_while_the_supervisor_lives(state: StateDir) -> None:
     with state.owned():
         state.write_config(config(state))
         state.write_processes([RECORD])

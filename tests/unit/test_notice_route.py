@@ -36,7 +36,7 @@ async def test_a_notice_reaches_the_worker(body: str, notice: Notice) -> None:
     "body",
     ['{"lead_s": -1}', '{"lead_s": NaN}', '{"lead_s": 1e999}', '{"leads": 3}', '{"reason": ""}', "soon", "[]"],
 )
-async def test_what_is_no_notice_is_refused(body: str) -> None:
+async def test_invalid_notice_is_refused(body: str) -> None:
     assert await post(body) == (422, [])
 
 

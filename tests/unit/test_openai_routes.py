@@ -177,7 +177,7 @@ def test_known_field_is_unsupported_unless_it_changes_nothing(field: str) -> Non
         assert error_object(caught.value)["param"] == field
 
 
-async def test_openai_client_may_send_what_changes_nothing(site: Site) -> None:
+async def test_openai_client_may_send_parameters_without_effect(site: Site) -> None:
     create = site.client().completions.create
     harmless = {"metadata": {"a": "b"}, "store": True, "response_format": {"type": "text"}, "top_k": -1}
     await create(model="j", prompt="a", max_tokens=1, user="me", best_of=1, extra_body=harmless)

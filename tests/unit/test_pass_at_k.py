@@ -19,7 +19,7 @@ def test_it_is_the_share_of_all_choices_of_k_in_which_one_passes(n: int, n_passe
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_it_says_nothing_of_more_completions_than_there_are(k: int) -> None:
+def test_pass_at_k_beyond_the_completions_is_refused(k: int) -> None:
     with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from 3 completions"):
         pass_at_k(3, 1, k)
 
@@ -30,7 +30,7 @@ def test_problems_are_averaged_up_to_the_fewest_completions_of_one() -> None:
     assert pass_rates([]) == {}
 
 
-def test_what_passes_is_a_matter_of_the_reward() -> None:
+def test_pass_at_k_depends_on_the_pass_reward() -> None:
     empty = SampleFinished(
         sample=1, tokens=pack([], I32), logprobs=pack([], F32), finish="stop", spans=[], attempts=1, group_done=False
     )

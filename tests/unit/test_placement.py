@@ -351,7 +351,7 @@ def test_fair_shares_of_uneven_weights_are_rounded_by_jefferson(
     assert tuple(fair_shares(demands, workers, batch_cap=8).values()) == shares
 
 
-def test_fair_share_is_at_most_what_the_job_can_fill() -> None:
+def test_fair_share_is_at_most_the_workers_a_job_can_fill() -> None:
     assert fair_shares([demand("a", 9999, 0), demand("b", 10, 0)], 10, batch_cap=8) == {"a": 8, "b": 2}
 
 

@@ -77,7 +77,7 @@ def test_a_run_with_little_to_show_has_a_report_too(made: Record, tmp_path: Path
     assert "No retained sample had more than one worker" in text
 
 
-def test_what_comes_from_outside_is_escaped() -> None:
+def test_report_escapes_foreign_text() -> None:
     made = record()
     made.journeys[0].completion = "<script>alert(1)</script>"
     made.job["name"] = "<b>$name"

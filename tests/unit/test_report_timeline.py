@@ -26,7 +26,7 @@ def states(row: Row) -> list[tuple[float, float, str]]:
     return [(span.began_at, span.ended_at, span.state) for span in row.spans]
 
 
-def test_the_reserved_workers_come_first_and_those_that_joined_last() -> None:
+def test_timeline_rows_start_with_reserved_workers_and_end_with_joined_ones() -> None:
     assert [row.name for row in rows(record())] == [
         "reserved-1",
         "worker-1",
@@ -37,7 +37,7 @@ def test_the_reserved_workers_come_first_and_those_that_joined_last() -> None:
     ]
 
 
-def test_a_worker_that_was_there_before_the_job_begins_as_it_was_first_seen() -> None:
+def test_timeline_of_an_earlier_worker_begins_with_its_first_state() -> None:
     assert states(by_name()["worker-3"]) == [
         (READY_AT, JOB_AT + 0.5, "joining"),
         (JOB_AT + 0.5, JOB_AT + 1, "pulling"),

@@ -154,6 +154,6 @@ def test_slot_without_a_token_in_a_step_is_unchanged() -> None:
     rows.admit(budget_tokens=100)
     rows.commit(np.array([NO_TOKEN, 5]), np.zeros(2, np.float32))
     assert rows.offsets.tolist() == [0, 1]
-    assert rows.made_total == 1
+    assert rows.generated_total == 1
     (emission,) = rows.drain()
     assert (emission.sample, emission.tokens, emission.finish) == (2, [5], FINISH_NONE)

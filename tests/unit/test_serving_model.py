@@ -68,7 +68,7 @@ def test_extend_chat_keeps_the_tokens_of_the_answer(folder: Path, tmp_path: Path
         load(tmp_path).extend_chat([1], messages, 1)
 
 
-def test_served_model_errors_say_what_to_do(folder: Path, tmp_path: Path) -> None:
+def test_served_model_errors_name_the_problem(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(TokenizationError, match="has no chat template"):
         load(folder).encode_chat([{"role": "user", "content": "t3"}])
     with pytest.raises(TokenizationError, match="send the prompt as token ids"):

@@ -50,7 +50,7 @@ def step_by_step(spec: EngineSpec, samples: Iterable[tuple[int, int]]) -> dict[i
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 400)), min_size=1, max_size=12))
-def test_the_closed_form_ends_samples_when_counting_every_step_does(samples: list[tuple[int, int]]) -> None:
+def test_closed_form_engine_matches_step_by_step(samples: list[tuple[int, int]]) -> None:
     engine = Engine(SPEC)
     for i, (prompt, length) in enumerate(samples):
         engine.submit(held(i, length, prompt))
@@ -102,7 +102,7 @@ def test_a_slower_engine_takes_longer_by_its_speed() -> None:
     assert slow.next_event_at() == pytest.approx(2 * fast.next_event_at())
 
 
-def test_a_sample_taken_out_keeps_its_tokens_and_goes_on_elsewhere_after_a_prefill() -> None:
+def test_migrated_sample_keeps_its_tokens_and_resumes_after_a_prefill() -> None:
     spec = replace(SPEC, prefill_tokens_per_s=100.0)
     first, second = Engine(SPEC), Engine(spec, now=1.0)
     first.submit(held(0, 100))
@@ -120,7 +120,7 @@ def test_a_sample_taken_out_keeps_its_tokens_and_goes_on_elsewhere_after_a_prefi
 # --- the workload -----------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_gives_the_same_world_again_and_another_seed_another() -> None:
+def test_simulated_world_is_determined_by_its_seed() -> None:
     assert prepare(SMALL["tail14k"], 2, 5) == prepare(SMALL["tail14k"], 2, 5)
     assert prepare(SMALL["tail14k"], 2, 5) != prepare(SMALL["tail14k"], 2, 6)
 
@@ -132,7 +132,7 @@ def test_preemptions_change_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_only_a_worker_that_is_there_goes_and_each_is_replaced_at_most_once(seed: int) -> None:
+def test_only_present_workers_are_preempted(seed: int) -> None:
     work = workload(LOGNORMAL, 6, seed, 100.0)
     there = {joining.worker for joining in work.fleet}
     gone = 0
@@ -162,7 +162,7 @@ def test_lengths_have_the_demos_quantiles() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SMALL)
-def test_every_sample_comes_once_and_whole_and_no_step_is_faster_than_the_bound(name: str, policy: str) -> None:
+def test_simulation_delivers_every_sample_within_the_step_bound(name: str, policy: str) -> None:
     work = prepare(SMALL[name], 3, 0)
     _, sim = run(work, policy, 3, 0)
     assert sim.trainer.delivered == work.length_of()
@@ -186,7 +186,7 @@ def test_without_preemptible_workers_a_run_ends_too(policy: str) -> None:
     assert result.window_s > 0
 
 
-def test_a_run_that_hangs_says_what_it_lacks() -> None:
+def test_hanging_simulation_error_counts_unfinished_samples() -> None:
     class Idle(Paper):
         def schedule(self) -> None:
             """Hand out nothing."""
@@ -204,7 +204,7 @@ def group(*lengths: int) -> Group:
     return Group(0, 100, lengths)
 
 
-def test_the_longest_sample_bounds_a_step_however_large_the_fleet() -> None:
+def test_longest_sample_bounds_a_step_of_any_fleet() -> None:
     fleet = [Presence(1.0, 0.0, None)] * 100
     spec = TAIL.engine
     alone_s = 10_000 * spec.decode_s(1, 100 + 5_000)
@@ -240,7 +240,7 @@ def test_the_paper_moves_one_pending_sample_to_a_worker_without_any() -> None:
     assert balance({"a": 0, "b": 7, "c": 2}, {"a": 9, "b": 9, "c": 9}, plateau=4) == ("b", "a", 1)
 
 
-def test_the_paper_moves_what_is_beyond_the_plateau_to_a_worker_that_runs_nothing() -> None:
+def test_balance_moves_samples_beyond_the_plateau_to_an_idle_worker() -> None:
     assert balance({"a": 0, "b": 0}, {"a": 0, "b": 10}, plateau=4) == ("b", "a", 6)
     assert balance({"a": 0, "b": 0}, {"a": 0, "b": 4}, plateau=4) is None
     assert balance({"a": 0, "b": 0}, {"a": 1, "b": 10}, plateau=4) is None

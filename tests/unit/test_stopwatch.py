@@ -35,7 +35,7 @@ def test_time_in_which_something_waited_for_a_processor_is_left_out(pressure: Pa
     assert counted.read() == 0.0
 
 
-def test_where_linux_does_not_tell_all_time_counts(pressure: Path) -> None:
+def test_stopwatch_without_pressure_files_counts_all_time(pressure: Path) -> None:
     counted = Stopwatch()
     assert counted.read() == 5.0
     pressure.mkdir()  # there, and refuses to be read

@@ -37,7 +37,7 @@ async def test_the_model_is_committed_once_and_then_adapters_that_name_it(tmp_pa
     assert rig.weights.adapters == dict.fromkeys(range(1, 6), (0, ADAPTER))
 
 
-async def test_the_final_model_has_the_adapter_in_it_and_the_adapter_is_kept_beside_it(tmp_path: Path) -> None:
+async def test_final_model_is_merged_and_the_adapter_is_saved_too(tmp_path: Path) -> None:
     rig = await undisturbed(tmp_path)
     assert rig.folder.adapter == rig.weights.versions[5]
     assert rig.folder.model == list(rig.engine.export_shards())
@@ -57,7 +57,7 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
         assert "weights_restored" not in dict(await rig.events())
 
 
-async def test_a_successor_that_finds_another_base_model_goes_on_from_the_committed_one(tmp_path: Path) -> None:
+async def test_successor_with_another_base_restores_the_committed_base(tmp_path: Path) -> None:
     rig = rig_in(tmp_path)
     await rig.killed_in(3)
     committed = [shard._replace(data=b"\x00\x00\x80?" * 2) for shard in rig.weights.versions[0]]
@@ -68,7 +68,7 @@ async def test_a_successor_that_finds_another_base_model_goes_on_from_the_commit
     assert ("weights_restored", {"version": 0}) in await rig.events()
 
 
-async def test_without_its_base_a_job_cannot_go_on(tmp_path: Path) -> None:
+async def test_adapter_job_without_its_committed_base_fails(tmp_path: Path) -> None:
     rig = rig_in(tmp_path)
     await rig.killed_in(3)
     del rig.weights.versions[0]

@@ -108,7 +108,7 @@ async def test_groups_of_equal_rewards_are_dropped_and_counted_or_kept(tmp_path:
     assert metrics["groups/dropped"] == 0.0
 
 
-async def test_what_normalises_over_the_step_waits_for_all_of_it_and_uses_all_of_it(tmp_path: Path) -> None:
+async def test_reinforce_pp_normalizes_advantages_over_the_whole_step(tmp_path: Path) -> None:
     engine = Recording()
     await completed(rig_of(tmp_path, engine, algorithm={"name": "reinforce++"}))
     values = [row.advantage for row in engine.rows]
@@ -117,7 +117,7 @@ async def test_what_normalises_over_the_step_waits_for_all_of_it_and_uses_all_of
     assert sum(value**2 for value in values) / 8 == pytest.approx(1.0, abs=1e-6)
 
 
-async def test_long_completions_lose_reward_and_what_they_lost_is_told(tmp_path: Path) -> None:
+async def test_overlong_penalty_lowers_advantages_and_is_reported(tmp_path: Path) -> None:
     engine = Recording()
     algorithm = {"name": "dr_grpo", "overlong_penalty": 3.0, "overlong_fraction": 1.0}
     rig = rig_of(tmp_path, engine, algorithm=algorithm)
@@ -188,7 +188,7 @@ async def test_with_a_critic_and_older_tokens_the_first_weights_are_asked_as_wel
 
 
 @pytest.mark.parametrize(("equal_groups", "trained"), [("keep", 8), ("drop", 4)])
-async def test_with_a_critic_equal_rewards_teach_unless_they_are_dropped(
+async def test_groups_of_equal_rewards_train_with_a_critic_unless_dropped(
     tmp_path: Path, equal_groups: str, trained: int
 ) -> None:
     engine = Recording()
@@ -199,7 +199,7 @@ async def test_with_a_critic_equal_rewards_teach_unless_they_are_dropped(
     assert metrics.get("dropped_groups/equal_rewards", 0.0) == (0.0 if trained == 8 else 2.0)
 
 
-async def test_with_a_critic_a_step_that_only_evaluates_says_nothing_of_advantages(tmp_path: Path) -> None:
+async def test_evaluation_step_with_a_critic_reports_no_advantages(tmp_path: Path) -> None:
     data = {"train": "t", "eval": "e", "prompts_per_step": 4}
     rig = rig_of(tmp_path, algorithm={"name": "ppo"}, data=data, eval={"every": 5, "samples": 3})
     metrics = await completed(rig)
@@ -277,7 +277,7 @@ class Mismatched(Recording):
 
 
 @pytest.mark.parametrize(("old_logprobs", "expected"), [("sampled", 0.25), ("recomputed", None)])
-async def test_the_mismatch_is_told_of_tokens_that_the_first_weights_were_asked_about(
+async def test_mismatch_covers_the_tokens_scored_by_the_first_weights(
     tmp_path: Path, old_logprobs: str, expected: float | None
 ) -> None:
     """Without a pass of their own, those are the first update's; with one, all."""
@@ -309,9 +309,7 @@ class Breaking(Recording):
 
 
 @pytest.mark.parametrize(("where", "said"), [("loss", "the loss is nan"), ("gradient", "the gradient's norm is inf")])
-async def test_a_loss_that_is_no_number_ends_the_job_on_the_last_good_version_with_the_batch_put_aside(
-    tmp_path: Path, where: str, said: str
-) -> None:
+async def test_non_finite_loss_fails_the_job_and_dumps_the_batch(tmp_path: Path, where: str, said: str) -> None:
     rig = rig_of(tmp_path, Breaking(where), steps=5)
     async with rig.trainer():
         await rig.command("create")
@@ -349,9 +347,7 @@ def test_a_loss_that_raises_is_named_with_its_line(tmp_path: Path, monkeypatch: 
     assert "return batch.advantage" in str(caught.value)
 
 
-def test_a_loss_that_was_edited_since_the_last_job_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edited_loss_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "edited_loss", raising=False)
     file = tmp_path / "edited_loss.py"

@@ -55,9 +55,7 @@ def test_advantages_are_those_of_the_paper(kind: str, groups: Groups) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(groups_of, st.randoms())
-def test_the_order_in_which_groups_came_changes_no_bit_of_their_advantages(
-    kind: str, groups: Groups, random: Any
-) -> None:
+def test_advantages_do_not_depend_on_the_order_of_groups(kind: str, groups: Groups, random: Any) -> None:
     order = random.sample(range(len(groups)), len(groups))
     there = estimate(kind, groups, drop_equal=True)
     other = estimate(kind, [groups[i] for i in order], drop_equal=True)
@@ -66,7 +64,7 @@ def test_the_order_in_which_groups_came_changes_no_bit_of_their_advantages(
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - NEED_THE_STEP))
 @given(groups_of)
-def test_what_stays_within_the_group_may_be_asked_for_one_group_at_a_time(kind: str, groups: Groups) -> None:
+def test_group_local_advantages_do_not_depend_on_other_groups(kind: str, groups: Groups) -> None:
     alone = [estimate(kind, [group], drop_equal=True)[0] for group in groups]
     assert alone == estimate(kind, groups, drop_equal=True)
 
@@ -119,7 +117,7 @@ def test_importance_weights_are_cut_or_masked() -> None:
     assert masked(weights, 2.0).tolist() == pytest.approx([0.0, 0.5, 1.0, 2.0, 0.0])
 
 
-def test_the_factors_of_an_aggregation_add_up_to_what_its_divisor_counts() -> None:
+def test_aggregation_factors_and_divisors_have_the_expected_values() -> None:
     lengths, most = (3, 1, 4), 8
     per_completion = {kind: [n * factor(kind, n, most) for n in lengths] for kind in _AGGREGATIONS}
     assert per_completion["token_mean"] == per_completion["sequence_sum"] == [3, 1, 4]
@@ -165,7 +163,7 @@ def test_without_a_word_it_is_grpo_as_ever() -> None:
     assert (spec.equal_groups, spec.old_logprobs, spec.importance) == ("drop", "auto", "truncate")
 
 
-def test_the_demos_job_is_still_what_it_was() -> None:
+def test_demo_job_keeps_the_defaults_but_group_size_and_updates() -> None:
     spec = parse(load("examples/countdown/job.yaml")).algorithm
     assert spec == chosen(group_size=8, updates_per_step=2)
 
@@ -248,14 +246,14 @@ def test_the_starting_weights_are_kept_where_they_are_asked(algorithm: dict[str,
         ({"epsilon": 0.2}, "algorithm.epsilon: unknown key"),
     ],
 )
-def test_what_does_not_apply_is_refused_with_what_to_do(algorithm: dict[str, Any], text: str) -> None:
+def test_inapplicable_algorithm_setting_is_refused_with_the_remedy(algorithm: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(job(**algorithm))
     assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_group_of_one_is_refused_where_there_is_nothing_to_compare_it_with(name: str) -> None:
+def test_single_sample_is_refused_without_a_comparison(name: str) -> None:
     if PRESETS[name]["advantage"] in GROUPLESS:
         assert chosen(name=name, group_size=1).group_size == 1
         with pytest.raises(ConfigError, match="a step of one sample has nothing to compare with"):

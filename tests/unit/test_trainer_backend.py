@@ -253,7 +253,7 @@ def test_slice_reader_names_a_missing_or_incomplete_tensor(tmp_path: Path) -> No
 # --- errors of ranks ---
 
 
-def test_rank_error_keeps_its_class_if_ours_else_its_traceback() -> None:
+def test_rank_error_keeps_its_known_class_or_its_traceback() -> None:
     known = wire.decode_error(1, wire.encode_error(ConfigError("tensor a is wrong"), "Traceback"))
     assert type(known) is ConfigError
     assert str(known) == "tensor a is wrong"

@@ -75,7 +75,7 @@ def test_micro_batches_begin_before_the_last_group_is_there() -> None:
 
 
 @given(groups=st.lists(st.lists(lengths, min_size=1, max_size=6), min_size=1, max_size=30), budget=st.integers(60, 200))
-def test_what_is_left_for_the_last_group_does_not_grow_with_the_step(groups: list[list[int]], budget: int) -> None:
+def test_work_after_the_last_group_is_bounded(groups: list[list[int]], budget: int) -> None:
     planner: UpdatePlanner[Stub] = UpdatePlanner(len(groups) + 1, 1, budget)
     for sizes in groups:
         planner.add(stubs(sizes))

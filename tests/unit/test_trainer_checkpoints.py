@@ -51,7 +51,7 @@ class FullCheckpoints(MemoryCheckpoints):
         super().save(state, write)
 
 
-async def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+async def test_steps_continue_during_a_checkpoint_and_the_next_one_waits(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=7))
     store = rig.checkpoints = SlowCheckpoints(tmp_path)
     async with rig.trainer():
@@ -81,7 +81,7 @@ async def test_the_end_of_a_job_waits_for_its_last_checkpoint(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("steps", "trained"), [(7, 4), (4, 4)])
-async def test_a_checkpoint_that_cannot_be_written_is_told_at_once_and_fails_the_job_at_the_next_or_at_the_end(
+async def test_failed_checkpoint_fails_the_job_at_the_next_one_or_at_the_end(
     tmp_path: Path, steps: int, trained: int
 ) -> None:
     rig = Rig(tmp_path, spec(steps=steps))
@@ -95,7 +95,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_told_at_once_and_fails_the
     assert [fields["step"] for kind, fields in await rig.events() if kind == "checkpoint_failed"] == [2]
 
 
-async def test_a_trainer_killed_while_a_checkpoint_is_written_goes_on_from_the_one_before(tmp_path: Path) -> None:
+async def test_trainer_killed_during_a_checkpoint_resumes_from_the_one_before(tmp_path: Path) -> None:
     undisturbed = Rig(tmp_path / "a")
     async with undisturbed.trainer():
         await undisturbed.command("create")
@@ -156,7 +156,7 @@ async def killed_in_step_3(rig: Rig) -> None:
     await rig.killed_in(3)
 
 
-async def test_a_job_does_not_go_on_with_other_prompts_of_the_same_number(tmp_path: Path) -> None:
+async def test_resume_with_as_many_other_prompts_fails_the_job(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await killed_in_step_3(rig)
     rig.first_row = 1
@@ -167,7 +167,7 @@ async def test_a_job_does_not_go_on_with_other_prompts_of_the_same_number(tmp_pa
     assert "trainer.resume" in report.error
 
 
-async def test_a_job_of_before_data_had_a_digest_goes_on(tmp_path: Path) -> None:
+async def test_checkpoint_without_a_data_digest_is_resumed(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await killed_in_step_3(rig)
     found = rig.checkpoints.newest()
@@ -183,7 +183,7 @@ def engine_file(directory: Path) -> bytes:
     return (directory / "fake.json").read_bytes()
 
 
-async def test_a_job_that_begins_with_another_ones_checkpoint_goes_on_with_its_step_weights_and_optimizer(
+async def test_job_resumes_step_weights_and_optimizer_of_another_job(
     tmp_path: Path,
 ) -> None:
     whole = Rig(tmp_path / "whole")
@@ -208,7 +208,7 @@ async def test_a_job_that_begins_with_another_ones_checkpoint_goes_on_with_its_s
     assert saved == [2, 4, 5], "one of its own at once: the other may not stay where it is"
 
 
-async def test_nothing_is_asked_for_or_published_before_the_beginning_with_another_jobs_checkpoint_is_kept(
+async def test_resumed_job_saves_its_own_checkpoint_before_any_request(
     tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path / "next")
@@ -233,7 +233,7 @@ EVALUATED = {"data": {"train": "t", "eval": "e", "prompts_per_step": 4}, "eval":
 
 
 @pytest.mark.parametrize("changes", [{}, EVALUATED], ids=["trained", "evaluated"])
-async def test_a_job_goes_on_from_where_another_one_ended(tmp_path: Path, changes: dict[str, Any]) -> None:
+async def test_job_resumes_from_the_final_checkpoint_of_another(tmp_path: Path, changes: dict[str, Any]) -> None:
     whole = Rig(tmp_path / "whole", spec(steps=7, **changes))
     first = Rig(tmp_path / "first", spec(steps=5, **changes))
     rig = Rig(tmp_path / "next", spec(steps=7, **changes))
@@ -253,9 +253,7 @@ async def test_a_job_goes_on_from_where_another_one_ended(tmp_path: Path, change
 
 
 @pytest.mark.parametrize("changes", [{}, EVALUATED], ids=["trained", "evaluated"])
-async def test_a_trainer_killed_behind_the_last_checkpoint_is_succeeded_by_one_that_trains_nothing(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+async def test_successor_after_the_last_checkpoint_only_exports(tmp_path: Path, changes: dict[str, Any]) -> None:
     rig = Rig(tmp_path, spec(steps=3, **changes))
     exporting, go_on = threading.Event(), threading.Event()
     export = rig.folder.export
@@ -282,7 +280,7 @@ async def test_a_trainer_killed_behind_the_last_checkpoint_is_succeeded_by_one_t
     assert rig.manager.answered == asked
 
 
-async def test_a_job_that_began_with_another_ones_checkpoint_resumes_with_its_own(tmp_path: Path) -> None:
+async def test_job_begun_from_another_jobs_checkpoint_resumes_from_its_own(tmp_path: Path) -> None:
     other = Rig(tmp_path / "other")
     await killed_in_step_3(other)
     found = other.checkpoints.newest()
@@ -305,7 +303,7 @@ async def test_a_job_that_began_with_another_ones_checkpoint_resumes_with_its_ow
     assert set(rig.manager.answered.values()) == {1}
 
 
-async def test_a_checkpoint_of_another_job_may_be_gone_on_from_with_other_data(tmp_path: Path) -> None:
+async def test_checkpoint_of_another_job_may_be_resumed_with_other_data(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "next")
     rig.predecessor = predecessor(tmp_path, TrainState(1, "7-0", 10_000, "8-0", "of other data"))
     async with rig.trainer():

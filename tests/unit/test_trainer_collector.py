@@ -63,7 +63,7 @@ def test_a_dropped_sample_drops_its_whole_group_with_the_reason() -> None:
     assert collected.fold(dropped(sample_id(0, 1))) == DroppedGroup(sample_id(0, 0), "generation", "too long")
 
 
-def test_what_comes_after_the_drop_changes_nothing() -> None:
+def test_samples_of_a_dropped_group_change_nothing() -> None:
     collected = collector()
     collected.fold(dropped(sample_id(0, 0)))
     assert collected.fold(finished(sample_id(0, 1))) is None
@@ -80,7 +80,7 @@ def test_a_late_sample_of_an_earlier_step_is_counted_and_left() -> None:
 @pytest.mark.parametrize(
     "stranger", [sample_id(2, 0), sample_id(0, 2), sample_id(0, 0, step=STEP + 1), sample_id(0, 0, job=2)]
 )
-def test_a_sample_that_nobody_asked_for_changes_nothing(stranger: int) -> None:
+def test_unrequested_sample_is_rejected_without_effect(stranger: int) -> None:
     collected = collector()
     with pytest.raises(Unprocessable, match="not requested"):
         collected.fold(finished(stranger))
@@ -99,7 +99,7 @@ def test_tokens_of_as_many_versions_before_the_step_as_the_job_allows_may_be_use
 
 
 @pytest.mark.parametrize("versions", [(STEP - 3, STEP), (STEP, STEP + 1), (STEP - 3,)])
-def test_a_group_with_a_token_beyond_the_bound_is_dropped_whole_once_all_of_it_is_there(versions: tuple[int]) -> None:
+def test_stale_group_is_dropped_once_it_is_complete(versions: tuple[int]) -> None:
     collected = collector(n_groups=1, max_staleness=2)
     assert collected.fold(of_versions(sample_id(0, 0), *versions)) is None
     assert not collected.complete
@@ -110,7 +110,7 @@ def test_a_group_with_a_token_beyond_the_bound_is_dropped_whole_once_all_of_it_i
     assert collected.complete
 
 
-def test_evaluation_is_of_the_steps_own_version_whatever_staleness_training_allows() -> None:
+def test_evaluation_allows_no_staleness() -> None:
     groups = [SampleId(1, True, STEP, g, 0).pack() for g in range(2)]
     collected = StepCollector(1, STEP, dict.fromkeys(groups, 1), max_staleness=2)
     outcome = collected.fold(of_versions(groups[0], STEP - 1))
@@ -139,7 +139,7 @@ def test_the_trainer_has_device_between_the_end_of_seeding_and_its_reopening() -
 
 
 @given(st.data())
-def test_every_group_is_decided_exactly_once_whatever_the_order(data: st.DataObject) -> None:
+def test_every_group_is_decided_exactly_once_in_any_order(data: st.DataObject) -> None:
     ids = [sample_id(g, m) for g in range(4) for m in range(3)]
     gone = data.draw(st.sets(st.sampled_from(ids), max_size=3))
     answers: list[Message] = [dropped(i) if i in gone else finished(i) for i in ids]

@@ -46,7 +46,7 @@ class Echo:
         return Step(f"50 {len(text.split())}", len(text.split()) % 3, done=self.n_turns >= self.n)
 
 
-class TalkRig(Rig):
+class ConversationRig(Rig):
     """A trainer whose samples are conversations."""
 
     def __init__(self, folder: Path, make: Callable[[], Environment] = Echo, **changes: Any) -> None:
@@ -83,7 +83,7 @@ def done(request: GroupRequested, sample: int) -> Answer:
     return scripted(short, sample)
 
 
-async def first_turns_answered(rig: TalkRig) -> list[TurnAnswered]:
+async def first_turns_answered(rig: ConversationRig) -> list[TurnAnswered]:
     """Return the answers to the first turns of all eight samples, once the log has them."""
 
     async def answers() -> list[TurnAnswered]:
@@ -93,7 +93,7 @@ async def first_turns_answered(rig: TalkRig) -> list[TurnAnswered]:
     return await eventually(answers)
 
 
-async def played(rig: TalkRig) -> TalkRig:
+async def played(rig: ConversationRig) -> ConversationRig:
     rig.manager.script = done
     async with rig.trainer():
         await rig.command("create")
@@ -102,7 +102,7 @@ async def played(rig: TalkRig) -> TalkRig:
 
 
 async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_trained_on(tmp_path: Path) -> None:
-    rig = await played(TalkRig(tmp_path, steps=1))
+    rig = await played(ConversationRig(tmp_path, steps=1))
     assert len(rig.rows) == 8
     by_prompt = {request.group: request for request in rig.turns}
     for row in rig.rows:
@@ -123,8 +123,8 @@ async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_tra
     assert rig.environments[0].closed
 
 
-async def test_rewards_of_the_turns_add_up_and_what_a_function_gives_is_added(tmp_path: Path) -> None:
-    rig = TalkRig(tmp_path, steps=1, reward={"function": "m:f"})
+async def test_turn_rewards_and_function_rewards_are_summed(tmp_path: Path) -> None:
+    rig = ConversationRig(tmp_path, steps=1, reward={"function": "m:f"})
     asked: list[RewardBatch] = []
 
     def reward(batch: RewardBatch) -> Scores:
@@ -146,12 +146,12 @@ async def test_rewards_of_the_turns_add_up_and_what_a_function_gives_is_added(tm
     assert {sample["turns"] for sample in shown} == {2, 3}
 
 
-async def test_turns_and_room_have_an_end(tmp_path: Path) -> None:
+async def test_conversation_ends_at_the_turn_and_length_limits(tmp_path: Path) -> None:
     class Endless(Echo):
         def step(self, text: str) -> Step:
             return replace(super().step(text), done=False)
 
-    rig = await played(TalkRig(tmp_path, Endless, steps=1))
+    rig = await played(ConversationRig(tmp_path, Endless, steps=1))
     assert [answer.over for answer in await rig.answers() if answer.over] == ["cut"] * 8
     (report,) = await rig.steps()
     assert report.metrics["turns/max"] == TURNS
@@ -161,11 +161,11 @@ async def test_turns_and_room_have_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("turn", [0, 1, 2])
-async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_trains_on_the_same_rows(
+async def test_successor_continues_conversations_and_trains_on_the_same_rows(
     tmp_path: Path, max_staleness: int, turn: int
 ) -> None:
     elastic = {"max_staleness": max_staleness}
-    undisturbed = await played(TalkRig(tmp_path / "a", elastic=elastic))
+    undisturbed = await played(ConversationRig(tmp_path / "a", elastic=elastic))
     first = 0 if turn == 0 else 4 + (turn - 1) * 8
 
     def is_late(sample: int) -> bool:
@@ -173,7 +173,7 @@ async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_train
         found = SampleId.unpack(sample)
         return found.step == 2 and found.group >= first and (turn > 0 or found.group == 1)
 
-    rig = TalkRig(tmp_path / "b", elastic=elastic)
+    rig = ConversationRig(tmp_path / "b", elastic=elastic)
     rig.manager.script = done
     rig.manager.withholds = is_late
     async with rig.trainer(killed=True):
@@ -196,9 +196,9 @@ async def test_a_killed_trainers_successor_goes_on_with_the_same_turns_and_train
     assert rows[0] == rows[1]
 
 
-async def test_turns_of_a_later_steps_evaluation_are_answered_by_a_killed_trainers_successor(tmp_path: Path) -> None:
+async def test_successor_answers_turns_of_a_later_evaluation(tmp_path: Path) -> None:
     data = {"train": "t", "eval": "e", "prompts_per_step": 4}
-    rig = TalkRig(tmp_path, data=data, eval={"every": 3, "samples": 5}, elastic={"max_staleness": 1})
+    rig = ConversationRig(tmp_path, data=data, eval={"every": 3, "samples": 5}, elastic={"max_staleness": 1})
     rig.manager.script = done
 
     def is_late(sample: int) -> bool:
@@ -220,10 +220,10 @@ async def test_turns_of_a_later_steps_evaluation_are_answered_by_a_killed_traine
     assert all("eval/reward_mean" in rows[step] for step in (0, 3, 5))
 
 
-async def test_what_was_answered_before_the_trainer_was_killed_stays_and_is_asked_for_in_silence(
+async def test_successor_does_not_repeat_answered_turns(
     tmp_path: Path,
 ) -> None:
-    rig = TalkRig(tmp_path, steps=1)
+    rig = ConversationRig(tmp_path, steps=1)
     rig.manager.script = done
     rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= 4
     async with rig.trainer(killed=True):
@@ -238,7 +238,7 @@ async def test_what_was_answered_before_the_trainer_was_killed_stays_and_is_aske
     assert len({answer.sample for answer in after}) == len(after) == 8 + len(rig.turns)
 
 
-async def test_an_environment_that_does_not_do_the_same_again_drops_its_group(tmp_path: Path) -> None:
+async def test_nondeterministic_environment_drops_its_group(tmp_path: Path) -> None:
     n_made = 0
 
     class Moody(Echo):
@@ -251,7 +251,7 @@ async def test_an_environment_that_does_not_do_the_same_again_drops_its_group(tm
             step = super().step(text)
             return replace(step, observation=f"{self.mood}") if self.n == 3 else step
 
-    rig = TalkRig(tmp_path, Moody, steps=1)
+    rig = ConversationRig(tmp_path, Moody, steps=1)
     rig.manager.script = done
     rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= 4
     async with rig.trainer(killed=True):
@@ -267,14 +267,14 @@ async def test_an_environment_that_does_not_do_the_same_again_drops_its_group(tm
     assert report.metrics["groups/dropped/environment_nondeterministic"] == len(odd)
 
 
-async def test_an_environment_that_fails_drops_its_group_and_says_why(tmp_path: Path) -> None:
+async def test_failing_environment_drops_its_group_with_the_reason(tmp_path: Path) -> None:
     class Failing(Echo):
         def step(self, text: str) -> Step:
             if self.n == 3 and self.n_turns == 1:
                 raise ValueError("no more")
             return super().step(text)
 
-    rig = await played(TalkRig(tmp_path, Failing, steps=1))
+    rig = await played(ConversationRig(tmp_path, Failing, steps=1))
     (report,) = await rig.steps()
     n_dropped = report.metrics["groups/dropped/environment_raised"]
     assert 0 < n_dropped < 4
@@ -284,7 +284,7 @@ async def test_an_environment_that_fails_drops_its_group_and_says_why(tmp_path: 
     assert rig.environments[0].held == 0
 
 
-async def test_what_goes_wrong_in_a_group_that_was_dropped_is_no_answer(tmp_path: Path) -> None:
+async def test_failure_in_a_dropped_group_is_not_answered(tmp_path: Path) -> None:
     n_failed = 0
 
     class Failing(Echo):
@@ -300,7 +300,7 @@ async def test_what_goes_wrong_in_a_group_that_was_dropped_is_no_answer(tmp_path
     async def is_dropped() -> bool:
         return any(kind == "group_dropped" for kind, _ in await rig.events())
 
-    rig = TalkRig(tmp_path, Failing, steps=1)
+    rig = ConversationRig(tmp_path, Failing, steps=1)
     await played(rig)
     failed = [SampleId.unpack(answer.sample).group for answer in await rig.answers() if answer.reason]
     assert failed.count(failed[0]) == 1
@@ -311,7 +311,7 @@ async def test_an_answer_that_the_model_cannot_read_drops_the_group(tmp_path: Pa
         def step(self, text: str) -> Step:
             return replace(super().step(text), observation="words" if self.n == 3 else "5")
 
-    rig = await played(TalkRig(tmp_path, Verbose, steps=1))
+    rig = await played(ConversationRig(tmp_path, Verbose, steps=1))
     (report,) = await rig.steps()
     assert report.metrics["groups/dropped/environment_unformattable"] > 0
 
@@ -324,7 +324,7 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
                 raise ValueError("not this row")
             return f"1 {row['row']} {seed % 7 + 10}"
 
-    rig = await played(TalkRig(tmp_path / "some", Picky, steps=1))
+    rig = await played(ConversationRig(tmp_path / "some", Picky, steps=1))
     (report,) = await rig.steps()
     assert 0 < report.metrics["groups/dropped/environment_raised"] < 4
     assert all(len(ints(row.prompt)) == 3 for row in rig.rows)
@@ -333,7 +333,7 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
         def reset(self, row: dict[str, Any], seed: int) -> Message | None:
             raise ValueError("we are closed")
 
-    rig = TalkRig(tmp_path / "none", Closed, steps=1)
+    rig = ConversationRig(tmp_path / "none", Closed, steps=1)
     async with rig.trainer():
         await rig.command("create")
         ended = await rig.ended()
@@ -343,7 +343,7 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
     assert "environment.function m:game" in ended.error
 
 
-async def test_groups_are_asked_for_while_others_are_still_to_begin_and_the_wait_has_a_name(tmp_path: Path) -> None:
+async def test_groups_are_requested_while_other_environments_reset(tmp_path: Path) -> None:
     n_begun = 0
     waited_for: set[str] = set()
 
@@ -357,7 +357,7 @@ async def test_groups_are_asked_for_while_others_are_still_to_begin_and_the_wait
             return super().reset(row, seed)
 
     data = {"train": "t", "prompts_per_step": 70}
-    rig = TalkRig(tmp_path, Slow, steps=1, data=data)
+    rig = ConversationRig(tmp_path, Slow, steps=1, data=data)
     await played(rig)
     (report,) = await rig.steps()
     assert report.metrics["groups/dropped"] == 0
@@ -370,7 +370,7 @@ async def test_a_curriculum_is_recorded_before_its_groups_begin(tmp_path: Path) 
             raise ValueError("we are closed")
 
     data = {"train": "t", "prompts_per_step": 4, "curriculum": {"skip_solved_above": 1.0}}
-    rig = TalkRig(tmp_path, Closed, steps=1, data=data)
+    rig = ConversationRig(tmp_path, Closed, steps=1, data=data)
     async with rig.trainer():
         await rig.command("create")
         assert (await rig.ended()).state == "failed"
@@ -378,7 +378,7 @@ async def test_a_curriculum_is_recorded_before_its_groups_begin(tmp_path: Path) 
 
 
 async def test_a_turn_without_a_token_ends_its_conversation(tmp_path: Path) -> None:
-    rig = TalkRig(tmp_path, steps=1)
+    rig = ConversationRig(tmp_path, steps=1)
 
     def script(request: GroupRequested, sample: int) -> Answer:
         answer = done(request, sample)
@@ -396,7 +396,7 @@ async def test_a_turn_without_a_token_ends_its_conversation(tmp_path: Path) -> N
 
 
 async def test_a_turn_that_cannot_be_generated_drops_its_group(tmp_path: Path) -> None:
-    rig = TalkRig(tmp_path, steps=1)
+    rig = ConversationRig(tmp_path, steps=1)
 
     def script(request: GroupRequested, sample: int) -> Answer:
         if request.n == 1 and not rig.turns:
@@ -413,7 +413,7 @@ async def test_a_turn_that_cannot_be_generated_drops_its_group(tmp_path: Path) -
 
 async def test_evaluation_has_conversations_too(tmp_path: Path) -> None:
     data = {"train": "t", "eval": "e", "prompts_per_step": 4}
-    rig = await played(TalkRig(tmp_path, steps=1, data=data, eval={"every": 1, "samples": 5}))
+    rig = await played(ConversationRig(tmp_path, steps=1, data=data, eval={"every": 1, "samples": 5}))
     rows = {report.step: report.metrics for report in await rig.steps()}
     assert all("eval/reward_mean" in rows[step] for step in (0, 1))
     turns = [SampleId.unpack(request.group) for request in rig.manager.requests]
@@ -421,7 +421,7 @@ async def test_evaluation_has_conversations_too(tmp_path: Path) -> None:
 
 
 async def test_a_job_that_only_evaluates_has_conversations(tmp_path: Path) -> None:
-    rig = TalkRig(tmp_path)
+    rig = ConversationRig(tmp_path)
     environment, sampling = GAME["environment"], GAME["sampling"]
     raw = {"kind": "eval", "model": "m", "data": {"eval": "e"}, "environment": environment, "sampling": sampling}
     rig.job = parse({**raw, "eval": {"samples": 5}})

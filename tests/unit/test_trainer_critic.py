@@ -34,13 +34,13 @@ def test_advantages_are_the_discounted_sums_of_the_paper(seed: int, n: int, gamm
     np.testing.assert_array_equal((rewards, values), kept)
 
 
-def test_with_lambda_1_an_advantage_is_the_return_less_the_value_and_with_0_one_step_of_it() -> None:
+def test_gae_with_lambda_1_and_0_matches_the_closed_forms() -> None:
     rewards, values = np.array([0.5, -1.0, 2.0]), np.array([0.3, 0.2, 0.1])
     assert gae(rewards, values, 1.0, 1.0) == pytest.approx([1.5 - 0.3, 1.0 - 0.2, 2.0 - 0.1])
     assert gae(rewards, values, 0.9, 0.0) == pytest.approx([0.5 + 0.18 - 0.3, -1.0 + 0.09 - 0.2, 2.0 - 0.1])
 
 
-def test_the_reward_comes_with_the_last_token_and_penalties_with_each() -> None:
+def test_token_rewards_put_the_reward_last_and_subtract_penalties() -> None:
     assert token_rewards(2.0, 3).tolist() == [0.0, 0.0, 2.0]
     assert token_rewards(2.0, 3, np.array([0.5, -0.25, 1.0])).tolist() == [-0.5, 0.25, 1.0]
     assert token_rewards(2.0, 1).tolist() == [2.0]
@@ -75,7 +75,7 @@ def test_the_order_in_which_completions_came_changes_no_bit(seed: int, random: A
     assert other.explained_variance == there.explained_variance
 
 
-def test_a_critic_that_knows_the_returns_explains_them_and_nothing_is_explained_of_nothing() -> None:
+def test_explained_variance_is_1_for_exact_values_and_0_for_none() -> None:
     knows = [Experience(reward, np.full(3, reward)) for reward in (1.0, 2.0, 5.0)]
     assert estimate(knows, 1.0, 1.0).explained_variance == 1.0
     assert all((column == 0).all() for column in estimate(knows, 1.0, 1.0).advantages)
@@ -91,7 +91,7 @@ def papers_value_loss(values: Array, before: Array, returns: Array, clip: float)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_value_loss_is_clipped_as_in_ppos_implementation_and_has_the_gradient_of_finite_differences(
+def test_value_loss_and_gradient_match_the_clipped_reference(
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)

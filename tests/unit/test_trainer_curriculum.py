@@ -65,7 +65,7 @@ def test_the_first_epoch_is_the_one_without_a_curriculum() -> None:
     assert [rows[0], rows[1]] == [tuple(prompt_indices(0, step, 4, 8)) for step in (0, 1)]
 
 
-def test_prompts_that_were_always_or_never_solved_do_not_come_again() -> None:
+def test_solved_and_failed_prompts_are_skipped() -> None:
     means = {0: 1.0, 1: 0.0, **dict.fromkeys(range(2, 8), 0.5)}
     curriculum = Curriculum(job(), 8, None, {})
     rows = play(curriculum, means, range(5))
@@ -78,7 +78,7 @@ def test_prompts_that_were_always_or_never_solved_do_not_come_again() -> None:
     assert {row["data/recalled"] for row in skipped} == {0}
 
 
-def test_a_prompt_is_judged_by_its_last_groups_and_never_before_there_are_so_many() -> None:
+def test_curriculum_averages_the_last_window_groups_of_a_prompt() -> None:
     curriculum = Curriculum(job(2, skip_solved_above=0.75, window=2), 2, None, {})
     for step, mean in enumerate([0.75, 0.5, 1.0]):
         assert sorted(curriculum.plan(step).rows) == [0, 1]
@@ -95,7 +95,7 @@ def test_a_skipped_prompt_is_tried_again_after_a_while() -> None:
     assert [row for (row,) in again.values()].count(0) > 1
 
 
-def test_where_all_are_to_be_skipped_a_step_still_has_its_prompts_and_all_come_in_turn() -> None:
+def test_curriculum_recalls_prompts_in_turn_if_all_are_solved() -> None:
     curriculum = Curriculum(job(), 8, None, {})
     rows = play(curriculum, dict.fromkeys(range(8), 1.0), range(6))
     assert all(len(set(found)) == 4 for found in rows.values())
@@ -128,7 +128,7 @@ def test_a_function_sees_the_means_the_step_and_the_row() -> None:
     st.integers(1, 6),
     st.integers(1, 12),
 )
-def test_whoever_goes_on_from_the_record_plans_the_same(data: Any, lag: int, per_step: int, n_rows: int) -> None:
+def test_successor_curriculum_plans_the_recorded_prompts(data: Any, lag: int, per_step: int, n_rows: int) -> None:
     what = job(per_step, max_staleness=lag, **SOLVED_OR_FAILED, retry_steps=3)
     scores = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n_rows, max_size=n_rows))
     means = dict(enumerate(scores))
@@ -161,7 +161,7 @@ def _ahead(
     return rows
 
 
-def test_a_record_that_is_gone_is_no_reason_to_guess() -> None:
+def test_curriculum_with_a_missing_record_is_fatal() -> None:
     records: dict[str, str] = {}
     play(Curriculum(job(), 8, None, {}), dict.fromkeys(range(8), 0.5), range(3), records=records)
     del records["2"]
@@ -169,7 +169,7 @@ def test_a_record_that_is_gone_is_no_reason_to_guess() -> None:
         Curriculum(job(), 8, None, records).plan(3)
 
 
-def test_a_curriculum_that_says_nothing_or_skips_everything_is_refused() -> None:
+def test_curriculum_without_a_rule_or_with_invalid_rules_is_refused() -> None:
     for wrong in ({"window": 2}, {"skip_solved_above": 0.5, "skip_failed_below": 0.5}, {"function": "nowhere"}):
         with pytest.raises(ConfigError, match=r"data\.curriculum"):
             job(**wrong)
@@ -187,9 +187,7 @@ def by_row(batch: RewardBatch) -> Scores:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-async def test_a_job_that_is_killed_asks_for_the_same_prompts_and_ends_with_the_same_bits(
-    tmp_path: Path, max_staleness: int
-) -> None:
+async def test_killed_curriculum_job_requests_the_same_prompts(tmp_path: Path, max_staleness: int) -> None:
     what = job(max_staleness=max_staleness).model_copy(update={"steps": 7})
     undisturbed = Rig(tmp_path / "a", what)
     undisturbed.reward = by_row
@@ -216,7 +214,7 @@ def _asked(rig: Rig) -> dict[str, int]:
     return {str(SampleId.unpack(r.group)): int(unpack(r.prompt, I32)[1]) for r in rig.manager.requests}
 
 
-async def test_what_is_asked_for_was_recorded_before(tmp_path: Path) -> None:
+async def test_curriculum_records_prompts_before_they_are_requested(tmp_path: Path) -> None:
     rig = Rig(tmp_path, job())
     rig.reward = by_row
     rig.manager.held = {2}
@@ -288,7 +286,7 @@ async def test_a_function_that_never_answers_ends_the_job_and_is_named(
     assert "for the curriculum (it chooses the prompts of step 0): make data.curriculum.function faster" in report.error
 
 
-async def test_a_superseded_trainer_does_not_write_over_what_its_successor_scored() -> None:
+async def test_superseded_trainer_cannot_overwrite_recorded_scores() -> None:
     bus = MemoryBus()
     fences = await succession(bus)
     old, new = (kept(bus, None, fence) for fence in fences)

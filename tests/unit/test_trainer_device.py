@@ -30,7 +30,7 @@ def turn(thread: DeviceThread, offload: Callable[[], object]) -> DeviceTurn:
     return DeviceTurn(thread, Waits(), 0, 10.0, offload)
 
 
-async def test_when_the_turn_is_taken_away_the_engine_rests_behind_what_is_under_way(thread: DeviceThread) -> None:
+async def test_lost_turn_offloads_after_the_running_call(thread: DeviceThread) -> None:
     calls: list[str] = []
     ours = turn(thread, lambda: calls.append("offload"))
     ours.set_owned(owned=True)
@@ -45,7 +45,7 @@ async def test_when_the_turn_is_taken_away_the_engine_rests_behind_what_is_under
     assert calls == ["first", "offload", "second"]
 
 
-async def test_a_device_that_is_ours_is_idle_while_nothing_is_computed(
+async def test_idle_time_counts_the_owned_device_without_calls(
     thread: DeviceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count()
@@ -63,9 +63,7 @@ async def test_a_device_that_is_ours_is_idle_while_nothing_is_computed(
 
 
 @pytest.mark.parametrize("was_ours", [False, True], ids=["the turn", "the offload"])
-async def test_a_turn_that_is_lost_while_something_is_waited_for_is_waited_for_again(
-    thread: DeviceThread, *, was_ours: bool
-) -> None:
+async def test_call_waits_again_after_the_turn_is_lost(thread: DeviceThread, *, was_ours: bool) -> None:
     calls: list[str] = []
     waits = Waits()
     ours = DeviceTurn(thread, waits, 0, 10.0, lambda: calls.append("offload"))
@@ -86,7 +84,7 @@ async def test_a_turn_that_is_lost_while_something_is_waited_for_is_waited_for_a
     assert calls[-2:] == ["offload", "ours"]
 
 
-async def test_an_engine_that_cannot_rest_is_told_by_the_next_call(thread: DeviceThread) -> None:
+async def test_offload_error_is_raised_by_the_next_call(thread: DeviceThread) -> None:
     def fail() -> None:
         raise MemoryError("no room")
 
@@ -98,7 +96,8 @@ async def test_an_engine_that_cannot_rest_is_told_by_the_next_call(thread: Devic
         await ours.run(list)
 
 
-async def test_at_the_end_of_a_step_nothing_moves_before_it_is_published(thread: DeviceThread) -> None:
+async def test_end_of_a_turn_moves_nothing(thread: DeviceThread) -> None:
+    """What the turn computed is published first."""
     calls: list[str] = []
     ours = turn(thread, lambda: calls.append("offload"))
     ours.set_owned(owned=True)

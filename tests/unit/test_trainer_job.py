@@ -63,7 +63,7 @@ async def test_tokens_that_were_made_for_an_earlier_trainer_are_in_no_rate(
         assert report.metrics["perf/throughput"] > 0, "it was trained on in that time, whenever it was made"
 
 
-async def test_a_step_is_asked_for_only_after_its_version_is_committed(tmp_path: Path) -> None:
+async def test_groups_are_requested_only_after_their_version_is_committed(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     seen: list[tuple[int, int]] = []
 
@@ -79,7 +79,7 @@ async def test_a_step_is_asked_for_only_after_its_version_is_committed(tmp_path:
     assert all(version == head for version, head in seen)
 
 
-async def test_evaluation_groups_come_with_their_step_and_once_more_at_the_end(tmp_path: Path) -> None:
+async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(data={"train": "t", "eval": "e", "prompts_per_step": 4}, eval={"every": 2, "samples": 4}))
     async with rig.trainer():
         await rig.command("create")
@@ -102,7 +102,7 @@ class Recording(FakeEngine):
         return super().accumulate(batches, loss)
 
 
-async def test_nothing_is_computed_before_the_seeding_ends_nor_after_it_reopens(tmp_path: Path) -> None:
+async def test_device_is_used_only_between_seeding_end_and_reopening(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, algorithm={"group_size": 2}))
     rig.manager.seeding_ends = False
     rig.manager.held = {0}
@@ -126,9 +126,7 @@ async def test_nothing_is_computed_before_the_seeding_ends_nor_after_it_reopens(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-async def test_a_killed_trainers_successor_uses_the_same_samples_and_ends_with_the_same_bits(
-    tmp_path: Path, max_staleness: int
-) -> None:
+async def test_successor_uses_the_same_samples_and_reaches_the_same_bits(tmp_path: Path, max_staleness: int) -> None:
     job = spec(elastic={"max_staleness": max_staleness})
     undisturbed = Rig(tmp_path / "a", job)
     async with undisturbed.trainer():
@@ -146,7 +144,7 @@ async def test_a_killed_trainers_successor_uses_the_same_samples_and_ends_with_t
         assert all(report.metrics["samples/duplicates"] == 0 for report in await rig.steps())
 
 
-async def test_weights_that_were_committed_win_over_those_trained_again(tmp_path: Path) -> None:
+async def test_committed_weights_replace_retrained_ones(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {1}
     async with rig.trainer(killed=True):
@@ -190,7 +188,7 @@ async def _cancel(rig: Rig) -> None:
     assert stopwatch.read() < 1.0
 
 
-async def test_a_cancel_takes_effect_within_a_second_while_samples_are_awaited(tmp_path: Path) -> None:
+async def test_cancel_during_a_wait_for_samples_takes_effect_within_1_s(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {1}
     async with rig.trainer():
@@ -200,7 +198,7 @@ async def test_a_cancel_takes_effect_within_a_second_while_samples_are_awaited(t
     assert await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0) == []
 
 
-async def test_a_cancel_takes_effect_within_a_second_while_the_device_computes(tmp_path: Path) -> None:
+async def test_cancel_during_computation_takes_effect_within_1_s(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     engine = Slow()
     rig.make_engine = lambda: engine
@@ -211,7 +209,7 @@ async def test_a_cancel_takes_effect_within_a_second_while_the_device_computes(t
         assert await eventually(lambda: engine.closed)
 
 
-async def test_a_cancel_takes_effect_within_a_second_while_the_job_is_paused(tmp_path: Path) -> None:
+async def test_cancel_of_a_paused_job_takes_effect_within_1_s(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await rig.command("create")
     await rig.command("pause")
@@ -256,7 +254,7 @@ async def _paused_again(rig: Rig) -> bool:
     return (await rig.states()).count("paused") == 2
 
 
-async def test_the_lease_says_what_the_trainer_waits_for(tmp_path: Path) -> None:
+async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {1}
     async with rig.trainer():
@@ -277,7 +275,7 @@ async def test_the_lease_says_what_the_trainer_waits_for(tmp_path: Path) -> None
     assert await rig.bus.lease_values([names.trainer_lease(JOB)]) == [None]
 
 
-async def test_redis_may_go_away_for_a_while(tmp_path: Path) -> None:
+async def test_job_waits_out_a_redis_outage(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.held = {1}
     async with rig.trainer():
@@ -291,7 +289,7 @@ async def test_redis_may_go_away_for_a_while(tmp_path: Path) -> None:
     assert set(rig.manager.answered.values()) == {1}
 
 
-async def test_a_group_without_rewards_is_dropped_counted_and_told(tmp_path: Path) -> None:
+async def test_group_without_rewards_is_dropped_counted_and_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 10}))
     rig.reward = lambda batch: (
         Scores(None, "raised", "ValueError: no") if batch.columns["row"][0] == 4 else by_length(batch)
@@ -308,7 +306,7 @@ async def test_a_group_without_rewards_is_dropped_counted_and_told(tmp_path: Pat
     assert warnings == ["a group of step 0 was dropped (raised) and is not trained: ValueError: no"]
 
 
-async def test_prompts_that_were_left_out_are_told(tmp_path: Path) -> None:
+async def test_omitted_prompts_are_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 2, "max_prompt_tokens": 9}))
     rig.n_too_long = 4
     async with rig.trainer():
@@ -319,7 +317,7 @@ async def test_prompts_that_were_left_out_are_told(tmp_path: Path) -> None:
     assert "more than 9 tokens (data.max_prompt_tokens)" in fields["because"]
 
 
-async def test_what_each_of_several_reward_functions_said_is_shown_and_logged(tmp_path: Path) -> None:
+async def test_reward_of_each_function_is_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 2}))
 
     def two(batch: RewardBatch) -> Scores:
@@ -400,7 +398,7 @@ async def test_a_silence_that_lasts_too_long_fails_the_job_by_name(tmp_path: Pat
     assert "0 of 8" in report.error
 
 
-async def test_the_finished_samples_are_trimmed_only_behind_the_older_of_two_checkpoints(tmp_path: Path) -> None:
+async def test_finished_samples_are_trimmed_up_to_the_older_checkpoint(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=7))
     async with rig.trainer():
         await rig.command("create")

@@ -19,7 +19,7 @@ def table(*actions: str) -> JobTable:
     return found
 
 
-def test_a_pause_stands_until_a_resume_whoever_reads_them() -> None:
+def test_pause_lasts_until_a_resume() -> None:
     assert not table("create").is_paused("j")
     assert table("create", "pause").is_paused("j")
     assert not table("create", "pause", "pause", "resume").is_paused("j")
@@ -31,14 +31,14 @@ def test_a_cancel_is_for_good() -> None:
     assert not table("create", "cancel").is_cancelled("another")
 
 
-def test_a_job_is_created_once_however_often_the_command_comes() -> None:
+def test_repeated_create_command_creates_one_job() -> None:
     found = table("create", "create")
     assert found.creates("0-0", command("create"))
     assert not found.creates("1-0", command("create"))
     assert not found.creates("0-0", command("pause"))
 
 
-def test_a_trainer_goes_on_with_its_own_job_at_once() -> None:
+def test_trainer_may_take_over_its_own_job_at_once() -> None:
     assert table().may_take_over("j", "t1", held=False)
     assert table().may_take_over("j", "t1", held=True), "by its predecessor, whose lease will run out"
 
@@ -57,5 +57,5 @@ def test_a_trainer_that_holds_its_lease_again_keeps_its_job() -> None:
     assert not found.may_take_over("j", "t2", held=False)
 
 
-def test_a_job_of_which_nobody_says_who_took_it_is_given_time_too() -> None:
+def test_job_without_a_known_owner_is_not_taken_over_at_once() -> None:
     assert not table().may_take_over("j", None, held=False)

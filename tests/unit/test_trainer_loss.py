@@ -170,7 +170,7 @@ def test_on_policy_every_gradient_is_minus_the_advantage_as_often_as_it_counts(n
 
 
 @pytest.mark.parametrize("aged", [False, True])
-def test_the_default_is_what_it_was_before_there_was_a_choice_to_the_last_bit(aged: bool) -> None:
+def test_default_loss_is_bit_exact_with_the_reference_formula(aged: bool) -> None:
     """In float32, in the very operations of the only loss that there was."""
     case = a_case(4)
     given = batch(case, torch.float32, **({"proximal": case.new + 0.1} if aged else {}))
@@ -193,7 +193,7 @@ def test_the_default_is_what_it_was_before_there_was_a_choice_to_the_last_bit(ag
 
 @pytest.mark.parametrize("importance", ["truncate", "mask"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_decoupled_objective_weighs_what_older_weights_drew(seed: int, importance: str) -> None:
+def test_decoupled_objective_matches_the_formula(seed: int, importance: str) -> None:
     cap = 1.2
     case = a_case(seed)
     proximal = case.old + 0.3 * np.random.default_rng(seed).standard_normal(len(case.old))
@@ -249,7 +249,7 @@ def test_a_reference_further_than_floats_reach_breaks_no_loss_that_has_no_penalt
     assert math.isfinite(job_loss(job(name="dpo"))(given)[0].item())
 
 
-def test_without_a_column_of_its_own_the_proximal_policy_is_the_one_being_trained() -> None:
+def test_missing_proximal_column_means_the_current_policy() -> None:
     loss, case = decoupled_loss(0.2, 0.28, 1.5), a_case(2)
     implied, given = batch(case), batch(case, proximal=case.new)
     for one in (implied, given):
@@ -293,7 +293,7 @@ def columns(*ratios: float, advantages: tuple[float, ...] = (1.0, 1.0, -1.0, -1.
     )
 
 
-def test_the_ratio_is_told_before_and_after_the_clip() -> None:
+def test_loss_reports_the_ratio_before_and_after_the_clip() -> None:
     _, sums = clipped_loss(0.2, 0.5)(columns(0.5, 3.0, 0.4, 1.0))
     assert sums["ratio"] == pytest.approx(4.9)
     assert sums["max_ratio"] == pytest.approx(3.0)
@@ -302,7 +302,7 @@ def test_the_ratio_is_told_before_and_after_the_clip() -> None:
     assert (sums["clipped_low"], sums["clipped_high"]) == (1.0, 1.0), "0.5 with an advantage above 0 is not held"
 
 
-def test_ratios_of_completions_are_told_at_each_of_their_tokens() -> None:
+def test_sequence_ratios_are_reported_per_token() -> None:
     loss = PolicyLoss(ratio="sequence", clip="ppo", clip_low=0.2, clip_high=0.2, aggregation="sequence_mean")
     _, sums = loss(columns(1.0, 4.0, 0.25, 1.0))
     assert sums["ratio"] == pytest.approx(2 + 2 + 0.5 + 0.5)
@@ -317,7 +317,7 @@ def test_cispo_counts_every_weight_that_it_cuts() -> None:
     assert sums["ratio_clipped"] == pytest.approx(0.5 + 2 + 0.5 + 2)
 
 
-def test_where_nothing_is_clipped_no_clip_is_told() -> None:
+def test_unclipped_loss_reports_no_clip_metrics() -> None:
     sums = job_loss(job(name="rloo"))(columns(0.5, 3.0, 0.4, 1.0))[1]
     assert not {name for name in sums if "clipped" in name}
 
@@ -358,7 +358,7 @@ def test_a_loss_of_ones_own_takes_the_place_of_ratio_and_clip() -> None:
         (lambda given: given.advantages, "without a gradient"),
     ],
 )
-def test_a_loss_of_ones_own_that_returns_something_else_is_refused(own: Any, text: str) -> None:
+def test_user_loss_with_an_invalid_result_is_refused(own: Any, text: str) -> None:
     with pytest.raises(Fatal, match=text):
         PolicyLoss(user_loss=own)(batch(a_case(0)))
 

@@ -110,7 +110,7 @@ def test_the_rows_names_are_the_fields() -> None:
     )
 
 
-def test_what_only_some_losses_tell_is_told_where_they_do() -> None:
+def test_optional_loss_metrics_appear_only_with_their_sums() -> None:
     sums = {"tokens": 8.0, "divisor": 8.0, "loss": 0.0, "max_ratio": 1.0}
     row = StepTally(loss_sums=dict(sums)).metrics()
     some = {"off_policy/tis_capped", "clip_ratio/low", "ratio/max_clipped", "mismatch_kl", "kl"}
@@ -118,13 +118,13 @@ def test_what_only_some_losses_tell_is_told_where_they_do() -> None:
     assert StepTally(loss_sums={**sums, "tis_capped": 2.0}).metrics()["off_policy/tis_capped"] == 0.25
 
 
-def test_what_did_not_take_place_is_left_out() -> None:
+def test_empty_tally_has_no_reward_loss_or_evaluation_metrics() -> None:
     row = StepTally().metrics()
     assert not {name for name in row if name.startswith(("reward", "eval", "loss", "completions"))}
     assert all(isinstance(value, float) for value in row.values())
 
 
-def test_each_of_several_reward_functions_has_its_mean_over_what_it_applies_to() -> None:
+def test_reward_function_mean_covers_only_its_own_samples() -> None:
     first = ScoredGroup((sample(2), sample(2)), (1.0, 2.0), {"right": (1.0, 0.0), "short": (None, 4.0)})
     second = ScoredGroup((sample(2), sample(2)), (1.0, 1.0), {"right": (1.0, 1.0), "short": (None, None)})
     row = StepTally(step=7, scored=[first, second], evaluated=[second]).metrics()
@@ -135,7 +135,7 @@ def test_each_of_several_reward_functions_has_its_mean_over_what_it_applies_to()
     }
 
 
-def test_utilization_is_told_only_of_devices_whose_peak_is_known() -> None:
+def test_utilization_is_reported_only_with_a_known_peak() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12

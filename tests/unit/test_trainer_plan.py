@@ -42,7 +42,7 @@ def test_the_order_changes_with_the_epoch_and_the_seed() -> None:
     assert epoch_order(0, 0, 50) != epoch_order(1, 0, 50)
 
 
-def test_a_step_that_is_planned_again_asks_for_the_same() -> None:
+def test_plan_step_is_deterministic() -> None:
     assert plan_step(job(), 7, 2, 100, 5) == plan_step(job(), 7, 2, 100, 5)
 
 
@@ -90,7 +90,7 @@ def test_advantages_are_relative_to_the_group() -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 9))
-def test_a_group_of_equal_rewards_teaches_nothing(reward: float, n: int) -> None:
+def test_group_of_equal_rewards_has_no_advantages(reward: float, n: int) -> None:
     assert advantages([reward] * n) is None
 
 

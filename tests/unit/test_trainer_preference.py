@@ -56,7 +56,7 @@ def test_margins_of_any_size_have_finite_losses() -> None:
     assert judged.weights.tolist() == [2.0, 0.0]
 
 
-def test_the_best_is_preferred_to_the_worst_and_nothing_where_all_are_alike() -> None:
+def test_best_and_worst_is_none_for_equal_rewards() -> None:
     assert best_and_worst([0.0, 1.0, 0.5, 1.0, 0.0]) == (1, 0)
     assert best_and_worst([2.0, 1.0]) == (0, 1)
     assert best_and_worst([1.0, 1.0, 1.0]) is None

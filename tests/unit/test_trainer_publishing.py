@@ -42,7 +42,7 @@ async def publishing(
     return versions
 
 
-async def test_each_version_takes_the_engines_answer_to_the_probe_along(device: DeviceThread) -> None:
+async def test_published_version_has_a_parity_reference(device: DeviceThread) -> None:
     weights = MemoryWeights()
     versions = await publishing(device, weights)
     await versions.ensure_published(0)
@@ -54,7 +54,7 @@ async def test_each_version_takes_the_engines_answer_to_the_probe_along(device: 
         assert {value for row in canary.rows for value in row.logprobs} == {-1.0}
 
 
-async def test_without_a_probe_nothing_is_said(device: DeviceThread) -> None:
+async def test_version_without_a_probe_has_no_parity_reference(device: DeviceThread) -> None:
     weights = MemoryWeights()
     await (await publishing(device, weights, None)).ensure_published(0)
     assert weights.parity_references == {0: ""}

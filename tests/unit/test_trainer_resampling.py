@@ -88,7 +88,7 @@ def test_a_replacement_has_another_prompt_as_long_as_there_are_others(
     more=st.integers(0, 60),
     skipped=st.sets(st.integers(0, 90)),
 )
-def test_a_prompt_that_is_skipped_comes_only_after_all_others_and_no_prompt_comes_twice(
+def test_replacement_rows_are_unique_and_skipped_ones_come_last(
     n: int, tries: int, step: int, more: int, skipped: set[int]
 ) -> None:
     replacements = Replacements(n, tries, seed=0, step=step, n_rows=n * (1 + tries) + more)
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_skipped_comes_only_after_all_others_and_no_prompt_come
 
 
 @pytest.mark.parametrize("n_rows", [4, 6, 8])
-def test_where_there_are_few_prompts_a_place_still_has_another_one_each_time(n_rows: int) -> None:
+def test_replacements_of_a_place_differ_even_with_few_prompts(n_rows: int) -> None:
     replacements = Replacements(4, 2, seed=0, step=1, n_rows=n_rows)
     first = [0, 1, 2, 3]
     spare = replacements.replacement_rows(first)
@@ -111,7 +111,7 @@ def test_where_there_are_few_prompts_a_place_still_has_another_one_each_time(n_r
         assert one != first[place]
 
 
-def test_only_dapo_asks_for_other_prompts_unasked() -> None:
+def test_only_dapo_resamples_by_default() -> None:
     assert {name for name, preset in PRESETS.items() if preset["resample"]} == {"dapo"}
     assert job(algorithm={"name": "dapo"}).algorithm.resample == 8
     assert job(algorithm={"name": "gspo"}).algorithm.resample is None
@@ -133,7 +133,7 @@ def test_only_dapo_asks_for_other_prompts_unasked() -> None:
         ),
     ],
 )
-def test_what_can_never_end_well_is_refused(algorithm: dict[str, Any], problem: str) -> None:
+def test_invalid_resample_settings_are_refused(algorithm: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         job(algorithm=algorithm)
 
@@ -156,7 +156,7 @@ def test_more_groups_than_a_step_has_ids_for_are_refused() -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("seed", range(6))
-async def test_however_groups_come_and_are_scored_a_step_trains_on_what_stands_in_its_places(
+async def test_step_trains_on_the_final_groups_of_its_places_in_any_order(
     tmp_path: Path, seed: int, max_staleness: int
 ) -> None:
     rng = random.Random(seed)
@@ -173,7 +173,7 @@ async def test_however_groups_come_and_are_scored_a_step_trains_on_what_stands_i
     assert sum(report.metrics["groups/resampled"] for report in await rig.steps()) == len(groups) - 4 * PLACES
 
 
-async def test_a_step_whose_prompts_teach_nothing_gives_up_after_so_many_and_says_how_many(tmp_path: Path) -> None:
+async def test_step_without_signal_stops_at_the_resample_limit(tmp_path: Path) -> None:
     rig = await completed(rig_of(tmp_path, job(steps=1), frozenset(range(ROWS))))
     [report] = await rig.steps()
     assert report.metrics["groups/resampled"] == PLACES * TRIES
@@ -182,7 +182,7 @@ async def test_a_step_whose_prompts_teach_nothing_gives_up_after_so_many_and_say
     assert "tokens/trained" not in report.metrics
 
 
-async def test_without_it_nothing_is_asked_for_again_and_nothing_said_of_it(tmp_path: Path) -> None:
+async def test_job_without_resample_requests_and_reports_no_replacements(tmp_path: Path) -> None:
     rig = await completed(rig_of(tmp_path, job(0)))
     assert len(asked(rig)) == 4 * PLACES
     assert not any("resample" in name for report in await rig.steps() for name in report.metrics)
@@ -209,9 +209,7 @@ async def test_evaluation_groups_of_equal_rewards_stay_as_they_are(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["reinforce++", "dpo", "grpo"])
-async def test_what_waits_for_the_whole_step_or_makes_pairs_gets_what_stands_in_the_places(
-    tmp_path: Path, name: str
-) -> None:
+async def test_whole_step_algorithms_get_the_final_groups_of_the_places(tmp_path: Path, name: str) -> None:
     algorithm = {"name": name, "group_size": 2, "resample": TRIES, "updates_per_step": 2}
     if name != "dpo":
         algorithm |= {"equal_groups": "drop", "old_logprobs": "recomputed"}
@@ -225,7 +223,7 @@ async def test_what_waits_for_the_whole_step_or_makes_pairs_gets_what_stands_in_
     assert Counter((row.prompt, row.completion) for row in rows) == rows_of(rig.manager.requests, teaching)
 
 
-async def test_what_length_takes_off_a_reward_counts_in_whether_a_group_teaches(tmp_path: Path) -> None:
+async def test_overlong_penalty_counts_as_signal_of_a_group(tmp_path: Path) -> None:
     what = job(algorithm={"name": "dapo", "group_size": 2, "overlong_fraction": 1.0, "resample": TRIES}, steps=1)
     rig = await completed(rig_of(tmp_path, what, frozenset(range(ROWS))))
     [report] = await rig.steps()
@@ -236,7 +234,7 @@ async def test_what_length_takes_off_a_reward_counts_in_whether_a_group_teaches(
     assert not has_signal([1.0, 1.0])
 
 
-async def test_a_wait_for_other_prompts_alone_is_told_apart_and_not_said_to_the_manager(tmp_path: Path) -> None:
+async def test_resample_wait_is_not_part_of_the_reported_wait(tmp_path: Path) -> None:
     rig = rig_of(tmp_path, job(steps=1))
     rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= PLACES
     async with rig.trainer():
@@ -263,7 +261,7 @@ class Silent(FakeRewards):
         return await super().score(batch)
 
 
-async def test_scores_that_never_come_are_waited_for_by_name_and_not_for_ever(tmp_path: Path) -> None:
+async def test_missing_scores_fail_the_job_with_the_named_wait(tmp_path: Path) -> None:
     rig = rig_of(tmp_path, job(reward={"function": "m:f", "timeout_s": 0.05}))
     rig.samples_limit_s = 0.2
     build = rig.build

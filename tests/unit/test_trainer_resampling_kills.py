@@ -38,7 +38,7 @@ from tests.support.resampled_job import (
 )
 from tests.support.scripted_manager import scripted
 from tests.support.trainer_rig import JOB, Rig, succession
-from tests.unit.test_trainer_conversations import TalkRig, done
+from tests.unit.test_trainer_conversations import ConversationRig, done
 
 
 class Deaf(MemoryBus):
@@ -91,7 +91,7 @@ def replacements(rig: Rig, step: int) -> set[int]:
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("point", ["recorded", "asked", "last", "came"])
-async def test_a_job_that_is_killed_asks_for_the_same_and_ends_with_the_same_bits(
+async def test_killed_resampling_job_requests_the_same_and_reaches_the_same_bits(
     tmp_path: Path, point: str, max_staleness: int
 ) -> None:
     what = job(elastic={"max_staleness": max_staleness})
@@ -106,9 +106,7 @@ async def test_a_job_that_is_killed_asks_for_the_same_and_ends_with_the_same_bit
 
 
 @pytest.mark.parametrize("later", ["another reward", "no reward"])
-async def test_a_reward_function_that_says_something_else_the_next_time_changes_nothing_that_was_decided(
-    tmp_path: Path, later: str
-) -> None:
+async def test_recorded_replacements_outlast_a_changed_reward(tmp_path: Path, later: str) -> None:
     undisturbed = await completed(rig_of(tmp_path / "a"))
     rig = rig_of(tmp_path / "b")
     await rig.killed_in(3)
@@ -132,9 +130,7 @@ async def test_a_reward_function_that_says_something_else_the_next_time_changes_
 
 
 @pytest.mark.parametrize("before", ["another reward", "no reward"])
-async def test_of_a_step_that_was_trained_nothing_more_is_asked_for_whatever_rewards_say_now(
-    tmp_path: Path, before: str
-) -> None:
+async def test_trained_step_requests_no_more_replacements(tmp_path: Path, before: str) -> None:
     rig = rig_of(tmp_path)
     first = plan_step(rig.job, 1, 2, ROWS, 0)[0].row
     assert first in EQUAL
@@ -184,9 +180,10 @@ async def test_with_a_curriculum_a_replacement_is_of_no_prompt_that_it_skips(tmp
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_with_a_curriculum_no_prompt_is_in_a_step_twice_however_groups_are_scored_and_whoever_is_killed(
+async def test_resampling_with_a_curriculum_repeats_no_replacement_in_a_step(
     tmp_path: Path, max_staleness: int
 ) -> None:
+    """Neither the order of scores nor a kill of the trainer changes which prompts are requested."""
     curriculum = {"skip_solved_above": 1.0}
     what = job(
         data={"train": "t.jsonl", "prompts_per_step": PLACES, "curriculum": curriculum},
@@ -212,15 +209,15 @@ async def test_with_a_curriculum_no_prompt_is_in_a_step_twice_however_groups_are
     assert sum(n_later) > PLACES
 
 
-async def test_conversations_are_replaced_too_and_are_led_to_their_end_by_whoever_comes(tmp_path: Path) -> None:
+async def test_successor_finishes_replaced_conversations(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "data": {"train": "t.jsonl", "prompts_per_step": PLACES},
         "algorithm": {"group_size": 2, "resample": TRIES},
         "steps": 3,
     }
 
-    def conversations(folder: Path) -> TalkRig:
-        rig = TalkRig(folder, Constant, **changes)
+    def conversations(folder: Path) -> ConversationRig:
+        rig = ConversationRig(folder, Constant, **changes)
         rig.manager.script = done
         rig.reward = by_row()
         return rig

@@ -137,7 +137,7 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
     assert sorted(killed.folder.rows) == list(range(STEPS))
 
 
-async def test_a_version_that_a_predecessor_committed_wins_over_the_one_trained_again(tmp_path: Path) -> None:
+async def test_committed_sft_version_replaces_the_retrained_one(tmp_path: Path) -> None:
     rig = SftRig(tmp_path, sft())
     await run(rig)
     committed = [shard._replace(data=b"\x00\x00\x80?" * 2) for shard in rig.weights.versions[STEPS]]
@@ -148,7 +148,7 @@ async def test_a_version_that_a_predecessor_committed_wins_over_the_one_trained_
     assert ("weights_restored", {"version": STEPS}) in await again.events()
 
 
-async def test_a_job_stands_still_while_it_is_paused_and_ends_when_it_is_cancelled(tmp_path: Path) -> None:
+async def test_sft_job_stops_while_paused_and_can_be_cancelled(tmp_path: Path) -> None:
     rig = SftRig(tmp_path, sft(steps=1_000))
     engine = Hanging(3)
     rig.make_engine = lambda: engine
@@ -165,7 +165,7 @@ async def test_a_job_stands_still_while_it_is_paused_and_ends_when_it_is_cancell
         assert (await rig.ended()).state == "cancelled"
 
 
-async def test_a_loss_that_is_no_number_ends_the_job_and_keeps_its_rows(tmp_path: Path) -> None:
+async def test_non_finite_sft_loss_fails_the_job_and_dumps_the_rows(tmp_path: Path) -> None:
     class Broken(FakeEngine):
         def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
             raise NotFinite("the loss is nan")
@@ -182,7 +182,7 @@ async def test_a_loss_that_is_no_number_ends_the_job_and_keeps_its_rows(tmp_path
     assert rig.weights.versions == {}
 
 
-async def test_rows_that_were_left_out_are_told(tmp_path: Path) -> None:
+async def test_omitted_rows_are_reported(tmp_path: Path) -> None:
     rig = SftRig(tmp_path, sft(steps=1, data={"train": "t", "max_prompt_tokens": 9, "max_completion_tokens": 5}))
     rig.n_too_long = 3
     await run(rig)

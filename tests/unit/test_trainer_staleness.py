@@ -60,7 +60,7 @@ def test_importance_weights_are_cut_somewhere_or_off(written: object, meant: obj
     assert spec(algorithm={"tis_cap": written}).algorithm.tis_cap == meant
 
 
-async def test_training_groups_are_asked_for_ahead_and_evaluation_with_its_step(tmp_path: Path) -> None:
+async def test_training_groups_are_requested_ahead_and_evaluation_with_its_step(tmp_path: Path) -> None:
     job = spec(
         data={"train": "t", "eval": "e", "prompts_per_step": 4},
         eval={"every": 2, "samples": 4},
@@ -118,7 +118,7 @@ async def _scored_steps(rig: Rig, steps: set[int]) -> bool:
     return {e.message.fields["step"] for e in entries if isinstance(e.message, Event)} == steps
 
 
-async def test_a_job_may_train_on_tokens_as_old_as_it_allows_and_tells_how_old_they_were(tmp_path: Path) -> None:
+async def test_tokens_within_the_staleness_limit_are_trained_and_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(elastic={"max_staleness": 1}))
     rig.manager.script = stale(1)
     async with rig.trainer():
@@ -130,7 +130,7 @@ async def test_a_job_may_train_on_tokens_as_old_as_it_allows_and_tells_how_old_t
         assert report.metrics["groups/dropped"] == 0
 
 
-async def test_a_group_with_a_token_that_is_too_old_is_dropped_counted_and_told(tmp_path: Path) -> None:
+async def test_stale_group_is_dropped_counted_and_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(elastic={"max_staleness": 1}))
     too_old = SampleId(1, False, 3, 2, 1).pack()
     script = stale(2)
@@ -145,7 +145,7 @@ async def test_a_group_with_a_token_that_is_too_old_is_dropped_counted_and_told(
     assert "weight versions [1, 3]; only 2 to 3 are allowed" in fields["detail"]
 
 
-async def test_a_step_of_nothing_but_stale_groups_fails_the_job_with_what_to_do(tmp_path: Path) -> None:
+async def test_step_of_stale_groups_only_fails_the_job_with_the_remedy(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(elastic={"max_staleness": 1}))
     rig.manager.script = stale(2)
     async with rig.trainer():
@@ -197,7 +197,7 @@ class Proximal(FakeEngine):
         (2, 1, ["logprobs", "with", "step", "with", "step"]),
     ],
 )
-async def test_what_the_steps_first_weights_say_is_asked_before_they_change(
+async def test_first_weights_score_the_step_before_they_change(
     tmp_path: Path, updates: int, max_staleness: int, order: list[str]
 ) -> None:
     algorithm = {"group_size": 2, "updates_per_step": updates}

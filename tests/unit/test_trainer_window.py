@@ -49,7 +49,7 @@ def window(*steps: int, read_until: str = START) -> StepWindow:
     return made
 
 
-def test_what_comes_early_is_kept_for_its_step() -> None:
+def test_early_entries_are_kept_for_their_step() -> None:
     steps = window(3, 4)
     assert steps.fold("0-0", entry(1, finished(4))) is None
     assert steps.fold("1-0", entry(2, SeedingEnded(step=4, window_s=0.0, reason="window"))) is None
@@ -72,7 +72,7 @@ def test_the_position_before_the_first_early_entry_is_kept_until_its_step_is_don
     assert steps.needed_from("10-0") == "10-0"
 
 
-def test_an_entry_of_a_step_that_is_not_asked_for_yet_has_to_wait() -> None:
+def test_window_holds_no_entry_of_an_unrequested_step() -> None:
     steps = window(3, 4)
     assert steps.holds(finished(4))
     assert steps.holds(finished(2))
@@ -80,12 +80,12 @@ def test_an_entry_of_a_step_that_is_not_asked_for_yet_has_to_wait() -> None:
     assert not steps.holds(SeedingReopened(step=5))
 
 
-def test_a_sample_of_no_open_step_is_one_that_nobody_asked_for() -> None:
+def test_sample_of_an_unopened_step_is_rejected() -> None:
     with pytest.raises(Unprocessable, match="not requested"):
         window(3, 4).fold("0-0", entry(1, finished(5)))
 
 
-def test_what_is_late_is_counted_unless_a_predecessor_did() -> None:
+def test_late_entries_are_counted_unless_a_predecessor_counted_them() -> None:
     steps, current = StepWindow("5-0"), collector(3)
     steps.open(3, current)
     steps.enter(3)

@@ -75,7 +75,7 @@ def test_partial_of_the_operators_function_is_loaded(tmp_path: Path, monkeypatch
         load("partials:run")
 
 
-def test_users_packages_named_as_ours_are_loaded_from_their_folder(tmp_path: Path) -> None:
+def test_user_packages_named_like_rlboost_folders_are_loaded(tmp_path: Path) -> None:
     for name in ("services", "shared", "examples", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
@@ -89,7 +89,7 @@ def test_users_packages_named_as_ours_are_loaded_from_their_folder(tmp_path: Pat
     assert done.stdout.split() == ["services", "shared", "examples", "tests"]
 
 
-def test_refusal_says_what_may_be_named() -> None:
+def test_refusal_names_the_setting_that_allows_the_function() -> None:
     try:
         load("torch:save")
     except ForbiddenFunction as error:

@@ -63,7 +63,7 @@ def test_describe_error_bounds_long_rows_texts_and_stacks(module: ModuleType) ->
 
 
 def test_describe_error_survives_errors_without_a_text(module: ModuleType) -> None:
-    assert described("unprintable()", module).startswith("Unprintable: (its text cannot be had")
+    assert described("unprintable()", module).startswith("Unprintable: (its message cannot be formatted")
     assert described("half()", module).startswith(r"ValueError: \ud800")
 
 

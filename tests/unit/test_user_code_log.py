@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-async def test_log_has_what_processes_write_to_its_descriptor(tmp_path: Path) -> None:
+async def test_log_contains_the_bytes_written_to_its_descriptor(tmp_path: Path) -> None:
     log = UserCodeLog(tmp_path / "run" / "reward.log")
     os.write(log.open(), b"hello\nworld\n")
     await eventually(log.path.exists)
@@ -24,7 +24,7 @@ async def test_log_has_what_processes_write_to_its_descriptor(tmp_path: Path) ->
     assert log.last_line() == "world"
 
 
-async def test_close_writes_what_is_left_in_the_pipe(tmp_path: Path) -> None:
+async def test_close_drains_the_pipe_into_the_log(tmp_path: Path) -> None:
     log = UserCodeLog(tmp_path / "reward.log")
     os.write(log.open(), b"last words\n")
     log.close()

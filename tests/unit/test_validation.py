@@ -84,12 +84,12 @@ def complaint(**changes: Any) -> str:
         ({"trainer": {"batch": 1}}, "trainer.batch: unknown key: remove it or fix its spelling"),
     ],
 )
-def test_a_wrong_value_is_answered_with_what_was_expected(changes: dict[str, Any], text: str) -> None:
+def test_invalid_value_error_names_the_expected_type(changes: dict[str, Any], text: str) -> None:
     said = complaint(**changes)
     assert said == text or (text.endswith(", ") and said.startswith(text))
 
 
-def test_a_key_that_is_no_text_is_told() -> None:
+def test_non_text_key_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^1: a key should be text: put it in quotes$"):
         parse({**JOB, 1: 2})
 
@@ -103,7 +103,7 @@ def test_several_wrong_fields_are_named_each() -> None:
     ]
 
 
-def test_what_is_wrong_with_the_job_as_a_whole_names_the_job() -> None:
+def test_problem_of_the_whole_job_names_the_job() -> None:
     assert complaint(eval={"every": 1}).startswith("job: eval is set but data.eval is not")
 
 

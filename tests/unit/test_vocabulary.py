@@ -37,11 +37,16 @@ WORDS = frozenset(
     }
 )
 """Words within identifiers: `set_aside` and `OrphanJob` are rejected, `keyboard` is not."""
+TEST_WORDS = WORDS | {"beside", "goes_on", "nobody", "whoever"}
+"""Words within the names of test functions; `goes_on` is a sequence of two."""
+MAX_TEST_NAME = 80
+"""Characters of the name of a test function."""
 SOURCES = sorted(
     path.relative_to(ROOT)
     for top in ("services", "shared", "rlboost", "examples")
     for path in (ROOT / top).rglob("*.py")
 )
+TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
 def identifiers(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -68,6 +73,35 @@ def test_identifiers_use_no_retired_word(path: Path) -> None:
     names = [(path.stem, 1), *identifiers(tree)]
     found = [f"{path}:{line}: {name}" for name, line in names if words(name) & WORDS]
     assert not found, "use the terms of docs/concepts.md:\n" + "\n".join(found)
+
+
+def problem(name: str) -> str:
+    """Return why the name of a test is rejected, or an empty string."""
+    if len(name) > MAX_TEST_NAME:
+        return f"{len(name)} characters, the limit is {MAX_TEST_NAME}"
+    found = sorted(word for word in TEST_WORDS if f"_{word}_" in f"_{name}_")
+    return f"retired: {', '.join(found)}" if found else ""
+
+
+@pytest.mark.parametrize("path", TESTS, ids=str)
+def test_test_names_are_short_and_use_no_retired_word(path: Path) -> None:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    names = [(name, line) for name, line in identifiers(tree) if name.startswith("test_")]
+    found = [f"{path}:{line}: {name}: {problem(name)}" for name, line in [(path.stem, 1), *names] if problem(name)]
+    assert not found, "name tests test_<unit>_<condition>_<result>:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("test_job_of_nobody_is_refused", "retired: nobody"),
+        ("test_job_goes_on", "retired: goes_on"),
+        ("test_job_goes_online", ""),
+        ("test_" + "x" * 76, "81 characters, the limit is 80"),
+    ],
+)
+def test_problem_names_the_fault_of_a_test_name(name: str, expected: str) -> None:
+    assert problem(name) == expected
 
 
 @pytest.mark.parametrize(

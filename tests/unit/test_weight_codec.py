@@ -118,7 +118,7 @@ def test_a_dtype_without_steps_is_taken_as_bytes(data: st.DataObject, kind: Kind
 @pytest.mark.parametrize("kinds", [(Kind.RICE, Kind.BITMAP), (Kind.RICE, Kind.RICE)])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_a_composed_delta_does_what_both_do(data: st.DataObject, kinds: tuple[Kind, Kind], dtype: str) -> None:
+def test_composed_delta_equals_applying_both(data: st.DataObject, kinds: tuple[Kind, Kind], dtype: str) -> None:
     base, middle, new = data.draw(versions(dtype, 3))
     first, second = codec.encode(base, middle, dtype, kinds[0]), codec.encode(middle, new, dtype, kinds[1])
     made = set()
@@ -382,7 +382,7 @@ def test_sizes_beyond_the_payload_are_refused_before_allocation(kind: Kind, para
     ("at", "value", "text"),
     [(0, 0, "does not start"), (4, 9, "format version 9"), (5, 77, "kind 77"), (6, 9, "dtype 9"), (7, 1, "reserved")],
 )
-def test_a_header_that_is_not_ours_says_so(at: int, value: int, text: str) -> None:
+def test_foreign_delta_header_is_refused_with_the_reason(at: int, value: int, text: str) -> None:
     delta = bytearray(codec.encode(bytes(8), bytes(8), "bfloat16"))
     delta[at] = value
     with pytest.raises(CorruptDelta, match=text):

@@ -171,7 +171,7 @@ def test_blobs_of_a_peer_in_backoff_are_waited_for() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 20), st.lists(st.sets(st.sampled_from(DIGESTS)), max_size=4))
-def test_every_blob_arrives_once_whatever_fails(seed: int, n_blobs: int, held: list[set[str]]) -> None:
+def test_every_blob_arrives_once_despite_failures(seed: int, n_blobs: int, held: list[set[str]]) -> None:
     rng, wanted = random.Random(seed), DIGESTS[:n_blobs]
     selection, now, arrived, in_flight = PeerSelection(wanted, seed), 0.0, [], []
     for _ in range(5000):

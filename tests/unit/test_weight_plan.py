@@ -54,7 +54,7 @@ def test_deltas_larger_than_the_chunk_are_not_used() -> None:
     )
 
 
-def test_cycles_self_loops_and_edges_to_nowhere_do_no_harm() -> None:
+def test_plan_ignores_cycles_self_loops_and_dangling_edges() -> None:
     edges = [edge("a", "b", 1), edge("b", "a", 1), edge("b", "b", 1), edge("b", "x", 1), edge("b", "c", 1)]
     assert chunk_plan(chunk("c"), edges, "a").path == (edge("a", "b", 1), edge("b", "c", 1))
 

@@ -180,7 +180,7 @@ async def test_of_two_commits_on_one_head_the_second_loses(store: WeightStore) -
     assert store.model(JOB).head == 1
 
 
-async def test_a_commit_wants_every_rank(store: WeightStore) -> None:
+async def test_commit_without_every_rank_is_refused(store: WeightStore) -> None:
     request = await publish(store, 0, b"weights")
     both = request.model_copy(update={"parts": (*request.parts, digest_of(b"rank 1's"))})
     with pytest.raises(Conflict, match="rank 1 of 2 has not published"):
@@ -194,14 +194,14 @@ async def test_a_part_of_an_earlier_attempt_is_not_mixed_in(store: WeightStore) 
         await store.commit(JOB, 0, request)
 
 
-async def test_a_commit_wants_every_chunk(world: World, store: WeightStore) -> None:
+async def test_commit_without_every_chunk_is_refused(world: World, store: WeightStore) -> None:
     request = await publish(store, 0, b"weights")
     world.chunks.held.clear()
     with pytest.raises(Conflict, match="lacks 1 of 1 chunks"):
         await store.commit(JOB, 0, request)
 
 
-async def test_a_commit_wants_whole_tensors(store: WeightStore) -> None:
+async def test_commit_of_partial_tensors_is_refused(store: WeightStore) -> None:
     part = part_of(b"weights", rows=(0, 3))
     await store.put_chunk(digest_of(b"wei"), [b"wei"])
     await store.put_part(JOB, 0, 0, part.encode())
@@ -311,7 +311,7 @@ async def test_an_upload_in_progress_is_safe_from_collection(world: World, store
     assert await store.missing([ChunkRef(digest_of(b"weights 0"), 9), ChunkRef(digest_of(b"new"), 3)]) == []
 
 
-async def test_an_abandoned_upload_goes_after_the_grace(world: World, store: WeightStore) -> None:
+async def test_abandoned_upload_is_removed_after_the_grace(world: World, store: WeightStore) -> None:
     await commit(store, 0, b"weights")
     request = await publish(store, 1, b"abandoned")
     world.now += UPLOAD_GRACE_S + 1

@@ -147,7 +147,7 @@ def test_garbage_of_a_retired_version_is_removed_unless_used_since() -> None:
         ("", range(10)),
     ],
 )
-def test_a_range_is_understood_or_the_whole_is_sent(header: str | None, wanted: range | None) -> None:
+def test_parse_range_returns_the_range_or_the_whole(header: str | None, wanted: range | None) -> None:
     assert parse_range(header, 10) == wanted
 
 

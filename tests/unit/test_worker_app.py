@@ -288,7 +288,7 @@ async def test_suspended_state_implies_every_token_is_in_the_log(rig: Rig) -> No
     beat = await rig.manager.until(worker, "suspended")
     assert (beat.running, beat.pending) == (0, 0)
     made = await rig.manager.made()
-    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_made_total
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
     await rig.manager.send(worker, assign(3), Resume(step=2), assign(4))
     made = await rig.manager.until_finished((4, 1))
     assert (3, 1) not in made
@@ -305,7 +305,7 @@ async def test_suspension_is_reported_only_after_the_flush(rig: Rig) -> None:
     rig.log_refuses = False
     await rig.manager.until(worker, "suspended")
     made = await rig.manager.made()
-    assert len(made[1, 1].tokens) == rig.engine.stats().tokens_made_total
+    assert len(made[1, 1].tokens) == rig.engine.stats().tokens_generated_total
 
 
 async def test_load_while_suspended_does_not_resume_the_engine(rig: Rig) -> None:
@@ -341,7 +341,7 @@ async def test_released_sample_resumes_as_another_attempt_without_loss(rig: Rig)
     made = await rig.manager.until_finished((1, 2), (2, 1))
     assert (made[1, 2].first_offset, made[1, 2].end, made[1, 2].finish) == (len(part.tokens), 400, FINISH_LENGTH)
     assert made[2, 1].finish == FINISH_LENGTH
-    assert rig.engine.stats().tokens_made_total == 800, "no token was lost or made again"
+    assert rig.engine.stats().tokens_generated_total == 800, "no token was lost or made again"
     assert (55, 1) not in made
 
 
@@ -354,7 +354,7 @@ async def test_release_of_a_sample_awaiting_weights_answers_at_its_offset(rig: R
     assert (row.first_offset, row.tokens, row.finish) == (3, [], FINISH_RELEASED)
     rig.weights.may_pull.set()
     await rig.manager.until(worker, "ready", 1)
-    assert rig.engine.stats().tokens_made_total == 0
+    assert rig.engine.stats().tokens_generated_total == 0
 
 
 async def test_release_of_a_queued_sample_is_answered(rig: Rig) -> None:
@@ -378,7 +378,7 @@ async def test_another_jobs_model_releases_the_held_samples_first(rig: Rig) -> N
     rig.log_refuses = False
     made = await rig.manager.until_finished((1, 1), (2, 1))
     assert [row.finish for row in made.values()] == [FINISH_RELEASED] * 2
-    assert sum(len(row.tokens) for row in made.values()) == first.stats().tokens_made_total
+    assert sum(len(row.tokens) for row in made.values()) == first.stats().tokens_generated_total
 
 
 async def test_samples_of_two_versions_continue_under_a_third(rig: Rig) -> None:
@@ -515,7 +515,7 @@ async def test_stop_sends_notice_flushes_and_leaves_in_this_order(rig: Rig) -> N
     assert words[-1] is WorkerLeft
     assert PreemptionNotice in words
     made = await rig.manager.made()
-    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_made_total
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
 
 
 async def _left(rig: Rig) -> bool:
@@ -533,7 +533,7 @@ async def test_preemption_notice_is_forwarded_and_hands_off_at_once(rig: Rig) ->
     assert (notice.worker, notice.lead_s, notice.reason) == (worker, 120.0, "aws: terminate")
     assert (left.reason, rig.stop.is_set()) == ("aws: terminate", True)
     made = await rig.manager.made()
-    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_made_total
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
 
 
 async def test_notice_without_lead_time_reports_the_grace(rig: Rig) -> None:
@@ -555,7 +555,7 @@ async def test_shutdown_does_not_wait_for_a_stuck_engine(rig: Rig, monkeypatch: 
     rig.worker.on_preemption_notice(Notice("aws: terminate", 2.0))
     await asyncio.wait_for(rig.worker.wait_handed_off(), 4.0)
     made = await rig.manager.made()
-    assert len(made[1, 1].tokens) == rig.engine.stats().tokens_made_total, "it made none of what it has forgotten"
+    assert len(made[1, 1].tokens) == rig.engine.stats().tokens_generated_total, "it made none of what it has forgotten"
 
 
 async def test_rebalance_recommendation_emits_an_event_and_worker_stays(rig: Rig) -> None:
@@ -671,7 +671,7 @@ async def test_hung_engine_fails_the_worker_with_tokens_flushed_and_report() -> 
     assert "the inference engine hangs" in left.reason
     assert ints(left.running_at_failure, U64) == [1, 2]
     made = await rig.manager.made()
-    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_made_total
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
 
 
 async def test_paused_engine_does_not_count_as_hung() -> None:

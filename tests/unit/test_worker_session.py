@@ -108,7 +108,7 @@ def test_a_newer_version_replaces_the_pull_under_way() -> None:
     assert session.on_command(use(1)) == [PullWeights("j", 1)]
 
 
-def test_going_back_to_what_is_loaded_needs_no_pull(ready: Session) -> None:
+def test_return_to_the_loaded_version_needs_no_pull(ready: Session) -> None:
     ready.on_command(use(1))
     assert ready.on_command(use(0)) == [CancelPull()]
     assert state(ready) == "ready"
@@ -127,7 +127,7 @@ def test_assigned_samples_are_submitted_once(ready: Session) -> None:
     assert ready.held == {7: 1, 8: 1}
 
 
-def test_a_repeated_assignment_of_a_finished_sample_is_not_generated_again(ready: Session) -> None:
+def test_repeated_assignment_of_a_finished_sample_is_ignored(ready: Session) -> None:
     ready.on_command(assign((7, 1)))
     ready.on_emissions([ended(7)])
     assert ready.held == {}
@@ -143,7 +143,7 @@ def test_a_higher_attempt_replaces_the_held_one_and_a_lower_is_ignored(ready: Se
     assert ready.held == {7: 3}
 
 
-def test_what_an_old_attempt_emits_does_not_end_the_new_one(ready: Session) -> None:
+def test_emission_of_an_old_attempt_does_not_end_the_new_one(ready: Session) -> None:
     ready.on_command(assign((7, 1)))
     ready.on_command(assign((7, 2)))
     ready.on_emissions([ended(7, attempt=1)])
@@ -362,7 +362,7 @@ def test_dismissed_rejoins_with_its_weights(ready: Session) -> None:
     assert state(again) == "ready"
 
 
-def test_message_that_is_no_command_is_dead_lettered(ready: Session) -> None:
+def test_message_other_than_a_command_is_dead_lettered(ready: Session) -> None:
     (action,) = ready.on_command(WorkerLeft(worker="w", reason="", at=0.0))
     assert isinstance(action, DeadLetterCommand)
 
@@ -440,7 +440,7 @@ def take(step: object, session: Session, engine: Engine) -> list[Effect]:
 
 
 @given(st.lists(steps, max_size=40))
-def test_the_engine_has_exactly_what_the_session_holds(script: list[object]) -> None:
+def test_engine_keys_match_the_samples_held_by_the_session(script: list[object]) -> None:
     session, engine = Session("w"), Engine()
     for step in script:
         if engine.carry_out(session, take(step, session, engine)):

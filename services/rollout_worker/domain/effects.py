@@ -53,7 +53,7 @@ class ReleaseUnstarted:
 
 @dataclass(frozen=True, slots=True)
 class SuspendEngine:
-    """Pause the engine, flush all that it has made, abort these requests; then call `Session.on_engine_suspended`."""
+    """Pause the engine, flush all generated tokens, abort these requests; then call `Session.on_engine_suspended`."""
 
     keys: tuple[Key, ...]
 

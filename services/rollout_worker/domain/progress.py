@@ -1,4 +1,4 @@
-"""Detects a hanging engine: one that has requests and makes no tokens.
+"""Detects a hanging engine: one that has requests and generates no tokens.
 
 A hanging engine cannot report itself, and the process's heartbeats continue: only the missing tokens show it. The time
 allowed for the next token depends on the engine's work. It is counted in `elapsed_s`, not by the wall clock, so that
@@ -18,8 +18,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.silent_s = 0.0
-        """Time for which the engine has had requests and made no token."""
-        self._made = 0
+        """Time for which the engine has had requests and generated no token."""
+        self._n_generated = 0
         self._first = True
         self._longest_prefill = 0
 
@@ -31,17 +31,17 @@ class Progress:
         """Record that the engine starts, or resumes after a pause."""
         self.silent_s, self._first = 0.0, True
 
-    def update(self, *, busy: bool, made: int, elapsed_s: float) -> None:
+    def update(self, *, busy: bool, n_generated: int, elapsed_s: float) -> None:
         """Record the engine's state.
 
         Args:
             busy: True if it has requests and is not paused.
-            made: total tokens that it has made.
+            n_generated: total tokens that it has generated.
             elapsed_s: time since the last call.
 
         """
-        if made != self._made:
-            self._made, self.silent_s, self._first, self._longest_prefill = made, 0.0, False, 0
+        if n_generated != self._n_generated:
+            self._n_generated, self.silent_s, self._first, self._longest_prefill = n_generated, 0.0, False, 0
         elif busy:
             self.silent_s += elapsed_s
         else:

@@ -65,7 +65,7 @@ class RequestTable:
         self.pending: deque[Request] = deque()
         self.requests: list[Request] = []
         self.version = -1
-        self.made_total = 0
+        self.generated_total = 0
         self._slots = slots
         self._max_len = max_len
         self._vocabulary = vocabulary
@@ -227,7 +227,7 @@ class RequestTable:
         self._tokens[slots, at] = tokens[slots]
         self._logprobs[slots, at] = logprobs[slots]
         state["length"][slots] += 1
-        self.made_total += slots.size
+        self.generated_total += slots.size
         stopped = (self._stops[: self.n] == tokens[:, None]).any(axis=1) & (tokens != NO_TOKEN)
         ended = state["aborted"] | failed | stopped | (state["length"] >= state["limit"])
         for slot in np.flatnonzero(ended & ~state["aborted"]).tolist():

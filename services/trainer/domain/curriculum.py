@@ -65,7 +65,7 @@ class Curriculum:
         self._selections: dict[int, PromptSelection] = {}
         self._scored: dict[int, Means] = {}
         self._history: dict[int, list[tuple[int, float]]] = {}
-        """TrainingRow -> (step, mean) of its groups that count by now, oldest first."""
+        """Row number in the training data -> (step, mean reward) of its groups that count by now, oldest first."""
         self._counted_until = 0
         for step, record in records.items():
             self._restore(int(step), json.loads(record))

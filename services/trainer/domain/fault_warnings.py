@@ -18,14 +18,14 @@ class FaultWarnings:
         self._reasons: set[str] = set()
         self._notes: set[str] = set()
 
-    def of_group(self, step: int, reason: str, detail: str) -> str:
+    def on_group_dropped(self, step: int, reason: str, detail: str) -> str:
         """Return a warning about a dropped group of a step, empty unless it is the first for this reason."""
         if reason in self._reasons or reason in _NOT_USER_CODE:
             return ""
         self._reasons.add(reason)
         return f"a group of step {step} was dropped ({reason}) and is not trained: {detail}"
 
-    def of_note(self, text: str) -> str:
+    def on_note(self, text: str) -> str:
         """Return a warning that user code gave, empty if its first line was reported before, or too many were."""
         head = text.partition("\n")[0]
         if not head or head in self._notes or len(self._notes) >= _MAX_NOTES:

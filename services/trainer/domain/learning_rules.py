@@ -110,9 +110,9 @@ class History:
     lowest: float = math.inf
     """Lowest reward of a completion."""
     highest: float = -math.inf
-    highest_mean: float = -math.inf
+    best_step_mean: float = -math.inf
     """Highest mean reward of a step."""
-    best: float = -math.inf
+    best_window_mean: float = -math.inf
     """Highest mean reward of `WINDOW_STEPS` steps in a row."""
 
     def add(self, row: Row) -> None:
@@ -128,9 +128,9 @@ class History:
         if "reward/mean" in row:
             self.lowest = min(self.lowest, row.get("reward/min", row["reward/mean"]))
             self.highest = max(self.highest, row.get("reward/max", row["reward/mean"]))
-            self.highest_mean = max(self.highest_mean, row["reward/mean"])
+            self.best_step_mean = max(self.best_step_mean, row["reward/mean"])
             if len(means := self.window("reward/mean")) == WINDOW_STEPS:
-                self.best = max(self.best, _mean(means))
+                self.best_window_mean = max(self.best_window_mean, _mean(means))
 
     def window(self, metric: str) -> list[float]:
         """Return a metric in the last `WINDOW_STEPS` steps; nothing if there are fewer, or one lacks it."""
@@ -146,7 +146,7 @@ Rule = Callable[[History, JobFacts], Finding | None]
 
 
 def no_learning_signal(history: History, job: JobFacts) -> Finding | None:
-    """Find that all rewards are equal, or those of each prompt: there is no better completion to learn from."""
+    """Return a finding if all rewards are equal, or those of each prompt: no completion is better than another."""
     equal, rows = history.window("frac_reward_zero_std"), history.last
     if not equal or min(equal) < 1 or any(row.get("reward/overlong_penalty") for row in rows):
         return None
@@ -155,10 +155,10 @@ def no_learning_signal(history: History, job: JobFacts) -> Finding | None:
     if low < high:
         return _equal_groups(history) if job.compares_within_groups else None
     look = f"'rlboost samples {job.job_id}' shows completions with their rewards"
-    seen = f"every completion of the last {WINDOW_STEPS} steps got reward {low:g}, so the rewards teach nothing"
+    seen = f"every completion of the last {WINDOW_STEPS} steps got reward {low:g}, so none is better than another"
     n_completions = WINDOW_STEPS * job.prompts_per_step * job.group_size
-    if low < history.highest_mean and history.score(history.highest_mean) * n_completions >= EXPECTED_REWARDS:
-        seen += f", after a mean reward of {history.highest_mean:.3g} in an earlier step"
+    if low < history.best_step_mean and history.score(history.best_step_mean) * n_completions >= EXPECTED_REWARDS:
+        seen += f", after a mean reward of {history.best_step_mean:.3g} in an earlier step"
         causes = "updates damaged the model (optimizer.lr is too high), or the reward changed during the run"
         remedy = f"{look}; start again, or from an earlier checkpoint, with a lower optimizer.lr"
     elif low <= 0:
@@ -178,7 +178,7 @@ def _equal_groups(history: History) -> Finding:
     return Finding(
         "no_learning_signal",
         f"in the last {WINDOW_STEPS} steps all completions of a prompt got the same reward, for every prompt (mean "
-        f"reward {min(means):.3g} to {max(means):.3g}), so the rewards teach nothing",
+        f"reward {min(means):.3g} to {max(means):.3g}), so all advantages are zero",
         "each prompt is either too easy or too hard, the reward does not depend on the completion, or the completions "
         "of a prompt are all alike",
         "raise algorithm.group_size or sampling.temperature, use prompts of medium difficulty (data.curriculum), or "
@@ -187,7 +187,7 @@ def _equal_groups(history: History) -> Finding:
 
 
 def many_groups_dropped(history: History, job: JobFacts) -> Finding | None:
-    """Find that a large part of the groups could not be generated or scored."""
+    """Return a finding if a large part of the groups could not be generated or scored."""
     rows = list(history.last)[-2:]
     ratios = [row.get("groups/dropped_ratio", 0.0) for row in rows]
     if not ratios or (ratios[-1] < MOST_DROPPED and (len(ratios) < 2 or min(ratios) < MANY_DROPPED)):
@@ -197,8 +197,8 @@ def many_groups_dropped(history: History, job: JobFacts) -> Finding | None:
         n_by_reason.update({name.removeprefix(prefix): int(n) for name, n in row.items() if name.startswith(prefix)})
     reasons = ", ".join(f"{reason} ({n})" for reason, n in n_by_reason.most_common(3))
     where = "the last step" if len(rows) == 1 else "the last two steps"
-    reason = n_by_reason.most_common(1)[0][0] if n_by_reason else ""
-    causes, remedy = _advice_on_dropped(reason, job.job_id)
+    top_reason = n_by_reason.most_common(1)[0][0] if n_by_reason else ""
+    causes, remedy = _advice_on_dropped(top_reason, job.job_id)
     seen = f"{ratios[-1]:.0%} of the last step's groups were dropped; reasons in {where}: {reasons or 'unknown'}"
     return Finding("many_groups_dropped", seen, causes, remedy)
 
@@ -218,7 +218,7 @@ def _advice_on_dropped(reason: str, job_id: str) -> tuple[str, str]:
 
 
 def completions_clipped(history: History, job: JobFacts) -> Finding | None:
-    """Find that nearly no completion ends by itself."""
+    """Return a finding if nearly no completion ends by itself."""
     ratios = history.window("completions/clipped_ratio")
     if not ratios or min(ratios) < CLIPPED_RATIO:
         return None
@@ -239,9 +239,8 @@ def completions_clipped(history: History, job: JobFacts) -> Finding | None:
     return Finding("completions_clipped", seen, causes, remedy)
 
 
-def entropy_collapsed(history: History, job: JobFacts) -> Finding | None:
-    """Find that the completions of a prompt have become alike while the task is not solved."""
-    del job
+def entropy_collapsed(history: History, _: JobFacts) -> Finding | None:
+    """Return a finding if the completions of a prompt have become alike while the task is not solved."""
     entropies, lengths = history.window("entropy"), history.window("completions/mean_length")
     began = [row["entropy"] for row in history.first if "entropy" in row]
     if not entropies or not lengths or not began or history.n_steps < 2 * WINDOW_STEPS:
@@ -261,12 +260,12 @@ def entropy_collapsed(history: History, job: JobFacts) -> Finding | None:
 
 
 def reward_fell(history: History, job: JobFacts) -> Finding | None:
-    """Find that the mean reward has lost half of its best value."""
+    """Return a finding if the mean reward has lost half of its best value."""
     means = history.window("reward/mean")
     spread = history.highest - history.lowest
     if not means or spread <= 0 or job.has_curriculum:  # a curriculum removes what is solved, so rewards fall
         return None
-    now, best = _mean(means), history.best
+    now, best = _mean(means), history.best_window_mean
     error = 0.5 * spread / math.sqrt(WINDOW_STEPS * job.prompts_per_step)
     if best - now < max(FALL_RATIO * (best - history.lowest), FALL_ERRORS * error):
         return None
@@ -278,9 +277,8 @@ def reward_fell(history: History, job: JobFacts) -> Finding | None:
     )
 
 
-def kl_exploded(history: History, job: JobFacts) -> Finding | None:
-    """Find that the weights are far from those that the job started from."""
-    del job
+def kl_exploded(history: History, _: JobFacts) -> Finding | None:
+    """Return a finding if the weights are far from those that the job started from."""
     kl = history.window("kl")
     if not kl or min(kl) <= KL_NATS:
         return None
@@ -293,9 +291,8 @@ def kl_exploded(history: History, job: JobFacts) -> Finding | None:
     )
 
 
-def gradient_zero(history: History, job: JobFacts) -> Finding | None:
-    """Find that tokens were trained while the weights cannot have changed."""
-    del job
+def gradient_zero(history: History, _: JobFacts) -> Finding | None:
+    """Return a finding if tokens were trained while the weights cannot have changed."""
     norms, tokens = history.window("grad_norm"), history.window("tokens/trained")
     equal = [row.get("frac_reward_zero_std", 0.0) for row in history.last]
     if not tokens or not norms or any(norms) or min(equal) >= 1:  # with equal rewards a zero gradient is right
@@ -310,7 +307,7 @@ def gradient_zero(history: History, job: JobFacts) -> Finding | None:
 
 
 def eval_reward_zero(history: History, job: JobFacts) -> Finding | None:
-    """Find that evaluations give no reward though training does."""
+    """Return a finding if evaluations give no reward though training does."""
     rows = history.evaluations
     if len(rows) < 2 or history.lowest < 0 or history.highest <= 0 or any(row["eval/reward_mean"] for row in rows):
         return None
@@ -327,9 +324,8 @@ def eval_reward_zero(history: History, job: JobFacts) -> Finding | None:
     )
 
 
-def loss_rose(history: History, job: JobFacts) -> Finding | None:
-    """Find that a supervised loss is worse than at the start."""
-    del job
+def loss_rose(history: History, _: JobFacts) -> Finding | None:
+    """Return a finding if a supervised loss is worse than at the start."""
     losses = history.window("loss")
     if not history.window("perplexity") or not losses or history.n_steps < 2 * WINDOW_STEPS:
         return None

@@ -18,7 +18,8 @@ class TrainingRow:
     logprobs: bytes
     """float32 column: log-probability of each loss token when it was generated."""
     advantage: float
-    """Of every token, unless `advantages` is set; for a preference pair, the weight of the log-likelihood."""
+    """Of every token, unless `advantages` is set; for a preference pair, the weight of the log-likelihood. While rows
+    are built, the reward."""
     proximal: bytes = b""
     """float32 column: log-probability of each loss token under the weights at the start of the step; empty if these are
     the current weights, or not needed. Either all rows of a micro-batch have it or none, as with the columns below."""

@@ -1,7 +1,10 @@
-"""Warns when a job learns nothing: applies `domain.learning_health` to each step, and emits what changes as events.
+"""Warns when a job's metrics show no learning, or damage.
+
+Applies `domain.learning_health` to each step, and emits what changes as events.
 
 Consumes: the metrics of each finished step; once, those that earlier trainers recorded, so that a successor repeats no
-warning. Produces: `warning` and `warning_cleared` events. Ends when: the job ends. A fault in here never ends the job.
+warning. Produces: `warning` and `warning_cleared` events. Ends when: the job ends. An exception in this module
+is logged and never fails the job.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Conversations:
             return
         try:
             results = await self._step_environment(conversation)
-            await self._job.warn(self._job.faults.of_note(results[-1].warning))
+            await self._job.warn(self._job.faults.on_note(results[-1].warning))
             if len(conversation.answers) >= number:
                 return  # the log had the answer of an earlier trainer process
             if not self.collector.is_open(group):

@@ -68,7 +68,7 @@ class GroupScorer:
         # The traceback once for each step: the stream of events is bounded in entries, not in bytes.
         shown = detail if self._tally.dropped[reason] == 1 else "\n".join(detail.splitlines()[:2])
         await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=shown)
-        await self._job.warn(self._job.faults.of_group(self._tally.step, reason, detail))
+        await self._job.warn(self._job.faults.on_group_dropped(self._tally.step, reason, detail))
 
 
 def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:

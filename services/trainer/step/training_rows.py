@@ -57,20 +57,22 @@ class TrainingRowBuilder:
             groups: some groups of the step; all of them if it `needs_the_step`.
 
         """
-        resources, spec, most = self._job.resources, self._algorithm, self._job.spec.sampling.max_tokens
-        rewards = [[] if group is None else shaped_rewards(group, spec, most) for group in groups]
+        resources, spec, max_tokens = self._job.resources, self._algorithm, self._job.spec.sampling.max_tokens
+        rewards = [[] if group is None else shaped_rewards(group, spec, max_tokens) for group in groups]
         if spec.preference is not None:
             return [self._pair(*both) for both in zip(groups, rewards, strict=True)]
         if spec.critic is not None:
             assert resources.critic is not None, "the engine was built without the job's critic"
-            made = await self._rows_with_critic(groups, rewards, spec.critic, resources.critic)
+            rows_by_group = await self._rows_with_critic(groups, rewards, spec.critic, resources.critic)
         else:
-            made = self._rows_with_estimator(groups, rewards)
+            rows_by_group = self._rows_with_estimator(groups, rewards)
         if self._needs_proximal:
-            rows = _flat(made)
+            rows = _flat(rows_by_group)
             columns = await self._columns(rows, self._engine.logprobs)
-            made = _grouped(made, [replace(row, proximal=one) for row, one in zip(rows, columns, strict=True)])
-        return made
+            rows_by_group = _grouped(
+                rows_by_group, [replace(row, proximal=one) for row, one in zip(rows, columns, strict=True)]
+            )
+        return rows_by_group
 
     async def with_pair_weights(self, batches: list[list[TrainingRow]]) -> list[list[TrainingRow]]:
         """Return micro-batches ready to accumulate: the weights of preference pairs depend on the current weights.
@@ -99,16 +101,22 @@ class TrainingRowBuilder:
         decoupled = self._algorithm.is_decoupled(self._job.spec.elastic.max_staleness)
         return decoupled and self._algorithm.updates_per_step > 1
 
-    def _rows(self, group: ScoredGroup, advantages: Sequence[float]) -> list[TrainingRow]:
-        """Return a row for each sample that has a token."""
+    def _rows(self, group: ScoredGroup, scalars: Sequence[float]) -> list[TrainingRow]:
+        """Return a row for each sample that has a token.
+
+        Args:
+            group: the samples.
+            scalars: advantages, or rewards that `_pair` and the critic replace.
+
+        """
         conversations = group.conversations or (None,) * len(group.samples)
         return [
-            TrainingRow(group.prompt, sample.tokens, sample.logprobs, advantage)
+            TrainingRow(group.prompt, sample.tokens, sample.logprobs, scalar)
             if conversation is None
             else TrainingRow(
-                group.prompt, conversation.completion, sample.logprobs, advantage, loss_mask=conversation.loss_mask
+                group.prompt, conversation.completion, sample.logprobs, scalar, loss_mask=conversation.loss_mask
             )
-            for sample, conversation, advantage in zip(group.samples, conversations, advantages, strict=True)
+            for sample, conversation, scalar in zip(group.samples, conversations, scalars, strict=True)
             if sample.tokens
         ]
 
@@ -140,13 +148,13 @@ class TrainingRowBuilder:
         drops = self._algorithm.equal_groups == "drop"
         left_out = [bool(one) and drops and min(one) == max(one) for one in rewards]
         self._leave_out(sum(left_out))
-        made = [
+        rows_by_group = [
             [] if group is None or out else self._rows(group, one)
             for group, one, out in zip(groups, rewards, left_out, strict=True)
         ]
-        rows = _flat(made)
+        rows = _flat(rows_by_group)
         if not rows:
-            return made  # no rows, so no critic metrics
+            return rows_by_group  # no rows, so no critic metrics
         values = await self._columns(rows, engine.values)
         penalties: list[critic.Array | None] = [None] * len(rows)
         if self._algorithm.kl_coef:
@@ -161,7 +169,7 @@ class TrainingRowBuilder:
         self._tally.measured |= critic.metrics(found)
         columns = zip(rows, found.advantages, values, found.returns, strict=True)
         return _grouped(
-            made,
+            rows_by_group,
             [
                 replace(row, advantage=0.0, advantages=_column(advantages), values=expected, returns=_column(returns))
                 for row, advantages, expected, returns in columns
@@ -196,23 +204,23 @@ class TrainingRowBuilder:
             return preference.sequence_log_ratio(_array(trained[id(row)]), _array(start[id(row)]))
 
         margins = np.array([moved(best) - moved(worst) for best, worst in pairs])
-        judged = preference.pair_losses(margins, spec)
-        sums.add(self._tally.loss_sums, preference.numbers(margins, judged, spec))
-        weighed = zip(pairs, judged.weights.tolist(), strict=True)
+        losses = preference.pair_losses(margins, spec)
+        sums.add(self._tally.loss_sums, preference.numbers(margins, losses, spec))
+        weighed = zip(pairs, losses.weights.tolist(), strict=True)
         return {id(row): weight for (best, worst), by in weighed for row, weight in ((best, by), (worst, -by))}
 
     # --- the engine ---
 
-    async def _columns(self, rows: Sequence[TrainingRow], ask: EngineCall) -> list[bytes]:
+    async def _columns(self, rows: Sequence[TrainingRow], call: EngineCall) -> list[bytes]:
         """Return the engine's column for each row."""
         found: dict[int, bytes] = {}
         for batch in pack(rows, self._job.spec.trainer.micro_batch_tokens):
-            found |= await self._columns_of(batch, ask)
+            found |= await self._columns_of(batch, call)
         return [found[id(row)] for row in rows]
 
-    async def _columns_of(self, batch: Sequence[TrainingRow], ask: EngineCall) -> dict[int, bytes]:
+    async def _columns_of(self, batch: Sequence[TrainingRow], call: EngineCall) -> dict[int, bytes]:
         # One call per micro-batch: the turn may end between two.
-        columns = await self._turn.run(partial(ask, [batch]))
+        columns = await self._turn.run(partial(call, [batch]))
         return {id(row): column for row, column in zip(batch, columns, strict=True)}
 
 

@@ -78,7 +78,9 @@ class ThreadedEngine(ABC):
         """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive(allow_closed=True)
-            return EngineStats(self._table.n, len(self._table.pending), self._table.made_total, self._table.version)
+            return EngineStats(
+                self._table.n, len(self._table.pending), self._table.generated_total, self._table.version
+            )
 
     def running(self) -> set[Key]:
         """See `ports.Engine`."""

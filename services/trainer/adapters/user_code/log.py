@@ -19,7 +19,7 @@ RATE_BYTES_PER_S = 64 << 10
 BURST_BYTES = 1 << 20
 _READ_BYTES = 64 << 10
 _MAX_READS = 64
-"""How often to read before the event loop's other work goes on."""
+"""Reads per wake-up, so that the event loop's other work is not delayed."""
 _TAIL_BYTES = 1_000
 
 

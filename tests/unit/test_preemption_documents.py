@@ -44,7 +44,7 @@ def azure_document(**changes: Any) -> str:
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
-def test_aws_says_what_happens_and_when(action: str) -> None:
+def test_aws_document_gives_action_and_lead_time(action: str) -> None:
     body = json.dumps({"action": action, "time": "2026-03-01T08:22:00Z"})
     assert aws_notice(body, NOW_S) == Notice(f"aws: {action}", 120.0)
 
@@ -69,11 +69,11 @@ def test_a_token_is_a_token() -> None:
 
 
 @pytest.mark.parametrize(("body", "notice"), [("TRUE", Notice("gcp: preempted")), ("FALSE\n", None)])
-def test_google_says_true_or_false(body: str, notice: Notice | None) -> None:
+def test_google_document_is_true_or_false(body: str, notice: Notice | None) -> None:
     assert gcp_notice(body) == notice
 
 
-def test_azure_names_the_machine_the_moment_and_what_to_acknowledge() -> None:
+def test_azure_document_gives_lead_time_and_event_id() -> None:
     event_id = "A123BC45-1234-5678-AB90-ABCDEF123456"
     assert azure_notice(azure_document(), "SPOT_7", NOW_S) == Notice("azure: Preempt", 30.0, event_id)
 
@@ -83,7 +83,7 @@ def test_azure_names_the_machine_the_moment_and_what_to_acknowledge() -> None:
     [{"Resources": ["spot_8"]}, {"EventType": "Freeze"}, {"EventType": "Reboot"}, {"Resources": []}],
     ids=["another machine", "a pause", "a reboot", "nobody"],
 )
-def test_an_azure_event_after_which_this_machine_is_there_is_no_notice(changes: dict[str, Any]) -> None:
+def test_azure_event_that_keeps_this_machine_is_ignored(changes: dict[str, Any]) -> None:
     assert azure_notice(azure_document(**changes), "spot_7", NOW_S) is None
 
 
@@ -100,14 +100,14 @@ def test_an_azure_event_without_a_moment_is_a_notice_without_one(not_before: str
     assert notice.lead_s is None
 
 
-def test_azure_tells_a_machine_its_name() -> None:
+def test_azure_metadata_gives_the_machine_name() -> None:
     assert azure_machine('{"azEnvironment": "AzurePublicCloud", "name": "spot_7", "vmId": "x"}') == "spot_7"
 
 
 @pytest.mark.parametrize(
     ("content", "lead_s"), [("", None), ("30\n", 30.0), ("0", 0.0), ("-1", None), ("nan", None), ("bye", None)]
 )
-def test_a_file_is_a_notice_whatever_is_in_it(content: str, lead_s: float | None) -> None:
+def test_notice_file_counts_with_any_content(content: str, lead_s: float | None) -> None:
     assert file_notice("/run/spot", content) == Notice("file: /run/spot", lead_s)
 
 
@@ -132,7 +132,7 @@ json_texts = st.recursive(
 
 
 @given(reader=readers, body=st.text(max_size=30) | json_texts | st.just("[" * 5000))
-def test_whatever_answers_is_understood_or_refused(reader: Any, body: str) -> None:
+def test_any_document_is_parsed_or_retryable(reader: Any, body: str) -> None:
     with contextlib.suppress(Retryable):
         reader(body)
 

@@ -1,4 +1,4 @@
-"""Actions of the domain as operations on the bus."""
+"""Domain actions translate to bus operations."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ async def test_a_job_that_a_trainer_cannot_read_is_done_by_one_that_can(
     assert (await states_of(rig, LATER))[0] == "running"
 
 
-async def test_a_job_that_was_set_aside_can_be_cancelled(tmp_path: Path) -> None:
+async def test_quarantined_job_can_be_cancelled(tmp_path: Path) -> None:
     rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_s=0.05))
     async with rig.trainer():
         await create_of_a_later_version(rig)

@@ -27,13 +27,13 @@ def test_a_window_is_a_number_or_a_word(text: str, means: object) -> None:
     assert parse(spec("{seeding: " + text + "}")).elastic.seeding == means
 
 
-def test_on_is_no_window() -> None:
+def test_on_is_not_a_seeding_window() -> None:
     with pytest.raises(ConfigError, match=r"elastic\.seeding"):
         parse(spec("{seeding: on}"))
 
 
 @pytest.mark.parametrize("wrong", ["{max_staleness: 17}", "{max_staleness: -1}", "{share: 0}", "{in_flight: drop}"])
-def test_what_makes_no_sense_is_refused_by_name(wrong: str) -> None:
+def test_invalid_elastic_values_are_refused_by_name(wrong: str) -> None:
     with pytest.raises(ConfigError, match=r"elastic\."):
         parse(spec(wrong))
 
@@ -50,7 +50,7 @@ def test_a_section_of_an_adapter_survives_the_resolved_job_file() -> None:
 
 
 @pytest.mark.parametrize("weights", ["full", "delta"])
-def test_a_section_of_an_adapter_beside_whole_models_is_refused(weights: str) -> None:
+def test_lora_section_without_lora_weights_is_refused(weights: str) -> None:
     with pytest.raises(ConfigError, match=r"set elastic\.weights to lora to train an adapter, or remove the section"):
         parse(spec("{weights: " + weights + "}", ", lora: {rank: 4}"))
 
@@ -119,7 +119,7 @@ def test_an_override_that_is_a_pattern_is_text(pattern: str) -> None:
         ("[{a: 1, a: 1}]", ": 'a' is given twice: remove one"),
     ],
 )
-def test_an_override_that_is_no_section_and_no_list_either_is_named(value: str, told: str) -> None:
+def test_unparsable_override_is_named(value: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         set_by_override({}, f"optimizer={value}")
     assert str(caught.value).startswith(f"override 'optimizer={value}'{told}")
@@ -137,7 +137,7 @@ def test_an_override_that_is_no_section_and_no_list_either_is_named(value: str, 
         ("'off'=1", "'off': unknown key: remove it or fix its spelling"),
     ],
 )
-def test_an_unknown_key_is_told_with_the_one_of_its_section_that_resembles_it(override: str, told: str) -> None:
+def test_unknown_key_error_suggests_a_key_of_its_section(override: str, told: str) -> None:
     raw = spec("{}")
     set_by_override(raw, override)
     with pytest.raises(InvalidJob) as caught:

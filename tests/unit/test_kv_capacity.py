@@ -18,7 +18,7 @@ SLOTS = 8
     max_len=st.integers(1, 500),
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=SLOTS),
 )
-def test_what_fits_gets_a_shape_that_takes_no_more_than_there_is(tokens: int, max_len: int, lengths: list[int]) -> None:
+def test_shape_of_fitting_rows_stays_within_the_capacity(tokens: int, max_len: int, lengths: list[int]) -> None:
     capacity, longest = KvCapacity(SLOTS, max_len, tokens), max(lengths)
     assume(longest <= max_len and capacity.fits(len(lengths), longest))
     rows, columns = capacity.shape(len(lengths), longest)
@@ -48,7 +48,8 @@ def cramped(tokens: int) -> RequestTable:
     return RequestTable(SLOTS, 512, 100, KvCapacity(SLOTS, 512, tokens))
 
 
-def test_requests_wait_in_line_for_room_and_nobody_overtakes() -> None:
+def test_requests_are_admitted_in_order() -> None:
+    """A long request is not overtaken by short ones that would fit."""
     rows = cramped(tokens=96)
     long, *short = [
         request(1, prompt=[1], max_tokens=95),
@@ -68,14 +69,14 @@ def test_requests_wait_in_line_for_room_and_nobody_overtakes() -> None:
     assert rows.admit(1000) == range(3)
 
 
-def test_a_row_counts_with_the_length_at_which_it_ends_and_not_with_what_it_has_made() -> None:
+def test_row_counts_with_its_final_length() -> None:
     rows = cramped(tokens=96)
     rows.submit([request(1, prompt=[1], tokens=[2] * 40, max_tokens=47), request(2, prompt=[1] * 40, max_tokens=9)])
     assert rows.admit(1000) == range(1)
     assert (rows.n, len(rows.pending)) == (1, 1)
 
 
-def test_a_request_that_never_fits_is_refused_at_once_and_holds_nobody_up() -> None:
+def test_request_that_never_fits_is_refused_without_blocking_others() -> None:
     rows = cramped(tokens=96)
     rows.submit([request(1, prompt=[1], max_tokens=40), request(2, prompt=[1] * 10, max_tokens=87), request(3)])
     assert rows.admit(1000) == range(2)

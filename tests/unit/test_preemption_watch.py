@@ -43,8 +43,8 @@ class FakeSource:
         self.acknowledged.append((notice, time.monotonic()))
 
 
-class FakeLeaver:
-    """Leaves at a notice, once `may_go` is set."""
+class FakeDrainable:
+    """Drains at a notice and has handed off once `may_go` is set."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -65,21 +65,26 @@ class FakeLeaver:
 
 
 @asynccontextmanager
-async def watching(watch: PreemptionWatch, leaver: FakeLeaver) -> AsyncIterator[asyncio.Task[None]]:
+async def watching(watch: PreemptionWatch, drainable: FakeDrainable) -> AsyncIterator[asyncio.Task[None]]:
     """Run the watch until the end of the block."""
-    running = asyncio.create_task(watch.run(leaver.stop), name="watch")
+    running = asyncio.create_task(watch.run(drainable.stop), name="watch")
     try:
         yield running
     finally:
-        leaver.stop.set()
-        leaver.may_go.set()
+        drainable.stop.set()
+        drainable.may_go.set()
         await running
 
 
 def watch_of(
-    *sources: FakeSource, leaver: FakeLeaver, candidates: tuple[FakeSource, ...] = (), acknowledge_after_s: float = 0.0
+    *sources: FakeSource,
+    drainable: FakeDrainable,
+    candidates: tuple[FakeSource, ...] = (),
+    acknowledge_after_s: float = 0.0,
 ) -> PreemptionWatch:
-    return PreemptionWatch(sources, candidates, leaver, poll_interval_s=0.005, acknowledge_after_s=acknowledge_after_s)
+    return PreemptionWatch(
+        sources, candidates, drainable, poll_interval_s=0.005, acknowledge_after_s=acknowledge_after_s
+    )
 
 
 def at_least(n: int, count: Callable[[], int]) -> Callable[[], bool]:
@@ -87,30 +92,30 @@ def at_least(n: int, count: Callable[[], int]) -> Callable[[], bool]:
 
 
 async def test_a_notice_of_any_source_reaches_the_worker() -> None:
-    leaver, quiet, speaks = FakeLeaver(), FakeSource(), FakeSource()
-    async with watching(watch_of(quiet, speaks, leaver=leaver), leaver) as running:
+    drainable, quiet, speaks = FakeDrainable(), FakeSource(), FakeSource()
+    async with watching(watch_of(quiet, speaks, drainable=drainable), drainable) as running:
         await eventually(at_least(3, lambda: speaks.asked))
-        assert leaver.notices == []
+        assert drainable.notices == []
         speaks.word = Notice("gone", 30.0)
         await running
-    assert leaver.notices == [Notice("gone", 30.0)]
+    assert drainable.notices == [Notice("gone", 30.0)]
     assert (quiet.acknowledged, speaks.acknowledged) == ([], [])
 
 
 async def test_recommendation_is_forwarded_once_and_a_later_notice_too() -> None:
-    leaver, source = FakeLeaver(), FakeSource(word=RebalanceRecommendation("likely"))
-    async with watching(watch_of(source, leaver=leaver), leaver) as running:
+    drainable, source = FakeDrainable(), FakeSource(word=RebalanceRecommendation("likely"))
+    async with watching(watch_of(source, drainable=drainable), drainable) as running:
         await eventually(at_least(5, lambda: source.asked))
-        assert leaver.advice == [RebalanceRecommendation("likely")]
+        assert drainable.advice == [RebalanceRecommendation("likely")]
         source.word = Notice("gone")
         await running
-    assert leaver.notices == [Notice("gone")]
+    assert drainable.notices == [Notice("gone")]
 
 
 async def test_failing_source_is_polled_again_and_logged_once() -> None:
-    leaver, source = FakeLeaver(), FakeSource(word=Retryable("status 503"))
+    drainable, source = FakeDrainable(), FakeSource(word=Retryable("status 503"))
     with structlog.testing.capture_logs() as lines:
-        async with watching(watch_of(source, leaver=leaver), leaver) as running:
+        async with watching(watch_of(source, drainable=drainable), drainable) as running:
             await eventually(at_least(6, lambda: source.asked))
             source.word = None
             answered = source.asked
@@ -118,20 +123,20 @@ async def test_failing_source_is_polled_again_and_logged_once() -> None:
             source.word = Notice("gone")
             await running
     assert [line["event"] for line in lines] == ["metadata_unavailable", "metadata_recovered"]
-    assert leaver.notices == [Notice("gone")]
+    assert drainable.notices == [Notice("gone")]
 
 
 async def test_only_the_detected_cloud_is_polled() -> None:
-    leaver, here, elsewhere = FakeLeaver(), FakeSource("here"), FakeSource("elsewhere", there=False)
-    async with watching(watch_of(leaver=leaver, candidates=(elsewhere, here)), leaver):
+    drainable, here, elsewhere = FakeDrainable(), FakeSource("here"), FakeSource("elsewhere", there=False)
+    async with watching(watch_of(drainable=drainable, candidates=(elsewhere, here)), drainable):
         await eventually(at_least(3, lambda: here.asked))
     assert (elsewhere.looked_for, elsewhere.asked, here.looked_for) == (1, 0, 1)
 
 
 async def test_missing_cloud_is_logged_and_detection_stops() -> None:
-    leaver, elsewhere = FakeLeaver(), FakeSource("elsewhere", there=False)
+    drainable, elsewhere = FakeDrainable(), FakeSource("elsewhere", there=False)
     with structlog.testing.capture_logs() as lines:
-        async with watching(watch_of(leaver=leaver, candidates=(elsewhere,)), leaver):
+        async with watching(watch_of(drainable=drainable, candidates=(elsewhere,)), drainable):
             await eventually(lambda: [line["event"] for line in lines] == ["notice_source_missing"])
             looked_for = elsewhere.looked_for
             await asyncio.sleep(0.05)
@@ -139,14 +144,14 @@ async def test_missing_cloud_is_logged_and_detection_stops() -> None:
 
 
 async def test_notice_is_acknowledged_after_hand_off_and_delay() -> None:
-    leaver, source = FakeLeaver(), FakeSource(word=Notice("gone", 30.0, "event"))
-    leaver.may_go.clear()
+    drainable, source = FakeDrainable(), FakeSource(word=Notice("gone", 30.0, "event"))
+    drainable.may_go.clear()
     began = time.monotonic()
-    async with watching(watch_of(source, leaver=leaver, acknowledge_after_s=0.1), leaver) as running:
-        await leaver.stop.wait()
+    async with watching(watch_of(source, drainable=drainable, acknowledge_after_s=0.1), drainable) as running:
+        await drainable.stop.wait()
         await asyncio.sleep(0.15)
         assert source.acknowledged == []
-        leaver.may_go.set()
+        drainable.may_go.set()
         await running
     ((notice, at),) = source.acknowledged
     assert notice.event_id == "event"
@@ -154,8 +159,8 @@ async def test_notice_is_acknowledged_after_hand_off_and_delay() -> None:
 
 
 async def test_a_stop_without_a_notice_acknowledges_nothing() -> None:
-    leaver, source = FakeLeaver(), FakeSource()
-    async with watching(watch_of(source, leaver=leaver), leaver):
+    drainable, source = FakeDrainable(), FakeSource()
+    async with watching(watch_of(source, drainable=drainable), drainable):
         await eventually(at_least(1, lambda: source.asked))
     assert source.acknowledged == []
 
@@ -165,9 +170,9 @@ async def test_failed_acknowledgment_is_not_a_failure() -> None:
         async def acknowledge(self, notice: Notice) -> None:
             raise Retryable("status 500")
 
-    leaver, source = FakeLeaver(), Deaf(word=Notice("gone", 30.0, "event"))
+    drainable, source = FakeDrainable(), Deaf(word=Notice("gone", 30.0, "event"))
     with structlog.testing.capture_logs() as lines:
-        await watch_of(source, leaver=leaver).run(leaver.stop)
+        await watch_of(source, drainable=drainable).run(drainable.stop)
     assert [line["event"] for line in lines] == ["notice_not_acknowledged"]
 
 
@@ -176,6 +181,6 @@ async def test_unexpected_error_of_a_source_is_raised() -> None:
         async def poll(self) -> Notice | None:
             raise ZeroDivisionError
 
-    leaver = FakeLeaver()
+    drainable = FakeDrainable()
     with pytest.raises(ExceptionGroup):
-        await watch_of(Broken(), leaver=leaver).run(leaver.stop)
+        await watch_of(Broken(), drainable=drainable).run(drainable.stop)

@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base/config.json").write_text("{}")
     (tmp_path / "base/model.safetensors").touch()
     (tmp_path / "base/tokenizer.json").touch()
-    # It tokenizes, with a real model: tests/contract/test_jobcheck_model.py.
+    # It tokenizes, with a real model: tests/contract/test_job_check_model.py.
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "my_reward.py").write_text(
@@ -68,7 +68,7 @@ def test_an_invalid_prompt_is_named(folder: Path, text: str, problem: str) -> No
     assert found.startswith(f"data.train: {problem}")
 
 
-def test_a_folder_to_go_on_from_must_be_there_unless_it_is_in_an_object_store(folder: Path) -> None:
+def test_resume_folder_must_exist_unless_in_an_object_store(folder: Path) -> None:
     assert check(trainer={"resume": ".rlboost/runs/a"})[0].startswith(
         "trainer.resume: there is no .rlboost/runs/a: give"
     )
@@ -124,7 +124,7 @@ def test_a_reward_of_verls_signature_needs_a_ground_truth(folder: Path) -> None:
     assert check(reward={"function": "my_reward:compute_score"}) == []
 
 
-def test_a_byte_order_mark_is_no_part_of_the_data(folder: Path) -> None:
+def test_byte_order_mark_is_skipped(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"prompt": "1"}\n', encoding="utf-8-sig")
     assert check(reward={"function": "my_reward:score"}) == []
 

@@ -126,14 +126,14 @@ def test_a_model_that_cannot_be_cut_up_is_named(
     assert check(trainer={"backend": "megatron", **trainer}) == ([problem] if problem else [])
 
 
-def test_a_model_of_a_kind_that_megatron_does_not_know_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_type_unsupported_by_megatron_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     write_model(folder / "base", "gpt2")
     [problem] = check(trainer={"backend": "megatron"})
     assert problem.startswith("trainer.backend: megatron does not support model type gpt2")
 
 
-def test_a_model_whose_layers_cannot_be_computed_again_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_activation_checkpointing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     asked = {"trainer": {"activation_checkpointing": True}}
     assert check(**asked) == []
@@ -146,7 +146,7 @@ def test_a_model_whose_layers_cannot_be_computed_again_is_named(folder: Path, mo
     assert check() == []
 
 
-def test_functions_that_run_in_the_trainer_are_tried_as_it_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_loads_trainer_functions_like_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     monkeypatch.syspath_prepend(str(folder))
     fit = {"algorithm": {"loss": "mine:loss"}}
