@@ -100,7 +100,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Set a lease to `value` for `ttl_s` more seconds, by the broker's clock, whoever holds it."""
+    """Set a lease to `value` for `ttl_s` more seconds, by the broker's clock, regardless of its holder."""
 
     lease: str
     value: str
@@ -177,7 +177,7 @@ class Bus(Protocol):
         """Return all fields of a hash."""
 
     async def renew(self, lease: str, value: str, ttl_s: float) -> None:
-        """Set a lease to `value` for `ttl_s` more seconds, whoever holds it."""
+        """Set a lease to `value` for `ttl_s` more seconds, regardless of its holder."""
 
     async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
         """Take a lease for `ttl_s` seconds if it is free; return True if it has this value afterwards."""

@@ -51,7 +51,7 @@ class FencedLease:
         return None if self._fence is None else self._fence.epoch
 
     async def holder(self) -> str | None:
-        """Return the lease's value, whoever holds it; None if it is free."""
+        """Return the lease's value, regardless of its holder; None if it is free."""
         (value,) = await self._bus.lease_values([self._key])
         return value
 

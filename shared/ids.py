@@ -84,6 +84,11 @@ def is_served(sample: int) -> bool:
     return bool(sample >> (_GROUP_BITS + _MEMBER_BITS) & MAX_STEPS)
 
 
+def worker_name(worker_id: str) -> str:
+    """Return a worker's name, which all its incarnations share: the id without the random suffix."""
+    return worker_id.rpartition("-")[0] or worker_id
+
+
 def new_token(n_bytes: int = 4) -> str:
     """Return a random hexadecimal suffix for ids of worker incarnations, jobs and commands."""
     return secrets.token_hex(n_bytes)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
 
 StateOption = Annotated[Path, typer.Option("--state", help="Folder of the local system's state.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands.common import EXIT_FAILED
+from rlboost.commands.common import EXIT_FAILED, EXIT_INTERRUPTED
 from rlboost.commands.up import SERVICE_PACKAGES, Engine, require_engine, require_packages
 
-_EXIT_INTERRUPTED = 130
 _STATE = Path(".rlboost/demo")
 
 
@@ -46,7 +45,7 @@ def demo(
     record = run(DemoOptions(state, steps, workers, chaos, seed, engine.value), console)
     if record is None:
         typer.echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
-        raise typer.Exit(_EXIT_INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)
     console.print(summary(record))
     from rlboost.report.page import write  # noqa: PLC0415 - needs matplotlib, which nothing before does
 

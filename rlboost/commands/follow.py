@@ -12,6 +12,7 @@ import typer
 from rlboost.commands.common import (
     DEFAULT_STATE,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     JobArgument,
     JsonOption,
     StateOption,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rlboost.client import Client
     from rlboost.follow import Change
 
-EXIT_INTERRUPTED = 130
 _SILENCE_S = 10.0
 """A manager that does not answer a poll for this time counts as lost."""
 

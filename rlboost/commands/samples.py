@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands.common import DEFAULT_STATE, JsonOption, StateOption, connect, print_json
+from rlboost.commands.common import DEFAULT_STATE, JobArgument, JsonOption, StateOption, connect, print_json
 
 _WIDEST = 100
 """Columns."""
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 
 def samples(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="The job's id or name; the newest job of that name.")],
+    job: JobArgument,
     step: Annotated[int | None, typer.Option(help="Step, from 0; the newest one if omitted.", min=0)] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,

@@ -24,6 +24,7 @@ from rlboost.commands.common import (
 )
 from rlboost.commands.up import Engine
 from rlboost.shared.errors import ConfigError, Conflict
+from rlboost.shared.ids import worker_name
 
 _GONE = frozenset({"lost", "left"})
 
@@ -64,7 +65,7 @@ def drain(
         config = folder.config() if folder.running() else None
         workers = client.workers.list()
         worker_id = _named(worker, workers)
-        process = _name(worker_id) if config and config.url == client.url else None
+        process = worker_name(worker_id) if config and config.url == client.url else None
         if process:
             folder.set_drained(process, True)  # before it can exit
         try:
@@ -136,15 +137,10 @@ def _named(given: str, workers: Sequence[Mapping[str, Any]]) -> str:
     """
     if any(worker["id"] == given for worker in workers):
         return given
-    found = [worker["id"] for worker in workers if worker["state"] not in _GONE and _name(worker["id"]) == given]
+    found = [worker["id"] for worker in workers if worker["state"] not in _GONE and worker_name(worker["id"]) == given]
     if len(found) > 1:
         raise Conflict(f"several workers are named {given}: give the id of one: {', '.join(found)}")
     return found[0] if found else given
-
-
-def _name(worker_id: str) -> str:
-    """Return a worker's name: its id without the random suffix; for a local worker the process name."""
-    return worker_id.rpartition("-")[0]
 
 
 def print_workers(workers: list[dict[str, Any]]) -> None:

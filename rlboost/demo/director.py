@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlboost.report.record import PlannedChange, SeenWorker, process_of
+from rlboost.report.record import PlannedChange, SeenWorker
+from rlboost.shared.ids import worker_name
 
 _FIRST_STEP_S = 4.0
 """Estimate until the first step has completed."""
@@ -59,7 +60,7 @@ class PreemptionSchedule:
         """
         victims = sorted(
             {
-                process_of(worker.id)
+                worker_name(worker.id)
                 for worker in workers
                 if worker.role == "preemptible" and worker.state == "ready" and worker.running
             }

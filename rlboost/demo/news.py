@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rlboost.report.record import JobEvent, ProcessEvent, Record, process_of
+from rlboost.report.record import JobEvent, ProcessEvent, Record
+from rlboost.shared.ids import worker_name
 
 Tone = Literal["good", "bad", "warn", "plain"]
 
@@ -58,10 +59,10 @@ def _of_job(events: list[JobEvent]) -> Iterator[EventLine]:
         match event.kind:
             case "worker_lost":
                 yield EventLine(
-                    event.at, "bad", f"  {process_of(fields['worker'])} was declared lost: {fields['reason']}"
+                    event.at, "bad", f"  {worker_name(fields['worker'])} was declared lost: {fields['reason']}"
                 )
             case "samples_unassigned" if fields["cause"] != "suspended":
-                whose = f"{fields['samples']} unfinished samples of {process_of(fields['worker'])}"
+                whose = f"{fields['samples']} unfinished samples of {worker_name(fields['worker'])}"
                 yield EventLine(event.at, "plain", f"  {whose} migrate with their {fields['tokens']:,} tokens")
             case "seeding_reopened":
                 yield EventLine(event.at, "warn", "  no spot worker is left: the reserved engine generates again")

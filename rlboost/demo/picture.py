@@ -16,6 +16,7 @@ from rich.text import Text
 from rlboost.demo.news import EventLine
 from rlboost.follow import ENDED
 from rlboost.report.record import Observation, Record, SeenWorker
+from rlboost.shared.ids import worker_name
 
 NEWS_SHOWN = 12
 """Most events shown, however high the terminal is."""
@@ -163,7 +164,7 @@ def _fleet(seen: Observation, now: float) -> RenderableType:
 
 
 def _worker(worker: SeenWorker, now: float) -> Iterator[RenderableType]:
-    yield worker.id.rpartition("-")[0]
+    yield worker_name(worker.id)
     yield "reserved" if worker.role == "reserved" else "spot"
     yield Text(worker.state, style=_STATE_STYLES.get(worker.state, ""))
     yield "-" if worker.version is None else str(worker.version)

@@ -22,8 +22,8 @@ from rlboost.report.record import (
     ProcessEvent,
     Record,
     SeenWorker,
-    process_of,
 )
+from rlboost.shared.ids import worker_name
 
 _KINDS = {
     "trainer": "trainer",
@@ -124,7 +124,7 @@ class Recorder:
 
 
 def _went_on_from(worker: str, spans: Iterable[tuple[str, int, int]]) -> bool:
-    makers = [process_of(span[0]) for span in spans]
+    makers = [worker_name(span[0]) for span in spans]
     return worker in makers[:-1]
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from rlboost import examples
 from rlboost.examples.sums import make_data
+from rlboost.jobs.model_path import is_hub_id
 from rlboost.shared.errors import ConfigError
 
 MODEL = "model"
 """The folder of the small model."""
 JOB_FILES = ("job.yaml", "warmup.yaml")
 _COPIED = (*JOB_FILES, "reward.py", "test_reward.py", "make_data.py", "README.md")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LEARNING_RATES = {"job.yaml": "1.0e-6", "warmup.yaml": "1.0e-5"}
 """For a model given by the user; the template's are for the small model."""
 _SHOWN = 5
@@ -61,7 +61,7 @@ def _checked_model(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder.absolute())
-    if _HUB_ID.fullmatch(model) and not folder.parent.exists():
+    if is_hub_id(model):
         return model
     raise ConfigError(
         f"--model {model}: there is no such folder: name one, or a Hugging Face id such as Qwen/Qwen3-0.6B"

@@ -11,6 +11,7 @@ from rlboost.report import curves, figures, tables
 from rlboost.report.history import History
 from rlboost.report.page import Section, draw, figure_sections, write_page
 from rlboost.report.template import JOB, PAGE
+from rlboost.shared.names import MAX_EVENTS
 
 SECTIONS: tuple[Section[History], ...] = (
     Section(
@@ -24,7 +25,7 @@ SECTIONS: tuple[Section[History], ...] = (
         title="Throughput and workers",
         draw=curves.throughput,
         caption="Completion tokens generated per second of each step (trained, for supervised jobs), and the workers "
-        "in the job's events, of which the newest 20,000 are retained.",
+        f"in the job's newest {MAX_EVENTS:,} events.",
     ),
     Section(
         name="steps",

@@ -179,8 +179,3 @@ def load(path: Path) -> Record:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(f"{path} is no record of a run: {place}: {first['msg']}") from error
-
-
-def process_of(worker_id: str) -> str:
-    """Return the process name of a worker id, which ends in a random suffix."""
-    return worker_id.rpartition("-")[0]

@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from rlboost.report.checks import checks
-from rlboost.report.record import Journey, Record, process_of
+from rlboost.report.record import Journey, Record
+from rlboost.shared.ids import worker_name
 
 _TEXT_CHARS = 600
 
@@ -78,7 +79,7 @@ def journeys(record: Record) -> str:
 
 def _journey(journey: Journey) -> str:
     spans = " → ".join(
-        f"<b>{escape(process_of(worker))}</b> {n} token{'' if n == 1 else 's'}" for worker, _, n in journey.spans
+        f"<b>{escape(worker_name(worker))}</b> {n} token{'' if n == 1 else 's'}" for worker, _, n in journey.spans
     )
     reward = "not scored" if journey.reward is None else f"reward {journey.reward:g}"
     version = journey.spans[0][1]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from rlboost.report.record import JobEvent, Record, process_of
+from rlboost.report.record import JobEvent, Record
+from rlboost.shared.ids import worker_name
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "silent"]
 """The manager's states. `silent`: dead, but not detected by the manager yet."""
@@ -96,7 +97,7 @@ def migrations(record: Record) -> list[Migration]:
         step = bisect_right(step_begins, event.at)
         if event.kind == "samples_unassigned":
             fields = event.fields
-            unassigned.append(_Unassigned(step, process_of(fields["worker"]), fields["cause"], fields["samples"]))
+            unassigned.append(_Unassigned(step, worker_name(fields["worker"]), fields["cause"], fields["samples"]))
         elif event.kind == "samples_migrated":
             while unassigned and unassigned[0].step < step:
                 unassigned.popleft()
@@ -128,7 +129,7 @@ def _joined(first: Migration, more: Migration) -> Migration:
 
 
 def _match(event: JobEvent, unassigned: deque[_Unassigned]) -> Iterator[tuple[_Unassigned, Migration]]:
-    target, left = process_of(event.fields["worker"]), event.fields["samples"]
+    target, left = worker_name(event.fields["worker"]), event.fields["samples"]
     tokens_each = event.fields["tokens"] / max(1, left)
     while left and unassigned:
         source = unassigned[0]
@@ -150,7 +151,7 @@ def _state_changes(record: Record) -> Iterator[tuple[float, str, str, Any]]:
     first: dict[str, State] = {}
     for event in record.job_events:
         worker = event.fields.get("worker", "")
-        name = process_of(worker)
+        name = worker_name(worker)
         match event.kind:
             case "worker_joined":
                 known.add(worker)
@@ -167,7 +168,7 @@ def _state_changes(record: Record) -> Iterator[tuple[float, str, str, Any]]:
     for worker in record.observations[0].workers if record.observations else []:
         if worker.id not in known and worker.state not in ("lost", "left"):
             began_at = max(worker.joined_at, record.began_at)
-            yield began_at, process_of(worker.id), worker.role, first.get(worker.id, worker.state)
+            yield began_at, worker_name(worker.id), worker.role, first.get(worker.id, worker.state)
 
 
 def _close(row: Row, at: float) -> None:

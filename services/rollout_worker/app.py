@@ -27,7 +27,7 @@ from rlboost.services.rollout_worker.ports import EngineFailed, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.services.rollout_worker.weight_updates import WeightUpdates
 from rlboost.shared.bus import Bus
-from rlboost.shared.errors import BusUnavailable, Fatal
+from rlboost.shared.errors import BusUnavailable, Fatal, leaves
 from rlboost.shared.lifecycle import Loop, stop_cause, supervise, until_stop
 from rlboost.shared.waiting import Waits
 
@@ -271,9 +271,7 @@ class Worker:
 
     async def _report_failure(self, group: ExceptionGroup) -> None:
         """Tell the manager why the worker failed, so that its samples need not wait for the lease to expire."""
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = leaves(group)[0]
         engine_failed = isinstance(error, EngineFailed) and not self._generator.is_paused
         try:
             async with asyncio.timeout(_FAILURE_REPORT_LIMIT_S):

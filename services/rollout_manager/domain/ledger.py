@@ -27,7 +27,7 @@ from rlboost.services.rollout_manager.domain.frame_columns import (
 )
 from rlboost.shared.columns import U32, U64, ints, length
 from rlboost.shared.errors import Unprocessable
-from rlboost.shared.ids import MAX_GROUP_SIZE, job_of
+from rlboost.shared.ids import MAX_GROUP_SIZE, job_of, worker_name
 from rlboost.shared.messages import (
     FINISH_NONE,
     FINISH_RELEASED,
@@ -295,7 +295,7 @@ class Ledger:
             return False
         if sample.past_failure:
             sample.failed_on = []
-        sample.failed_on.append(name_of(message.worker))
+        sample.failed_on.append(worker_name(message.worker))
         sample.failed_at = sample.n_tokens
         self.failed[message.sample] = message.reason
         return True
@@ -382,11 +382,6 @@ class Ledger:
     def oldest(self, n: int) -> list[Sample]:
         """Return the `n` samples with the oldest first entries in the log, the oldest first."""
         return [self.samples[sample_id] for sample_id in islice(self._by_age, n)]
-
-
-def name_of(worker_id: str) -> str:
-    """Return a worker's name, which all its incarnations share."""
-    return worker_id.rpartition("-")[0] or worker_id
 
 
 def _placements(samples: bytes, attempts: bytes, offsets: bytes) -> zip[tuple[int, int, int]]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.ledger import Sample, name_of
+from rlboost.services.rollout_manager.domain.ledger import Sample
 from rlboost.services.rollout_manager.domain.scheduling.candidates import has_capacity, least_loaded
+from rlboost.shared.ids import worker_name
 
 
 def on_trial(sample: Sample) -> bool:
@@ -30,7 +31,7 @@ def suspects(samples: Sequence[Sample]) -> list[Sample]:
 
 def worker_for_retry(sample: Sample, members: Sequence[Worker], samples: Mapping[int, Sample]) -> Worker | None:
     """Return which of `members` retries a failed sample, one where it has not failed if possible; None to wait."""
-    others = [worker for worker in members if name_of(worker.id) not in sample.failed_on]
+    others = [worker for worker in members if worker_name(worker.id) not in sample.failed_on]
     if on_trial(sample):
         without_trial = [
             worker for worker in others or members if not any(on_trial(samples[i]) for i in worker.samples)
