@@ -130,8 +130,7 @@ def test_adapters_see_ports_and_shared_only(service: str) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_is_short_enough_to_read(path: Path) -> None:
-    limit = 530 if path.name == "messages.py" else 400
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= limit
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
 
 @pytest.mark.parametrize("service", SERVICES)

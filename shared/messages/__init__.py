@@ -1,0 +1,115 @@
+"""All messages on the wire, frozen and tagged. `shared.codec` encodes them.
+
+Rules, each held by `tests/unit/test_messages.py` and the golden bytes in `tests/golden`:
+
+- a message is a map `{"t": tag, field: value, ...}`; the tag names the class;
+- a field may be added with a default; no field is renamed, retyped or removed;
+- a reader ignores unknown fields, so an older service can read a newer message;
+- columns with one entry per token or sample are bytes (`shared.columns`), never lists;
+- a value that no service sends, such as a negative count or an infinite rate, does not decode.
+
+Times are Unix seconds, durations seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from rlboost.shared.messages.jobs import (
+    DeadLetter,
+    Event,
+    JobCommand,
+    JobReport,
+    JobState,
+    StepReport,
+    WeightsCommitted,
+)
+from rlboost.shared.messages.registry import Message, class_of, message, registered
+from rlboost.shared.messages.requests import (
+    FinishReason,
+    GroupOpened,
+    GroupRequested,
+    SampleDropped,
+    SampleFinished,
+    Sampling,
+    SeedingEnded,
+    SeedingReopened,
+    TurnAnswered,
+)
+from rlboost.shared.messages.token_log import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_RELEASED,
+    FINISH_STOP,
+    Admitted,
+    Closed,
+    Placed,
+    Restated,
+    SampleFailed,
+    TokenFrame,
+)
+from rlboost.shared.messages.workers import (
+    Assign,
+    Assignment,
+    Dismissed,
+    Drain,
+    InFlight,
+    PreemptionNotice,
+    Release,
+    Resume,
+    Revoke,
+    Role,
+    Suspend,
+    UseVersion,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerState,
+)
+
+__all__ = [
+    "FINISH_LENGTH",
+    "FINISH_NONE",
+    "FINISH_RELEASED",
+    "FINISH_STOP",
+    "Admitted",
+    "Assign",
+    "Assignment",
+    "Closed",
+    "DeadLetter",
+    "Dismissed",
+    "Drain",
+    "Event",
+    "FinishReason",
+    "GroupOpened",
+    "GroupRequested",
+    "InFlight",
+    "JobCommand",
+    "JobReport",
+    "JobState",
+    "Message",
+    "Placed",
+    "PreemptionNotice",
+    "Release",
+    "Restated",
+    "Resume",
+    "Revoke",
+    "Role",
+    "SampleDropped",
+    "SampleFailed",
+    "SampleFinished",
+    "Sampling",
+    "SeedingEnded",
+    "SeedingReopened",
+    "StepReport",
+    "Suspend",
+    "TokenFrame",
+    "TurnAnswered",
+    "UseVersion",
+    "WeightsCommitted",
+    "WorkerHeartbeat",
+    "WorkerJoined",
+    "WorkerLeft",
+    "WorkerState",
+    "class_of",
+    "message",
+    "registered",
+]

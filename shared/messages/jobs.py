@@ -1,0 +1,87 @@
+"""Jobs: commands, reports, events, weight versions, and messages that could not be handled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rlboost.shared.messages.fields import Count, Finite, Seconds, Version
+from rlboost.shared.messages.registry import Message, message
+
+JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
+
+
+@message
+class JobCommand(Message):
+    """REST or CLI -> manager and trainer: a command on a job. Idempotent on `command_id`."""
+
+    command_id: str
+    action: Literal["create", "pause", "resume", "cancel"]
+    job_id: str
+    job_no: Annotated[int, Field(ge=0, lt=1 << 16)]
+    spec_json: str = ""
+    """The resolved job file (`shared.job.spec.JobSpec`) as JSON; only with `create`."""
+
+
+@message
+class JobReport(Message):
+    """Trainer -> manager: the job's state changed."""
+
+    job_id: str
+    state: JobState
+    step: Count
+    error: str = ""
+    trainer: str = ""
+    """Name of the trainer that runs the job; reserved workers that name it share their device with it."""
+
+
+@message
+class StepReport(Message):
+    """Trainer -> manager: one training step is complete and its weights are committed. Idempotent on (job, step)."""
+
+    job_id: str
+    step: Count
+    """The completed step, from 0; the next step is `step + 1`."""
+    metrics: dict[str, float]
+    checkpointed_step: Count = 0
+    """Samples of earlier steps will not be requested again."""
+    wait_s: Seconds = 0.0
+    """How long the trainer waited for samples while the device was its own."""
+    train_s: Seconds = 0.0
+    """How long the trainer trained."""
+    warnings: list[str] = Field(default_factory=list)
+    """The warnings about the job's learning that hold after this step, one line each."""
+
+
+@message
+class Event(Message):
+    """Any service -> users: an event of a job. Best effort; no decision depends on it."""
+
+    kind: str
+    at: Finite
+    source: str
+    fields: dict[str, Any] = Field(default_factory=dict)
+
+
+@message
+class WeightsCommitted(Message):
+    """Weight store -> all: this version is complete and verified."""
+
+    job_id: str
+    version: Version
+    manifest_digest: str
+    n_bytes: Count
+    at: Finite
+
+
+@message
+class DeadLetter(Message):
+    """Any service -> users: a message that did not decode, or failed too often, with the reason."""
+
+    stream: str
+    entry_id: str
+    consumer: str
+    reason: str
+    body: bytes
+    at: float

@@ -1,0 +1,116 @@
+"""What is to be generated, and what the trainer gets for it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
+
+from rlboost.shared.messages.fields import Attempt, Column32, Count, PackedId, Seconds, Span, Version
+from rlboost.shared.messages.registry import Message, message
+
+FinishReason = Literal["stop", "length"]
+
+
+class Sampling(Message):
+    """Sampling parameters. The returned `logprobs` are of exactly this distribution."""
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
+    stop_token_ids: Annotated[tuple[int, ...], Strict(False)] = ()
+
+
+@message
+class GroupRequested(Message):
+    """Trainer or REST -> manager: generate `n` completions of one prompt. Idempotent on `group`."""
+
+    job_id: str
+    group: PackedId
+    """Packed id of the group's sample 0 (`shared.ids.SampleId`); sample i is `group + i`."""
+    n: Annotated[int, Field(ge=1, le=256)]
+    prompt: Column32
+    """int32 column of prompt token ids."""
+    sampling: Sampling
+    version: Version
+    """The weight version that trains on it, which is the newest one that may generate it."""
+    seed: int
+    max_staleness: Count = 0
+    """Versions down to `version - max_staleness` may generate it."""
+    expires_at: Seconds = 0.0
+    """When a client's request expires; any version may generate it. 0: the trainer's request."""
+    preferred_worker: str = ""
+    """A worker that may have the prompt's prefix in its cache, and gets the samples if it has capacity."""
+
+
+@message
+class SampleFinished(Message):
+    """Manager -> trainer: one complete sample. Exactly once on `sample`."""
+
+    sample: PackedId
+    tokens: Column32
+    """int32 column: the completion, with its stop token when there is one."""
+    logprobs: Column32
+    """float32 column."""
+    finish: FinishReason
+    spans: list[Span]
+    """(worker, weight version, number of tokens), in order; the numbers add up to the length."""
+    attempts: Attempt
+    group_done: bool
+    """True on the last sample of its group to be delivered."""
+
+
+@message
+class SampleDropped(Message):
+    """Manager -> trainer: this sample was dropped. Exactly once on `sample`, instead of `SampleFinished`."""
+
+    sample: PackedId
+    reason: str
+    group_done: bool
+
+
+@message
+class GroupOpened(Message):
+    """Trainer -> its successor: how an environment opened a group's conversations. The first record counts."""
+
+    group: PackedId
+    prompt_digest: bytes
+    """Digest of the samples' prompts; a successor with other prompts cannot use the generated samples."""
+    reason: str = ""
+    """Why the group is dropped; empty otherwise."""
+    detail: str = ""
+
+
+@message
+class TurnAnswered(Message):
+    """Trainer -> its successor: an environment's reply to one turn. The first record of a sample counts.
+
+    Written in one transaction with the request of the next turn, if there is one.
+    """
+
+    sample: PackedId
+    """Of the turn."""
+    tokens: Column32 = b""
+    """int32 column: what follows the turn in the next prompt; empty after the last turn."""
+    reward: float = 0.0
+    over: Literal["", "done", "cut"] = ""
+    """Set if the conversation has ended: by the environment (`done`), or by a limit (`cut`)."""
+    reason: str = ""
+    """Why the group is dropped; empty otherwise."""
+    detail: str = ""
+
+
+@message
+class SeedingEnded(Message):
+    """Manager -> trainer: the reserved engines are suspended; the trainer may use the device for this step."""
+
+    step: Count
+    window_s: Seconds
+    reason: Literal["window", "finished", "no_reserved"]
+
+
+@message
+class SeedingReopened(Message):
+    """Manager -> trainer: no other worker is left; the reserved engines resume, so start no new micro-batch."""
+
+    step: Count

@@ -1,0 +1,166 @@
+"""Between the manager and its workers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, Finite, PackedId, Version
+from rlboost.shared.messages.registry import Message, message
+from rlboost.shared.messages.requests import Sampling
+
+Role = Literal["reserved", "preemptible"]
+WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
+InFlight = Literal["recompute", "keep", "finish"]
+"""What happens to running samples at a weight update: they continue with the new weights, with their KV cache
+recomputed (`recompute`) or as it is (`keep`); or they finish with the old weights first (`finish`)."""
+
+
+class Assignment(Message):
+    """One sample to generate, from its prompt or from where an earlier worker stopped."""
+
+    sample: PackedId
+    attempt: Attempt
+    prompt: Column32
+    """int32 column."""
+    tokens: Column32
+    """int32 column: the completion tokens so far; their number is the offset of the worker's first new token."""
+    sampling: Sampling
+    seed: int
+
+
+@message
+class Assign(Message):
+    """Manager -> worker: generate these, with this weight version."""
+
+    job_id: str
+    version: Version
+    samples: list[Assignment]
+
+
+@message
+class Revoke(Message):
+    """Manager -> worker: stop and discard these samples; later frames of them do not count."""
+
+    samples: Column64
+    """uint64 column."""
+    attempts: Column32
+    """uint32 column."""
+
+
+@message
+class Release(Message):
+    """Manager -> worker: stop these samples, flush their tokens, and end each with FINISH_RELEASED.
+
+    They continue on another worker without regenerated tokens. Samples that are not held in this attempt are ignored.
+    """
+
+    samples: Column64
+    """uint64 column."""
+    attempts: Column32
+    """uint32 column."""
+
+
+@message
+class UseVersion(Message):
+    """Manager -> worker: pull this version of this job's weights, verify, load, serve. Ordered before its `Assign`s."""
+
+    job_id: str
+    version: Version
+    in_flight: InFlight = "recompute"
+
+
+@message
+class Suspend(Message):
+    """Manager -> reserved worker: the trainer needs the device. Stop all samples, flush, report `suspended`."""
+
+    step: Count
+
+
+@message
+class Resume(Message):
+    """Manager -> reserved worker: generate again."""
+
+    step: Count
+
+
+@message
+class Drain(Message):
+    """Manager -> worker: accept no new samples, flush, hand off the rest, exit with 0."""
+
+    reason: str = ""
+
+
+@message
+class Dismissed(Message):
+    """Manager -> worker: it was declared lost and its samples were reassigned; drop them and join again."""
+
+    reason: str
+
+
+@message
+class WorkerJoined(Message):
+    """Worker -> manager: a new incarnation exists and reads `worker.{id}.commands` from its start."""
+
+    worker: str
+    role: Role
+    kind: str
+    """The kind of machine and engine; throughput profiles are per kind."""
+    slots: Annotated[int, Field(ge=1, lt=1 << 31)]
+    """The most samples that the engine runs at once."""
+    host: str
+    pid: int
+    price_per_hour: Finite
+    at: Finite
+    trainer: str = ""
+    """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
+    kv_tokens: Count = 0
+    """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
+
+
+@message
+class WorkerHeartbeat(Message):
+    """Worker -> manager: liveness and load. Sent every heartbeat interval and at each change of state."""
+
+    worker: str
+    state: WorkerState
+    job_id: str
+    version: Version
+    """The version that the engine has loaded; -1 before the first."""
+    running: Count
+    pending: Count
+    tokens_per_s: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+    at: Finite
+    resident_bytes: Count = 0
+    """Resident memory of the process; 0 if unknown."""
+    device_used_bytes: Count = 0
+    """Memory in use on the engine's device, by all processes; 0 if the engine has no device."""
+    device_total_bytes: Count = 0
+    kv_tokens: Count = 0
+    """How many tokens, prompts included, its engine's KV cache holds at once; 0 where it does not say."""
+    kv_block_tokens: Count = 0
+    """Size of the KV-cache blocks that samples with a common prefix share; 0 where the engine shares none."""
+    max_request_tokens: Count = 0
+    """Longest sample, prompt and `max_tokens` together, that the engine accepts; 0 where it accepts any."""
+
+
+@message
+class PreemptionNotice(Message):
+    """Worker -> manager: the machine is preempted in `lead_s` seconds; the worker drains."""
+
+    worker: str
+    lead_s: Finite
+    reason: str
+    at: Finite
+
+
+@message
+class WorkerLeft(Message):
+    """Worker -> manager: the worker has flushed and exits; its samples can be reassigned at once."""
+
+    worker: str
+    reason: str
+    at: Finite
+    running_at_failure: Column64 = b""
+    """uint64 column: samples that the engine ran when it died or hung; empty otherwise."""
