@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands import config, demo, export, follow, init, jobs, ps, report, samples, up, worker
+from rlboost.commands import config, demo, export, follow, init, jobs, page, ps, report, samples, up, worker
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
@@ -21,6 +21,7 @@ report.register(app)
 jobs.register(app)
 follow.register(app)
 samples.register(app)
+page.register(app)
 evaluation.register(app)
 export.register(app)
 ps.register(app)

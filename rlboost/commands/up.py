@@ -181,6 +181,7 @@ def _print_ready(config: Config, state: Path) -> None:
     typer.echo(
         f"ready: {config.url}\n"
         f"token: {token}\n"
+        f"watch it: '{command('page', state)}' prints a link to its web page\n"
         f"state and logs: {config.state_dir}\n"
         f"run a job with: {command('run JOB.yaml --follow', state)}\n"
         f'use its model with: OpenAI(base_url="{config.url}/v1", api_key=TOKEN)'

@@ -14,6 +14,7 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.openai.errors import openai_error_format
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
+from rlboost.services.rollout_manager.page.routes import add_page
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http import server
 from rlboost.shared.lifecycle import run_service, supervise
@@ -38,6 +39,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     WorldCollector(manager).register()
     routes = partial(add_openai_routes, load_model_files=load_model_files)
     app = build(manager, clients_bus, config, extensions=[routes], error_format_besides=openai_error_format)
+    add_page(app)
     try:
         await supervise({"manage": manager.run, "http": server.server_loop(app, sock)}, stop)
     finally:
