@@ -248,6 +248,11 @@ class Jobs:
         audit: Json = self._get(job_id, "audit")
         return audit
 
+    def cost(self, job_id: str) -> Json:
+        """Return what the job's workers have cost, in dollars of their `RLBOOST_WORKER_PRICE_PER_HOUR`."""
+        cost: Json = self._get(job_id, "cost")
+        return cost
+
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
         """Yield the lines of the job's log, with `follow` also future ones.
 

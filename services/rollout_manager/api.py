@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.cost_route import add_cost_route
 from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
@@ -69,6 +70,7 @@ def build(
     router = guarded_router(token, prefix="/v1", dependencies=[Depends(_leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
+    add_cost_route(router, lambda job_id: _job(manager, job_id), bus)
     _add_events(router, manager, bus)
     _add_fleet(router, manager, settings)
     _add_weights(router, manager, bus, settings)
@@ -253,9 +255,8 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         in_flight = manager.world.in_flight
         live = [(need.is_serving, in_flight.by_requirement[need]) for need in in_flight.of_job(job.id)]
         stored = await bus.hash_get(names.job_audit(job.id), "counters")
-        counters: dict[str, Any] = (
-            json.loads(stored) if stored else manager.world.audits.get(job.id, Audit()).model_dump()
-        )
+        counters = json.loads(stored) if stored else manager.world.audits.get(job.id, Audit()).model_dump()
+        counters.pop("cost", None)  # has a route of its own
         counters.setdefault("serving", {})["in_flight"] = sum(n for serves, n in live if serves)
         return {**counters, "in_flight": sum(n for serves, n in live if not serves)}
 

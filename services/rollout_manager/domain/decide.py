@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlboost.services.rollout_manager.domain.apply_messages import lose_worker
+from rlboost.services.rollout_manager.domain.cost import charge_workers
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
 from rlboost.services.rollout_manager.domain.ledger import Sample
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
@@ -43,6 +44,7 @@ def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = 
         advance_window(world, job, now)
     place_queued(world, now)
     rebalance(world, now)
+    charge_workers(world, now)
 
 
 def _deliver_finished(world: World) -> None:

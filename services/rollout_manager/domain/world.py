@@ -63,6 +63,8 @@ class PeriodicDecisions:
 
     reallocated_at: float = -1.0e9
     rebalanced_at: float = -1.0e9
+    charged_at: float | None = None
+    """None: this manager has not charged a job yet."""
     allocation_inputs: object = None
     """What the last allocation of workers was based on."""
     decided_once: bool = False

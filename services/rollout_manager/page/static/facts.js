@@ -63,6 +63,20 @@ export function preemptionText(audit) {
     `${number(sum(audit.dropped))} dropped.`;
 }
 
+// What a job cost, from GET /cost; empty without prices.
+export function costText(cost) {
+  if (!cost.dollars) return "";
+  const kinds = cost.workers.map(({ role, kind, hours, dollars: d }) => `${role} ${kind} ${dollars(d)} for ${hours.toFixed(2)} h`);
+  return `${dollars(cost.dollars)} so far: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
+    `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples. Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ` +
+    `${dollars(cost.dollars_regenerated)} were generated again.`;
+}
+
+export function dollars(value) {
+  if (value === null) return "-";
+  return `$${value >= 1 || value === 0 ? value.toFixed(2) : value.toPrecision(2)}`;
+}
+
 export function fleetText(fleet) {
   const wanted = fleet.target_workers;
   const worth = wanted === null ? "" :

@@ -3,7 +3,7 @@
 import { ApiError, events, forgetToken, get, hasToken, post, setToken, takeTokenOfLink } from "./api.js";
 import { gantt, lineChart, stepBars } from "./charts.js";
 import { el } from "./dom.js";
-import { curve, duration, fleetText, lives, number, preemptionText, stepText, waitingText, workerName } from "./facts.js";
+import { costText, curve, dollars, duration, fleetText, lives, number, preemptionText, stepText, waitingText, workerName } from "./facts.js";
 import { showSamples } from "./samples.js";
 
 const POLL_MS = 2000;
@@ -81,11 +81,11 @@ async function refresh(mine) {
   drawWorkers(workers, fleet);
   if (!mine.jobId) return drawJobs(jobs);
   const base = `jobs/${mine.jobId}`, next = mine.rows.length ? mine.rows.at(-1).step + 1 : 0;
-  const [job, rows, audit] = await Promise.all([
-    get(base, signal), get(`${base}/metrics?from_step=${next}`, signal), get(`${base}/audit`, signal)]);
+  const [job, rows, audit, cost] = await Promise.all([
+    get(base, signal), get(`${base}/metrics?from_step=${next}`, signal), get(`${base}/audit`, signal), get(`${base}/cost`, signal)]);
   if (view !== mine) return;
   mine.rows.push(...rows);
-  drawJob(job, mine.rows, fleet, audit);
+  drawJob(job, mine.rows, fleet, audit, cost);
   if (rows.length && !$("sample-step").value && document.activeElement?.closest?.("#samples") === null) await loadSamples();
 }
 
@@ -127,7 +127,7 @@ function drawWorkers(workers, fleet) {
   "No worker: 'rlboost worker join' starts one.");
 }
 
-function drawJob(job, rows, fleet, audit) {
+function drawJob(job, rows, fleet, audit, cost) {
   const now = Date.now();
   $("name").textContent = job.name;
   $("state").textContent = job.state;
@@ -144,7 +144,7 @@ function drawJob(job, rows, fleet, audit) {
   $("waiting").hidden = !$("waiting").textContent;
   $("waiting").classList.toggle("slow", Boolean(job.waiting) && now - Date.parse(job.waiting.since) > 30_000);
   $("warnings").replaceChildren(...(job.warnings ?? []).map((text) => el("p", { class: "warning" }, text)));
-  drawCards(job, rows, fleet, audit, now);
+  drawCards(job, rows, fleet, audit, cost, now);
   lineChart($("reward"), curve(rows, ["reward/mean"]));
   lineChart($("evaluation"), curve(rows, ["eval/pass@1", "eval/reward_mean"]), "green");
   lineChart($("length"), curve(rows, ["completions/mean_length"]), "orange");
@@ -152,11 +152,12 @@ function drawJob(job, rows, fleet, audit) {
   $("step-line").textContent = stepText(rows.findLast((row) => row["time/step_s"]));
   stepBars($("steps"), rows);
   $("preemption-line").textContent = preemptionText(audit);
+  $("cost-line").textContent = costText(cost);
   drawGantt();
   drawEvents();
 }
 
-function drawCards(job, rows, fleet, audit, now) {
+function drawCards(job, rows, fleet, audit, cost, now) {
   const latest = (names) => curve(rows, names).points.at(-1)?.[1];
   const steps = rows.filter((row) => row["time/step_s"]).slice(-5);
   const left = steps.length ? ((job.steps - job.step) * steps.reduce((sum, row) => sum + row["time/step_s"], 0)) / steps.length : null;
@@ -170,6 +171,7 @@ function drawCards(job, rows, fleet, audit, now) {
     ["left, estimated", job.state === "running" && left !== null ? duration(left) : "-"],
     ["samples delivered", number(audit.delivered)],
     ["tokens kept by migration", number(audit.tokens_saved)],
+    ...(cost.dollars ? [["cost", dollars(cost.dollars)]] : []),
   ];
   $("cards").replaceChildren(...cards.map(([label, value]) => el("div", { class: "card" }, el("b", {}, value), el("span", {}, label))));
 }
