@@ -142,17 +142,18 @@ def _http(
 
         from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
-        from rlboost.shared.weights.peers.blob_routes import blob_routes  # noqa: PLC0415
+        from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes  # noqa: PLC0415
 
         sock = bind(settings.host, settings.port)
         port = sock.getsockname()[1]
         peers.url = peer_url(settings.peer_url, settings.host, port, settings.url)
         log.info("listening", host=settings.host, port=port, peer_url=peers.url)
-        app = create(connection, generator, token=settings.token.get_secret_value(), waits=waits)
-        app.include_router(notice_routes(worker.on_preemption_notice, settings.token.get_secret_value()))
+        token, slots = settings.token.get_secret_value(), asyncio.Semaphore(MAX_CONCURRENT)
+        app = create(connection, generator, token=token, waits=waits)
+        app.include_router(notice_routes(worker.on_preemption_notice, token))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
-        app.include_router(blob_routes(cache, settings.token.get_secret_value(), sent))
-        return server_loop(app, sock)
+        app.include_router(blob_routes(cache, token, sent, slots))
+        return server_loop(app, sock, blob_files(cache, token, sent, slots))
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

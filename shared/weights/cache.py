@@ -70,7 +70,7 @@ class Cache:
         self.verified.add(blob.digest)
         return True
 
-    def store(self, blob: ChunkRef, data: bytes | bytearray) -> bool:
+    def store(self, blob: ChunkRef, data: bytes | bytearray | memoryview) -> bool:
         """Store the blob if the bytes have its length and digest; return True if they do."""
         if len(data) != blob.n_bytes or digest_of(data) != blob.digest:
             return False

@@ -10,7 +10,7 @@ from typing import Protocol
 from rlboost.shared.errors import Corrupt, NotFound, Unprocessable
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
-from rlboost.shared.weights.download import Download
+from rlboost.shared.weights.download import Buffers, Download
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.peers.blob_index import BlobIndex
@@ -45,6 +45,7 @@ class StoreSource:
         self._client = client
         self._cache = cache
         self._concurrency = concurrency
+        self._buffers = Buffers()
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
         """See `Source.fetch`."""
@@ -57,14 +58,16 @@ class StoreSource:
     async def bring(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
         """Fetch one blob into the cache; return the error if it cannot be obtained. Waits for an unavailable store."""
         for _ in range(2):
-            download = Download(blob)
+            download = Download(blob, self._buffers)
             try:
-                await retry_unavailable(lambda: download.resume(self._client.chunk))  # noqa: B023 - awaited at once
+                await retry_unavailable(lambda: self._client.fetch(download))  # noqa: B023 - awaited at once
             except (NotFound, Unprocessable, Corrupt) as error:
                 return error
             finally:
                 traffic.from_store += download.n_received
-            if await asyncio.to_thread(self._cache.store, blob, download.data):
+            is_stored = await asyncio.to_thread(self._cache.store, blob, download.data)
+            download.release()
+            if is_stored:
                 return None
         return Corrupt(f"weight store at {self._client.url}: blob {blob.digest} arrived twice with another digest")
 

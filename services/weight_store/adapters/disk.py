@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -156,6 +157,13 @@ class DiskChunks:
             return LocalFile(path, await asyncio.to_thread(path.stat))
         except FileNotFoundError as error:
             raise NotFound(f"there is no chunk {digest}") from error
+
+    def open(self, digest: str) -> BinaryIO | None:
+        """Open the file of a chunk, None if there is none. Blocks on files."""
+        try:
+            return self.path(digest).open("rb", buffering=0)
+        except FileNotFoundError:
+            return None
 
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 from urllib.parse import unquote, urlsplit
 
 import structlog
@@ -34,6 +34,8 @@ class Origin:
     loops: Mapping[str, Loop] = field(default_factory=dict)
     not_ready_reason: Callable[[], str | None] = lambda: None
     """Returns why nothing can be written now, or None."""
+    open_chunk: Callable[[str], BinaryIO | None] | None = None
+    """Opens the file of a chunk, None if there is none; absent if chunks are not files. Blocks on files."""
 
 
 @asynccontextmanager
@@ -65,7 +67,8 @@ async def open_origin(
     if not url or scheme == "file":
         folder = StoreDirectory(_folder(url) if url else directory)
         try:
-            yield Origin(DiskChunks(folder), DiskDocuments(folder))
+            chunks = DiskChunks(folder)
+            yield Origin(chunks, DiskDocuments(folder), open_chunk=chunks.open)
         finally:
             folder.close()
         return
@@ -81,9 +84,9 @@ async def open_origin(
             await bucket.remove([_PROBE])
         links = redirect == "auto" and await _has_links(bucket)
         # After the lease was acquired: until then another process may have reported chunks as present.
-        chunks = await ObjectChunks.opened(bucket, lease, clock(), redirect=links)
+        objects = await ObjectChunks.opened(bucket, lease, clock(), redirect=links)
         log.info("origin_opened", store=url, redirect=links)
-        yield Origin(chunks, ObjectDocuments(bucket, lease), {"lease": lease.hold}, lease.not_ready_reason)
+        yield Origin(objects, ObjectDocuments(bucket, lease), {"lease": lease.hold}, lease.not_ready_reason)
     finally:
         await lease.release()
 
