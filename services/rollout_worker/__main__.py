@@ -34,6 +34,7 @@ from rlboost.shared.threads import run_in_thread
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.peers.transport import PeerTransport
@@ -62,7 +63,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         directory, transport, StoreSource(store, cache, concurrency=_TRANSFERS), cache, concurrency=_TRANSFERS
     )
     seed = BaseModel(settings.base_model) if settings.base_model else None
-    puller = Puller(store, cache, waits, source=peers, seed=seed)
+    puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seed=seed)
     generator = Generator(_engines(settings), dtype=settings.dtype, tolerance=settings.parity_tolerance)
     identity = WorkerIdentity(
         name=settings.worker_name,

@@ -48,7 +48,14 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             )
             await store.load()
             token = settings.token.get_secret_value()
-            app = create(store, token=token, ready=origin.not_ready_reason, waits=waits, metrics=metrics)
+            app = create(
+                store,
+                token=token,
+                directory=origin.directory,
+                ready=origin.not_ready_reason,
+                waits=waits,
+                metrics=metrics,
+            )
             files = None
             if origin.open_chunk:
                 find = find_chunk(origin.open_chunk, partial(is_authorized, token=token))

@@ -26,7 +26,15 @@ from rlboost.shared.weights.delta_graph import Route, VersionEdges
 from rlboost.shared.weights.download import Download
 from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from rlboost.shared.weights.wire import (
+    ChunkDirectory,
+    ChunkList,
+    CommitRequest,
+    MissingChunks,
+    ModelInfo,
+    ModelList,
+    VersionInfo,
+)
 
 T = TypeVar("T")
 
@@ -128,6 +136,14 @@ class StoreClient:
             return (await asyncio.to_thread(Route.decode, answer.body)).documents
         except (NotFound, Undecodable):
             return ()
+
+    async def directory(self) -> ChunkDirectory | None:
+        """Return where the store has its chunks, None if they are not files."""
+        try:
+            answer = await self._request("GET", "/v1/chunks/directory")
+        except NotFound:
+            return None
+        return ChunkDirectory.model_validate_json(answer.body)
 
     async def missing(self, chunks: Iterable[ChunkRef]) -> frozenset[str]:
         """Return the digests of the chunks that the store lacks; it retains the others for at least an hour."""

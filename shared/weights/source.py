@@ -25,6 +25,8 @@ class Traffic:
 
     from_store: int = 0
     from_peers: int = 0
+    from_directory: int = 0
+    """Taken from the weight store's own files."""
 
 
 class Source(Protocol):
@@ -32,6 +34,9 @@ class Source(Protocol):
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
         """Fetch every blob into the cache, in any order, and call `arrived` for each."""
+
+    async def has_chunks_at_hand(self) -> bool:
+        """Return True if whole chunks cost less than the deltas that lead to them."""
 
     def offer(self, indexes: Sequence[BlobIndex]) -> None:
         """Announce to peers which blobs of these indexes the cache holds; does nothing without peers."""
@@ -70,6 +75,10 @@ class StoreSource:
             if is_stored:
                 return None
         return Corrupt(f"weight store at {self._client.url}: blob {blob.digest} arrived twice with another digest")
+
+    async def has_chunks_at_hand(self) -> bool:
+        """See `Source.has_chunks_at_hand`."""
+        return False
 
     def offer(self, indexes: Sequence[BlobIndex]) -> None:
         """Do nothing: this source has no peers."""

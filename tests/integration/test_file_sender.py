@@ -15,6 +15,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, Counter
 
 from rlboost.shared.errors import Corrupt
+from rlboost.shared.http import file_sender
 from rlboost.shared.http.file_sender import FileRequest, FileSender, FoundFile
 from rlboost.shared.http.server import bind, server_loop
 from rlboost.shared.weights.download import Buffers, Download
@@ -127,7 +128,10 @@ async def test_client_that_disappears_frees_its_slot(site: Site) -> None:
     await eventually(lambda: site.slots._value == 2)
 
 
-async def test_stop_ends_a_download_that_the_client_does_not_read(tmp_path: Path) -> None:
+async def test_stop_ends_a_download_that_the_client_does_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_sender, "_STOP_S", 0.2)
     site, stop = Site(tmp_path / "file"), asyncio.Event()
     os.truncate(site.path, 1 << 30)
     serving = asyncio.create_task(server_loop(site.app, site.sock, site.files)(stop), name="site")

@@ -19,6 +19,7 @@ from rlboost.shared.bucket import SCHEMES, Bucket, configuration
 from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable
 from rlboost.shared.lifecycle import Loop
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.wire import ChunkDirectory
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +37,8 @@ class Origin:
     """Returns why nothing can be written now, or None."""
     open_chunk: Callable[[str], BinaryIO | None] | None = None
     """Opens the file of a chunk, None if there is none; absent if chunks are not files. Blocks on files."""
+    directory: ChunkDirectory | None = None
+    """Where chunks are, if they are files."""
 
 
 @asynccontextmanager
@@ -68,7 +71,7 @@ async def open_origin(
         folder = StoreDirectory(_folder(url) if url else directory)
         try:
             chunks = DiskChunks(folder)
-            yield Origin(chunks, DiskDocuments(folder), open_chunk=chunks.open)
+            yield Origin(chunks, DiskDocuments(folder), open_chunk=chunks.open, directory=folder.shared)
         finally:
             folder.close()
         return

@@ -80,6 +80,10 @@ class PeerSource:
         """See `Source.offer`."""
         self._indexes = tuple(indexes)
 
+    async def has_chunks_at_hand(self) -> bool:
+        """See `Source.has_chunks_at_hand`."""
+        return False
+
     async def announce(self, stop: asyncio.Event) -> None:
         """Renew this peer's directory entry until the stop, then withdraw it."""
         while not await until_stop(stop, LEASE_S / 3):
