@@ -12,7 +12,7 @@ import structlog
 from rlboost.services.rollout_worker.adapters.base_model import BaseModel
 from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
-from rlboost.services.rollout_worker.adapters.peer_address import peer_url
+from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
 from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
@@ -145,10 +145,11 @@ def _http(
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
         from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes  # noqa: PLC0415
 
-        sock = bind(settings.host, settings.port)
+        host = listen_address(settings.host, settings.url)
+        sock = bind(host, settings.port)
         port = sock.getsockname()[1]
-        peers.url = peer_url(settings.peer_url, settings.host, port, settings.url)
-        log.info("listening", host=settings.host, port=port, peer_url=peers.url)
+        peers.url = peer_url(settings.peer_url, host, port, settings.url)
+        log.info("listening", host=host, port=port, peer_url=peers.url)
         token, slots = settings.token.get_secret_value(), asyncio.Semaphore(MAX_CONCURRENT)
         app = create(connection, generator, token=token, waits=waits)
         app.include_router(notice_routes(worker.on_preemption_notice, token))

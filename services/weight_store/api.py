@@ -25,6 +25,7 @@ from rlboost.shared.weights.wire import (
     ChunkDirectory,
     ChunkList,
     CommitRequest,
+    EdgeBatch,
     MissingChunks,
     ModelInfo,
     ModelList,
@@ -93,6 +94,11 @@ def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory
     @router.post("/missing")
     async def missing(body: ChunkList) -> MissingChunks:
         return MissingChunks(missing=tuple(await store.missing(body.chunks)))
+
+    @router.post("/apply")
+    async def apply(body: EdgeBatch) -> MissingChunks:
+        """Make chunks from uploaded deltas; return the chunks that cannot be made, to be uploaded whole."""
+        return MissingChunks(missing=tuple(await store.apply(body.edges)))
 
 
 def _add_versions(router: APIRouter, store: WeightStore) -> None:

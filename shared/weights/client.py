@@ -22,7 +22,7 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     Undecodable,
 )
-from rlboost.shared.weights.delta_graph import Route, VersionEdges
+from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
 from rlboost.shared.weights.download import Download
 from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
@@ -30,6 +30,7 @@ from rlboost.shared.weights.wire import (
     ChunkDirectory,
     ChunkList,
     CommitRequest,
+    EdgeBatch,
     MissingChunks,
     ModelInfo,
     ModelList,
@@ -149,6 +150,12 @@ class StoreClient:
         """Return the digests of the chunks that the store lacks; it retains the others for at least an hour."""
         body = ChunkList(chunks=tuple(chunks)).model_dump_json()
         answer = await self._request("POST", "/v1/chunks/missing", body.encode(), _JSON)
+        return frozenset(MissingChunks.model_validate_json(answer.body).missing)
+
+    async def apply(self, edges: Iterable[Edge]) -> frozenset[str]:
+        """Let the store make chunks from deltas that it has; return the digests of the chunks that it cannot make."""
+        body = EdgeBatch(edges=tuple(edges)).model_dump_json()
+        answer = await self._request("POST", "/v1/chunks/apply", body.encode(), _JSON)
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
+from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Digest
 
 NONCE_FILE = "nonce"
@@ -25,6 +26,12 @@ class MissingChunks(_Body):
     """The chunks that the store does not hold."""
 
     missing: tuple[Digest, ...]
+
+
+class EdgeBatch(_Body):
+    """Deltas in the store that lead to the chunks to publish."""
+
+    edges: tuple[Edge, ...]
 
 
 class ChunkDirectory(_Body):
