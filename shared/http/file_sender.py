@@ -25,8 +25,8 @@ from prometheus_client import Counter
 log = structlog.get_logger(__name__)
 
 _REQUEST = re.compile(rb"GET ([!-~]+) HTTP/1\.1\r\n((?:[!#-'*-.0-9A-Z^-z|~]+:[^\r\n]*\r\n)*)\r\n")
-_PLAIN = frozenset({"accept", "accept-encoding", "authorization", "connection", "host", "user-agent"})
-"""Headers that do not change the response to a download. A request with any other one goes to the app."""
+_FOR_THE_APP = re.compile(r"range|if-.*|content-length|transfer-encoding|expect|upgrade|te")
+"""Headers that change the response to a download."""
 _MAX_HEAD_BYTES = 16 << 10
 _IDLE_S = 60.0
 """How long a connection may wait for its next request."""
@@ -203,8 +203,9 @@ def parse(head: bytes) -> FileRequest | None:
     headers: dict[str, str] = {}
     for line in found[2].decode("latin-1").splitlines():
         name, _, value = line.partition(":")
-        if name.lower() not in _PLAIN or headers.setdefault(name.lower(), value.strip()) != value.strip():
+        if _FOR_THE_APP.fullmatch(name.lower()) or name.lower() in headers:
             return None
+        headers[name.lower()] = value.strip()
     if headers.get("connection", "keep-alive").lower() != "keep-alive":
         return None
     return FileRequest(found[1].decode("ascii"), headers.get("authorization", ""))
