@@ -12,7 +12,7 @@ import structlog
 from rlboost.services.rollout_worker.adapters.base_model import BaseModel
 from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
-from rlboost.services.rollout_worker.adapters.peer_address import peer_url
+from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
 from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
@@ -34,6 +34,7 @@ from rlboost.shared.threads import run_in_thread
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.peers.transport import PeerTransport
@@ -62,7 +63,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         directory, transport, StoreSource(store, cache, concurrency=_TRANSFERS), cache, concurrency=_TRANSFERS
     )
     seed = BaseModel(settings.base_model) if settings.base_model else None
-    puller = Puller(store, cache, waits, source=peers, seed=seed)
+    puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seed=seed)
     generator = Generator(_engines(settings), dtype=settings.dtype, tolerance=settings.parity_tolerance)
     identity = WorkerIdentity(
         name=settings.worker_name,
@@ -142,17 +143,19 @@ def _http(
 
         from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
-        from rlboost.shared.weights.peers.blob_routes import blob_routes  # noqa: PLC0415
+        from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes  # noqa: PLC0415
 
-        sock = bind(settings.host, settings.port)
+        host = listen_address(settings.host, settings.url)
+        sock = bind(host, settings.port)
         port = sock.getsockname()[1]
-        peers.url = peer_url(settings.peer_url, settings.host, port, settings.url)
-        log.info("listening", host=settings.host, port=port, peer_url=peers.url)
-        app = create(connection, generator, token=settings.token.get_secret_value(), waits=waits)
-        app.include_router(notice_routes(worker.on_preemption_notice, settings.token.get_secret_value()))
+        peers.url = peer_url(settings.peer_url, host, port, settings.url)
+        log.info("listening", host=host, port=port, peer_url=peers.url)
+        token, slots = settings.token.get_secret_value(), asyncio.Semaphore(MAX_CONCURRENT)
+        app = create(connection, generator, token=token, waits=waits)
+        app.include_router(notice_routes(worker.on_preemption_notice, token))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
-        app.include_router(blob_routes(cache, settings.token.get_secret_value(), sent))
-        return server_loop(app, sock)
+        app.include_router(blob_routes(cache, token, sent, slots))
+        return server_loop(app, sock, blob_files(cache, token, sent, slots))
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

@@ -66,7 +66,11 @@ class Settings(ServiceSettings):
     )
     notice_file: Path | None = Field(None, description="local file whose appearance is a preemption notice")
 
-    host: str = Field("127.0.0.1", description="address that serves health, metrics and weights for other workers")
+    host: str = Field(
+        "",
+        description="address that serves health, metrics and weights for other workers; "
+        "empty = the one from which the manager is reached",
+    )
     port: int = Field(0, ge=0, le=65535, description="0 = any free port")
     peer_url: str = Field(
         "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from functools import partial
 
 import structlog
 from prometheus_client import REGISTRY
@@ -12,9 +13,12 @@ from prometheus_client import REGISTRY
 from rlboost.services.weight_store.adapters.origin import open_origin
 from rlboost.services.weight_store.api import create
 from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.chunk_response import find_chunk
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.settings import Settings
+from rlboost.shared.http.file_sender import FileSender
+from rlboost.shared.http.guard import is_authorized
 from rlboost.shared.http.server import bind, server_loop
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
@@ -44,11 +48,22 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             )
             await store.load()
             token = settings.token.get_secret_value()
-            app = create(store, token=token, ready=origin.not_ready_reason, waits=waits, metrics=metrics)
+            app = create(
+                store,
+                token=token,
+                directory=origin.directory,
+                ready=origin.not_ready_reason,
+                waits=waits,
+                metrics=metrics,
+            )
+            files = None
+            if origin.open_chunk:
+                find = find_chunk(origin.open_chunk, partial(is_authorized, token=token))
+                files = FileSender(find, metrics.bytes_out)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {
                 **origin.loops,
-                "http": server_loop(app, sock),
+                "http": server_loop(app, sock, files),
                 "announce": store.announce,
                 "collect": store.collect,
                 "compose": deltas.compose,

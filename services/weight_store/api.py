@@ -15,23 +15,49 @@ from rlboost.services.weight_store.chunk_response import chunk_response
 from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
+from rlboost.shared.errors import NotFound
 from rlboost.shared.http.guard import guarded_router
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
-from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from rlboost.shared.weights.wire import (
+    ChunkDirectory,
+    ChunkList,
+    CommitRequest,
+    EdgeBatch,
+    MissingChunks,
+    ModelInfo,
+    ModelList,
+    VersionInfo,
+)
 
 Number = Annotated[int, PathParameter(ge=0)]
 
 
 def create(
-    store: WeightStore, *, token: str, ready: Callable[[], str | None], waits: Waits, metrics: Metrics
+    store: WeightStore,
+    *,
+    token: str,
+    ready: Callable[[], str | None],
+    waits: Waits,
+    metrics: Metrics,
+    directory: ChunkDirectory | None = None,
 ) -> FastAPI:
-    """Return the service's app; `ready` returns why the origin is not ready, or None."""
+    """Return the service's app.
+
+    Args:
+        store: the models.
+        token: every request must have it.
+        ready: returns why the origin is not ready, or None.
+        waits: shown by `/readyz`.
+        metrics: of the service.
+        directory: where chunks are, None if they are not files.
+
+    """
     app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
     chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"])
-    _add_chunks(chunks, store, metrics)
+    _add_chunks(chunks, store, directory, metrics)
     models = guarded_router(token, prefix="/v1/models", tags=["models"])
     _add_versions(models, store)
     _add_publishing(models, store)
@@ -46,7 +72,14 @@ def create(
     return app
 
 
-def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None:
+def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory | None, metrics: Metrics) -> None:
+    @router.get("/directory")
+    async def chunk_directory() -> ChunkDirectory:
+        """Return where chunks are, for clients on the same file system; 404 if they are in an object store."""
+        if directory is None:
+            raise NotFound("the chunks of this weight store are not files")
+        return directory
+
     @router.put("/{digest}", status_code=204)
     async def put(digest: Digest, request: Request) -> None:
         blocks = await _body(request)
@@ -61,6 +94,11 @@ def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None
     @router.post("/missing")
     async def missing(body: ChunkList) -> MissingChunks:
         return MissingChunks(missing=tuple(await store.missing(body.chunks)))
+
+    @router.post("/apply")
+    async def apply(body: EdgeBatch) -> MissingChunks:
+        """Make chunks from uploaded deltas; return the chunks that cannot be made, to be uploaded whole."""
+        return MissingChunks(missing=tuple(await store.apply(body.edges)))
 
 
 def _add_versions(router: APIRouter, store: WeightStore) -> None:

@@ -38,6 +38,7 @@ from rlboost.shared.lifecycle import until_stop
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.names import WEIGHTS_COMMITTED
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.wire import CommitRequest
 
@@ -156,6 +157,15 @@ class WeightStore:
     async def missing(self, chunks: Sequence[ChunkRef]) -> list[str]:
         """Return the digests that the store lacks; the others are retained for at least `UPLOAD_GRACE_S`."""
         return await self._chunks.missing(chunks, self._now())
+
+    async def apply(self, edges: Sequence[Edge]) -> list[str]:
+        """Make chunks from deltas that the store has; return the digests of those that cannot be made.
+
+        Raises:
+            StoreFull: the disk is full.
+
+        """
+        return await self._deltas.apply(edges)
 
     async def source(self, digest: str) -> Source:
         """Return the location of a chunk's bytes; raises `NotFound`."""

@@ -49,9 +49,14 @@ def guarded_router(token: str, *, max_body_bytes: int = MAX_BODY_BYTES, **option
     return APIRouter(route_class=GuardedRoute, dependencies=[_DOCUMENTED, *options.pop("dependencies", ())], **options)
 
 
+def is_authorized(authorization: str, token: str) -> bool:
+    """Return True if the `Authorization` header carries this bearer token; with an empty token, none does."""
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and bool(token) and hmac.compare_digest(given.strip().encode(), token.encode())
+
+
 def _check_token(request: Request, token: str) -> None:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not token or not hmac.compare_digest(given.strip().encode(), token.encode()):
+    if not is_authorized(request.headers.get("Authorization", ""), token):
         raise Problem(401, "Unauthorized", "send the header 'Authorization: Bearer <token>' with this system's token")
 
 

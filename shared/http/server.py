@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.exceptions import HTTPException
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
+from rlboost.shared.http.file_sender import FileConnection, FileSender
 from rlboost.shared.http.guard import guarded_router
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.lifecycle import Loop
@@ -135,11 +136,23 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def server_loop(app: FastAPI, sock: socket.socket) -> Loop:
-    """Return a loop that serves `app` on `sock` until the stop; active requests get 5 s to finish."""
+def server_loop(app: FastAPI, sock: socket.socket, files: FileSender | None = None) -> Loop:
+    """Return a loop that serves `app` on `sock` until the stop; active requests get 5 s to finish.
+
+    Args:
+        app: responds to all requests but plain downloads of the files that `files` finds.
+        sock: bound.
+        files: closed at the stop.
+
+    """
 
     async def loop(stop: asyncio.Event) -> None:
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off")
+        config.load()
+        if files is not None:
+            app_protocol = config.http_protocol_class
+            # The server only calls it, so any callable that returns a protocol will do.
+            config.http_protocol_class = lambda **options: FileConnection(files, partial(app_protocol, **options))  # type: ignore[assignment]
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
         stopping = asyncio.create_task(stop.wait(), name="uvicorn-stop")
@@ -149,6 +162,8 @@ def server_loop(app: FastAPI, sock: socket.socket) -> Loop:
             await serving
         finally:
             stopping.cancel()
+            if files is not None:
+                await files.close()
 
     return loop
 

@@ -1,4 +1,4 @@
-"""Determines the URL at which other workers reach this one."""
+"""Determines the address that a worker listens on, and the URL at which other workers reach it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ def peer_url(setting: str, host: str, port: int, manager_url: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def listen_address(setting: str, manager_url: str) -> str:
+    """Return the configured address, or the one from which the manager is reached; loopback if it is not known."""
+    manager = urlsplit(manager_url).hostname or ""
+    return setting or _outbound(manager, "0.0.0.0") or _outbound(manager, "::") or "127.0.0.1"  # noqa: S104 - for the family
+
+
 def _outbound(manager: str, wildcard: str) -> str:
+    """Return the source address toward the manager, of the wildcard's family; empty if there is none."""
     family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
