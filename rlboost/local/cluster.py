@@ -59,6 +59,7 @@ class LocalCluster:
         self._stack = AsyncExitStack()
         self._ports: Ports
         self._spot_workers = options.workers
+        self._placements = dict(options.layout.placements)
         self._site: Site
         self._supervisor: Supervisor
 
@@ -123,6 +124,8 @@ class LocalCluster:
             redis_url=redis_url,
             redis_argv=redis_argv,
             port_of=self._ports.of,
+            placements=self._placements,
+            n_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         )
 
     async def _start(self) -> None:
@@ -172,6 +175,7 @@ class LocalCluster:
     def _on_event(self, event: ClusterEvent) -> None:
         if event.kind == "left":  # the machine is gone, with its port and its disk
             self._ports.release(event.name)
+            self._placements.pop(event.name, None)
             shutil.rmtree(cache_dir(self.state.path) / event.name, ignore_errors=True)
         for listener in self._listeners:
             listener(event)
@@ -179,9 +183,17 @@ class LocalCluster:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def join_worker(self) -> str:
-        """Start one more preemptible worker; return its name immediately, before it is ready."""
+        """Start one more preemptible worker; return its name immediately, before it is ready.
+
+        Raises:
+            Conflict: the system uses GPUs, and none is free.
+
+        """
+        group = self.options.layout.free_group(self._placements.values()) if self._placements else None
         self._spot_workers += 1
         name = f"worker-{self._spot_workers}"
+        if group is not None:
+            self._placements[name] = group
         self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
         self._on_event(ClusterEvent("joined", name, time.time()))
         return name

@@ -60,6 +60,8 @@ class ProcessRecord:
     alive: bool
     note: str = ""
     """Why it is not running."""
+    gpus: str = ""
+    """Indexes of its GPUs, such as `0,1`; empty without GPUs."""
 
 
 @dataclass(frozen=True)

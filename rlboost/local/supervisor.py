@@ -81,7 +81,8 @@ class _Slot:
         started_at = datetime.fromtimestamp(self.child.started_at, UTC).isoformat(timespec="milliseconds")
         alive = self.child.alive
         note = "" if alive else self.note
-        return ProcessRecord(self.spec.name, self.spec.role, self.child.pid, started_at, self.restarts, alive, note)
+        spec, pid = self.spec, self.child.pid
+        return ProcessRecord(spec.name, spec.role, pid, started_at, self.restarts, alive, note, spec.gpus)
 
 
 class Supervisor:
