@@ -171,7 +171,7 @@ def _up_in_foreground(options: LocalOptions, schedule: list[ChaosEvent], *, as_j
             typer.echo("stop it with Ctrl-C")
 
     cluster = LocalCluster(options)
-    cluster.on_event(_print_event)
+    cluster.on_event(print_event)
     if not serve(cluster, schedule, announce):
         typer.echo("rlboost: stopped before the system was ready", err=True)
         raise typer.Exit(EXIT_FAILED)
@@ -201,6 +201,7 @@ def _print_ready(config: Config, state: Path) -> None:
     )
 
 
-def _print_event(event: ClusterEvent) -> None:
+def print_event(event: ClusterEvent) -> None:
+    """Print a process event to standard error."""
     at = time.strftime("%H:%M:%S", time.localtime(event.at))
     typer.echo(f"{at} {event.name} {event.kind}" + (f": {event.detail}" if event.detail else ""), err=True)

@@ -23,6 +23,7 @@ from typing import Self
 
 import rlboost
 from rlboost.local import redis_server
+from rlboost.local.cpus import n_cpus
 from rlboost.local.ports import Ports
 from rlboost.local.processes import STARTING_ORDER, LocalOptions, Site, SpecOf, cache_dir, roster, spec_of
 from rlboost.local.state import Config, ProcessRecord, StateDir
@@ -125,7 +126,7 @@ class LocalCluster:
             redis_argv=redis_argv,
             port_of=self._ports.of,
             placements=self._placements,
-            n_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            n_cpus=n_cpus(),
         )
 
     async def _start(self) -> None:

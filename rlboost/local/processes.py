@@ -55,6 +55,8 @@ class ProcessSpec:
     ready_limit_s: float = _LIGHT_LIMIT_S
     gpus: str = ""
     """Indexes of its GPUs."""
+    restart_after_success: bool = True
+    """False if exit code 0 means that it is no longer needed."""
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,20 @@ class MachineSpec(Section):
             ConfigError: it is not installed, or cannot be split over GPUs.
 
         """
+        self.require_tensor_parallel()
+        require_engine(self.engine_name)
+
+    def require_tensor_parallel(self) -> None:
+        """Check that the engine can be split over GPUs, if it should be.
+
+        Raises:
+            ConfigError: it cannot.
+
+        """
         if self.tensor_parallel > 1 and not self.gpus:
             raise ConfigError(f"--tensor-parallel {self.tensor_parallel} needs GPUs: name them with --gpus")
         if self.tensor_parallel > 1 and self.engine_name == "torch":
             raise ConfigError(f"--tensor-parallel {self.tensor_parallel} needs --engine vllm: torch uses one GPU")
-        require_engine(self.engine_name)
 
 
 class SystemSpec(MachineSpec):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlboost.client import Client
+from rlboost.shared.ids import worker_name
 from tests.support import fake_gpus
 from tests.support.black_box import RLBOOST, ROOT
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,7 +35,7 @@ def environment(pid: int) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if line)
 
 
-def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path) -> None:
+async def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path) -> None:
     path = f"{fake_gpus.install(tmp_path / 'bin', 2)}:{os.environ['PATH']}"
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     env = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT)}
@@ -43,7 +49,7 @@ def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path) -> N
         return done.stdout
 
     try:
-        rlboost("up", str(file), "--detach", "--json")
+        config = json.loads(rlboost("up", str(file), "--detach", "--json"))
         processes = json.loads(rlboost("ps", "--json"))["processes"]
         found = {process["name"]: environment(process["pid"]) for process in processes}
         assert {process["name"]: process["gpus"] for process in processes if process["gpus"]} == {
@@ -59,8 +65,37 @@ def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path) -> N
         assert "RLBOOST_WORKER_GPU_MEMORY_UTILIZATION" not in found["worker-1"]
         assert found["trainer"]["CUDA_VISIBLE_DEVICES"] == "0"
         assert "CUDA_VISIBLE_DEVICES" not in found["manager"]
+        with Client(config["url"], config["token"]) as client:
+            await join_and_drain(tmp_path, env, client.workers.list)
     finally:
         rlboost("down")
+
+
+async def join_and_drain(tmp_path: Path, env: dict[str, str], workers: Callable[[], list[dict[str, Any]]]) -> None:
+    """Join with one worker per GPU, kill one, which comes back, and drain both by one SIGTERM."""
+    command = [*RLBOOST, "worker", "join", "--gpus=all", "--engine=torch", "--name=node", f"--state={tmp_path}/state"]
+    settings = {"RLBOOST_WORKER_DEVICE": "cpu", "RLBOOST_WORKER_CACHE_DIR": str(tmp_path / "cache")}
+
+    def joined() -> dict[str, int]:
+        return {worker_name(w["id"]): w["pid"] for w in workers() if w["state"] not in {"lost", "left"}}
+
+    with (tmp_path / "node.log").open("w+") as log:
+        node = subprocess.Popen(  # noqa: ASYNC220 - starting it is quick
+            command, cwd=tmp_path, env={**env, **settings}, stdout=log, stderr=log
+        )
+        try:
+            await eventually(lambda: {"node-1", "node-2"} <= joined().keys(), every_s=0.2)
+            first = joined()
+            for name, gpu in (("node-1", "0"), ("node-2", "1")):
+                assert environment(first[name])["CUDA_VISIBLE_DEVICES"] == gpu
+            os.kill(first["node-1"], signal.SIGKILL)
+            await eventually(lambda: joined().get("node-1", first["node-1"]) != first["node-1"], every_s=0.2)
+            node.terminate()
+            assert node.wait(60) == 0, (tmp_path / "node.log").read_text()
+            await eventually(lambda: not {"node-1", "node-2"} & joined().keys())
+        finally:
+            node.kill()
+            node.wait()
 
 
 @pytest.mark.parametrize(
