@@ -140,7 +140,7 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
     spec = spec_file.load(spec_file.NodeSpec, file, given)
     if spec.gpus and device is not None:
         raise ConfigError(f"--device {device} and --gpus {spec.gpus} exclude each other: give one of them")
-    where, secret = _endpoint(url, token, state)
+    where, secret = requested_endpoint(url, token, state)
     connection = {"RLBOOST_WORKER_URL": where, "RLBOOST_TOKEN": secret}
     if spec.gpus:
         _run_node(spec, name or socket.gethostname(), connection, state)
@@ -174,7 +174,13 @@ def _run_node(spec: NodeSpec, name: str, connection: Mapping[str, str], state: P
     node.serve(specs, folder, grace_s, print_event)
 
 
-def _endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:
+def requested_endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:
+    """Return URL and token of the system that options, the environment or the state folder name.
+
+    Raises:
+        ConfigError: none names one, or its token is unknown.
+
+    """
     if url is None:
         found_url, found_token = endpoint(state)
         return found_url, token or found_token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlboost.client import Client
+from rlboost.doctor import system
 from rlboost.shared.ids import worker_name
 from tests.support import fake_gpus
 from tests.support.black_box import RLBOOST, ROOT
@@ -67,6 +69,8 @@ async def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path
         assert "CUDA_VISIBLE_DEVICES" not in found["manager"]
         with Client(config["url"], config["token"]) as client:
             await join_and_drain(tmp_path, env, client.workers.list)
+        checks = await asyncio.to_thread(lambda: list(system.findings(config["url"], config["token"])))
+        assert [check.name for check in checks if check.status == "ok"] == ["manager", "clock", "weight store", "redis"]
     finally:
         rlboost("down")
 
