@@ -81,6 +81,7 @@ class LocalCluster:
                 stack.push_async_callback(self._stop)
                 await self._start()
                 self.state.write_ports(self._ports.by_name())
+                self.state.write_devices(self.options.layout.summary())
                 self.state.write_config(self.config)
                 self._stack = stack.pop_all()
         except BaseExceptionGroup as group:

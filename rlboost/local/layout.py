@@ -15,6 +15,8 @@ from rlboost.shared.errors import ConfigError, Conflict
 
 SHARED_MEMORY_FRACTION = 0.4
 """Default part of a GPU for the engines that share it with a trainer; the trainer has the rest."""
+_VLLM_MEMORY_FRACTION = 0.92
+"""vLLM's own default."""
 _MAX_THREADS = 16
 """More threads of one process seldom help work that runs on a GPU."""
 
@@ -33,10 +35,30 @@ class Placement:
         return ",".join(str(gpu.index) for gpu in self.gpus)
 
     @property
+    def memory_bytes(self) -> int:
+        """Return the bytes that an engine may use on its smallest GPU."""
+        return int(min(gpu.memory_bytes for gpu in self.gpus) * (self.memory_fraction or _VLLM_MEMORY_FRACTION))
+
+    @property
     def cpus(self) -> str:
         """Return the CPUs next to these GPUs, empty if those of one of them are unknown."""
         lists = dict.fromkeys(gpu.cpus for gpu in self.gpus)
         return "" if "" in lists else ",".join(lists)
+
+
+@dataclass(frozen=True)
+class DeviceSummary:
+    """What a job must know of the GPUs of a system; sizes are 0 if unknown."""
+
+    trainer_gpus: int
+    trainer_memory_bytes: int
+    """Of the trainer's smallest GPU."""
+    tensor_parallel: int
+    """GPUs per engine; 0 = no engine is on the system's own GPUs."""
+    engine_memory_bytes: int
+    """That the tightest engine may use on each of its GPUs."""
+    shared_memory_bytes: int
+    """That all engines on one GPU of the trainer may use together."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +69,25 @@ class Layout:
     """By process name."""
     worker_groups: tuple[Placement, ...] = ()
     """The groups of preemptible workers, including those that no initial worker uses."""
+    trainers: tuple[str, ...] = ()
+    """Names of the processes that train."""
+
+    def summary(self) -> DeviceSummary | None:
+        """Return what a job must know of the GPUs, None without GPUs."""
+        if not self.trainers:
+            return None
+        trainer = self.placements[self.trainers[0]]
+        engines = [placement for name, placement in self.placements.items() if name not in self.trainers]
+        shares = [
+            sum(one.memory_fraction for one in engines if gpu in one.gpus) * gpu.memory_bytes for gpu in trainer.gpus
+        ]
+        return DeviceSummary(
+            trainer_gpus=len(trainer.gpus),
+            trainer_memory_bytes=min(gpu.memory_bytes for gpu in trainer.gpus),
+            tensor_parallel=len(engines[0].gpus) if engines else 0,
+            engine_memory_bytes=min((one.memory_bytes for one in engines), default=0),
+            shared_memory_bytes=int(max(shares)),
+        )
 
     def threads(self, n_cpus: int) -> int:
         """Return the CPU threads per process if each use of a GPU gets an equal part of the CPUs."""
@@ -101,7 +142,7 @@ def plan(
             f"{n_gpus(len(others))} that the trainer does not use: lower --workers, or give fewer --trainer-gpus"
         )
     placements |= dict(zip(workers, groups, strict=False))
-    return Layout(placements, tuple(groups))
+    return Layout(placements, tuple(groups), tuple(trainers))
 
 
 def plan_workers(gpus: Sequence[Gpu], name: str, *, tensor_parallel: int = 1, memory_fraction: float = 0.0) -> Layout:
