@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands import config, demo, export, follow, init, jobs, page, ps, report, samples, up, worker
+from rlboost.commands import config, demo, doctor, export, follow, init, jobs, page, ps, report, samples, up, worker
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
@@ -25,6 +25,7 @@ page.register(app)
 evaluation.register(app)
 export.register(app)
 ps.register(app)
+doctor.register(app)
 app.add_typer(worker.app, name="worker")
 app.add_typer(config.app, name="config")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlboost.client import ServerEvent
 from rlboost.job_lines import unix_s
+from rlboost.local.cpus import n_cpus
 from rlboost.local.state import ProcessRecord
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.record import (
@@ -38,9 +39,8 @@ _KINDS = {
 
 def this_machine() -> Machine:
     """Describe this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     system = f"{platform.system()} {platform.machine()}"
-    return Machine(cores=cores, load=os.getloadavg()[0], platform=system, python=platform.python_version())
+    return Machine(cores=n_cpus(), load=os.getloadavg()[0], platform=system, python=platform.python_version())
 
 
 def observation(at: float, job: Mapping[str, Any], workers: Iterable[Mapping[str, Any]]) -> Observation:

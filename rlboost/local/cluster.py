@@ -23,6 +23,7 @@ from typing import Self
 
 import rlboost
 from rlboost.local import redis_server
+from rlboost.local.cpus import n_cpus
 from rlboost.local.ports import Ports
 from rlboost.local.processes import STARTING_ORDER, LocalOptions, Site, SpecOf, cache_dir, roster, spec_of
 from rlboost.local.state import Config, ProcessRecord, StateDir
@@ -59,6 +60,7 @@ class LocalCluster:
         self._stack = AsyncExitStack()
         self._ports: Ports
         self._spot_workers = options.workers
+        self._placements = dict(options.layout.placements)
         self._site: Site
         self._supervisor: Supervisor
 
@@ -79,6 +81,7 @@ class LocalCluster:
                 stack.push_async_callback(self._stop)
                 await self._start()
                 self.state.write_ports(self._ports.by_name())
+                self.state.write_devices(self.options.layout.summary())
                 self.state.write_config(self.config)
                 self._stack = stack.pop_all()
         except BaseExceptionGroup as group:
@@ -123,6 +126,8 @@ class LocalCluster:
             redis_url=redis_url,
             redis_argv=redis_argv,
             port_of=self._ports.of,
+            placements=self._placements,
+            n_cpus=n_cpus(),
         )
 
     async def _start(self) -> None:
@@ -172,6 +177,7 @@ class LocalCluster:
     def _on_event(self, event: ClusterEvent) -> None:
         if event.kind == "left":  # the machine is gone, with its port and its disk
             self._ports.release(event.name)
+            self._placements.pop(event.name, None)
             shutil.rmtree(cache_dir(self.state.path) / event.name, ignore_errors=True)
         for listener in self._listeners:
             listener(event)
@@ -179,9 +185,17 @@ class LocalCluster:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def join_worker(self) -> str:
-        """Start one more preemptible worker; return its name immediately, before it is ready."""
+        """Start one more preemptible worker; return its name immediately, before it is ready.
+
+        Raises:
+            Conflict: the system uses GPUs, and none is free.
+
+        """
+        group = self.options.layout.free_group(self._placements.values()) if self._placements else None
         self._spot_workers += 1
         name = f"worker-{self._spot_workers}"
+        if group is not None:
+            self._placements[name] = group
         self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
         self._on_event(ClusterEvent("joined", name, time.time()))
         return name

@@ -3,6 +3,7 @@
 A slot is a named process. Its keeper task starts the process, waits for its exit, and restarts it. A slot ends when:
 
 - it was stopped: the system stops, or the worker was preempted (`kill`, `notice`) or drained;
+- it exited with 0, and its spec says that this is final;
 - it exited with EXIT_CONFIG: a restart would fail in the same way;
 - it is in a crash loop: it has never been ready, and died soon after each of several starts. A process that was ready
   once is restarted however often it dies.
@@ -25,7 +26,7 @@ from rlboost.local.processes import ProcessSpec
 from rlboost.local.readiness import Readiness
 from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.shared.errors import Conflict, Fatal, Timeout
-from rlboost.shared.lifecycle import EXIT_CONFIG, until_stop
+from rlboost.shared.lifecycle import EXIT_CONFIG, EXIT_OK, until_stop
 from rlboost.shared.waiting import Waits
 
 NOTICE_LEAD_S = 30.0
@@ -81,7 +82,8 @@ class _Slot:
         started_at = datetime.fromtimestamp(self.child.started_at, UTC).isoformat(timespec="milliseconds")
         alive = self.child.alive
         note = "" if alive else self.note
-        return ProcessRecord(self.spec.name, self.spec.role, self.child.pid, started_at, self.restarts, alive, note)
+        spec, pid = self.spec, self.child.pid
+        return ProcessRecord(spec.name, spec.role, pid, started_at, self.restarts, alive, note, spec.gpus)
 
 
 class Supervisor:
@@ -150,6 +152,9 @@ class Supervisor:
         if slot.leaving or self._state.drained(slot.spec.name):
             slot.note = slot.leaving or "drained"
             self._emit("left", slot, f"{slot.note}: {end}")
+            return True
+        if end.code == EXIT_OK and not slot.spec.restart_after_success:
+            self._emit("left", slot, str(end))
             return True
         if end.code == EXIT_CONFIG:
             slot.note = next(iter(slot.child.output(1)), str(end))

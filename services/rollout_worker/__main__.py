@@ -26,6 +26,7 @@ from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
 from rlboost.services.rollout_worker.settings import Settings
 from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
 from rlboost.services.rollout_worker.watchdog import Watchdog
+from rlboost.shared import cpu_affinity
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import new_token
 from rlboost.shared.lifecycle import Loop, run_service
@@ -51,6 +52,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     """Build one worker and run it until the stop."""
     startup = StartupTimer(process_age_s())
     startup.end("import")
+    cpu_affinity.bind(settings.cpus)
     token = settings.token.get_secret_value()
     joined = await join(settings.url, token)
     bus = await connect(joined.redis_url, f"worker-{settings.worker_name}")
@@ -109,12 +111,14 @@ def _engines(settings: Settings) -> EngineFactory:
             device=settings.device,
             dtype=settings.dtype,
             kv_cache_bytes=settings.kv_cache_bytes,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
         )
     return VllmFactory(
         slots=settings.slots,
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel=settings.tensor_parallel,
         enable_sleep=settings.role == "reserved",
     )

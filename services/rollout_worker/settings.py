@@ -40,7 +40,14 @@ class Settings(ServiceSettings):
         ge=0,
         description="size of the KV cache; 0 = most of a GPU's free memory; on a CPU 1 GiB (torch) or 256 MiB (vllm)",
     )
+    gpu_memory_utilization: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="fraction of each GPU's memory for the engine; 0 = vllm's default, 0.92, or what is free (torch)",
+    )
     tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs that the model is split over")
+    cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; empty = all")
     cache_dir: Path = Field(_CACHE, description="cache of pulled weights, with one folder per worker name")
 
     base_model: Path | None = Field(

@@ -26,7 +26,10 @@ class Settings(ServiceSettings):
     checkpoints: str = Field(
         "", description="folder or s3://BUCKET/PREFIX, gs://, az:// of checkpoints; `DIR` if empty"
     )
-    device: str = Field("cpu", description="torch device of the trained model")
+    device: str = Field(
+        "cpu", description="torch device of the trained model; with cuda, rank r uses the r-th visible GPU"
+    )
+    cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; empty = all")
     user_modules: str = Field(
         "", description="installed packages, separated by commas, whose functions job files may name as user code"
     )
