@@ -65,6 +65,7 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
+        self._past_cpu_s = 0.0
 
     @property
     def pid(self) -> int:
@@ -108,13 +109,15 @@ class ForkServer:
             return False
         except ConnectionResetError:
             pass
-        if not self._is_ready:  # it refused to serve: another one would, too
-            self.close()
+        if not self._is_ready:
+            is_killed = self._process is not None and self._process.wait(_FORK_LIMIT_S) < 0
+            # If it refused to serve, another one would, too.
+            (self._restart if is_killed else self.close)()
         return self._is_ready
 
     def cpu_s(self) -> float:
-        """Return its CPU seconds, without those of what it has forked; 0 once it is closed."""
-        return session_cpu_s(self._process.pid) if self._process else 0.0
+        """Return its CPU seconds over all restarts, without those of what it has forked."""
+        return self._past_cpu_s + (session_cpu_s(self._process.pid) if self._process else 0.0)
 
     def fits(self, env: Mapping[str, str]) -> bool:
         """Return True if a process with these variables would have imported the same."""
@@ -197,6 +200,7 @@ class ForkServer:
             self._socket.close()
             self._socket = None
         if self._process is not None:
+            self._past_cpu_s = self.cpu_s()
             self._process.kill()
             self._process.wait()
             self._process = None

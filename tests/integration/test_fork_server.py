@@ -78,7 +78,10 @@ async def test_forked_process_reports_its_end_and_only_its_own_cpu_time(tmp_path
     assert str(end) == "killed by SIGKILL"
     _, end = await run(probe(tmp_path, "busy"), forks)
     assert 0.9 * forked_probe.BUSY_CPU_S <= end.cpu_s < forked_probe_server.CPU_S
-    assert forks.cpu_s() >= 0.9 * forked_probe_server.CPU_S
+    used_s = forks.cpu_s()
+    assert used_s >= 0.9 * forked_probe_server.CPU_S
+    forks.close()
+    assert forks.cpu_s() >= used_s
 
 
 async def test_forked_processes_draw_different_random_numbers(tmp_path: Path, forks: ForkServer) -> None:
@@ -115,6 +118,17 @@ async def test_hung_fork_server_starts_no_process_twice(
     os.kill(hung, signal.SIGSTOP)
     assert not (await described(probe(tmp_path, "describe"), forks))["imported"]
     assert forks.pid != hung
+
+
+def test_fork_server_killed_while_it_imports_is_replaced(tmp_path: Path) -> None:
+    forks = ForkServer(os.environ, tmp_path / "fork-server.log")
+    forks.start()
+    killed = forks.pid
+    os.kill(killed, signal.SIGKILL)
+    assert not forks.is_ready(_LIMIT_S)
+    assert forks.pid not in {0, killed}
+    assert forks.is_ready(_LIMIT_S)
+    forks.close()
 
 
 async def test_process_with_other_import_variables_is_executed(tmp_path: Path, forks: ForkServer) -> None:
