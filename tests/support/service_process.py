@@ -69,7 +69,7 @@ class ServiceProcess:
         assert self._process is None, "the service runs already"
         with self._log.open("ab") as log:
             if self._forks is not None and self._forks.fits(self.env):
-                self._process = self._forks.start(self._module, self.env, stderr=log.fileno())
+                self._process = self._forks.start_module(self._module, self.env, stderr=log.fileno())
             else:
                 self._process = subprocess.Popen([sys.executable, "-m", self._module], env=self.env, stderr=log)
 
