@@ -37,6 +37,7 @@ for place, columns in rows:
         )
 """
 _MAX_KINDS_OF_ROWS = 100
+_CODE_REWARD = "rlboost.rewards.code:score"
 _ENVIRONMENT_SCRIPT = """
 import json, sys
 from rlboost.shared.job.environment import environment_factory
@@ -122,8 +123,17 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore) -> Found:
     return Found(
         [problem for problem in found if problem],
         missing_libraries(spec),
-        [advice] if advice else [],
+        [text for text in (advice, _isolation_advice(spec)) if text],
         _notices(spec.model),
+    )
+
+
+def _isolation_advice(spec: JobSpec) -> str:
+    if all(part.arguments.get("isolated", True) for part in spec.reward_parts if part.function == _CODE_REWARD):
+        return ""
+    return (
+        "reward.arguments: isolated: false lets generated programs do what the trainer's user may do, such as read the "
+        "state folder with its token: use it only on machines that have nothing to protect"
     )
 
 

@@ -205,3 +205,13 @@ def test_only_missing_files_and_modules_are_missing_here(folder: Path) -> None:
     }
     found = {problem.partition(": ")[2][:20]: isinstance(problem, MissingHere) for problem in check(**wrong)}
     assert list(found.values()) == [True, True, True, False, True, False], found
+
+
+@pytest.mark.parametrize(("isolated", "n_warnings"), [(True, 0), (False, 1)])
+def test_check_warns_if_generated_programs_are_not_isolated(isolated: bool, n_warnings: int) -> None:
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "tests": "assert True"}\n')
+    reward = {"function": "rlboost.rewards.code:score", "arguments": {"isolated": isolated}}
+    job = {"model": "base", "data": {"train": "train.jsonl"}, "reward": reward, "steps": 1}
+    found = jobcheck.check_job(job)
+    assert found.problems == []
+    assert len([text for text in found.advice if "isolated: false" in text]) == n_warnings
