@@ -40,7 +40,7 @@ def bubblewrap_command(work: str, file_bytes: int, filter_descriptor: int) -> li
     """
     if (program := shutil.which("bwrap")) is None:
         raise FileNotFoundError("it is not installed")
-    options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     options += ["--uid", _NOBODY, "--gid", _NOBODY, "--seccomp", str(filter_descriptor)]
     for path in readable_paths():
         options += ["--ro-bind", path, path]

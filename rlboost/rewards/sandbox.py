@@ -1,6 +1,7 @@
 """Run untrusted Python in isolation, with resource limits and a hard kill.
 
-The program is one process without a network. It can read Python and its libraries, and no other file of the machine.
+An isolated program is one process without a network. It can read Python and its libraries, and no other file of the
+machine.
 """
 
 from __future__ import annotations
@@ -121,13 +122,7 @@ def run_with(isolation: Isolation, program: str, stdin: str = "", limits: Limits
     ):
         request = {
             "program": program,
-            "limits": {
-                "RLIMIT_CPU": limits.cpu_s,
-                "RLIMIT_AS": limits.memory_bytes,
-                "RLIMIT_FSIZE": limits.file_bytes,
-                "RLIMIT_NOFILE": _MAX_OPEN_FILES,
-                "RLIMIT_CORE": 0,
-            },
+            "limits": _resource_limits(limits),
             "confine": landlock_request(work) if isolation is Isolation.LANDLOCK else None,
         }
         parent = os.getpid()
@@ -154,6 +149,16 @@ def run_with(isolation: Isolation, program: str, stdin: str = "", limits: Limits
         return Ran(128 - code if code < 0 else code, _text(output), _text(errors), timed_out, completed)
 
 
+def _resource_limits(limits: Limits) -> dict[str, int]:
+    return {
+        "RLIMIT_CPU": limits.cpu_s,
+        "RLIMIT_AS": limits.memory_bytes,
+        "RLIMIT_FSIZE": limits.file_bytes,
+        "RLIMIT_NOFILE": _MAX_OPEN_FILES,
+        "RLIMIT_CORE": 0,
+    }
+
+
 def _wait(
     child: subprocess.Popen[bytes], channel: socket.socket, wall_s: float, request: dict[str, Any], epilogue: str
 ) -> tuple[bool, bool]:
@@ -169,7 +174,7 @@ def _wait(
     timer = threading.Timer(wall_s, time_out)
     timer.start()
     try:
-        completed = _converse(channel, request, epilogue)
+        completed = _exchange(channel, request, epilogue)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     finally:
         timer.cancel()
@@ -179,7 +184,7 @@ def _wait(
     return completed, timed_out.is_set()
 
 
-def _converse(channel: socket.socket, request: dict[str, Any], epilogue: str) -> bool:
+def _exchange(channel: socket.socket, request: dict[str, Any], epilogue: str) -> bool:
     """Send the request, and the epilogue after the program's last statement; return True if both completed."""
     word = secrets.token_hex(16)
     try:

@@ -1,8 +1,8 @@
 """Runs a program in its own process: a script of `rlboost.rewards.sandbox`, standard library only.
 
-Its arguments are the descriptor of a socket and the process id of its parent, or 0. The socket transports lines of
-JSON: first a request, `{"program", "limits", "confine"}`. After the program's last statement the script sends an empty
-line, receives `[epilogue, word]`, runs the epilogue in the program's module, and sends the word.
+Its arguments are the descriptor of a socket, and the id of the process with which it ends, or 0. The socket transports
+lines of JSON: first a request, `{"program", "limits", "confine"}`. After the program's last statement the script sends
+an empty line, receives `[epilogue, word]`, runs the epilogue in the program's module, and sends the word.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import types
 from typing import Any
 
-UNAVAILABLE = 125
+_UNAVAILABLE = 125
 """Exit code if the process cannot be confined; the reason is on standard error."""
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -38,6 +38,7 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     if parent:
         _call("prctl", libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+        _call("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         if os.getppid() != parent:
             sys.exit("the parent has ended")
     os.set_inheritable(descriptor, False)
@@ -52,7 +53,7 @@ def main() -> None:
             _filter_system_calls(bytes.fromhex(confine["filter"]))
     except OSError as error:
         sys.stderr.write(f"{error.strerror}: {error.filename}")
-        sys.exit(UNAVAILABLE)
+        sys.exit(_UNAVAILABLE)
     sys.argv = ["program.py"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(request["program"], "program.py", "exec"), module.__dict__)  # noqa: S102 - this is what it is for
@@ -67,14 +68,10 @@ def _confine(readable: list[str], devices: list[str]) -> None:
     """Drop all capabilities, and with Landlock all access to files except reading below some paths."""
     header, none = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
     _call("capset", libc.capset(header, none))
-    _call("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     version = _call("landlock", libc.syscall(_CREATE_RULESET, None, 0, _ABI_VERSION))
     handled = (1 << _ACCESS_BITS.get(version, max(_ACCESS_BITS.values()))) - 1
     rules = _call("landlock", libc.syscall(_CREATE_RULESET, struct.pack("=Q", handled), 8, 0))
-    for paths, access in (
-        (readable, _EXECUTE | _READ_FILE | _READ_DIR),
-        (devices, _READ_FILE | _WRITE_FILE),
-    ):
+    for paths, access in ((readable, _EXECUTE | _READ_FILE | _READ_DIR), (devices, _READ_FILE | _WRITE_FILE)):
         for path in paths:
             file = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed = access if os.path.isdir(path) else access & ~_READ_DIR  # noqa: PTH112 - starts with each program

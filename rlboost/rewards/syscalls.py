@@ -71,8 +71,9 @@ def program_filter(*, in_namespaces: bool) -> bytes:
     for name in f"{_ALLOWED} {_ALLOWED_IN_NAMESPACES if in_namespaces else ''}".split():
         allow(name)
     allow("clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
-    # A pair of another type could be connected to a socket outside.
-    allow("socketpair", seccomp.Arg(1, seccomp.MASKED_EQ, _SOCKET_TYPE_MASK, socket.SOCK_STREAM))
+    # A pair of datagram sockets could send to a socket outside.
+    family = seccomp.Arg(0, seccomp.EQ, socket.AF_UNIX)
+    allow("socketpair", family, seccomp.Arg(1, seccomp.MASKED_EQ, _SOCKET_TYPE_MASK, socket.SOCK_STREAM))
     allow("prlimit64", seccomp.Arg(0, seccomp.EQ, 0))
     allow("prctl", seccomp.Arg(0, seccomp.EQ, _PR_SET_NAME))
     for command in _FCNTL_COMMANDS:

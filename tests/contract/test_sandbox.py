@@ -56,7 +56,7 @@ ATTACKS = {
     "read_file": "open('secret').read()",
     "list_folder": "os.listdir(OUTSIDE)",
     "write_file": "open(OUTSIDE + '/written', 'w')",
-    "remove_file": "os.remove('secret')",
+    "rename_file": "os.rename('secret', 'renamed'); os.rename('renamed', 'secret')",
     "change_mode": "os.chmod('secret', 0o777)",
     "change_time": "os.utime('secret')",
     "truncate_file": "os.truncate('secret', 0)",
@@ -66,63 +66,63 @@ ATTACKS = {
     "signal_by_descriptor": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, PARENT)",
     "limits_of_parent": "resource.prlimit(PARENT, resource.RLIMIT_CORE)",
     "priority_of_parent": "os.setpriority(os.PRIO_PROCESS, PARENT, os.getpriority(os.PRIO_PROCESS, PARENT))",
-    "new_process": "os.fork() or os._exit(0)",
+    "new_process": "os.fork() or os._exit(0); os.wait()",
     "posix_spawn": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
     "subprocess": "subprocess.run([sys.executable, '-c', ''], check=True)",
     "memory_file": "os.memfd_create('memory')",
     "shared_memory": "assert libc.shmctl(libc.shmget(0, 4096, 0o1600), 0, 0) == 0",
     "message_queue": "assert libc.msgctl(libc.msgget(0, 0o1600), 0, 0) == 0",
-    "trace": "assert libc.ptrace(0, 0, 0, 0) == 0",
-    "memory": "bytearray(600 << 20)",
-    "large_file": "open('/tmp/large-' + str(os.getpid()), 'wb').write(bytes(20 << 20))",
+    "trace": "assert libc.ptrace(0, 0, 0, 0) == 0",  # the last: each later signal would stop the process
 }
 """Attack -> statements that succeed in a process without isolation and without limits."""
 
 
-def attack_program(statement: str, outside: Path) -> str:
-    preamble = f"OUTSIDE, PARENT = {str(outside)!r}, {os.getpid()}\n"
-    imports = "import ctypes, fcntl, os, resource, socket, subprocess, sys\nlibc = ctypes.CDLL(None)\n"
-    moved = f"try: os.chdir(OUTSIDE)\nexcept OSError: pass\n{statement}\nprint('succeeded')"
-    return preamble + imports + moved
+PREAMBLE = "import ctypes, fcntl, os, resource, socket, subprocess, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_attack_fails_in_isolation(attack: str, isolation: Isolation, outside: Path) -> None:
+def successes(isolation: Isolation, outside: Path) -> set[str]:
+    """Return the attacks that succeed."""
+    program = (
+        f"{PREAMBLE}OUTSIDE, PARENT = {str(outside)!r}, {os.getpid()}\n"
+        "try: os.chdir(OUTSIDE)\nexcept OSError: pass\n"
+        f"for name, statement in {ATTACKS!r}.items():\n"
+        "    try: exec(statement)\n    except BaseException as error: print(name, repr(error), file=sys.stderr)\n"
+        "    else: print(name, flush=True)\n"
+    )
+    ran = run_with(isolation, program, limits=Limits(wall_s=30, cpu_s=30))
+    assert ran.completed, ran.errors
+    assert len(ran.output.splitlines()) + len(ran.errors.splitlines()) == len(ATTACKS)
+    return set(ran.output.split())
+
+
+def test_no_attack_succeeds_in_isolation(isolation: Isolation, outside: Path) -> None:
     before = {path: path.stat() for path in outside.iterdir()}
-    ran = run_with(isolation, attack_program(ATTACKS[attack], outside))
-    assert ran.code != 0
-    assert "Error" in ran.errors
-    assert "succeeded" not in ran.output
+    assert successes(isolation, outside) == set()
     assert {path: path.stat() for path in outside.iterdir()} == before
 
 
-@pytest.mark.parametrize("attack", sorted(ATTACKS.keys() - {"memory", "memory_of_parent", "large_file"}))
-def test_attack_succeeds_without_isolation(attack: str, outside: Path) -> None:
-    """Else the test above could not fail. Limits apply always, and some kernels protect the parent's memory."""
-    ran = run_with(Isolation.NONE, attack_program(ATTACKS[attack], outside))
-    assert ran.output.splitlines()[-1:] == ["succeeded"], ran.errors
+def test_every_attack_succeeds_without_isolation(outside: Path) -> None:
+    """Else the test above could not fail. Some kernels protect the parent's memory always."""
+    assert ATTACKS.keys() - successes(Isolation.NONE, outside) <= {"memory_of_parent"}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "unshare(0x10000000)",
-        "setns(0, 0)",
-        "mount(b'none', b'/', b'tmpfs', 0, None)",
-        "umount2(b'/', 2)",
-        "chroot(b'/')",
-        "process_vm_readv(1, None, 0, None, 0, 0)",
-        "syscall(425, 1, bytes(120))",  # io_uring_setup, the same number on all architectures
-        "syscall(435, bytes(88), 88)",  # clone3
-        "syscall(438, 1, 0, 0)",  # pidfd_getfd
-        "syscall(10_000)",
-    ],
-)
-def test_privileged_system_call_is_unknown_to_the_program(call: str, isolation: Isolation) -> None:
-    ran = run_with(
-        isolation, f"import ctypes\nl = ctypes.CDLL(None, use_errno=True)\nprint(l.{call}, ctypes.get_errno())"
-    )
-    assert ran.output == f"-1 {errno.ENOSYS}\n", ran.errors
+SYSTEM_CALLS = [
+    "unshare(0x10000000)",
+    "setns(0, 0)",
+    "mount(b'none', b'/', b'tmpfs', 0, None)",
+    "umount2(b'/', 2)",
+    "chroot(b'/')",
+    "process_vm_readv(1, None, 0, None, 0, 0)",
+    "syscall(425, 1, bytes(120))",  # io_uring_setup, the same number on all architectures
+    "syscall(435, bytes(88), 88)",  # clone3
+    "syscall(438, 1, 0, 0)",  # pidfd_getfd
+    "syscall(10_000)",
+]
+
+
+def test_privileged_system_calls_are_unknown_to_the_program(isolation: Isolation) -> None:
+    program = PREAMBLE + "".join(f"print(libc.{call}, ctypes.get_errno())\n" for call in SYSTEM_CALLS)
+    assert run_with(isolation, program).output.splitlines() == [f"-1 {errno.ENOSYS}"] * len(SYSTEM_CALLS)
 
 
 def test_program_opens_no_device_of_the_machine(isolation: Isolation) -> None:
@@ -142,6 +142,16 @@ def test_program_sees_only_python_and_an_empty_environment(isolation: Isolation,
     ran = run_with(isolation, "import os\nprint(sorted(os.environ.keys() - {'PWD'}), os.listdir('.'))")
     assert ran.output == "['HOME', 'LC_CTYPE', 'OMP_NUM_THREADS', 'PATH'] []\n"
     assert not any(outside.is_relative_to(path) for path in readable_paths())
+
+
+def test_program_cannot_raise_its_limits(isolation: Isolation) -> None:
+    program = (
+        "import resource\nfor name in ('AS', 'CPU', 'FSIZE'):\n"
+        "    try: resource.setrlimit(getattr(resource, f'RLIMIT_{name}'), (-1, -1)); print(name)\n"
+        "    except ValueError: pass\n"
+    )
+    ran = run_with(isolation, program)
+    assert (ran.completed, ran.output) == (True, "")
 
 
 def test_memory_mappings_are_limited_together(isolation: Isolation) -> None:
