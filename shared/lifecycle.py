@@ -16,6 +16,7 @@ import structlog
 
 from rlboost.shared import logs
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
+from rlboost.shared.process_memory import protect_process_memory
 from rlboost.shared.settings import ServiceSettings, read
 
 log = structlog.get_logger(__name__)
@@ -103,6 +104,7 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
 
     Expected errors (`RLBoostError`) become one line; unexpected ones keep their traceback.
     """
+    protect_process_memory()  # the environment has the token
     try:
         config = read(settings)
     except ConfigError as error:
