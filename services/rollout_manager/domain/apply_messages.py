@@ -123,6 +123,9 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
     outcome: Outcome = world.ledger.extend(*frames)
     if counted:
         world.audit_frames(outcome)
+    for sample_id in outcome.failed:
+        if worker := world.fleet.workers.get(world.ledger.samples[sample_id].worker):
+            worker.invalid_samples.add(sample_id)
     # Tokens are missing between the ledger and a gap's frame: the owner's later frames cannot be used either.
     # After a failure, the owner's later frames leave a gap.
     gaps = [i for i in (*outcome.gaps, *outcome.failed) if world.ledger.samples[i].worker in world.fleet.workers]
