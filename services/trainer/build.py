@@ -60,7 +60,7 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
         model=model,
         loss=_loss(spec),
         data=data,
-        rewards=RewardPool(spec.reward, waits, UserCodeLog(folder / "reward.log")) if spec.reward else NoReward(),
+        rewards=_rewards(config, spec, waits, folder),
         environments=_environments(spec, waits, folder),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
         weights=publisher(
@@ -79,6 +79,13 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
         probe=build_probe(data.vocab_size, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
     )
+
+
+def _rewards(config: Settings, spec: JobSpec, waits: Waits, folder: Path) -> RewardPool | NoReward:
+    if spec.reward is None:
+        return NoReward()
+    token_origins = config.reward_token_origins.split(",")
+    return RewardPool(spec.reward, waits, UserCodeLog(folder / "reward.log"), token_origins=token_origins)
 
 
 def _environments(spec: JobSpec, waits: Waits, folder: Path) -> EnvironmentPool | None:
