@@ -72,6 +72,11 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
     async def model(job_id: JobId) -> ModelInfo:
         return _model_info(store.model(job_id))
 
+    @router.delete("/{job_id}", status_code=204)
+    async def delete(job_id: JobId) -> None:
+        """Delete all versions of an ended job."""
+        await store.delete(job_id)
+
     @router.get("/{job_id}/head")
     async def head(job_id: JobId) -> VersionInfo:
         model = store.model(job_id)

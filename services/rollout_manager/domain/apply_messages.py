@@ -14,7 +14,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveWorker,
 )
 from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.jobs import ENDED, Job
+from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.ledger import Outcome
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
 from rlboost.services.rollout_manager.domain.seeding import Window
@@ -25,6 +25,7 @@ from rlboost.shared.errors import ConfigError, Unprocessable
 from rlboost.shared.ids import is_served, job_of
 from rlboost.shared.job.spec import JobSpec, parse_stored
 from rlboost.shared.messages import (
+    ENDED,
     Admitted,
     Closed,
     GroupOpened,
