@@ -15,6 +15,7 @@ from rlboost.services.weight_store.chunk_response import chunk_response
 from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
+from rlboost.shared.http.documented import GUARDED, problems, success
 from rlboost.shared.http.guard import guarded_router
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
@@ -23,6 +24,13 @@ from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
 from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
 Number = Annotated[int, PathParameter(ge=0)]
+_BYTES = "application/octet-stream"
+_CHUNK = (
+    success(_BYTES)
+    | success(_BYTES, "the requested range", 206)
+    | {307: {"description": "the chunk is in the object store, at the address in `Location`"}}
+    | problems(404, 416)
+)
 
 
 def create(
@@ -30,9 +38,9 @@ def create(
 ) -> FastAPI:
     """Return the service's app; `ready` returns why the origin is not ready, or None."""
     app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
-    chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"])
+    chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"], responses=GUARDED)
     _add_chunks(chunks, store, metrics)
-    models = guarded_router(token, prefix="/v1/models", tags=["models"])
+    models = guarded_router(token, prefix="/v1/models", tags=["models"], responses=GUARDED | problems(404, 409))
     _add_versions(models, store)
     _add_publishing(models, store)
     app.include_router(chunks)
@@ -47,14 +55,14 @@ def create(
 
 
 def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None:
-    @router.put("/{digest}", status_code=204)
+    @router.put("/{digest}", status_code=204, responses=problems(507))
     async def put(digest: Digest, request: Request) -> None:
         blocks = await _body(request)
         await store.put_chunk(digest, blocks)
         metrics.bytes_in.inc(sum(map(len, blocks)))
 
-    @router.head("/{digest}")
-    @router.get("/{digest}", response_class=Response)
+    @router.head("/{digest}", responses=_CHUNK)
+    @router.get("/{digest}", response_class=Response, responses=_CHUNK)
     async def get(digest: Digest, request: Request) -> Response:
         return await chunk_response(await store.source(digest), digest, request, metrics)
 
@@ -97,11 +105,11 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
 
 
 def _add_publishing(router: APIRouter, store: WeightStore) -> None:
-    @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204)
+    @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204, responses=problems(507))
     async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
         await store.put_part(job_id, version, rank, await request.body())
 
-    @router.post("/{job_id}/versions/{version}/commit")
+    @router.post("/{job_id}/versions/{version}/commit", responses=problems(507))
     async def commit(job_id: JobId, version: Number, body: CommitRequest) -> VersionInfo:
         committed = await store.commit(job_id, version, body)
         return _version_info(store.model(job_id), committed)
