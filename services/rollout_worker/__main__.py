@@ -146,13 +146,13 @@ def _http(
 
         sock = bind(settings.host, settings.port)
         port = sock.getsockname()[1]
-        peers.url = peer_url(settings.peer_url, settings.host, port, settings.url)
+        peers.url = peer_url(settings.peer_url, settings.host, port, settings.url, tls=settings.certificate is not None)
         log.info("listening", host=settings.host, port=port, peer_url=peers.url)
         app = create(connection, generator, token=settings.token.get_secret_value(), waits=waits)
         app.include_router(notice_routes(worker.on_preemption_notice, settings.token.get_secret_value()))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, settings.token.get_secret_value(), sent))
-        return server_loop(app, sock)
+        return server_loop(app, sock, settings.certificate)
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

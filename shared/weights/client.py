@@ -14,6 +14,7 @@ import aiohttp
 import stamina
 
 from rlboost.shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.tls import client_context
 from rlboost.shared.weights.delta_graph import Route, VersionEdges
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
@@ -170,7 +171,7 @@ class StoreClient:
             self._session = aiohttp.ClientSession(
                 headers={"Authorization": f"Bearer {self._token}"},
                 timeout=_TIMEOUT,
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, ssl=client_context() or True),
                 read_bufsize=1 << 20,
                 trust_env=True,
                 # The signature of a signed URL covers its exact characters.

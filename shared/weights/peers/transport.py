@@ -17,6 +17,7 @@ import aiohttp
 
 from rlboost.shared.errors import Corrupt
 from rlboost.shared.http.token_signature import sign
+from rlboost.shared.tls import client_context
 from rlboost.shared.weights.download import Download
 
 BUSY_STATUS = 503
@@ -125,7 +126,7 @@ class PeerTransport:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_STALL_S),
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, ssl=client_context() or True),
                 read_bufsize=1 << 20,
             )
         return self._session
