@@ -185,6 +185,9 @@ def _common(site: Site) -> dict[str, str]:
         "OMP_NUM_THREADS": site.inherited.get("OMP_NUM_THREADS", "1"),
         "RLBOOST_TOKEN": site.token,
         "RLBOOST_REDIS_URL": site.redis_url,
+        # All of them listen on loopback, at http:// addresses.
+        "RLBOOST_TLS_CERT": "",
+        "RLBOOST_TLS_KEY": "",
     }
 
 

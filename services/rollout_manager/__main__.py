@@ -28,7 +28,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     # Clients have connections of their own: however many there are, the manager's loop gets one.
     clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
-    record = manager_record(host, port, socket.gethostname(), config.public_url)
+    record = manager_record(host, port, socket.gethostname(), config.public_url, tls=config.certificate is not None)
     manager = Manager(
         bus,
         lease_s=config.lease_s,
@@ -41,7 +41,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     app = build(manager, clients_bus, config, extensions=[routes], error_format_besides=openai_error_format)
     add_page(app)
     try:
-        await supervise({"manage": manager.run, "http": server.server_loop(app, sock)}, stop)
+        await supervise({"manage": manager.run, "http": server.server_loop(app, sock, config.certificate)}, stop)
     finally:
         await clients_bus.close()
         await bus.close()

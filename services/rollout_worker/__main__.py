@@ -152,14 +152,15 @@ def _http(
         host = listen_address(settings.host, settings.url)
         sock = bind(host, settings.port)
         port = sock.getsockname()[1]
-        peers.url = peer_url(settings.peer_url, host, port, settings.url)
+        tls = settings.certificate is not None
+        peers.url = peer_url(settings.peer_url, host, port, settings.url, tls=tls)
         log.info("listening", host=host, port=port, peer_url=peers.url)
         token, slots = settings.token.get_secret_value(), asyncio.Semaphore(MAX_CONCURRENT)
         app = create(connection, generator, token=token, waits=waits)
         app.include_router(notice_routes(worker.on_preemption_notice, token))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, token, sent, slots))
-        return server_loop(app, sock, blob_files(cache, token, sent, slots))
+        return server_loop(app, sock, settings.certificate, blob_files(cache, token, sent, slots))
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

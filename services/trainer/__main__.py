@@ -52,7 +52,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         "commands": trainer.commands,
         "jobs": trainer.jobs,
         "lease": trainer.lease,
-        "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock),
+        "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock, config.certificate),
     }
     try:
         await supervise(loops, stop)

@@ -16,6 +16,7 @@ from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunk_response import find_chunk
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.services.weight_store.settings import Settings
 from rlboost.shared.http.file_sender import FileSender
 from rlboost.shared.http.guard import is_authorized
@@ -42,11 +43,16 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             clock=time.time,
         ) as origin:
             chunks, documents = origin.chunks, origin.documents
+            limited = LimitedChunks(chunks, settings.max_bytes, time.monotonic) if settings.max_bytes else None
+            chunks = limited or chunks
             deltas = Deltas(chunks, documents, metrics, keep=settings.keep_deltas, clock=time.time)
             store = WeightStore(
                 chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=time.time
             )
             await store.load()
+            if limited is not None:
+                await limited.measure()
+                limited.reclaim = store.tidy
             token = settings.token.get_secret_value()
             app = create(
                 store,
@@ -63,8 +69,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {
                 **origin.loops,
-                "http": server_loop(app, sock, files),
-                "announce": store.announce,
+                "http": server_loop(app, sock, settings.certificate, files),
+                "announce": store.announcements.announce,
                 "collect": store.collect,
                 "compose": deltas.compose,
             }

@@ -16,6 +16,7 @@ from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import NotFound
+from rlboost.shared.http.documented import GUARDED, problems, success
 from rlboost.shared.http.guard import guarded_router
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
@@ -33,6 +34,13 @@ from rlboost.shared.weights.wire import (
 )
 
 Number = Annotated[int, PathParameter(ge=0)]
+_BYTES = "application/octet-stream"
+_CHUNK = (
+    success(_BYTES)
+    | success(_BYTES, "the requested range", 206)
+    | {307: {"description": "the chunk is in the object store, at the address in `Location`"}}
+    | problems(404, 416)
+)
 
 
 def create(
@@ -56,9 +64,9 @@ def create(
 
     """
     app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
-    chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"])
+    chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"], responses=GUARDED)
     _add_chunks(chunks, store, directory, metrics)
-    models = guarded_router(token, prefix="/v1/models", tags=["models"])
+    models = guarded_router(token, prefix="/v1/models", tags=["models"], responses=GUARDED | problems(404, 409))
     _add_versions(models, store)
     _add_publishing(models, store)
     app.include_router(chunks)
@@ -73,21 +81,21 @@ def create(
 
 
 def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory | None, metrics: Metrics) -> None:
-    @router.get("/directory")
+    @router.get("/directory", responses=problems(404))
     async def chunk_directory() -> ChunkDirectory:
         """Return where chunks are, for clients on the same file system; 404 if they are in an object store."""
         if directory is None:
             raise NotFound("the chunks of this weight store are not files")
         return directory
 
-    @router.put("/{digest}", status_code=204)
+    @router.put("/{digest}", status_code=204, responses=problems(507))
     async def put(digest: Digest, request: Request) -> None:
         blocks = await _body(request)
         await store.put_chunk(digest, blocks)
         metrics.bytes_in.inc(sum(map(len, blocks)))
 
-    @router.head("/{digest}")
-    @router.get("/{digest}", response_class=Response)
+    @router.head("/{digest}", responses=_CHUNK)
+    @router.get("/{digest}", response_class=Response, responses=_CHUNK)
     async def get(digest: Digest, request: Request) -> Response:
         return await chunk_response(await store.source(digest), digest, request, metrics)
 
@@ -110,6 +118,11 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
     async def model(job_id: JobId) -> ModelInfo:
         return _model_info(store.model(job_id))
 
+    @router.delete("/{job_id}", status_code=204)
+    async def delete(job_id: JobId) -> None:
+        """Delete all versions of an ended job."""
+        await store.delete(job_id)
+
     @router.get("/{job_id}/head")
     async def head(job_id: JobId) -> VersionInfo:
         model = store.model(job_id)
@@ -130,11 +143,11 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
 
 
 def _add_publishing(router: APIRouter, store: WeightStore) -> None:
-    @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204)
+    @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204, responses=problems(507))
     async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
         await store.put_part(job_id, version, rank, await request.body())
 
-    @router.post("/{job_id}/versions/{version}/commit")
+    @router.post("/{job_id}/versions/{version}/commit", responses=problems(507))
     async def commit(job_id: JobId, version: Number, body: CommitRequest) -> VersionInfo:
         committed = await store.commit(job_id, version, body)
         return _version_info(store.model(job_id), committed)

@@ -13,15 +13,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import stamina
 
-from rlboost.shared.errors import (
-    ConfigError,
-    Conflict,
-    Corrupt,
-    Fatal,
-    NotFound,
-    StoreUnavailable,
-    Undecodable,
-)
+from rlboost.shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.tls import client_context
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
 from rlboost.shared.weights.download import Download
 from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed
@@ -213,7 +206,7 @@ class StoreClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=_TIMEOUT,
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, ssl=client_context() or True),
                 trust_env=True,
             )
         return self._session

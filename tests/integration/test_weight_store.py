@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rlboost.shared.bus import START
+from rlboost.shared.bus import START, HashSet
 from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Corrupt, Fatal, NotFound, Timeout
 from rlboost.shared.messages import WeightsCommitted
-from rlboost.shared.names import WEIGHTS_COMMITTED
+from rlboost.shared.names import JOBS, WEIGHTS_COMMITTED
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
@@ -210,6 +210,38 @@ async def test_old_versions_are_removed_and_the_listing_shows_the_retained(
     await publisher.unpin(JOB, 0)
     with pytest.raises(NotFound):
         await puller.pull(JOB, 0)
+
+
+async def state_is(redis_url: str, state: str) -> None:
+    bus = RedisBus(redis_url)
+    await bus.transact([HashSet(JOBS, {JOB: f'{{"state": "{state}"}}'})])
+    await bus.close()
+
+
+async def test_models_of_ended_jobs_can_be_deleted_to_stay_within_the_limit(
+    store: ServiceProcess, client: StoreClient, publisher: Publisher, redis_url: str
+) -> None:
+    store.kill()
+    store.env["RLBOOST_WEIGHT_STORE_MAX_BYTES"] = str(6 * MIB)
+    store.start()
+    await publish(publisher, 0, {"w": np.zeros(MIB, np.float32)})
+    with pytest.raises(Fatal, match=r"at most 6291456 bytes: delete the weights of ended jobs"):
+        await publish(publisher, 0, {"w": np.ones(MIB, np.float32)}, job="job-2")
+    async with httpx.AsyncClient(base_url=client.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        for state, status in (("running", 409), ("completed", 204), ("completed", 404)):
+            await state_is(redis_url, state)
+            assert (await http.delete(f"/v1/models/{JOB}")).status_code == status
+    assert await client.head(JOB) is None
+
+    async def published() -> bool:
+        try:
+            await publish(publisher, 0, {"w": np.ones(MIB, np.float32)}, job="job-2")
+        except Fatal:
+            return False
+        return True
+
+    # Garbage is not collected for each rejected write.
+    await eventually(published)
 
 
 async def test_the_cache_keeps_the_last_two_versions(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ EVENTS: Mapping[str, str] = {
     "worker_left": "a worker exited as planned",
     "worker_lost": "a worker's lease expired, or its engine failed",
     "worker_notice": "a worker announced that it will be preempted",
+    "worker_rejected": "a worker is drained, as it sent invalid tokens for samples that others completed",
     "worker_reassigned": "a worker changed jobs",
     "worker_state": "a worker's state changed",
 }

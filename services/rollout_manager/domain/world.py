@@ -215,6 +215,8 @@ class World:
     def deliver(self, sample: Sample) -> None:
         """Deliver a complete sample to the trainer and close it (invariant 1)."""
         job_id = sample.request.job_id
+        if sample.failed_on:
+            self.fleet.on_delivered(sample)
         if self.progress[job_id].lengths.on_finished(sample) and (queue := self.queues.get(requirement_of(sample))):
             queue.set_estimate(sample.request.group, float(sample.n_tokens))
         group_done = self._close_one(sample)

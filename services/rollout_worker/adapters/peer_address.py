@@ -10,7 +10,7 @@ OFF = "off"
 _ANY_PORT = 9  # discard; connecting a UDP socket sends nothing
 
 
-def peer_url(setting: str, host: str, port: int, manager_url: str) -> str:
+def peer_url(setting: str, host: str, port: int, manager_url: str, *, tls: bool = False) -> str:
     """Return the URL for other workers, empty for none.
 
     Args:
@@ -18,6 +18,7 @@ def peer_url(setting: str, host: str, port: int, manager_url: str) -> str:
         host: the address that the worker listens on; for a wildcard, the source address toward the manager is used.
         port: the port that it listens on.
         manager_url: selects the network for a wildcard.
+        tls: the worker serves HTTPS.
 
     """
     if setting:
@@ -26,7 +27,8 @@ def peer_url(setting: str, host: str, port: int, manager_url: str) -> str:
         host = _outbound(urlsplit(manager_url).hostname or "", host)
     if not host:
         return ""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def listen_address(setting: str, manager_url: str) -> str:

@@ -172,6 +172,15 @@ class DiskChunks:
         except FileNotFoundError:
             return None
 
+    async def n_bytes(self) -> int:
+        """See `Chunks.n_bytes`."""
+        return await asyncio.to_thread(self._n_bytes)
+
+    def _n_bytes(self) -> int:
+        # Under the lock no chunk disappears between its listing and its size.
+        with self._directory.errors(), self._locks:
+            return sum(path.stat().st_size for path in self._directory.chunks.glob("*/*"))
+
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""
         return await asyncio.to_thread(self._last_used)
