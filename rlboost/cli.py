@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands import config, demo, export, follow, init, jobs, ps, report, samples, up, worker
+from rlboost.commands import config, demo, export, follow, init, jobs, ps, report, samples, token, up, worker
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
@@ -25,6 +25,7 @@ evaluation.register(app)
 export.register(app)
 ps.register(app)
 app.add_typer(worker.app, name="worker")
+app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -18,13 +18,17 @@ from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
 from rlboost.services.rollout_manager.event_followers import EventFollowers
+from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.token_routes import add_token_routes
+from rlboost.services.rollout_manager.token_table import TokenTable
 from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
-from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, Op, position
-from rlboost.shared.errors import BusUnavailable, Fenced, StoreUnavailable
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, position
+from rlboost.shared.errors import BusUnavailable, StoreUnavailable
+from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
@@ -66,61 +70,22 @@ def build(
 
     """
     token = settings.token.get_secret_value()
-    router = guarded_router(token, prefix="/v1", dependencies=[Depends(_leader_only(manager, token))])
+    tokens = TokenTable(bus, token)
+    guard = Guard(tokens.authenticate)
+    router = guard.router(prefix="/v1", dependencies=[Depends(leader_only(manager, token))])
     _add_jobs(router, manager, bus)
     _add_history(router, manager, bus)
     _add_events(router, manager, bus)
     _add_fleet(router, manager, settings)
     _add_weights(router, manager, bus, settings)
+    add_token_routes(router, manager, tokens)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
         add_routes(router, manager, bus, settings)
     error_format = error_format_besides(own_paths) if error_format_besides else None
-    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager), error_format=error_format)
+    app = create_app("RLBoost", guard=guard, ready=lambda: not_leading_reason(manager), error_format=error_format)
     app.include_router(router)
     return app
-
-
-# --- leadership -------------------------------------------------------------------------------------------------------
-
-
-def _missing(manager: Manager) -> str | None:
-    if manager.leads:
-        return None
-    leader = manager.other_leader
-    return f"standby; {leader.url} leads" if leader else "the world is not recovered yet: waiting for Redis"
-
-
-def _leader_only(manager: Manager, token: str) -> Callable[[Request], Coroutine[Any, Any, None]]:
-    """Return a dependency that redirects requests to the leader."""
-
-    async def check(request: Request) -> None:
-        if manager.leads:
-            return
-        leader = manager.other_leader
-        if leader is None:
-            raise _no_leader("no manager leads at present")
-        if not leader.is_signed(token):
-            raise _no_leader(
-                f"the leader in Redis, {leader.url}, is not signed with this manager's token, so clients are not "
-                "redirected: give all managers the same RLBOOST_TOKEN and the same version"
-            )
-        target = request.scope["raw_path"].decode() + "?" + request.scope["query_string"].decode()
-        headers = {"Location": leader.url + target.removesuffix("?")}
-        raise Problem(307, "Not the leader", f"{leader.url} leads: send the request there", headers=headers)
-
-    return check
-
-
-def _no_leader(reason: str) -> Problem:
-    return Problem(503, "No leader", f"{reason}: try again", headers={"Retry-After": "1"})
-
-
-async def _write(manager: Manager, ops: Sequence[Op]) -> None:
-    try:
-        await manager.write(ops)
-    except Fenced as error:
-        raise _no_leader(str(error)) from error
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -130,6 +95,7 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
     creating = asyncio.Lock()  # two requests with one idempotency key may be concurrent
 
     @router.post("/jobs", status_code=201, tags=["jobs"])
+    @needs("job")
     async def create_job(
         raw: Annotated[dict[str, Any], Body()],
         idempotency_key: Annotated[str | None, Header(max_length=IDEMPOTENCY_KEY_CHARACTERS)] = None,
@@ -148,6 +114,7 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return JSONResponse({"id": job.id, "state": job.state}, 201)
 
     @router.get("/jobs", tags=["jobs"])
+    @needs("read")
     async def list_jobs() -> list[dict[str, Any]]:
         """Return every job, oldest first: state, step, current wait, error."""
         jobs: list[Job | QuarantinedJob] = [*manager.world.jobs.values(), *manager.world.quarantined.values()]
@@ -155,11 +122,13 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return [await _public(manager, bus, job) for job in jobs]
 
     @router.get("/jobs/{job_id}", tags=["jobs"])
+    @needs("read")
     async def show_job(job_id: str) -> dict[str, Any]:
         """Return one job: state, step, metrics of its last step, current wait, error."""
         return await _public(manager, bus, _known(manager, job_id))
 
     @router.get("/jobs/{job_id}/spec", tags=["jobs"])
+    @needs("read")
     async def job_file(job_id: str) -> dict[str, Any]:
         """Return the job's resolved job file."""
         found: dict[str, Any] = json.loads(spec_to_json(_job(manager, job_id).spec))
@@ -178,13 +147,14 @@ def _add_action(router: APIRouter, manager: Manager, action: Action, written: di
     path, name, meaning = f"/jobs/{{job_id}}/{action}", f"{action}_job", f"{action.capitalize()} the job."
 
     @router.post(path, status_code=202, tags=["jobs"], name=name, description=meaning)
+    @needs("job")
     async def act(job_id: str) -> dict[str, Any]:
         job = _job(manager, job_id)
         if not job.allows(action):
             raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
         if not (written.get(job.id) == action and job.state == _STATES[action]):
             command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
-            await _write(manager, [Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
+            await write(manager, [Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
             written[job.id] = action
         return {"id": job.id, "state": job.state}
 
@@ -207,7 +177,7 @@ async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
     record = HashSet(names.JOBS, {job_id: to_json(job)})
-    await _write(manager, [record, Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
+    await write(manager, [record, Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
     manager.world.jobs[job.id] = job
     return job
 
@@ -247,6 +217,7 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.get("/jobs/{job_id}/audit", tags=["history"])
+    @needs("read")
     async def audit(job_id: str) -> dict[str, Any]:
         """Account for every sample and token of the job."""
         job = _job(manager, job_id)
@@ -260,6 +231,7 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return {**counters, "in_flight": sum(n for serves, n in live if not serves)}
 
     @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
+    @needs("read")
     async def metrics(
         job_id: str,
         format: Literal["json", "jsonl"] = "json",  # noqa: A002 - fixed by the API
@@ -276,6 +248,7 @@ def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return rows
 
     @router.get("/jobs/{job_id}/samples", tags=["history"])
+    @needs("read")
     async def samples(job_id: str, step: int | None = None) -> list[dict[str, Any]]:
         """Return recent samples with reward and lineage, of one step if `step` is given."""
         job = _known(manager, job_id)
@@ -295,6 +268,7 @@ def _add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return followers.follow(stream, cursor, is_over, request.is_disconnected)
 
     @router.get("/jobs/{job_id}/events", tags=["history"])
+    @needs("read")
     async def follow_events(
         job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None, follow: bool = True
     ) -> StreamingResponse:
@@ -303,6 +277,7 @@ def _add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
 
     @router.get("/jobs/{job_id}/logs", tags=["history"])
+    @needs("read")
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
         """Stream the job's events as text; with `follow`, until the job ends."""
         events = followed(job_id, START, request, follow=follow)
@@ -338,6 +313,7 @@ async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.get("/join", tags=["fleet"])
+    @needs("worker")
     async def join(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
         """Return the addresses of the other services to a worker that joins."""
         if protocol != PROTOCOL:
@@ -354,21 +330,24 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
         }
 
     @router.get("/workers", tags=["fleet"])
+    @needs("read")
     async def workers() -> list[dict[str, Any]]:
         """Return every worker: role, state, version, samples, throughput, memory."""
         fleet = manager.world.fleet
         return [_times(worker.public()) for worker in (*fleet.workers.values(), *fleet.gone.values())]
 
     @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"])
+    @needs("admin")
     async def drain(worker_id: str) -> dict[str, str]:
         """Have the worker hand off its samples and exit."""
         if worker_id not in manager.world.fleet.workers:
             detail = f"there is no worker {worker_id!r}: list them with 'rlboost worker list' or GET /v1/workers"
             raise Problem(404, "No such worker", detail)
-        await _write(manager, [Append(names.worker_commands(worker_id), Drain(reason="requested over REST"))])
+        await write(manager, [Append(names.worker_commands(worker_id), Drain(reason="requested over REST"))])
         return {"id": worker_id, "state": "draining"}
 
     @router.get("/fleet", tags=["fleet"])
+    @needs("read")
     async def fleet() -> dict[str, Any]:
         """Return counts of workers, throughput and the number of workers worth having."""
         workers = list(manager.world.fleet.workers.values())
@@ -388,6 +367,7 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
 
 def _add_weights(router: APIRouter, manager: Manager, bus: Bus, settings: Settings) -> None:
     @router.get("/weights", tags=["weights"])
+    @needs("read")
     async def weights() -> dict[str, Any]:
         """Return the versions of every job's weights, oldest first, and the workers that serve them to others."""
         url, token = settings.weight_store_url, settings.token.get_secret_value()

@@ -141,6 +141,7 @@ def _http(
         from prometheus_client import Counter  # noqa: PLC0415
 
         from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
+        from rlboost.shared.http.guard import Guard  # noqa: PLC0415
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
         from rlboost.shared.weights.peers.blob_routes import blob_routes  # noqa: PLC0415
 
@@ -148,8 +149,9 @@ def _http(
         port = sock.getsockname()[1]
         peers.url = peer_url(settings.peer_url, settings.host, port, settings.url)
         log.info("listening", host=settings.host, port=port, peer_url=peers.url)
-        app = create(connection, generator, token=settings.token.get_secret_value(), waits=waits)
-        app.include_router(notice_routes(worker.on_preemption_notice, settings.token.get_secret_value()))
+        guard = Guard.of_token(settings.token.get_secret_value())
+        app = create(connection, generator, guard=guard, waits=waits)
+        app.include_router(notice_routes(worker.on_preemption_notice, guard))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, settings.token.get_secret_value(), sent))
         return server_loop(app, sock)

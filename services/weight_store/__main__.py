@@ -15,6 +15,7 @@ from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.settings import Settings
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
@@ -43,8 +44,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=time.time
             )
             await store.load()
-            token = settings.token.get_secret_value()
-            app = create(store, token=token, ready=origin.not_ready_reason, waits=waits, metrics=metrics)
+            guard = Guard.of_token(settings.token.get_secret_value())
+            app = create(store, guard=guard, ready=origin.not_ready_reason, waits=waits, metrics=metrics)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {
                 **origin.loops,

@@ -15,7 +15,8 @@ from rlboost.services.weight_store.chunk_response import chunk_response
 from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
@@ -26,13 +27,13 @@ Number = Annotated[int, PathParameter(ge=0)]
 
 
 def create(
-    store: WeightStore, *, token: str, ready: Callable[[], str | None], waits: Waits, metrics: Metrics
+    store: WeightStore, *, guard: Guard, ready: Callable[[], str | None], waits: Waits, metrics: Metrics
 ) -> FastAPI:
     """Return the service's app; `ready` returns why the origin is not ready, or None."""
-    app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
-    chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"])
+    app = create_app("RLBoost weight store", guard=guard, ready=ready, waits=waits)
+    chunks = guard.router(prefix="/v1/chunks", tags=["chunks"])
     _add_chunks(chunks, store, metrics)
-    models = guarded_router(token, prefix="/v1/models", tags=["models"])
+    models = guard.router(prefix="/v1/models", tags=["models"])
     _add_versions(models, store)
     _add_publishing(models, store)
     app.include_router(chunks)
@@ -55,6 +56,7 @@ def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None
 
     @router.head("/{digest}")
     @router.get("/{digest}", response_class=Response)
+    @needs("weights")
     async def get(digest: Digest, request: Request) -> Response:
         return await chunk_response(await store.source(digest), digest, request, metrics)
 
@@ -65,28 +67,34 @@ def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None
 
 def _add_versions(router: APIRouter, store: WeightStore) -> None:
     @router.get("")
+    @needs("weights")
     async def models() -> ModelList:
         return ModelList(models=tuple(map(_model_info, store.models())))
 
     @router.get("/{job_id}")
+    @needs("weights")
     async def model(job_id: JobId) -> ModelInfo:
         return _model_info(store.model(job_id))
 
     @router.get("/{job_id}/head")
+    @needs("weights")
     async def head(job_id: JobId) -> VersionInfo:
         model = store.model(job_id)
         return _version_info(model, model.versions[-1])
 
     @router.get("/{job_id}/versions/{version}")
+    @needs("weights")
     async def manifest(job_id: JobId, version: Number) -> Response:
         data, digest = await store.manifest(job_id, version)
         return Response(data, media_type="application/json", headers={"ETag": f'"{digest}"'})
 
     @router.get("/{job_id}/versions/{version}/edges")
+    @needs("weights")
     async def edges(job_id: JobId, version: Number) -> Response:
         return Response(await store.edges(job_id, version), media_type="application/json")
 
     @router.get("/{job_id}/versions/{version}/route")
+    @needs("weights")
     async def route(job_id: JobId, version: Number, have: int = -1) -> Response:
         return Response(await store.route(job_id, version, have), media_type="application/json")
 
