@@ -32,6 +32,7 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
+from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import Drain, Event, JobCommand, JobState
@@ -73,7 +74,7 @@ def build(
     tokens = TokenTable(bus, token)
     guard = Guard(tokens.authenticate)
     router = guard.router(prefix="/v1", dependencies=[Depends(leader_only(manager, token))])
-    _add_jobs(router, manager, bus)
+    _add_jobs(router, manager, bus, token)
     _add_history(router, manager, bus)
     _add_events(router, manager, bus)
     _add_fleet(router, manager, settings)
@@ -91,7 +92,7 @@ def build(
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
+def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None:
     creating = asyncio.Lock()  # two requests with one idempotency key may be concurrent
 
     @router.post("/jobs", status_code=201, tags=["jobs"])
@@ -110,7 +111,7 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
         async with creating:
             if quarantined := manager.world.quarantined.get(job_id):  # created by an earlier request with the same key
                 return JSONResponse({"id": quarantined.id, "state": quarantined.state}, 201)
-            job = manager.world.jobs.get(job_id) or await _create(manager, bus, job_id, spec)
+            job = manager.world.jobs.get(job_id) or await _create(manager, bus, token, job_id, spec)
         return JSONResponse({"id": job.id, "state": job.state}, 201)
 
     @router.get("/jobs", tags=["jobs"])
@@ -136,10 +137,10 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
 
     written: dict[str, Action] = {}
     for action in _STATES:
-        _add_action(router, manager, action, written)
+        _add_action(router, manager, token, action, written)
 
 
-def _add_action(router: APIRouter, manager: Manager, action: Action, written: dict[str, Action]) -> None:
+def _add_action(router: APIRouter, manager: Manager, token: str, action: Action, written: dict[str, Action]) -> None:
     """Add the route of an action. `written` has the newest command of each job.
 
     A client may repeat a command for days: what has already had its effect is not written to the stream again.
@@ -154,7 +155,7 @@ def _add_action(router: APIRouter, manager: Manager, action: Action, written: di
             raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
         if not (written.get(job.id) == action and job.state == _STATES[action]):
             command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
-            await write(manager, [Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
+            await write(manager, [Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN)])
             written[job.id] = action
         return {"id": job.id, "state": job.state}
 
@@ -167,7 +168,7 @@ def _validated(raw: dict[str, Any]) -> JobSpec:
         raise Problem(422, "Invalid job", str(error), errors=fields) from error
 
 
-async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job:
+async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: JobSpec) -> Job:
     no = await bus.increment(names.JOB_COUNTER)
     if no >= MAX_JOBS:
         detail = f"this system has had {no} jobs, the most it can number: start a new one with an empty Redis"
@@ -177,7 +178,7 @@ async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
     record = HashSet(names.JOBS, {job_id: to_json(job)})
-    await write(manager, [record, Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
+    await write(manager, [record, Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN)])
     manager.world.jobs[job.id] = job
     return job
 

@@ -19,6 +19,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StringConstraints, ValidationError, model_validator
 
 from rlboost.shared.errors import Undecodable
+from rlboost.shared.ids import JOB_ID_PATTERN
 
 CHUNK_BYTES = 4 << 20
 """Size of a chunk; only the last one of a part is smaller."""
@@ -43,8 +44,7 @@ ITEM_BYTES = {
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """BLAKE3 in hexadecimal."""
-JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-"""Safe as a path component."""
+JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
 Shape = tuple[NonNegativeInt, ...]
 
 
