@@ -13,6 +13,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, Header, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 
+from rlboost.services.rollout_manager.adapters.manifest_key import manifest_public_key
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
@@ -31,6 +32,7 @@ from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
+from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
@@ -313,10 +315,12 @@ async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
 
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
+    token = settings.token.get_secret_value()
+
     @router.get("/join", tags=["fleet"])
     @needs("worker")
     async def join(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
-        """Return the addresses of the other services to a worker that joins."""
+        """Return to a worker that joins what it needs to connect to the other services."""
         if protocol != PROTOCOL:
             raise Problem(
                 409,
@@ -328,6 +332,8 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
             "protocol": PROTOCOL,
             "redis_url": settings.advertised_redis_url or settings.redis_url,
             "weight_store_url": settings.weight_store_url,
+            "store_credential": issue_store_credential(token, "a joining worker", time.time()),
+            "manifest_key": manifest_public_key(token),
         }
 
     @router.get("/workers", tags=["fleet"])

@@ -32,6 +32,7 @@ from rlboost.shared.lifecycle import Loop, run_service
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.threads import run_in_thread
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.peers.directory import PeerDirectory
@@ -54,7 +55,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     joined = await join(settings.url, token)
     bus = await connect(joined.redis_url, f"worker-{settings.worker_name}")
     waits = Waits()
-    store = StoreClient(joined.weight_store_url, token)
+    access = WorkerAccess(joined.store_credential, joined.manifest_key)
+    store = StoreClient(joined.weight_store_url, access)
     cache = Cache(settings.cache_dir.expanduser() / settings.worker_name)
     transport = PeerTransport(token)
     directory = PeerDirectory(bus, f"{settings.worker_name}-{new_token()}", socket.gethostname())
@@ -81,7 +83,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         settings.grace_s,
         drain_on_rebalance=settings.rebalance == "drain",
     )
-    worker = Worker(stop, bus, connection, generator, StoreWeights(puller), options, waits, startup)
+    worker = Worker(stop, bus, connection, generator, StoreWeights(puller, access), options, waits, startup)
     metadata = Metadata(settings.metadata_url)
     try:
         serve = _http(settings, connection, generator, worker, waits, cache, peers)

@@ -17,6 +17,7 @@ from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.settings import Settings
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
+from rlboost.shared.http.store_credential import store_authenticator
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.waiting import Waits
@@ -44,7 +45,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=time.time
             )
             await store.load()
-            guard = Guard.of_token(settings.token.get_secret_value())
+            guard = Guard(store_authenticator(settings.token.get_secret_value(), time.time))
             app = create(store, guard=guard, ready=origin.not_ready_reason, waits=waits, metrics=metrics)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {

@@ -72,6 +72,13 @@ class UseVersion(Message):
 
 
 @message
+class StoreCredential(Message):
+    """Manager -> worker: download weights with this credential from now on; the earlier one expires."""
+
+    credential: str
+
+
+@message
 class Suspend(Message):
     """Manager -> reserved worker: the trainer needs the device. Stop all samples, flush, report `suspended`."""
 

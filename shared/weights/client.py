@@ -13,9 +13,20 @@ from urllib.parse import urlsplit
 import aiohttp
 import stamina
 
-from rlboost.shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.errors import (
+    BadSignature,
+    ConfigError,
+    Conflict,
+    Corrupt,
+    Fatal,
+    NotFound,
+    StoreUnavailable,
+    Undecodable,
+)
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.delta_graph import Route, VersionEdges
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
+from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
 from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
 
 T = TypeVar("T")
@@ -33,24 +44,29 @@ class _Answer(NamedTuple):
 class StoreClient:
     """HTTP client of one weight store.
 
-    Every request is idempotent, so every method may be repeated after `StoreUnavailable`. The methods also raise
-    `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal` (permanent refusals, such as a full disk).
+    Every request is idempotent, so every method may be repeated after `StoreUnavailable`, which a worker's expired
+    credential is too. The methods also raise `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal`
+    (permanent refusals, such as a full disk).
     """
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, access: str | WorkerAccess) -> None:
         """Connect lazily.
+
+        Args:
+            url: of the store.
+            access: the system's token, or what a worker has in its place; that can only download.
 
         Raises:
             ConfigError: the URL or the token is malformed.
 
         """
         self.url = url.rstrip("/")
-        if not re.fullmatch(r"[!-~]([ -~]*[!-~])?", token):
+        if isinstance(access, str) and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", access):
             raise ConfigError(
                 "the token is empty or not printable ASCII: set RLBOOST_TOKEN to the weight store's token"
             )
         _check_url(self.url)
-        self._token = token
+        self._access = access
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -90,12 +106,21 @@ class StoreClient:
 
         Raises:
             Corrupt: it does not have the digest that the store declares.
+            BadSignature: it is not signed by a holder of the system's token, or belongs to another version.
 
         """
         answer = await self._request("GET", f"/v1/models/{job_id}/versions/{version}")
         if answer.etag != f'"{digest_of(answer.body)}"':
             raise Corrupt(f"{self.url}: the manifest of version {version} of job {job_id} does not match its digest")
-        return await asyncio.to_thread(Manifest.decode, answer.body)
+        return await asyncio.to_thread(self._verified, answer.body, job_id, version)
+
+    def _verified(self, data: bytes, job_id: str, version: int) -> Manifest:
+        manifest, access = Manifest.decode(data), self._access
+        check_manifest(manifest, ManifestKey(access).public if isinstance(access, str) else access.manifest_key)
+        if (manifest.job_id, manifest.version) != (job_id, version):
+            asked, found = f"version {version} of job {job_id}", f"version {manifest.version} of job {manifest.job_id}"
+            raise BadSignature(f"{self.url}: the manifest sent for {asked} is that of {found}; it is not loaded")
+        return manifest
 
     async def edges(self, job_id: str, version: int) -> VersionEdges | None:
         """Return the deltas that lead to a version's chunks; None if there are none or they are corrupt."""
@@ -136,9 +161,10 @@ class StoreClient:
         """
         headers = {"Range": f"bytes={start}-"} if start else {}
         with _translated(self.url):
+            headers |= self._authorization()
             async with self._http.get(f"{self.url}/v1/chunks/{digest}", headers=headers) as response:
                 if not response.ok:
-                    _raise_for_status(response, await response.read(), self.url)
+                    self._raise_for_status(response, await response.read())
                 yield (start if response.status == 206 else 0), response.content.iter_any()
 
     async def put_part(self, job_id: str, version: int, part: Part) -> None:
@@ -146,12 +172,17 @@ class StoreClient:
         await self._request("PUT", f"/v1/models/{job_id}/versions/{version}/parts/{part.rank}", part.encode())
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> VersionInfo:
-        """Make the version visible.
+        """Sign the version and make it visible.
 
         Raises:
             Conflict: the head is not the expected one, or the parts are incomplete.
+            ConfigError: this client has no token to sign with.
 
         """
+        if not isinstance(self._access, str):
+            raise ConfigError(f"version {version} of job {job_id} cannot be signed without the system's token")
+        signature = ManifestKey(self._access).sign(request.statement(job_id, version))
+        request = request.model_copy(update={"signature": signature})
         path = f"/v1/models/{job_id}/versions/{version}/commit"
         answer = await self._request("POST", path, request.model_dump_json().encode(), _JSON)
         return VersionInfo.model_validate_json(answer.body)
@@ -168,7 +199,6 @@ class StoreClient:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                headers={"Authorization": f"Bearer {self._token}"},
                 timeout=_TIMEOUT,
                 connector=aiohttp.TCPConnector(limit=0),
                 read_bufsize=1 << 20,
@@ -185,12 +215,24 @@ class StoreClient:
         content: bytes | AsyncIterator[memoryview] | None = None,
         headers: dict[str, str] | None = None,
     ) -> _Answer:
+        headers = {**(headers or {}), **self._authorization()}
         with _translated(self.url):
             async with self._http.request(method, f"{self.url}{path}", data=content, headers=headers) as response:
                 body = await response.read()
                 if not response.ok:
-                    _raise_for_status(response, body, self.url)
+                    self._raise_for_status(response, body)
                 return _Answer(body, response.headers.get("ETag", ""))
+
+    def _authorization(self) -> dict[str, str]:
+        secret = self._access if isinstance(self._access, str) else self._access.credential
+        return {"Authorization": f"Bearer {secret}"}
+
+    def _raise_for_status(self, response: aiohttp.ClientResponse, body: bytes) -> None:
+        if response.status == 401 and not response.history and not isinstance(self._access, str):
+            raise StoreUnavailable(
+                f"weight store at {self.url}: the worker's credential has expired; waiting for a new one of the manager"
+            )
+        _raise_for_status(response, body, self.url)
 
 
 async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:
