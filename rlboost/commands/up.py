@@ -83,8 +83,8 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 
     A process that dies is restarted; with --standby another manager takes over meanwhile. A spot worker that the chaos
     schedule or 'rlboost worker drain' removes is not restarted. Service settings in the environment
-    (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) are passed on; RLBOOST_TOKEN is the system's token, random by
-    default.
+    (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) are passed on; RLBOOST_TOKEN is the system's token; by
+    default the last one of the state folder, at first a random one.
     """
     from rlboost.local import spec_file  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -139,7 +138,7 @@ class LocalCluster:
             state_dir=self.state.path,
             cwd=Path.cwd(),
             inherited=dict(os.environ),
-            token=os.environ.get("RLBOOST_TOKEN") or secrets.token_urlsafe(24),
+            token=self.state.system_token(os.environ.get("RLBOOST_TOKEN")),
             redis_url=redis_url,
             redis_argv=redis_argv,
             port_of=self._ports.of,

@@ -17,6 +17,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob
 from rlboost.services.rollout_manager.event_followers import EventFollowers
 from rlboost.shared import names
 from rlboost.shared.bus import START, Bus, Entry
+from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import problems, success
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
@@ -45,6 +46,7 @@ def add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     """Add the routes of what is stored of a job."""
 
     @router.get("/jobs/{job_id}/audit", tags=["history"], responses=_JOB)
+    @needs("read")
     async def audit(job_id: str) -> dict[str, Any]:
         """Account for every sample and token of the job."""
         job = readable_job(manager, job_id)
@@ -57,6 +59,7 @@ def add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return {**counters, "in_flight": sum(n for serves, n in live if not serves)}
 
     @router.get("/jobs/{job_id}/cost", tags=["history"], responses=_JOB)
+    @needs("read")
     async def cost(job_id: str) -> dict[str, Any]:
         """Return what the job's workers have cost, in all and per step, sample and token, and what migration saved."""
         job = readable_job(manager, job_id)
@@ -69,6 +72,7 @@ def add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         response_model=None,
         responses=success("application/jsonl") | problems(404),
     )
+    @needs("read")
     async def metrics(
         job_id: str,
         format: Literal["json", "jsonl"] = "json",  # noqa: A002 - fixed by the API
@@ -85,6 +89,7 @@ def add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         return rows
 
     @router.get("/jobs/{job_id}/samples", tags=["history"], responses=problems(404))
+    @needs("read")
     async def samples(job_id: str, step: int | None = None) -> list[dict[str, Any]]:
         """Return recent samples with reward and lineage, of one step if `step` is given."""
         job = find_job(manager, job_id)
@@ -110,6 +115,7 @@ def add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
         response_class=StreamingResponse,
         responses=success("text/event-stream") | problems(404, 429),
     )
+    @needs("read")
     async def follow_events(
         job_id: str, request: Request, last_event_id: EventId = START, follow: bool = True
     ) -> StreamingResponse:
@@ -123,6 +129,7 @@ def add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
         response_class=PlainTextResponse,
         responses=problems(404, 429),
     )
+    @needs("read")
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
         """Stream the job's events as text; with `follow`, until the job ends."""
         events = followed(job_id, START, request, follow=follow)

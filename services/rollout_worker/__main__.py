@@ -33,6 +33,7 @@ from rlboost.shared.lifecycle import Loop, run_service
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.threads import run_in_thread
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.directory_source import DirectorySource
@@ -57,7 +58,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     joined = await join(settings.url, token)
     bus = await connect(joined.redis_url, f"worker-{settings.worker_name}")
     waits = Waits()
-    store = StoreClient(joined.weight_store_url, token)
+    access = WorkerAccess(joined.store_credential, joined.manifest_key)
+    store = StoreClient(joined.weight_store_url, access)
     cache = Cache(settings.cache_dir.expanduser() / settings.worker_name)
     transport = PeerTransport(token)
     directory = PeerDirectory(bus, f"{settings.worker_name}-{new_token()}", socket.gethostname())
@@ -84,7 +86,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         settings.grace_s,
         drain_on_rebalance=settings.rebalance == "drain",
     )
-    worker = Worker(stop, bus, connection, generator, StoreWeights(puller), options, waits, startup)
+    worker = Worker(stop, bus, connection, generator, StoreWeights(puller, access), options, waits, startup)
     metadata = Metadata(settings.metadata_url)
     try:
         serve = _http(settings, connection, generator, worker, waits, cache, peers)
@@ -146,6 +148,7 @@ def _http(
         from prometheus_client import Counter  # noqa: PLC0415
 
         from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
+        from rlboost.shared.http.guard import Guard  # noqa: PLC0415
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
         from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes  # noqa: PLC0415
 
@@ -156,8 +159,9 @@ def _http(
         peers.url = peer_url(settings.peer_url, host, port, settings.url, tls=tls)
         log.info("listening", host=host, port=port, peer_url=peers.url)
         token, slots = settings.token.get_secret_value(), asyncio.Semaphore(MAX_CONCURRENT)
-        app = create(connection, generator, token=token, waits=waits)
-        app.include_router(notice_routes(worker.on_preemption_notice, token))
+        guard = Guard.of_token(token)
+        app = create(connection, generator, guard=guard, waits=waits)
+        app.include_router(notice_routes(worker.on_preemption_notice, guard))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, token, sent, slots))
         return server_loop(app, sock, settings.certificate, blob_files(cache, token, sent, slots))

@@ -19,8 +19,9 @@ from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.services.weight_store.settings import Settings
 from rlboost.shared.http.file_sender import FileSender
-from rlboost.shared.http.guard import is_authorized
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
+from rlboost.shared.http.store_credential import may_download, store_authenticator
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.waiting import Waits
@@ -56,7 +57,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             token = settings.token.get_secret_value()
             app = create(
                 store,
-                token=token,
+                guard=Guard(store_authenticator(token, time.time)),
                 directory=origin.directory,
                 ready=origin.not_ready_reason,
                 waits=waits,
@@ -64,7 +65,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             )
             files = None
             if origin.open_chunk:
-                find = find_chunk(origin.open_chunk, partial(is_authorized, token=token))
+                find = find_chunk(origin.open_chunk, partial(may_download, token=token, clock=time.time))
                 files = FileSender(find, metrics.bytes_out)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {

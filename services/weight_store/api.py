@@ -16,8 +16,9 @@ from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import NotFound
+from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import GUARDED, problems, success
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
@@ -46,7 +47,7 @@ _CHUNK = (
 def create(
     store: WeightStore,
     *,
-    token: str,
+    guard: Guard,
     ready: Callable[[], str | None],
     waits: Waits,
     metrics: Metrics,
@@ -56,17 +57,17 @@ def create(
 
     Args:
         store: the models.
-        token: every request must have it.
+        guard: checks every request.
         ready: returns why the origin is not ready, or None.
         waits: shown by `/readyz`.
         metrics: of the service.
         directory: where chunks are, None if they are not files.
 
     """
-    app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
-    chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"], responses=GUARDED)
+    app = create_app("RLBoost weight store", guard=guard, ready=ready, waits=waits)
+    chunks = guard.router(prefix="/v1/chunks", tags=["chunks"], responses=GUARDED)
     _add_chunks(chunks, store, directory, metrics)
-    models = guarded_router(token, prefix="/v1/models", tags=["models"], responses=GUARDED | problems(404, 409))
+    models = guard.router(prefix="/v1/models", tags=["models"], responses=GUARDED | problems(404, 409))
     _add_versions(models, store)
     _add_publishing(models, store)
     app.include_router(chunks)
@@ -82,6 +83,7 @@ def create(
 
 def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory | None, metrics: Metrics) -> None:
     @router.get("/directory", responses=problems(404))
+    @needs("weights")
     async def chunk_directory() -> ChunkDirectory:
         """Return where chunks are, for clients on the same file system; 404 if they are in an object store."""
         if directory is None:
@@ -96,6 +98,7 @@ def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory
 
     @router.head("/{digest}", responses=_CHUNK)
     @router.get("/{digest}", response_class=Response, responses=_CHUNK)
+    @needs("weights")
     async def get(digest: Digest, request: Request) -> Response:
         return await chunk_response(await store.source(digest), digest, request, metrics)
 
@@ -111,10 +114,12 @@ def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory
 
 def _add_versions(router: APIRouter, store: WeightStore) -> None:
     @router.get("")
+    @needs("weights")
     async def models() -> ModelList:
         return ModelList(models=tuple(map(_model_info, store.models())))
 
     @router.get("/{job_id}")
+    @needs("weights")
     async def model(job_id: JobId) -> ModelInfo:
         return _model_info(store.model(job_id))
 
@@ -124,20 +129,24 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
         await store.delete(job_id)
 
     @router.get("/{job_id}/head")
+    @needs("weights")
     async def head(job_id: JobId) -> VersionInfo:
         model = store.model(job_id)
         return _version_info(model, model.versions[-1])
 
     @router.get("/{job_id}/versions/{version}")
+    @needs("weights")
     async def manifest(job_id: JobId, version: Number) -> Response:
         data, digest = await store.manifest(job_id, version)
         return Response(data, media_type="application/json", headers={"ETag": f'"{digest}"'})
 
     @router.get("/{job_id}/versions/{version}/edges")
+    @needs("weights")
     async def edges(job_id: JobId, version: Number) -> Response:
         return Response(await store.edges(job_id, version), media_type="application/json")
 
     @router.get("/{job_id}/versions/{version}/route")
+    @needs("weights")
     async def route(job_id: JobId, version: Number, have: int = -1) -> Response:
         return Response(await store.route(job_id, version, have), media_type="application/json")
 

@@ -18,9 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
+from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import GUARDED, problems
 from rlboost.shared.http.file_sender import FileConnection, FileSender
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.lifecycle import Loop
 from rlboost.shared.tls import ServerCertificate
@@ -33,7 +34,7 @@ ErrorFormat = Callable[[str, str, Mapping[str, Any]], tuple[int, dict[str, Any]]
 def create_app(
     title: str,
     *,
-    token: str,
+    guard: Guard,
     ready: Callable[[], str | None],
     waits: Waits | None = None,
     error_format: ErrorFormat | None = None,
@@ -41,14 +42,14 @@ def create_app(
     """Return an app with the routes that every service has.
 
     Args:
-        title: the service's name, for `/docs`.
-        token: required for `/metrics`; `/healthz` and `/readyz` are open.
+        title: the service's name, for the OpenAPI document.
+        guard: of `/metrics` and `/openapi.json`; `/healthz` and `/readyz` are open.
         ready: returns None if the service is ready, otherwise what is missing.
         waits: shown by `/readyz`.
         error_format: for routes whose clients do not expect problem documents.
 
     """
-    app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title=title, openapi_url=None)
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
@@ -65,12 +66,19 @@ def create_app(
             raise Problem(503, "Not ready", missing, **state)
         return state
 
-    guarded = guarded_router(token, tags=["health"], responses=GUARDED)
+    guarded = guard.router(tags=["health"], responses=GUARDED)
 
     @guarded.get("/metrics", response_class=PlainTextResponse)
+    @needs("read")
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    @guarded.get("/openapi.json")
+    @needs("read")
+    async def openapi() -> dict[str, Any]:
+        """Return the OpenAPI document of this service."""
+        return app.openapi()
 
     app.include_router(guarded)
 

@@ -13,12 +13,23 @@ from urllib.parse import urlsplit
 import aiohttp
 import stamina
 
-from rlboost.shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.errors import (
+    BadSignature,
+    ConfigError,
+    Conflict,
+    Corrupt,
+    Fatal,
+    NotFound,
+    StoreUnavailable,
+    Undecodable,
+)
 from rlboost.shared.tls import client_context
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
 from rlboost.shared.weights.download import Download
 from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
+from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
 from rlboost.shared.weights.wire import (
     ChunkDirectory,
     ChunkList,
@@ -47,24 +58,29 @@ class _Answer(NamedTuple):
 class StoreClient:
     """HTTP client of one weight store.
 
-    Every request is idempotent, so every method may be repeated after `StoreUnavailable`. The methods also raise
-    `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal` (permanent refusals, such as a full disk).
+    Every request is idempotent, so every method may be repeated after `StoreUnavailable`, which a worker's expired
+    credential is too. The methods also raise `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal`
+    (permanent refusals, such as a full disk).
     """
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, access: str | WorkerAccess) -> None:
         """Connect lazily.
+
+        Args:
+            url: of the store.
+            access: the system's token, or what a worker has in its place; that can only download.
 
         Raises:
             ConfigError: the URL or the token is malformed.
 
         """
         self.url = url.rstrip("/")
-        if not re.fullmatch(r"[!-~]([ -~]*[!-~])?", token):
+        if isinstance(access, str) and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", access):
             raise ConfigError(
                 "the token is empty or not printable ASCII: set RLBOOST_TOKEN to the weight store's token"
             )
         _check_url(self.url)
-        self._credential: Callable[[], str] = lambda: token
+        self._access = access
         self._session: aiohttp.ClientSession | None = None
         self._downloader = BlobDownloader(
             connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, use_proxies=True
@@ -108,12 +124,21 @@ class StoreClient:
 
         Raises:
             Corrupt: it does not have the digest that the store declares.
+            BadSignature: it is not signed by a holder of the system's token, or belongs to another version.
 
         """
         answer = await self._request("GET", f"/v1/models/{job_id}/versions/{version}")
         if answer.etag != f'"{digest_of(answer.body)}"':
             raise Corrupt(f"{self.url}: the manifest of version {version} of job {job_id} does not match its digest")
-        return await asyncio.to_thread(Manifest.decode, answer.body)
+        return await asyncio.to_thread(self._verified, answer.body, job_id, version)
+
+    def _verified(self, data: bytes, job_id: str, version: int) -> Manifest:
+        manifest, access = Manifest.decode(data), self._access
+        check_manifest(manifest, ManifestKey(access).public if isinstance(access, str) else access.manifest_key)
+        if (manifest.job_id, manifest.version) != (job_id, version):
+            asked, found = f"version {version} of job {job_id}", f"version {manifest.version} of job {manifest.job_id}"
+            raise BadSignature(f"{self.url}: the manifest sent for {asked} is that of {found}; it is not loaded")
+        return manifest
 
     async def edges(self, job_id: str, version: int) -> VersionEdges | None:
         """Return the deltas that lead to a version's chunks; None if there are none or they are corrupt."""
@@ -171,24 +196,29 @@ class StoreClient:
         """
         path = f"/v1/chunks/{download.blob.digest}"
         try:
-            await self._downloader.download(f"{self.url}{path}", f"Bearer {self._credential()}", download)
+            await self._downloader.download(f"{self.url}{path}", self._authorization(), download)
         except DownloadFailed as error:
             raise StoreUnavailable(f"weight store at {self.url}: {error}") from error
         except BadStatus as error:
             what = f"weight store at {self.url}: {_detail(error.body, f'GET {path}', error.status)}"
-            _raise_for_status(error.status, what, redirected=error.redirected)
+            self._raise_for_status(error.status, what, redirected=error.redirected)
 
     async def put_part(self, job_id: str, version: int, part: Part) -> None:
         """Upload the description of one rank's part."""
         await self._request("PUT", f"/v1/models/{job_id}/versions/{version}/parts/{part.rank}", part.encode())
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> VersionInfo:
-        """Make the version visible.
+        """Sign the version and make it visible.
 
         Raises:
             Conflict: the head is not the expected one, or the parts are incomplete.
+            ConfigError: this client has no token to sign with.
 
         """
+        if not isinstance(self._access, str):
+            raise ConfigError(f"version {version} of job {job_id} cannot be signed without the system's token")
+        signature = ManifestKey(self._access).sign(request.statement(job_id, version))
+        request = request.model_copy(update={"signature": signature})
         path = f"/v1/models/{job_id}/versions/{version}/commit"
         answer = await self._request("POST", path, request.model_dump_json().encode(), _JSON)
         return VersionInfo.model_validate_json(answer.body)
@@ -218,14 +248,26 @@ class StoreClient:
         content: bytes | AsyncIterator[memoryview] | None = None,
         headers: dict[str, str] | None = None,
     ) -> _Answer:
-        headers = {"Authorization": f"Bearer {self._credential()}", **(headers or {})}
+        headers = {"Authorization": self._authorization(), **(headers or {})}
         with _translated(self.url):
             async with self._http.request(method, f"{self.url}{path}", data=content, headers=headers) as response:
                 body = await response.read()
                 if not response.ok:
                     what = _detail(body, f"{method} {response.url.path}", response.status)
-                    _raise_for_status(response.status, f"weight store at {self.url}: {what}")
+                    self._raise_for_status(
+                        response.status, f"weight store at {self.url}: {what}", redirected=bool(response.history)
+                    )
                 return _Answer(body, response.headers.get("ETag", ""))
+
+    def _authorization(self) -> str:
+        return f"Bearer {self._access if isinstance(self._access, str) else self._access.credential}"
+
+    def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> None:
+        if status == 401 and not redirected and not isinstance(self._access, str):
+            raise StoreUnavailable(
+                f"weight store at {self.url}: the worker's credential has expired; waiting for a new one of the manager"
+            )
+        _raise_for_status(status, what, redirected=redirected)
 
 
 async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:

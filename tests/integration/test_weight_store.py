@@ -18,14 +18,27 @@ import numpy.typing as npt
 import pytest
 
 from rlboost.shared.bus import START, HashSet
-from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Corrupt, Fatal, NotFound, Timeout
+from rlboost.shared.errors import (
+    BadSignature,
+    BusUnavailable,
+    ConfigError,
+    Conflict,
+    Corrupt,
+    Fatal,
+    NotFound,
+    StoreUnavailable,
+    Timeout,
+)
+from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.names import JOBS, WEIGHTS_COMMITTED
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
+from rlboost.shared.weights.manifest_key import ManifestKey
 from rlboost.shared.weights.publisher import Publisher, Shard
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.wire import ModelInfo, VersionInfo
@@ -259,10 +272,43 @@ async def test_the_cache_keeps_the_last_two_versions(publisher: Publisher, pulle
 # Who may, and what is refused.
 
 
+async def test_worker_with_an_expired_credential_waits_for_a_new_one(
+    store: ServiceProcess, publisher: Publisher, tmp_path: Path
+) -> None:
+    weights = make_weights(1)
+    await publish(publisher, 0, weights)
+    access = WorkerAccess(issue_store_credential(TOKEN, "w-1", time.time() - 60, life_s=30), ManifestKey(TOKEN).public)
+    waits = Waits()
+    async with StoreClient(store.url, access) as client:
+        with pytest.raises(StoreUnavailable, match="waiting for a new one"):
+            await client.head(JOB)
+        puller = Puller(client, Cache(tmp_path / "worker"), waits, limit_s=60)
+        pulling = asyncio.create_task(assert_pulls(puller, 0, weights))
+        await eventually(lambda: any("pull version 0" in wait.because for wait in waits.current()))
+        access.credential = issue_store_credential(TOKEN, "w-1", time.time())
+        await pulling
+        puller.close()
+        with pytest.raises(ConfigError, match="scope 'admin'"):
+            await client.pin(JOB, 0)
+
+
+async def test_worker_refuses_weights_that_another_system_signed(
+    store: ServiceProcess, publisher: Publisher, tmp_path: Path
+) -> None:
+    await publish(publisher, 0, make_weights(1))
+    access = WorkerAccess(issue_store_credential(TOKEN, "w-1", time.time()), ManifestKey("another").public)
+    async with StoreClient(store.url, access) as client:
+        puller = Puller(client, Cache(tmp_path / "worker"), Waits(), limit_s=60)
+        with pytest.raises(BadSignature, match="not signed by this system's trainer"):
+            await puller.pull(JOB, 0)
+        assert puller.last.from_store == 0
+        puller.close()
+
+
 async def test_a_wrong_token_is_refused_everywhere(store: ServiceProcess) -> None:
     async with httpx.AsyncClient(base_url=store.url, headers={"Authorization": "Bearer wrong"}) as http:
         assert (await http.get("/healthz")).status_code == 200
-        spec = (await http.get("/openapi.json")).json()
+        spec = (await http.get("/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"})).json()
         routes = [(path, method) for path, methods in spec["paths"].items() for method in methods]
         assert len(routes) > 10
         for path, method in routes:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
 
 from rlboost.shared import logs
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
 from rlboost.shared.lifecycle import supervise
 from rlboost.shared.redis.bus import connect
@@ -37,7 +38,7 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
     bus = await connect(options.redis, name)
     cache, transport = Cache(directory), PeerTransport(options.token)
     sock = bind("127.0.0.1", 0)
-    app: FastAPI = create_app(name, token=options.token, ready=lambda: None)
+    app: FastAPI = create_app(name, guard=Guard.of_token(options.token), ready=lambda: None)
     sent, slots = Counter("sent", "bytes", registry=CollectorRegistry()), asyncio.Semaphore(MAX_CONCURRENT)
     app.include_router(blob_routes(cache, options.token, sent, slots))
     files = blob_files(cache, options.token, sent, slots)

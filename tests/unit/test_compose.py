@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.lifecycle import supervise
 from rlboost.shared.settings import ServiceSettings, read
@@ -165,7 +166,10 @@ def test_a_health_check_asks_the_service_itself(service: str, monkeypatch: pytes
     settings: Any = settings_of(service, monkeypatch)
     assert settings.host in {"127.0.0.1", "0.0.0.0"}
     assert urlsplit(url).netloc == f"127.0.0.1:{settings.port}"
-    routes = {getattr(route, "path", "") for route in create_app("any service", token="t", ready=lambda: None).routes}
+    routes = {
+        getattr(route, "path", "")
+        for route in create_app("any service", guard=Guard.of_token("t"), ready=lambda: None).routes
+    }
     assert urlsplit(url).path in routes
 
 

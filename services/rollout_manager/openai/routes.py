@@ -19,6 +19,7 @@ from rlboost.services.rollout_manager.openai.sessions import Sessions
 from rlboost.services.rollout_manager.ports import LoadModelFiles, TokenizationError
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.bus import Bus
+from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import Responses, error_responses
 
 MODELS_CACHED = 8
@@ -42,15 +43,18 @@ def add_openai_routes(
     service = CompletionService(manager, sessions, settings.serve_limit_s)
 
     @router.get("/models", tags=["serving"], responses=_ERRORS)
+    @needs("read")
     async def models() -> dict[str, Any]:
         """List the jobs whose weights are served."""
         return {"object": "list", "data": [_model_object(manager, job) for job in _served_jobs(manager)]}
 
     @router.get("/models/{model:path}", tags=["serving"], responses=_ERRORS)
+    @needs("read")
     async def model(model: str) -> dict[str, Any]:
         return _model_object(manager, _find_job(manager, model))
 
     @router.post("/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @needs("job")
     async def completions(raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None) -> Response:
         body = parse_completion(raw)
         job = _find_job(manager, body.model)
@@ -59,6 +63,7 @@ def add_openai_routes(
         return await respond(CompletionRequest(body, job, served, prompts, body.max_tokens, idempotency_key), http)
 
     @router.post("/chat/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @needs("job")
     async def chat(
         raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionId = None
     ) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 import stamina
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlboost.shared.errors import ConfigError, Conflict, Retryable
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
@@ -17,12 +17,16 @@ _TIMEOUT_S = 5.0
 
 
 class Joined(BaseModel):
-    """The manager's answer: the URLs of the other services."""
+    """The manager's answer: how to connect to the other services."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     redis_url: str
     weight_store_url: str
+    store_credential: str = Field(repr=False)
+    """For the weight store; the manager sends new ones."""
+    manifest_key: str
+    """The public key under which manifests are signed."""
     protocol: int = UNNUMBERED
 
 
