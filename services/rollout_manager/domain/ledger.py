@@ -6,7 +6,8 @@ the same ledger as the live run, whatever the manager had already done:
 - `Admitted` adds a group's samples;
 - `Placed` begins an attempt of a sample at `offset` tokens: the new owner has exactly these, so tokens that an earlier
   owner flushed after them are cut, and frames of earlier attempts no longer count;
-- `TokenFrame` extends samples; a row counts only under the current attempt and where it meets the ledger's length;
+- `TokenFrame` extends samples; a row counts only from the worker of the current attempt, under this attempt, and where
+  it meets the ledger's length;
 - `Closed` ends samples that were delivered or dropped;
 - `Restated` repeats one whole sample, so that the log before it may be trimmed.
 """
@@ -77,6 +78,8 @@ class Sample:
     """How many tokens it had at the start of this attempt."""
     placed_at: float = 0.0
     """When it was assigned to its owner (manager's clock)."""
+    attempt_worker: str = ""
+    """The worker of the current attempt, whose tokens count even after it lost the sample; empty if not known."""
 
     @property
     def n_tokens(self) -> int:
@@ -194,7 +197,9 @@ class Ledger:
 
     def _expect(self, sample: Sample, version: int = NO_VERSION) -> int:
         ended = sample.finish != FINISH_NONE
-        return self._expected.expect(sample.id, sample.attempt, sample.n_tokens, ended=ended, version=version)
+        return self._expected.expect(
+            sample.id, sample.attempt, sample.attempt_worker, sample.n_tokens, ended=ended, version=version
+        )
 
     def place(self, message: Placed) -> list[tuple[Sample, int]]:
         """Begin attempts; return each sample whose attempt rose, with the number of tokens that were cut.
@@ -212,6 +217,7 @@ class Ledger:
             cut = sample.cut(offset)
             self.tokens_live -= cut
             sample.attempt, sample.worker, sample.offset = attempt, message.worker, offset
+            sample.attempt_worker = message.worker
             if sample.finish == FINISH_NONE:
                 self.finished.pop(sample_id, None)
             self.failed.pop(sample_id, None)
@@ -293,6 +299,8 @@ class Ledger:
         sample = self.samples.get(message.sample)
         if sample is None or sample.attempt != message.attempt or message.sample in self.failed or sample.finish:
             return False
+        if not sample.attempt or sample.attempt_worker not in {"", message.worker}:
+            return False
         if sample.past_failure:
             sample.failed_on = []
         sample.failed_on.append(worker_name(message.worker))
@@ -351,6 +359,7 @@ class Ledger:
                 bytearray(message.logprobs),
                 failed_on=list(message.failed_on),
                 failed_at=length(message.tokens),
+                attempt_worker=message.attempt_worker or message.worker,
             )
             start = 0
             for worker, version, n in message.spans:
@@ -377,6 +386,7 @@ class Ledger:
             spans=list(sample.spans),
             failures=len(sample.failed_on),
             failed_on=list(sample.failed_on),
+            attempt_worker=sample.attempt_worker,
         )
 
     def oldest(self, n: int) -> list[Sample]:
