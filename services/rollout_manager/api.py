@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Query, Request
@@ -18,6 +19,7 @@ from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
 from rlboost.services.rollout_manager.event_followers import EventFollowers
+from rlboost.services.rollout_manager.join import JoinAnswer, JoinRequest, check_protocol, join
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
@@ -337,21 +339,18 @@ async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
 
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
-    @router.get("/join", tags=["fleet"])
-    async def join(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
-        """Return the addresses of the other services to a worker that joins."""
-        if protocol != PROTOCOL:
-            raise Problem(
-                409,
-                "Protocol mismatch",
-                f"the worker speaks protocol {protocol} and this manager {PROTOCOL}: install the same version of "
-                "rlboost on both",
-            )
-        return {
-            "protocol": PROTOCOL,
-            "redis_url": settings.advertised_redis_url or settings.redis_url,
-            "weight_store_url": settings.weight_store_url,
-        }
+    @router.post("/join", tags=["fleet"])
+    async def join_fleet(
+        body: JoinRequest, protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED
+    ) -> JoinAnswer:
+        """Give a worker that joins its identity, and the addresses of the other services."""
+        check_protocol(protocol)
+        return await join(body, manager.identities, settings, partial(_write, manager))
+
+    @router.get("/join", tags=["fleet"], deprecated=True)
+    async def join_with_get(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> None:
+        """Reject workers of earlier protocols."""
+        check_protocol(min(protocol, PROTOCOL - 1))
 
     @router.get("/workers", tags=["fleet"])
     async def workers() -> list[dict[str, Any]]:
@@ -380,6 +379,7 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
             "tokens_per_s": sum(worker.tokens_per_s for worker in workers),
             "target_workers": target_workers(job.window_tuner for job in manager.world.jobs.active()),
             "worth_of_one_more": None,
+            "worker_redis_users": "on" if manager.identities.have_users else "off",
         }
 
 

@@ -131,7 +131,7 @@ async def test_unavailable_version_is_reported_and_old_one_still_served(rig: Rig
 
 
 async def _event(rig: Rig) -> Event | None:
-    entries = await rig.read({job_events(JOB): "0-0"})
+    entries = await rig.manager.entries(job_events(JOB))
     found = [entry.message for entry in entries if isinstance(entry.message, Event)]
     return found[0] if found else None
 
@@ -480,7 +480,7 @@ async def test_assignment_for_a_wrong_version_is_dead_lettered_and_rejoins(rig: 
     assert again != worker
     (left,) = await rig.manager.heard(WorkerLeft, worker)
     assert "version 7" in left.reason
-    (entry,) = await rig.read({DEAD_LETTERS: "0-0"})
+    (entry,) = await rig.manager.entries(DEAD_LETTERS)
     assert "version 7" in str(entry.message)
     assert Assign.__name__ in str(entry.message)
 
@@ -499,7 +499,7 @@ async def test_command_that_fails_unexpectedly_is_dead_lettered_and_rejoins(
     monkeypatch.setattr(Session, "on_command", failing)
     await rig.manager.send(worker, Resume(step=0))
     again = await rig.manager.ready_worker(nth=2)
-    (entry,) = await rig.read({DEAD_LETTERS: "0-0"})
+    (entry,) = await rig.manager.entries(DEAD_LETTERS)
     assert "a bug" in str(entry.message)
     await rig.manager.send(again, assign(1))
     await rig.manager.until_finished((1, 1))

@@ -6,8 +6,7 @@ the same ledger as the live run, whatever the manager had already done:
 - `Admitted` adds a group's samples;
 - `Placed` begins an attempt of a sample at `offset` tokens: the new owner has exactly these, so tokens that an earlier
   owner flushed after them are cut, and frames of earlier attempts no longer count;
-- `TokenFrame` extends samples; a row counts only from the worker of the current attempt, under this attempt, and where
-  it meets the ledger's length;
+- `TokenFrame` extends samples; a row counts only from the current attempt's worker and where it meets the length;
 - `Closed` ends samples that were delivered or dropped;
 - `Restated` repeats one whole sample, so that the log before it may be trimmed.
 """
@@ -45,8 +44,7 @@ FAILURES_LIMIT = 6
 """Or this many times in all, where there are fewer workers."""
 INVALID = "its worker sent a negative token id, a log-probability that is not finite or above 0, or an unknown finish"
 """Reason of the failure of a sample with such tokens, which are not accepted."""
-MAX_ATTEMPTS = 1 << 31
-"""Far more than a sample can have; the columns of attempts hold twice as many."""
+MAX_ATTEMPTS = 1 << 31  # far more than a sample can have
 PAST_TOKENS = 16
 """A sample is past the position of its failure after this many more tokens: more than a flush interval may lose."""
 
@@ -197,9 +195,8 @@ class Ledger:
 
     def _expect(self, sample: Sample, version: int = NO_VERSION) -> int:
         ended = sample.finish != FINISH_NONE
-        return self._expected.expect(
-            sample.id, sample.attempt, sample.attempt_worker, sample.n_tokens, ended=ended, version=version
-        )
+        attempt = sample.attempt, sample.attempt_worker
+        return self._expected.expect(sample.id, *attempt, sample.n_tokens, ended=ended, version=version)
 
     def place(self, message: Placed) -> list[tuple[Sample, int]]:
         """Begin attempts; return each sample whose attempt rose, with the number of tokens that were cut.
@@ -216,8 +213,8 @@ class Ledger:
                 continue
             cut = sample.cut(offset)
             self.tokens_live -= cut
-            sample.attempt, sample.worker, sample.offset = attempt, message.worker, offset
-            sample.attempt_worker = message.worker
+            sample.worker = sample.attempt_worker = message.worker
+            sample.attempt, sample.offset = attempt, offset
             if sample.finish == FINISH_NONE:
                 self.finished.pop(sample_id, None)
             self.failed.pop(sample_id, None)
@@ -297,9 +294,9 @@ class Ledger:
     def fail(self, message: SampleFailed) -> bool:
         """Count a failure of a sample, or one that it may have caused; return True if the message counts."""
         sample = self.samples.get(message.sample)
-        if sample is None or sample.attempt != message.attempt or message.sample in self.failed or sample.finish:
+        if sample is None or not 0 < sample.attempt == message.attempt or message.sample in self.failed:
             return False
-        if not sample.attempt or sample.attempt_worker not in {"", message.worker}:
+        if sample.finish or sample.attempt_worker not in {"", message.worker}:
             return False
         if sample.past_failure:
             sample.failed_on = []

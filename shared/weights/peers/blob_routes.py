@@ -1,4 +1,4 @@
-"""Serve the blobs of a cache to peers over HTTP; each request must prove that the client has the token."""
+"""Serve the blobs of a cache to peers over HTTP; each request must prove that the client has the peer key."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MAX_CONCURRENT = 16
 """Concurrent uploads of one peer, which also runs an engine."""
 
 
-def blob_routes(cache: Cache, token: str, sent: Counter) -> APIRouter:
+def blob_routes(cache: Cache, peer_key: str, sent: Counter) -> APIRouter:
     """Return `GET /v1/chunks/{digest}` for verified blobs; `sent` counts bytes."""
 
     async def check(digest: Digest, authorization: Annotated[str, Header()] = "") -> None:
-        if not is_valid_signature(authorization.removeprefix("Bearer "), token, "chunk", digest):
+        if not is_valid_signature(authorization.removeprefix("Bearer "), peer_key, "chunk", digest):
             raise Problem(
                 401, "Unauthorized", "send the header 'Authorization: Bearer <proof>' with the proof of this blob"
             )

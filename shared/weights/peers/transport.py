@@ -1,6 +1,6 @@
 """Fetch a blob from a peer over HTTP, with one error type for each way in which a peer can fail.
 
-The URLs of peers come from Redis, so no peer is sent the token: each request carries a proof that is valid for one
+The URLs of peers come from Redis, so no peer is sent a credential: each request carries a proof that is valid for one
 blob.
 """
 
@@ -57,9 +57,9 @@ class DigestMismatch(PeerFailed):
 class PeerTransport:
     """Connections to peers."""
 
-    def __init__(self, token: str) -> None:
-        """Connect lazily."""
-        self._token = token
+    def __init__(self, peer_key: str) -> None:
+        """Connect lazily; see `token_signature.peer_key`."""
+        self._peer_key = peer_key
         self._session: aiohttp.ClientSession | None = None
         self._speeds: deque[float] = deque(maxlen=_SPEEDS_KEPT)
         """Bytes/s of the last completed transfers."""
@@ -92,7 +92,7 @@ class PeerTransport:
     async def _opened(
         self, url: str, digest: str, began: float, download: Download
     ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        headers = {"Authorization": f"Bearer {sign(self._token, 'chunk', digest)}"}
+        headers = {"Authorization": f"Bearer {sign(self._peer_key, 'chunk', digest)}"}
         async with self._http.get(f"{url}/v1/chunks/{digest}", headers=headers, allow_redirects=False) as response:
             if response.status == 404:
                 raise BlobNotHeld(digest)
@@ -100,7 +100,7 @@ class PeerTransport:
                 raise PeerBusy(digest)
             if response.status == 401:
                 raise PeerUnreachable(
-                    "it refuses the proof of the token: it has another token, or another version of rlboost"
+                    "it refuses the proof of the peer key: it is of another system, or has another version of rlboost"
                 )
             if response.status != 200:
                 raise PeerUnreachable(f"status {response.status}")
