@@ -12,9 +12,10 @@ from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import Memory
 from rlboost.shared.bus import Append, Op
-from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import TokenFrame
+from rlboost.shared.names import worker_reports
 from rlboost.shared.waiting import Waits
 from tests.support.worker_manager import JOB, WorkerManager, at_once
 
@@ -58,6 +59,8 @@ class Rig(MemoryBus):
         capacity: KvCapacity | None = None,
     ) -> None:
         super().__init__()
+        self.rejected = ""
+        """The worker whose user Redis does not know."""
         self.factory = FakeEngineFactory(lambda: SlowToLoad(capacity))
         self.weights = FakeWeights()
         self.weights.versions = {(JOB, version): FakeStagedWeights() for version in range(3)}
@@ -83,6 +86,8 @@ class Rig(MemoryBus):
         self.sent_twice = 0
 
     async def transact(self, ops: Sequence[Op]) -> None:
+        if self.rejected and any(isinstance(op, Append) and op.stream == worker_reports(self.rejected) for op in ops):
+            raise CredentialRejected("no such user")
         if any(isinstance(op, Append) and isinstance(op.message, TokenFrame) for op in ops):
             if self.log_refuses:
                 raise BusUnavailable("the log refuses")

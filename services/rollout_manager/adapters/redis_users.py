@@ -19,8 +19,9 @@ log = structlog.get_logger(__name__)
 SETTING = "RLBOOST_MANAGER_WORKER_REDIS_USERS"
 _SELECTORS_SINCE = 7
 """The Redis release that can limit a command to certain keys, and a key to reading."""
-_CONNECTION = ("+ping", "+client|setname", "+client|setinfo", "+select", "+multi", "+exec", "+discard")
-_PROBE = "rlboost-probe"
+_CONNECTION = ("+ping", "+client|setname", "+select", "+multi", "+exec", "+discard")
+_PROBE = "probe"
+"""A user that is created and removed at the start. No worker has this id: it lacks a suffix."""
 
 
 class RedisWorkerUsers:
@@ -39,17 +40,17 @@ class RedisWorkerUsers:
 
         """
         try:
-            await self._bus.command("ACL", "SETUSER", _PROBE, "reset")
-            await self._bus.command("ACL", "DELUSER", _PROBE)
-            await self._bus.command("ACL", "USERS")
             version = str((await self._bus.command("INFO", "server"))["redis_version"])
+            self._has_selectors = int(version.partition(".")[0]) >= _SELECTORS_SINCE
+            await self.put(_PROBE, "0" * 64)
+            await self.remove([_PROBE])
+            await self.present()
         except Fatal as error:
             raise ConfigError(
                 f"each worker gets a Redis user of its own, which is not possible here ({error}): allow the manager's "
                 f"user ACL SETUSER, ACL DELUSER, ACL USERS and INFO, or set {SETTING}=off if you trust all workers: "
                 "they then get the manager's Redis URL"
             ) from error
-        self._has_selectors = int(version.partition(".")[0]) >= _SELECTORS_SINCE
         if not self._has_selectors:
             log.warning(
                 "redis_users_less_strict",

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from rlboost.services.rollout_manager.domain.fleet import Fleet
 
-LEFT_RETENTION_S = 10.0
+LEFT_RETENTION_S = 5.0
 """After its last message a worker still withdraws its entry in the peer directory."""
 ABSENT_RETENTION_S = 900.0
 """A worker that joins, or returns after an outage, needs its identity. It exits after an outage of 600 s."""
