@@ -15,6 +15,9 @@ DEAD_LETTERS = PREFIX + "dead.letters"
 MAX_EVENTS = 20_000
 """The newest events of a job that are retained."""
 
+WORKER_REDIS_USERS = "rlboost-worker-"
+"""Prefix of the names of workers' Redis users."""
+
 # Consumer groups.
 TRAINER_GROUP = "trainer"
 
@@ -31,7 +34,9 @@ MANAGER_LEASE = PREFIX + "manager.lease"
 MANAGER_EPOCH = PREFIX + "manager.epoch"
 """Counter: incremented by each acquisition of the lease; fences every transaction of a leader."""
 WEIGHT_PEERS = PREFIX + "weights.peers"
-"""Hash: peer -> empty; the peers that may hold a lease `weight_peer`."""
+"""Hash: worker -> empty; the workers that may hold a lease `weight_peer`. Written only by the manager."""
+WORKER_IDENTITIES = PREFIX + "workers.identities"
+"""Hash: worker id -> its identity (JSON), from its join until its reports are relayed and its Redis user is removed."""
 FLEET = PREFIX + "fleet"
 """Hash: worker id -> its last record (JSON), from which a restarted manager recovers the fleet."""
 
@@ -122,6 +127,16 @@ def weight_claim(digest: str) -> str:
 def worker_commands(worker: str) -> str:
     """Stream, manager -> one worker incarnation."""
     return f"{PREFIX}worker:{worker}:commands"
+
+
+def worker_reports(worker: str) -> str:
+    """Stream, one worker incarnation -> manager: all that it reports, in order; the manager relays and removes it."""
+    return f"{PREFIX}worker:{worker}:reports"
+
+
+def worker_redis_user(worker: str) -> str:
+    """Return the name of the Redis user of one worker incarnation."""
+    return f"{WORKER_REDIS_USERS}{worker}"
 
 
 def worker_lease(worker: str) -> str:

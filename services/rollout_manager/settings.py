@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -20,6 +20,11 @@ class Settings(ServiceSettings):
     port: int = Field(8700, ge=0, le=65535, description="port of the REST API; 0 takes a free one")
     weight_store_url: str = Field("http://127.0.0.1:8701", description="where joining workers find the weight store")
     advertised_redis_url: str = Field("", description="where joining workers find Redis; the manager's own when empty")
+    worker_redis_users: Literal["on", "off"] = Field(
+        "on",
+        description="each worker gets a Redis user that can access only its own keys; off = workers get the manager's "
+        "Redis URL",
+    )
     lease_s: float = Field(
         2.0, gt=0, description="a worker without a lease is lost after this time without a heartbeat"
     )

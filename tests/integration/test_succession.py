@@ -189,7 +189,9 @@ async def test_clients_and_workers_reach_the_leader_through_the_standby(pair: Pa
     jobs, created, kinds = await asyncio.to_thread(ask)
     assert jobs == [pair.id, created]
     assert "job_state" in kinds
-    assert (await join(pair.two.url, TOKEN)).redis_url == pair.redis.url
+    joined = await join(pair.two.url, TOKEN, "w", "preemptible")
+    assert await joined.bus.length(names.worker_reports(joined.worker)) == 0
+    await joined.bus.close()
     stranger = await pair.http.get(f"{pair.two.url}/v1/jobs", headers={"Authorization": "Bearer wrong"})
     assert stranger.status_code == 401
 

@@ -274,6 +274,7 @@ async def test_standby_redirects_every_request_to_the_leader(pair: Pair) -> None
             ("GET", "/v1/jobs"),
             ("POST", "/v1/jobs"),
             ("GET", "/v1/join"),
+            ("POST", "/v1/join"),
             ("GET", "/v1/jobs/j/events"),
         ):
             answer = await client.request(method, path)
@@ -338,10 +339,13 @@ async def test_concurrent_requests_with_one_key_create_one_job(pair: Pair, monke
 async def test_join_without_a_protocol_number_is_rejected(pair: Pair) -> None:
     assert await pair.first.try_lead()
     async with rest(pair, pair.first) as client:
-        assert (await client.get("/v1/join", headers={PROTOCOL_HEADER: str(PROTOCOL)})).status_code == 200
-        refused = await client.get("/v1/join")
-    assert refused.status_code == 409
-    assert f"speaks protocol 1 and this manager {PROTOCOL}" in refused.json()["detail"]
+        request = {"name": "w", "role": "preemptible"}
+        headers = {PROTOCOL_HEADER: str(PROTOCOL)}
+        assert (await client.post("/v1/join", json=request, headers=headers)).status_code == 200
+        refused = [await client.post("/v1/join", json=request), await client.get("/v1/join")]
+    for answer in refused:
+        assert answer.status_code == 409
+        assert f"speaks protocol 1 and this manager {PROTOCOL}" in answer.json()["detail"]
 
 
 async def test_metrics_show_which_manager_leads(pair: Pair) -> None:
