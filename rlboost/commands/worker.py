@@ -99,7 +99,7 @@ def _drain_warning(worker_id: str, workers: Sequence[Mapping[str, Any]]) -> str:
 @app.command()
 def join(
     url: Annotated[str | None, typer.Option(help="URL of the system's REST API.")] = None,
-    token: Annotated[str | None, typer.Option(help="The system's token; better given as RLBOOST_TOKEN.")] = None,
+    token: Annotated[str | None, typer.Option(help="A token of scope worker; better given as RLBOOST_TOKEN.")] = None,
     role: Annotated[Role, typer.Option(help="reserved = shares its device with the trainer.")] = Role.PREEMPTIBLE,
     name: Annotated[str | None, typer.Option(help="Begins the worker's id; this machine's name if not given.")] = None,
     engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
@@ -108,7 +108,8 @@ def join(
 ) -> None:
     """Run a worker on this machine in the foreground; Ctrl-C hands off its samples and exits.
 
-    Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. All
+    Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. Create a
+    token for it with 'rlboost token create --scope worker'. All
     connections are outbound, so a machine behind NAT can join. Other settings: RLBOOST_WORKER_* in the environment.
     """
     where, secret = _endpoint(url, token, state)
@@ -119,10 +120,12 @@ def join(
 
 
 def _endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:
-    if url is None:
-        found_url, found_token = endpoint(state)
-        return found_url, token or found_token
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
+
     token = token or os.environ.get("RLBOOST_TOKEN")
+    if url is None:
+        found_url, _ = endpoint(state)
+        return found_url, token or StateDir(state).join_token()
     if not token:
         raise ConfigError(f"the token of {url} is unknown: pass --token, or set RLBOOST_TOKEN")
     return checked_url("--url", url), token

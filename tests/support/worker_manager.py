@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 from rlboost.shared.bus import START, Bus, Entry
 from rlboost.shared.columns import I32, U8, U32, U64, floats, ints, pack
+from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.messages import (
     Assign,
     Assignment,
@@ -25,6 +27,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands
 from rlboost.shared.protocol import PROTOCOL
+from rlboost.shared.weights.manifest_key import ManifestKey
 from tests.support.eventually import LIMIT_S, eventually
 
 JOB = "job"
@@ -37,7 +40,13 @@ class JoinServer:
     """Answers `GET /v1/join` to whoever has the token."""
 
     def __init__(self, token: str, redis_url: str, weight_store_url: str, **more: object) -> None:
-        joined = {"redis_url": redis_url, "weight_store_url": weight_store_url, "protocol": PROTOCOL}
+        joined = {
+            "redis_url": redis_url,
+            "weight_store_url": weight_store_url,
+            "store_credential": issue_store_credential(token, "w", time.time()),
+            "manifest_key": ManifestKey(token).public,
+            "protocol": PROTOCOL,
+        }
         body = json.dumps(joined | more).encode()
 
         class Handler(BaseHTTPRequestHandler):
