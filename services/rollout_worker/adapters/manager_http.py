@@ -76,7 +76,8 @@ async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response:
     except httpx.TransportError as error:
         raise _ManagerUnavailable(f"manager at {address}: {str(error) or type(error).__name__}") from error
     if response.status_code in {401, 403}:
-        raise ConfigError(f"wrong token for the manager at {address}: set RLBOOST_TOKEN to the manager's token")
+        advice = "set RLBOOST_TOKEN to one that 'rlboost token create --scope worker' has printed"
+        raise ConfigError(f"wrong token for the manager at {address}: {advice}")
     if response.status_code == httpx.codes.CONFLICT:
         raise ConfigError(f"manager at {address}: {_detail(response)}")
     if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code == httpx.codes.NOT_FOUND:
