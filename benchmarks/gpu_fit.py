@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rlboost.jobs.memory import TrainedModel, kv_token_bytes, state_bytes
+from rlboost.shared.job.training import TrainerSpec
 from tests.support.generated_docs import ROOT, run
 
 PAGE = ROOT / "docs" / "first-settings.md"
@@ -52,7 +54,7 @@ class Model(NamedTuple):
     @property
     def kv_bytes(self) -> int:
         """Return the bytes of one token in a bfloat16 KV cache."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+        return kv_token_bytes(self.layers, self.kv_heads, self.head_dim)
 
 
 MODELS = (
@@ -78,7 +80,8 @@ def micro_batch_bytes(model: Model, *, input_bytes: int = 4) -> float:
 def full_gib(model: Model, gpus: int = 1) -> float:
     """Return the trainer's peak on each GPU: float32 weights, gradients and moments, sharded by FSDP2."""
     cast = 2 * (model.embeddings + (model.parameters - model.embeddings) / model.layers)
-    return (16 * model.parameters / gpus + cast + micro_batch_bytes(model)) / _GIB + _CONTEXT_GIB
+    state = state_bytes(TrainedModel(model.parameters), TrainerSpec(dtype="bfloat16", data_parallel=gpus))
+    return (state + cast + micro_batch_bytes(model)) / _GIB + _CONTEXT_GIB
 
 
 def lora_gib(model: Model) -> float:

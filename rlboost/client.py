@@ -25,6 +25,7 @@ import httpx
 from rlboost.shared.errors import Conflict, RLBoostError
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.ids import new_token
+from rlboost.shared.tls import client_context
 
 Json = dict[str, Any]
 Rows = list[Json]
@@ -94,6 +95,7 @@ class Client:
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(silence_s, connect=_CONNECT_S),
             trust_env=through_proxy,
+            verify=client_context() or True,
             transport=transport,
         )
         self.jobs = Jobs(self)
@@ -248,6 +250,11 @@ class Jobs:
         """Return how many samples and tokens were requested, delivered, dropped, regenerated and migrated."""
         audit: Json = self._get(job_id, "audit")
         return audit
+
+    def cost(self, job_id: str) -> Json:
+        """Return what the job's workers have cost, in dollars of their `RLBOOST_WORKER_PRICE_PER_HOUR`."""
+        cost: Json = self._get(job_id, "cost")
+        return cost
 
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
         """Yield the lines of the job's log, with `follow` also future ones.

@@ -16,6 +16,7 @@ from rlboost.commands.common import EXIT_CONFIG
 
 if TYPE_CHECKING:
     from rlboost.jobs.check import Found
+    from rlboost.local.layout import DeviceSummary
 
 _SLOW_S = 1.0
 """A part of the check that takes longer is shown."""
@@ -38,7 +39,7 @@ def require_sound(job_file: str, job: dict[str, Any], state: Path) -> None:
     from rlboost.jobs.user_code_check import MissingHere  # noqa: PLC0415 - likewise
 
     with progress() as on_part:
-        found = check_job(job, on_part)
+        found = check_job(job, on_part, _devices(state))
     if not _is_trained_here(state):
         missing = [problem for problem in found.problems if isinstance(problem, MissingHere)]
         found = found._replace(problems=[one for one in found.problems if one not in missing], warnings=[])
@@ -102,13 +103,27 @@ def progress() -> Iterator[Callable[[str], None]]:
             timer.cancel()
 
 
+def _devices(state: Path) -> DeviceSummary | None:
+    """Return the GPUs of the local system if the job is for it, None if it has none or they are unknown."""
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
+
+    return StateDir(state).devices() if _is_local(state) else None
+
+
 def _is_trained_here(state: Path) -> bool:
     """Return True if the trainer resolves files and modules from this folder."""
     from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
 
-    folder, url = StateDir(state), os.environ.get("RLBOOST_URL")
+    folder = StateDir(state)
     if not folder.running():
-        return not url
-    config = folder.config()
-    is_meant = not url or (config is not None and config.url == url.rstrip("/"))
-    return is_meant and folder.started_in() == Path.cwd()
+        return not os.environ.get("RLBOOST_URL")
+    return _is_local(state) and folder.started_in() == Path.cwd()
+
+
+def _is_local(state: Path) -> bool:
+    """Return True if commands address the running system of this folder."""
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
+
+    folder, url = StateDir(state), os.environ.get("RLBOOST_URL")
+    config = folder.config() if folder.running() else None
+    return config is not None and (not url or config.url == url.rstrip("/"))

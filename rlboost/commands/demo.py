@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rlboost.commands.common import EXIT_FAILED, EXIT_INTERRUPTED
-from rlboost.commands.up import SERVICE_PACKAGES, Engine, require_engine, require_packages
+from rlboost.commands.up import SERVICE_PACKAGES, Engine, require_packages
 
 _STATE = Path(".rlboost/demo")
 
@@ -37,10 +37,11 @@ def demo(
 
     from rlboost.demo.run import DemoOptions, record_file, run  # noqa: PLC0415 - likewise
     from rlboost.demo.summary import summary  # noqa: PLC0415 - likewise
+    from rlboost.local.spec_file import require_engine  # noqa: PLC0415 - likewise
     from rlboost.report.checks import checks  # noqa: PLC0415 - likewise
 
     require_packages(*SERVICE_PACKAGES, "matplotlib")
-    require_engine(engine)
+    require_engine(engine.value)
     console = Console()
     record = run(DemoOptions(state, steps, workers, chaos, seed, engine.value), console)
     if record is None:

@@ -53,10 +53,10 @@ def _processes(folder: StateDir) -> list[dict[str, Any]]:
 
 def _print_processes(processes: list[dict[str, Any]]) -> None:
     rows = [
-        (p["name"], p["role"], p["pid"] if p["alive"] else "-", p["started_at"], p["restarts"], p["note"])
+        (p["name"], p["role"], p["gpus"], p["pid"] if p["alive"] else "-", p["started_at"], p["restarts"], p["note"])
         for p in processes
     ]
-    print_table("processes", ("name", "role", "pid", "started", "restarts", "note"), rows)
+    print_table("processes", ("name", "role", "gpus", "pid", "started", "restarts", "note"), rows)
 
 
 def _print_jobs(jobs: list[dict[str, Any]]) -> None:

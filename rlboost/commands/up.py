@@ -30,6 +30,12 @@ class Engine(StrEnum):
     VLLM = "vllm"
 
 
+GpusOption = Annotated[
+    str | None, typer.Option(help="GPUs to use, as nvidia-smi numbers them: 0-3,6, or all; default: by settings.")
+]
+TensorParallelOption = Annotated[int | None, typer.Option(help="GPUs per engine, default 1; above 1 needs vllm.")]
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(up)
@@ -37,12 +43,26 @@ def register(app: typer.Typer) -> None:
 
 
 def up(  # noqa: PLR0913, PLR0917 - the options of a command
-    reserved: Annotated[int, typer.Option(min=0, help="Workers that share a trainer's device.")] = 1,
-    workers: Annotated[int, typer.Option(min=0, help="Preemptible workers.")] = 3,
-    trainers: Annotated[int, typer.Option(min=1, help="Trainers; each runs one job at a time.")] = 1,
-    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="YAML file with options as keys; options override it.")
+    ] = None,
+    reserved: Annotated[
+        int | None,
+        typer.Option(help="Workers that share a trainer's device; default 1, on GPUs as many as fit."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Preemptible workers; default 3, on GPUs none.")] = None,
+    trainers: Annotated[int | None, typer.Option(help="Trainers, default 1; each runs one job at a time.")] = None,
+    engine: Annotated[Engine | None, typer.Option(help="Inference engine; default torch, on GPUs vllm.")] = None,
+    gpus: GpusOption = None,
+    trainer_gpus: Annotated[
+        str | None, typer.Option(help="GPUs of the trainers; default: those that no preemptible worker uses.")
+    ] = None,
+    tensor_parallel: TensorParallelOption = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Fraction of a trainer's GPU for the reserved workers on it; default 0.4.")
+    ] = None,
     state: StateOption = DEFAULT_STATE,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the REST API; 0 takes a free one.")] = 0,
+    port: Annotated[int | None, typer.Option(help="Port of the REST API; default: a free one.")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; the system stays.")] = False,
     as_json: JsonOption = False,
     standby: Annotated[
@@ -58,23 +78,41 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     With --trainers 2, two jobs run at once: reserved workers are divided among the trainers, preemptible workers
     are shared.
 
+    With --gpus, each process sees only its own GPUs: trainers divide --trainer-gpus, reserved workers share them,
+    and each preemptible worker has its own.
+
     A process that dies is restarted; with --standby another manager takes over meanwhile. A spot worker that the chaos
     schedule or 'rlboost worker drain' removes is not restarted. Service settings in the environment
     (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) are passed on; RLBOOST_TOKEN is the system's token; by
     default the last one of the state folder, at first a random one.
     """
-    from rlboost.local.processes import LocalOptions  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local import spec_file  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
+    from rlboost.local.system_layout import local_options  # noqa: PLC0415 - likewise
 
+    given = {
+        "reserved": reserved,
+        "workers": workers,
+        "trainers": trainers,
+        "engine": engine and engine.value,
+        "gpus": gpus,
+        "trainer_gpus": trainer_gpus,
+        "tensor_parallel": tensor_parallel,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "port": port,
+    }
     StateDir(state).require_free()
     require_packages(*SERVICE_PACKAGES)
-    require_engine(engine)
-    options = LocalOptions(state, reserved, workers, engine.value, port, standby=standby, trainers=trainers)
+    options = local_options(spec_file.load(spec_file.SystemSpec, file, {**given, "standby": standby or None}), state)
     schedule = _schedule(chaos, options) if chaos else []
     if not as_json:
-        _warn_of_fleet(reserved, workers)
+        _warn_of_fleet(options.reserved, options.workers)
     if detach:
-        _up_in_background(options, chaos, as_json=as_json)
+        arguments = [str(file)] if file else []
+        arguments += [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        arguments += ["--standby"] if standby else []
+        arguments += [f"--chaos={chaos}"] if chaos else []
+        _up_in_background(state, [*arguments, f"--state={state}"], as_json=as_json)
     else:
         _up_in_foreground(options, schedule, as_json=as_json)
 
@@ -101,20 +139,6 @@ def require_packages(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"this needs {', '.join(missing)}: pip install 'rlboost[local]'")
-
-
-def require_engine(engine: Engine) -> None:
-    """Check that an engine is installed.
-
-    Raises:
-        ConfigError: it is not; says how to install it.
-
-    """
-    if engine is Engine.VLLM and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "--engine vllm needs vllm: 'make install-vllm' on a machine without a GPU, "
-            "pip install 'rlboost[vllm]' on one with"
-        )
 
 
 def _warn_of_fleet(reserved: int, workers: int) -> None:
@@ -147,32 +171,22 @@ def _up_in_foreground(options: LocalOptions, schedule: list[ChaosEvent], *, as_j
             typer.echo("stop it with Ctrl-C")
 
     cluster = LocalCluster(options)
-    cluster.on_event(_print_event)
+    cluster.on_event(print_event)
     if not serve(cluster, schedule, announce):
         typer.echo("rlboost: stopped before the system was ready", err=True)
         raise typer.Exit(EXIT_FAILED)
 
 
-def _up_in_background(options: LocalOptions, chaos: Path | None, *, as_json: bool) -> None:
+def _up_in_background(state: Path, arguments: list[str], *, as_json: bool) -> None:
     from rlboost.local.detached import start  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
 
-    arguments = [
-        f"--reserved={options.reserved}",
-        f"--workers={options.workers}",
-        f"--trainers={options.trainers}",
-        f"--engine={options.engine}",
-        f"--state={options.state_dir}",
-        f"--port={options.port}",
-    ]
-    arguments += ["--standby"] if options.standby else []
-    arguments += [f"--chaos={chaos}"] if chaos else []
-    config = start(StateDir(options.state_dir), arguments)
+    config = start(StateDir(state), arguments)
     if as_json:
         print_json(config.public())
     else:
-        _print_ready(config, options.state_dir)
-        typer.echo(f"stop it with: {command('down', options.state_dir)}")
+        _print_ready(config, state)
+        typer.echo(f"stop it with: {command('down', state)}")
 
 
 def _print_ready(config: Config, state: Path) -> None:
@@ -181,12 +195,14 @@ def _print_ready(config: Config, state: Path) -> None:
     typer.echo(
         f"ready: {config.url}\n"
         f"token: {token}\n"
+        f"watch it: '{command('page', state)}' prints a link to its web page\n"
         f"state and logs: {config.state_dir}\n"
         f"run a job with: {command('run JOB.yaml --follow', state)}\n"
         f'use its model with: OpenAI(base_url="{config.url}/v1", api_key=TOKEN)'
     )
 
 
-def _print_event(event: ClusterEvent) -> None:
+def print_event(event: ClusterEvent) -> None:
+    """Print a process event to standard error."""
     at = time.strftime("%H:%M:%S", time.localtime(event.at))
     typer.echo(f"{at} {event.name} {event.kind}" + (f": {event.detail}" if event.detail else ""), err=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,9 +23,12 @@ from rlboost.commands.common import (
     print_json,
     print_table,
 )
-from rlboost.commands.up import Engine
+from rlboost.commands.up import Engine, GpusOption, TensorParallelOption, print_event
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.ids import worker_name
+
+if TYPE_CHECKING:
+    from rlboost.local.spec_file import NodeSpec
 
 _GONE = frozenset({"lost", "left"})
 
@@ -97,29 +101,87 @@ def _drain_warning(worker_id: str, workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 @app.command()
-def join(
+def join(  # noqa: PLR0913, PLR0917 - the options of a command
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="YAML file with options as keys; options override it.")
+    ] = None,
     url: Annotated[str | None, typer.Option(help="URL of the system's REST API.")] = None,
     token: Annotated[str | None, typer.Option(help="A token of scope worker; better given as RLBOOST_TOKEN.")] = None,
-    role: Annotated[Role, typer.Option(help="reserved = shares its device with the trainer.")] = Role.PREEMPTIBLE,
+    role: Annotated[
+        Role | None, typer.Option(help="Default preemptible; reserved = shares its device with the trainer.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Begins the worker's id; this machine's name if not given.")] = None,
-    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
+    engine: Annotated[Engine | None, typer.Option(help="Inference engine; default torch, on GPUs vllm.")] = None,
     device: Annotated[str | None, typer.Option(help="The engine's device, such as cpu or cuda:0.")] = None,
+    gpus: GpusOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Fraction of each GPU's memory for its engine; default: the engine's own.")
+    ] = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Run a worker on this machine in the foreground; Ctrl-C hands off its samples and exits.
+
+    With --gpus it runs one worker per --tensor-parallel GPUs and restarts those that die; Ctrl-C or SIGTERM drains
+    all. It ends when all have left.
 
     Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. Create a
     token for it with 'rlboost token create --scope worker'. All
     connections are outbound, so a machine behind NAT can join. Other settings: RLBOOST_WORKER_* in the environment.
     """
-    where, secret = _endpoint(url, token, state)
-    settings = {"URL": where, "ROLE": role.value, "ENGINE": engine.value, "NAME": name, "DEVICE": device}
-    environment = {f"RLBOOST_WORKER_{key}": value for key, value in settings.items() if value is not None}
+    from rlboost.local import spec_file  # noqa: PLC0415 - keeps --help quick
+
+    given = {
+        "role": role and role.value,
+        "engine": engine and engine.value,
+        "gpus": gpus,
+        "tensor_parallel": tensor_parallel,
+        "gpu_memory_utilization": gpu_memory_utilization,
+    }
+    spec = spec_file.load(spec_file.NodeSpec, file, given)
+    if spec.gpus and device is not None:
+        raise ConfigError(f"--device {device} and --gpus {spec.gpus} exclude each other: give one of them")
+    where, secret = requested_endpoint(url, token, state)
+    connection = {"RLBOOST_WORKER_URL": where, "RLBOOST_TOKEN": secret}
+    if spec.gpus:
+        _run_node(spec, name or socket.gethostname(), connection, state)
+        return
+    fraction = spec.gpu_memory_utilization
+    settings = {
+        "ROLE": spec.role,
+        "ENGINE": spec.engine_name,
+        "NAME": name,
+        "DEVICE": device,
+        "GPU_MEMORY_UTILIZATION": None if fraction is None else f"{fraction:g}",
+    }
+    spec.require_tensor_parallel()
+    own = {f"RLBOOST_WORKER_{key}": value for key, value in settings.items() if value is not None}
     arguments = [sys.executable, "-m", "rlboost.services.rollout_worker"]
-    os.execve(sys.executable, arguments, {**os.environ, **environment, "RLBOOST_TOKEN": secret})  # noqa: S606 - the worker takes this process's place, and its signals
+    os.execve(sys.executable, arguments, {**os.environ, **spec.env, **own, **connection})  # noqa: S606 - the worker takes this process's place, and its signals
 
 
-def _endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:
+def _run_node(spec: NodeSpec, name: str, connection: Mapping[str, str], state: Path) -> None:
+    from rlboost.local import node  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local.cpus import n_cpus  # noqa: PLC0415 - likewise
+    from rlboost.local.gpus import list_gpus  # noqa: PLC0415 - likewise
+
+    spec.require_engine()
+    layout = node.place(spec, list_gpus(), name)
+    folder = node.state_of(state, name)
+    grace_s = float({**os.environ, **spec.env}.get("RLBOOST_WORKER_GRACE_S", 10))
+    specs = node.worker_specs(spec, layout, folder, connection, os.environ, n_cpus())
+    for worker in specs:
+        typer.echo(f"rlboost: {worker.name}: GPU {worker.gpus}, log {worker.log}", err=True)
+    node.serve(specs, folder, grace_s, print_event)
+
+
+def requested_endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:
+    """Return URL and token of the system that options, the environment or the state folder name.
+
+    Raises:
+        ConfigError: none names one, or its token is unknown.
+
+    """
     from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
 
     token = token or os.environ.get("RLBOOST_TOKEN")

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rlboost.jobs.device_check import Fit, fit
 from rlboost.jobs.learning_rates import lr_advice
 from rlboost.jobs.model_check import code_problems, data_problem, missing_libraries, model_problems, n_parameters
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
+from rlboost.local.layout import DeviceSummary
 from rlboost.shared.data.examples import example_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, is_here, names, shown
@@ -37,6 +39,7 @@ for place, columns in rows:
         )
 """
 _MAX_KINDS_OF_ROWS = 100
+_CODE_REWARD = "rlboost.rewards.code:score"
 _ENVIRONMENT_SCRIPT = """
 import json, sys
 from rlboost.shared.job.environment import environment_factory
@@ -71,7 +74,12 @@ def _ignore(_: str) -> None:
     pass
 
 
-def check(file: Path, overrides: list[str], on_part: Callable[[str], None] = _ignore) -> Found:
+def check(
+    file: Path,
+    overrides: list[str],
+    on_part: Callable[[str], None] = _ignore,
+    devices: DeviceSummary | None = None,
+) -> Found:
     """Return all problems of a job file; see `check_job`.
 
     Raises:
@@ -79,15 +87,16 @@ def check(file: Path, overrides: list[str], on_part: Callable[[str], None] = _ig
 
     """
     on_part(f"reading {file}")
-    return check_job(load(str(file), overrides), on_part)
+    return check_job(load(str(file), overrides), on_part, devices)
 
 
-def check_job(raw: object, on_part: Callable[[str], None] = _ignore) -> Found:
+def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: DeviceSummary | None = None) -> Found:
     """Return all problems of the job that a mapping describes; paths are relative to the current folder.
 
     Args:
         raw: the mapping.
         on_part: called before each part that may take seconds, with what it does.
+        devices: GPUs of the system that will run the job, None if unknown.
 
     Raises:
         ConfigError: it is not a mapping.
@@ -114,6 +123,8 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore) -> Found:
         found.append(complaint("environment.function", environment.function, _ENVIRONMENT_SCRIPT, given))
     model_is_here = found[0] is None and Path(spec.model).expanduser().is_dir()
     found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec)]
+    fits = fit(spec, devices) if model_is_here and devices is not None else Fit([], [])
+    found += fits.problems
     if model_is_here and not any(found):
         on_part("loading the tokenizer, then tokenizing the prompts")
         found.append(data_problem(spec))
@@ -122,8 +133,17 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore) -> Found:
     return Found(
         [problem for problem in found if problem],
         missing_libraries(spec),
-        [advice] if advice else [],
+        [*filter(None, [advice, _isolation_advice(spec)]), *fits.advice],
         _notices(spec.model),
+    )
+
+
+def _isolation_advice(spec: JobSpec) -> str:
+    if all(part.arguments.get("isolated", True) for part in spec.reward_parts if part.function == _CODE_REWARD):
+        return ""
+    return (
+        "reward.arguments: isolated: false lets generated programs do what the trainer's user may do, such as read the "
+        "state folder with its token: use it only on machines that have nothing to protect"
     )
 
 

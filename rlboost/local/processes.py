@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rlboost.local.layout import Layout, Placement, environment
+
 LOOPBACK = "127.0.0.1"
 
 ProcessRole = Literal["redis", "weight_store", "manager", "standby", "trainer", "reserved", "preemptible"]
@@ -51,6 +53,10 @@ class ProcessSpec:
     ready: HttpReady | RedisReady | None = None
     """None means ready as soon as it runs."""
     ready_limit_s: float = _LIGHT_LIMIT_S
+    gpus: str = ""
+    """Indexes of its GPUs."""
+    restart_after_success: bool = True
+    """False if exit code 0 means that it is no longer needed."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class LocalOptions:
     """Start a second manager, which takes over from the first."""
     trainers: int = 1
     """Number of jobs that can run at once."""
+    layout: Layout = field(default_factory=Layout)
+    """Placement on GPUs; without one, the environment's settings select devices."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,9 @@ class Site:
     redis_argv: tuple[str, ...]
     port_of: Callable[[str], int]
     """Process name -> port, stable across calls."""
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """The present placement by process name, of those that use GPUs."""
+    n_cpus: int = 1
 
     def url_of(self, name: str) -> str:
         """Return the base URL of a process's HTTP interface."""
@@ -111,7 +122,7 @@ def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
     ]
     named += [("standby", "standby")] if options.standby else []
     named += [(name, "trainer") for name in trainer_names(options)]
-    named += [(name, "reserved") for name in _reserved_names(options)]
+    named += [(name, "reserved") for name in reserved_names(options)]
     named += [(name, "preemptible") for name in spot_names(options)]
     return named
 
@@ -129,10 +140,11 @@ def trainer_names(options: LocalOptions) -> list[str]:
 def trainer_of(options: LocalOptions, reserved: str) -> str:
     """Return the name of the trainer whose device a reserved worker shares."""
     trainers = trainer_names(options)
-    return trainers[_reserved_names(options).index(reserved) % len(trainers)]
+    return trainers[reserved_names(options).index(reserved) % len(trainers)]
 
 
-def _reserved_names(options: LocalOptions) -> list[str]:
+def reserved_names(options: LocalOptions) -> list[str]:
+    """Return the names of the reserved workers."""
     return [f"reserved-{i + 1}" for i in range(options.reserved)]
 
 
@@ -150,9 +162,16 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
         role=role,
         argv=(sys.executable, "-m", f"rlboost.services.{module}"),
         log=site.log_of(name),
-        env={**_common(site), **_secrets(site, module), **_settings(site, name, role), **site.options.env},
+        env={
+            **_common(site),
+            **_secrets(site, module),
+            **_settings(site, name, role),
+            **_devices(site, name, role),
+            **site.options.env,
+        },
         ready=HttpReady(f"{site.url_of(name)}/{route}"),
         ready_limit_s=_TORCH_LIMIT_S if heavy else _LIGHT_LIMIT_S,
+        gpus=site.placements[name].shown if name in site.placements else "",
     )
 
 
@@ -172,6 +191,9 @@ def _common(site: Site) -> dict[str, str]:
         "PYTHONPATH": ":".join(path),
         # Several engines share the cores: one thread per core in each would oversubscribe them.
         "OMP_NUM_THREADS": site.inherited.get("OMP_NUM_THREADS", "1"),
+        # All of them listen on loopback, at http:// addresses.
+        "RLBOOST_TLS_CERT": "",
+        "RLBOOST_TLS_KEY": "",
     }
 
 
@@ -208,6 +230,13 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
     if role == "reserved":
         own["TRAINER"] = trainer_of(site.options, name)
     return _prefixed("RLBOOST_WORKER_", own)
+
+
+def _devices(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
+    if name not in site.placements:
+        return {}
+    prefix = "RLBOOST_TRAINER_" if role == "trainer" else "RLBOOST_WORKER_"
+    return environment(site.placements[name], prefix, site.options.layout.threads(site.n_cpus), site.inherited)
 
 
 def cache_dir(state_dir: Path) -> Path:

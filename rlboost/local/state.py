@@ -2,6 +2,7 @@
 
     config.json      {url, token, redis_url, state_dir, pid}
     processes.json   all processes, replaced atomically at each change
+    devices.json     GPUs of the trainer and of engines, which jobs are checked against; null without GPUs
     ports.json       ports by process name, which the next system takes again if they are free
     token            the system's token, which the next system uses again
     join-token       likewise the token of its workers
@@ -27,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlboost.local.layout import DeviceSummary
 from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.errors import ConfigError
 
@@ -63,6 +65,8 @@ class ProcessRecord:
     alive: bool
     note: str = ""
     """Why it is not running."""
+    gpus: str = ""
+    """Indexes of its GPUs, such as `0,1`; empty without GPUs."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +248,15 @@ class StateDir:
     def ports(self) -> dict[str, int]:
         """Return the ports of the current or last system by process name."""
         return dict(self._read("ports.json") or {})
+
+    def write_devices(self, devices: DeviceSummary | None) -> None:
+        """Write what a job must know of the system's GPUs; None if it uses none."""
+        self.write("devices.json", json.dumps(devices and asdict(devices), indent=2) + "\n")
+
+    def devices(self) -> DeviceSummary | None:
+        """Return what a job must know of the running system's GPUs, None if none runs or it uses none."""
+        raw = self._read("devices.json") if self.running() else None
+        return None if raw is None else DeviceSummary(**raw)
 
     def write_processes(self, records: Sequence[ProcessRecord]) -> None:
         """Write the process records."""

@@ -3,6 +3,7 @@
 A slot is a named process. Its keeper task starts the process, waits for its exit, and restarts it. A slot ends when:
 
 - it was stopped: the system stops, or the worker was preempted (`kill`, `notice`) or drained;
+- it exited with 0, and its spec says that this is final;
 - it exited with EXIT_CONFIG: a restart would fail in the same way;
 - it is in a crash loop: it has never been ready, and died soon after each of several starts. A process that was ready
   once is restarted however often it dies.
@@ -21,11 +22,12 @@ from typing import Literal
 
 from rlboost.local.backoff import Backoff
 from rlboost.local.child import Child, Exit
+from rlboost.local.fork_server import ForkServer
 from rlboost.local.processes import ProcessSpec
 from rlboost.local.readiness import Readiness
 from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.shared.errors import Conflict, Fatal, Timeout
-from rlboost.shared.lifecycle import EXIT_CONFIG, until_stop
+from rlboost.shared.lifecycle import EXIT_CONFIG, EXIT_OK, until_stop
 from rlboost.shared.waiting import Waits
 
 NOTICE_LEAD_S = 30.0
@@ -81,7 +83,8 @@ class _Slot:
         started_at = datetime.fromtimestamp(self.child.started_at, UTC).isoformat(timespec="milliseconds")
         alive = self.child.alive
         note = "" if alive else self.note
-        return ProcessRecord(self.spec.name, self.spec.role, self.child.pid, started_at, self.restarts, alive, note)
+        spec, pid = self.spec, self.child.pid
+        return ProcessRecord(spec.name, spec.role, pid, started_at, self.restarts, alive, note, spec.gpus)
 
 
 class Supervisor:
@@ -91,12 +94,19 @@ class Supervisor:
         state: receives the records at each change.
         tasks: owns the keepers; a keeper that fails, for example on a full disk, ends the group.
         on_event: called in the event loop for every process event.
+        forks: starts the services, as long as it can; without it, they are executed.
 
     """
 
-    def __init__(self, state: StateDir, tasks: asyncio.TaskGroup, on_event: Callable[[ClusterEvent], None]) -> None:
+    def __init__(
+        self,
+        state: StateDir,
+        tasks: asyncio.TaskGroup,
+        on_event: Callable[[ClusterEvent], None],
+        forks: ForkServer | None = None,
+    ) -> None:
         """Start with no slots."""
-        self._state, self._tasks, self._on_event = state, tasks, on_event
+        self._state, self._tasks, self._on_event, self._forks = state, tasks, on_event, forks
         self._slots: dict[str, _Slot] = {}
         self._readiness = Readiness()
         self._waits = Waits()
@@ -116,7 +126,7 @@ class Supervisor:
         """
         if spec.name in self._slots:
             raise Conflict(f"there is already a process {spec.name}")
-        slot = self._slots[spec.name] = _Slot(spec, Child(spec))
+        slot = self._slots[spec.name] = _Slot(spec, Child(spec, self._forks))
         slot.keeper = self._tasks.create_task(self._keep(slot), name=f"keep {spec.name}")
         self._emit("started", slot, f"pid {slot.child.pid}")
 
@@ -140,7 +150,7 @@ class Supervisor:
                     self._emit("left", slot, slot.note)
                     return
                 slot.cpu_s += end.cpu_s
-                slot.child = Child(slot.spec)
+                slot.child = Child(slot.spec, self._forks)
                 slot.restarts += 1
                 self._emit("started", slot, f"pid {slot.child.pid}")
         finally:
@@ -150,6 +160,9 @@ class Supervisor:
         if slot.leaving or self._state.drained(slot.spec.name):
             slot.note = slot.leaving or "drained"
             self._emit("left", slot, f"{slot.note}: {end}")
+            return True
+        if end.code == EXIT_OK and not slot.spec.restart_after_success:
+            self._emit("left", slot, str(end))
             return True
         if end.code == EXIT_CONFIG:
             slot.note = next(iter(slot.child.output(1)), str(end))

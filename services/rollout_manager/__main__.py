@@ -14,6 +14,7 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.openai.errors import openai_error_format
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
+from rlboost.services.rollout_manager.page.routes import add_page
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.shared.http import server
@@ -28,7 +29,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     # Clients have connections of their own: however many there are, the manager's loop gets one.
     clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
-    record = manager_record(host, port, socket.gethostname(), config.public_url)
+    record = manager_record(host, port, socket.gethostname(), config.public_url, tls=config.certificate is not None)
     manager = Manager(
         bus,
         lease_s=config.lease_s,
@@ -40,8 +41,9 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     credentials = StoreCredentials(manager, config.token.get_secret_value())
     routes = partial(add_openai_routes, load_model_files=load_model_files)
     app = build(manager, clients_bus, config, extensions=[routes], error_format_besides=openai_error_format)
+    add_page(app)
     try:
-        http = server.server_loop(app, sock)
+        http = server.server_loop(app, sock, config.certificate)
         await supervise({"manage": manager.run, "credentials": credentials.run, "http": http}, stop)
     finally:
         await clients_bus.close()

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, FastAPI, Header, Query, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi import APIRouter, Body, Depends, FastAPI, Header
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from rlboost.services.rollout_manager.adapters.manifest_key import manifest_public_key
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
-from rlboost.services.rollout_manager.event_followers import EventFollowers
+from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
 from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.token_routes import add_token_routes
@@ -26,9 +25,10 @@ from rlboost.services.rollout_manager.token_table import TokenTable
 from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
-from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, position
+from rlboost.shared.bus import Append, Bus, HashSet
 from rlboost.shared.errors import BusUnavailable, StoreUnavailable
 from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.documented import GUARDED, Responses, problems
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
@@ -37,7 +37,7 @@ from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
-from rlboost.shared.messages import Drain, Event, JobCommand, JobState
+from rlboost.shared.messages import Drain, JobCommand, JobState
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
 JOB_COMMANDS_MAX_LEN = 100_000
@@ -49,6 +49,9 @@ _STATES: dict[Action, JobState] = {"pause": "paused", "resume": "running", "canc
 """The state that a command leads to."""
 _TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at", "since")
 
+
+_STANDBY: Responses = {307: {"description": "a standby manager: the leader's address is in `Location`"}}
+_JOB = problems(404, 409)
 
 Extension = Callable[[APIRouter, Manager, Bus, Settings], None]
 """Adds routes to the API."""
@@ -75,10 +78,12 @@ def build(
     token = settings.token.get_secret_value()
     tokens = TokenTable(bus, token, settings.join_token.get_secret_value())
     guard = Guard(tokens.authenticate)
-    router = guard.router(prefix="/v1", dependencies=[Depends(leader_only(manager, token))])
+    router = guard.router(
+        prefix="/v1", responses=GUARDED | _STANDBY, dependencies=[Depends(leader_only(manager, token))]
+    )
     _add_jobs(router, manager, bus, token)
-    _add_history(router, manager, bus)
-    _add_events(router, manager, bus)
+    add_history(router, manager, bus)
+    add_events(router, manager, bus)
     _add_fleet(router, manager, settings)
     _add_weights(router, manager, bus, settings)
     add_token_routes(router, manager, tokens)
@@ -97,7 +102,7 @@ def build(
 def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None:
     creating = asyncio.Lock()  # two requests with one idempotency key may be concurrent
 
-    @router.post("/jobs", status_code=201, tags=["jobs"])
+    @router.post("/jobs", status_code=201, tags=["jobs"], responses=problems(409))
     @needs("job")
     async def create_job(
         raw: Annotated[dict[str, Any], Body()],
@@ -124,17 +129,17 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None
         jobs.sort(key=lambda job: job.no)
         return [await _public(manager, bus, job) for job in jobs]
 
-    @router.get("/jobs/{job_id}", tags=["jobs"])
+    @router.get("/jobs/{job_id}", tags=["jobs"], responses=problems(404))
     @needs("read")
     async def show_job(job_id: str) -> dict[str, Any]:
         """Return one job: state, step, metrics of its last step, current wait, error."""
-        return await _public(manager, bus, _known(manager, job_id))
+        return await _public(manager, bus, find_job(manager, job_id))
 
-    @router.get("/jobs/{job_id}/spec", tags=["jobs"])
+    @router.get("/jobs/{job_id}/spec", tags=["jobs"], responses=_JOB)
     @needs("read")
     async def job_file(job_id: str) -> dict[str, Any]:
         """Return the job's resolved job file."""
-        found: dict[str, Any] = json.loads(spec_to_json(_job(manager, job_id).spec))
+        found: dict[str, Any] = json.loads(spec_to_json(readable_job(manager, job_id).spec))
         return found
 
     written: dict[str, Action] = {}
@@ -149,10 +154,10 @@ def _add_action(router: APIRouter, manager: Manager, token: str, action: Action,
     """
     path, name, meaning = f"/jobs/{{job_id}}/{action}", f"{action}_job", f"{action.capitalize()} the job."
 
-    @router.post(path, status_code=202, tags=["jobs"], name=name, description=meaning)
+    @router.post(path, status_code=202, tags=["jobs"], name=name, description=meaning, responses=_JOB)
     @needs("job")
     async def act(job_id: str) -> dict[str, Any]:
-        job = _job(manager, job_id)
+        job = readable_job(manager, job_id)
         if not job.allows(action):
             raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
         if not (written.get(job.id) == action and job.state == _STATES[action]):
@@ -185,20 +190,6 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
     return job
 
 
-def _job(manager: Manager, job_id: str) -> Job:
-    job = _known(manager, job_id)
-    if isinstance(job, QuarantinedJob):
-        raise Problem(409, "Job quarantined", f"job {job_id} is {job.reason}")
-    return job
-
-
-def _known(manager: Manager, job_id: str) -> Job | QuarantinedJob:
-    job = manager.world.jobs.get(job_id) or manager.world.quarantined.get(job_id)
-    if job is None:
-        raise Problem(404, "No such job", f"there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs")
-    return job
-
-
 async def _public(manager: Manager, bus: Bus, job: Job | QuarantinedJob) -> dict[str, Any]:
     if isinstance(job, QuarantinedJob):
         return _times({**job.public(), "waiting": None})
@@ -215,109 +206,13 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-# --- history ----------------------------------------------------------------------------------------------------------
-
-
-def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
-    @router.get("/jobs/{job_id}/audit", tags=["history"])
-    @needs("read")
-    async def audit(job_id: str) -> dict[str, Any]:
-        """Account for every sample and token of the job."""
-        job = _job(manager, job_id)
-        in_flight = manager.world.in_flight
-        live = [(need.is_serving, in_flight.by_requirement[need]) for need in in_flight.of_job(job.id)]
-        stored = await bus.hash_get(names.job_audit(job.id), "counters")
-        counters: dict[str, Any] = (
-            json.loads(stored) if stored else manager.world.audits.get(job.id, Audit()).model_dump()
-        )
-        counters.setdefault("serving", {})["in_flight"] = sum(n for serves, n in live if serves)
-        return {**counters, "in_flight": sum(n for serves, n in live if not serves)}
-
-    @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
-    @needs("read")
-    async def metrics(
-        job_id: str,
-        format: Literal["json", "jsonl"] = "json",  # noqa: A002 - fixed by the API
-        from_step: Annotated[int, Query(ge=0)] = 0,
-    ) -> list[dict[str, Any]] | PlainTextResponse:
-        """Return one row per step, from `from_step` on (the first step is 0)."""
-        job = _known(manager, job_id)
-        stored = await bus.hash_all(names.job_metrics(job.id))
-        rows = [{"step": int(step), **json.loads(text)} for step, text in stored.items() if int(step) >= from_step]
-        rows.sort(key=lambda row: int(row["step"]))
-        if format == "jsonl":
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            return PlainTextResponse(lines, media_type="application/jsonl")
-        return rows
-
-    @router.get("/jobs/{job_id}/samples", tags=["history"])
-    @needs("read")
-    async def samples(job_id: str, step: int | None = None) -> list[dict[str, Any]]:
-        """Return recent samples with reward and lineage, of one step if `step` is given."""
-        job = _known(manager, job_id)
-        entries = await bus.read({names.job_samples(job.id): START}, count=10_000)
-        rows = [entry.message.fields for entry in entries if isinstance(entry.message, Event)]
-        return [row for row in rows if step is None or row.get("step") == step]
-
-
-def _add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
-    followers = EventFollowers(bus)
-
-    def followed(job_id: str, cursor: str, request: Request, *, follow: bool) -> AsyncIterator[Entry | None]:
-        _known(manager, job_id)
-        followers.check_limit()
-        # Look the job up each time: a recovery replaces the world.
-        stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
-        return followers.follow(stream, cursor, is_over, request.is_disconnected)
-
-    @router.get("/jobs/{job_id}/events", tags=["history"])
-    @needs("read")
-    async def follow_events(
-        job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None, follow: bool = True
-    ) -> StreamingResponse:
-        """Stream the job's events until it has ended; with `follow=0` only those that are there."""
-        events = followed(job_id, _checked_id(last_event_id or START), request, follow=follow)
-        return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
-
-    @router.get("/jobs/{job_id}/logs", tags=["history"])
-    @needs("read")
-    async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
-        """Stream the job's events as text; with `follow`, until the job ends."""
-        events = followed(job_id, START, request, follow=follow)
-        return StreamingResponse(_log_lines(events), media_type="text/plain; charset=utf-8")
-
-
-def _checked_id(event_id: str) -> str:
-    try:
-        position(event_id)
-    except ValueError as error:
-        raise Problem(400, "Bad Last-Event-ID", f"{event_id!r} is not the id of an event: leave it out") from error
-    return event_id
-
-
-async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
-    async for entry in tail:
-        if entry is None:
-            yield ": keep-alive\n\n"
-        elif isinstance(entry.message, Event):
-            yield f"id: {entry.id}\nevent: {entry.message.kind}\ndata: {entry.message.model_dump_json()}\n\n"
-
-
-async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
-    async for entry in tail:
-        if entry is not None and isinstance(event := entry.message, Event):
-            at = datetime.fromtimestamp(event.at, UTC).isoformat(timespec="milliseconds")
-            fields = " ".join(f"{name}={value}" for name, value in event.fields.items())
-            yield f"{at} {event.source} {event.kind} {fields}".rstrip() + "\n"
-
-
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     token = settings.token.get_secret_value()
 
-    @router.get("/join", tags=["fleet"])
+    @router.get("/join", tags=["fleet"], responses=problems(409))
     @needs("worker")
     async def join(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
         """Return to a worker that joins what it needs to connect to the other services."""
@@ -343,7 +238,7 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
         fleet = manager.world.fleet
         return [_times(worker.public()) for worker in (*fleet.workers.values(), *fleet.gone.values())]
 
-    @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"])
+    @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"], responses=problems(404))
     @needs("admin")
     async def drain(worker_id: str) -> dict[str, str]:
         """Have the worker hand off its samples and exit."""

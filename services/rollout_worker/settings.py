@@ -26,7 +26,7 @@ class Settings(ServiceSettings):
     trainer: str = Field("", description="reserved: name of that trainer; may be empty if there is only one trainer")
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="prefix of the worker's id; empty = host name")
     kind: str = Field("", description="kind of machine, for throughput profiles; empty = engine and device")
-    price_per_hour: float = Field(0.0, ge=0, description="price of this machine")
+    price_per_hour: float = Field(0.0, ge=0, description="price of this worker's machine or share of one, in dollars")
 
     engine: Literal["torch", "vllm"] = Field("torch", description="inference engine")
     device: str = Field("cpu", description="the engine's device, in torch's notation")
@@ -40,7 +40,14 @@ class Settings(ServiceSettings):
         ge=0,
         description="size of the KV cache; 0 = most of a GPU's free memory; on a CPU 1 GiB (torch) or 256 MiB (vllm)",
     )
+    gpu_memory_utilization: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="fraction of each GPU's memory for the engine; 0 = vllm's default, 0.92, or what is free (torch)",
+    )
     tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs that the model is split over")
+    cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; empty = all")
     cache_dir: Path = Field(_CACHE, description="cache of pulled weights, with one folder per worker name")
 
     base_model: Path | None = Field(
@@ -66,7 +73,11 @@ class Settings(ServiceSettings):
     )
     notice_file: Path | None = Field(None, description="local file whose appearance is a preemption notice")
 
-    host: str = Field("127.0.0.1", description="address that serves health, metrics and weights for other workers")
+    host: str = Field(
+        "",
+        description="address that serves health, metrics and weights for other workers; "
+        "empty = the one from which the manager is reached",
+    )
     port: int = Field(0, ge=0, le=65535, description="0 = any free port")
     peer_url: str = Field(
         "",

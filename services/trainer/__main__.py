@@ -13,6 +13,7 @@ from rlboost.services.trainer.app import Limits, Trainer
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.settings import Settings
+from rlboost.shared import cpu_affinity
 from rlboost.shared.http import server as http
 from rlboost.shared.importing import gc_paused
 from rlboost.shared.job.spec import JobSpec
@@ -25,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the trainer until the stop."""
+    cpu_affinity.bind(config.cpus)
     sock = http.bind(config.host, config.port)
     bus = await connect(config.redis_url, "trainer")
     waits, device = Waits(), DeviceThread()
@@ -50,7 +52,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         "commands": trainer.commands,
         "jobs": trainer.jobs,
         "lease": trainer.lease,
-        "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock),
+        "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock, config.certificate),
     }
     try:
         await supervise(loops, stop)

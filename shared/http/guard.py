@@ -16,7 +16,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
-from rlboost.shared.http.authentication import Authenticator, needed_scope, system_token
+from rlboost.shared.http.authentication import Authenticator, bearer_token, needed_scope, system_token
 from rlboost.shared.http.failure_limit import FailureLimit
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.scopes import Scope
@@ -84,8 +84,8 @@ class Guard:
             Problem: 401, it has none that is valid; 403, its scope is another one; 429, its address failed too often.
 
         """
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        principal = await self._authenticate(given.strip()) if scheme.lower() == "bearer" else None
+        given = bearer_token(request.headers.get("Authorization", ""))
+        principal = await self._authenticate(given) if given else None
         if principal is None:
             raise self._unauthorized(request)
         if not principal.may(scope):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlboost.shared.http.authentication import Authenticator, is_token
+from rlboost.shared.http.authentication import Authenticator, bearer_token, is_token
 from rlboost.shared.http.token_signature import is_valid_signature, sign
 from rlboost.shared.scopes import Principal
 
@@ -35,9 +35,19 @@ def store_authenticator(token: str, clock: Callable[[], float]) -> Authenticator
     """Return the weight store's authenticator: the system's token for everything, credentials to download weights."""
 
     async def authenticate(given: str) -> Principal | None:
-        if is_token(given, token):
-            return Principal("system", "admin")
-        worker_id = credential_holder(given, token, clock())
-        return None if worker_id is None else Principal(worker_id, "weights")
+        return _principal(given, token, clock())
 
     return authenticate
+
+
+def may_download(authorization: str, token: str, clock: Callable[[], float]) -> bool:
+    """Return True if a request with this `Authorization` header may download weights."""
+    principal = _principal(bearer_token(authorization), token, clock())
+    return principal is not None and principal.may("weights")
+
+
+def _principal(given: str, token: str, now: float) -> Principal | None:
+    if is_token(given, token):
+        return Principal("system", "admin")
+    worker_id = credential_holder(given, token, now)
+    return None if worker_id is None else Principal(worker_id, "weights")

@@ -14,6 +14,7 @@ Times are Unix seconds, durations seconds, sizes bytes.
 from __future__ import annotations
 
 from rlboost.shared.messages.jobs import (
+    ENDED,
     DeadLetter,
     Event,
     JobCommand,
@@ -67,6 +68,7 @@ from rlboost.shared.messages.workers import (
 )
 
 __all__ = [
+    "ENDED",
     "FINISH_LENGTH",
     "FINISH_NONE",
     "FINISH_RELEASED",

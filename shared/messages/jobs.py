@@ -10,6 +10,8 @@ from rlboost.shared.messages.fields import Count, Finite, JobId, Seconds, Versio
 from rlboost.shared.messages.registry import Message, message
 
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
+ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
+"""The states of a job that never runs again."""
 
 
 @message

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
+from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Digest, statement
+
+NONCE_FILE = "nonce"
 
 
 class _Body(BaseModel):
@@ -21,6 +26,32 @@ class MissingChunks(_Body):
     """The chunks that the store does not hold."""
 
     missing: tuple[Digest, ...]
+
+
+class EdgeBatch(_Body):
+    """Deltas in the store that lead to the chunks to publish."""
+
+    edges: tuple[Edge, ...]
+
+
+class ChunkDirectory(_Body):
+    """Where the store has its files, for clients on the same file system."""
+
+    path: str
+    """An absolute path."""
+    nonce: str
+    """Content of the file `nonce` there: only a client that reads it has the same directory at this path."""
+
+    def chunk(self, digest: str) -> Path:
+        """Return the path of a chunk, which may not exist."""
+        return Path(self.path) / "chunks" / digest[:2] / digest
+
+    def is_shared(self) -> bool:
+        """Return True if this machine reads the store's files at the same path. Blocks on files."""
+        try:
+            return Path(self.path, NONCE_FILE).read_text(encoding="ascii") == self.nonce
+        except (OSError, ValueError):
+            return False
 
 
 class CommitRequest(_Body):

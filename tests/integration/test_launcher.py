@@ -27,12 +27,15 @@ from rlboost.local import supervisor as supervisor_module
 from rlboost.local.backoff import Backoff
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
+from rlboost.local.spec_file import SystemSpec, load
 from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, StartFailed
+from rlboost.local.system_layout import placed
 from rlboost.shared.errors import ConfigError, Conflict, Fatal
 from tests.support import dummy_service
 from tests.support.dummy_cluster import dummies
 from tests.support.eventually import eventually
+from tests.support.fake_gpus import gpus
 from tests.support.redis_server import executable
 
 BUSY_CPU_S = 0.9 * dummy_service.BUSY_CPU_S
@@ -109,6 +112,43 @@ async def test_cluster_is_ready_on_entry_and_stopped_on_exit(tmp_path: Path) -> 
     order = [event.name for event in watched.events if event.kind == "left"]
     assert order[-1] == "redis"
     assert set(order[-3:]) == {"redis", "manager", "weight-store"}
+
+
+def environment(pid: int) -> dict[str, str]:
+    return dict(line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if line)
+
+
+async def test_processes_of_the_papers_layout_see_their_own_gpus(tmp_path: Path) -> None:
+    """The shipped file on eight GPUs that do not exist, small programs as services: what the kernel says they got."""
+    file = Path(__file__).parents[2] / "deploy" / "clusters" / "reserved-8gpu.yaml"
+    spec = load(SystemSpec, file, {"port": 0, "workers": 1, "gpus": "0-9"})
+    cluster = LocalCluster(placed(spec, tmp_path / "state", gpus(10)), spec_of=dummies())
+    watched = Watched(cluster)
+    async with cluster:
+        found = {record.name: environment(record.pid) for record in cluster.processes()}
+        visible = {name: env["CUDA_VISIBLE_DEVICES"] for name, env in found.items() if "CUDA_VISIBLE_DEVICES" in env}
+        assert visible == {
+            "trainer": "0,1,2,3,4,5,6,7",
+            "reserved-1": "0,1",
+            "reserved-2": "2,3",
+            "reserved-3": "4,5",
+            "reserved-4": "6,7",
+            "worker-1": "8,9",
+        }
+        assert found["trainer"]["RLBOOST_TRAINER_DEVICE"] == "cuda"
+        for i in (1, 2, 3, 4):
+            env = found[f"reserved-{i}"]
+            assert env["RLBOOST_WORKER_TENSOR_PARALLEL"] == "2"
+            assert env["RLBOOST_WORKER_GPU_MEMORY_UTILIZATION"] == "0.4"
+            assert (env["RLBOOST_WORKER_ROLE"], env["RLBOOST_WORKER_ENGINE"]) == ("reserved", "vllm")
+        assert "RLBOOST_WORKER_GPU_MEMORY_UTILIZATION" not in found["worker-1"]
+        assert watched.record("reserved-4").gpus == "6,7"
+        with pytest.raises(Conflict, match="no GPU is free"):
+            cluster.join_worker()
+        cluster.kill("worker-1")
+        await eventually(lambda: "left" in watched.of("worker-1"))
+        joined = cluster.join_worker()
+        assert environment(watched.record(joined).pid)["CUDA_VISIBLE_DEVICES"] == "8,9"
 
 
 async def test_standby_starts_between_the_manager_and_the_workers(tmp_path: Path) -> None:

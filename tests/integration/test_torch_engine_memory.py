@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.rollout_worker.__main__ import _engines  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.adapters.torch import engine as torch_engine  # noqa: E402 - its like
-from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - its like
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine, gpu_kv_cache_bytes  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402 - its like
 from rlboost.services.rollout_worker.settings import Settings  # noqa: E402 - its like
 from rlboost.shared.errors import ConfigError  # noqa: E402 - its like
@@ -167,3 +167,12 @@ async def test_a_suspended_engine_gives_the_memory_back(start: Start) -> None:
     assert engine.kv_cache_bytes == 0
     await engine.resume()
     assert_true([one], await collector.all_ended([one]))
+
+
+@pytest.mark.parametrize(
+    ("free", "allocated", "utilization", "expected"),
+    [(60, 10, 0.0, 42), (60, 10, 0.4, 15), (10, 10, 0.4, 7), (60, 40, 0.4, 0)],
+)
+def test_cache_on_a_gpu_stays_within_its_fraction(free: int, allocated: int, utilization: float, expected: int) -> None:
+    """Of a GPU with 80 units: 0.4 are 32, of which the weights take 10; 0.7 of the rest is the cache."""
+    assert gpu_kv_cache_bytes(free, 80, allocated, utilization) == expected

@@ -341,3 +341,11 @@ def test_unwritable_vllm_cache_names_its_setting(cache: Path) -> None:
     cache.write_text("a file")
     with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT to one that can"):
         model_folder({"hidden_size": 8})
+
+
+def test_memory_fraction_reaches_vllm_and_its_default_stays() -> None:
+    vllm_engines.require()
+    from rlboost.services.rollout_worker.adapters.vllm.core import VllmOptions, engine_args  # noqa: PLC0415 - needs vllm
+
+    assert engine_args(Path("m"), VllmOptions(8, gpu_memory_utilization=0.4)).gpu_memory_utilization == 0.4
+    assert engine_args(Path("m"), VllmOptions(8)).gpu_memory_utilization == 0.92

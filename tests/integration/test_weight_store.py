@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rlboost.shared.bus import START
+from rlboost.shared.bus import START, HashSet
 from rlboost.shared.errors import (
     BadSignature,
     BusUnavailable,
@@ -31,7 +31,7 @@ from rlboost.shared.errors import (
 )
 from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.messages import WeightsCommitted
-from rlboost.shared.names import WEIGHTS_COMMITTED
+from rlboost.shared.names import JOBS, WEIGHTS_COMMITTED
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
@@ -225,6 +225,38 @@ async def test_old_versions_are_removed_and_the_listing_shows_the_retained(
         await puller.pull(JOB, 0)
 
 
+async def state_is(redis_url: str, state: str) -> None:
+    bus = RedisBus(redis_url)
+    await bus.transact([HashSet(JOBS, {JOB: f'{{"state": "{state}"}}'})])
+    await bus.close()
+
+
+async def test_models_of_ended_jobs_can_be_deleted_to_stay_within_the_limit(
+    store: ServiceProcess, client: StoreClient, publisher: Publisher, redis_url: str
+) -> None:
+    store.kill()
+    store.env["RLBOOST_WEIGHT_STORE_MAX_BYTES"] = str(6 * MIB)
+    store.start()
+    await publish(publisher, 0, {"w": np.zeros(MIB, np.float32)})
+    with pytest.raises(Fatal, match=r"at most 6291456 bytes: delete the weights of ended jobs"):
+        await publish(publisher, 0, {"w": np.ones(MIB, np.float32)}, job="job-2")
+    async with httpx.AsyncClient(base_url=client.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        for state, status in (("running", 409), ("completed", 204), ("completed", 404)):
+            await state_is(redis_url, state)
+            assert (await http.delete(f"/v1/models/{JOB}")).status_code == status
+    assert await client.head(JOB) is None
+
+    async def published() -> bool:
+        try:
+            await publish(publisher, 0, {"w": np.ones(MIB, np.float32)}, job="job-2")
+        except Fatal:
+            return False
+        return True
+
+    # Garbage is not collected for each rejected write.
+    await eventually(published)
+
+
 async def test_the_cache_keeps_the_last_two_versions(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:
     first = None
     for version in range(3):
@@ -248,7 +280,7 @@ async def test_worker_with_an_expired_credential_waits_for_a_new_one(
     access = WorkerAccess(issue_store_credential(TOKEN, "w-1", time.time() - 60, life_s=30), ManifestKey(TOKEN).public)
     waits = Waits()
     async with StoreClient(store.url, access) as client:
-        with pytest.raises(StoreUnavailable, match="waiting for a new one"):
+        with pytest.raises(StoreUnavailable, match="waits for a new credential"):
             await client.head(JOB)
         puller = Puller(client, Cache(tmp_path / "worker"), waits, limit_s=60)
         pulling = asyncio.create_task(assert_pulls(puller, 0, weights))

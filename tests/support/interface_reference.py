@@ -53,12 +53,13 @@ EVENTS: Mapping[str, str] = {
     "worker_left": "a worker exited as planned",
     "worker_lost": "a worker's lease expired, or its engine failed",
     "worker_notice": "a worker announced that it will be preempted",
+    "worker_rejected": "a worker is drained, as it sent invalid tokens for samples that others completed",
     "worker_reassigned": "a worker changed jobs",
     "worker_state": "a worker's state changed",
 }
 """Event -> meaning."""
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "System": ("up", "down", "ps", "demo"),
+    "System": ("up", "down", "ps", "doctor", "demo"),
     "Jobs": (
         *("init", "config check", "run", "eval", "follow", "status"),
         *("logs", "samples", "report", "pause", "resume", "cancel"),

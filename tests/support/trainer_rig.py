@@ -112,7 +112,9 @@ class Rig:
             engine=self.engine,
             model=Path("m"),
             loss=_no_loss,
-            data=Data(prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids)), self.n_too_long),
+            data=Data(
+                prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids)), self.n_too_long, vocab_size=100
+            ),
             rewards=FakeRewards(self.reward),
             checkpoints=self.checkpoints,
             weights=self.weights,

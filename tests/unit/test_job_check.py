@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from rlboost.cli import app
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs.user_code_check import MissingHere
+from tests.support import fake_gpus
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
 
@@ -205,3 +208,29 @@ def test_only_missing_files_and_modules_are_missing_here(folder: Path) -> None:
     }
     found = {problem.partition(": ")[2][:20]: isinstance(problem, MissingHere) for problem in check(**wrong)}
     assert list(found.values()) == [True, True, True, False, True, False], found
+
+
+def test_cluster_file_adds_what_does_not_fit_on_its_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{fake_gpus.install(folder / 'bin', 2)}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (folder / "cluster.yaml").write_text("gpus: 0-1\nengine: torch\n")
+    check(trainer={"data_parallel": 4})
+    command = ["config", "check", "job.yaml", "--cluster", "cluster.yaml"]
+    (folder / "base/config.json").write_text('{"num_attention_heads": 4}')
+    header = b'{"w": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}'
+    (folder / "base/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(256))
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "trains in 4 processes with a GPU each, and the trainer has 2 GPUs" in result.stderr
+    result = CliRunner().invoke(app, [*command[:3], "trainer.data_parallel=2", *command[3:]])
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(("isolated", "n_warnings"), [(True, 0), (False, 1)])
+def test_check_warns_if_generated_programs_are_not_isolated(isolated: bool, n_warnings: int) -> None:
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "tests": "assert True"}\n')
+    reward = {"function": "rlboost.rewards.code:score", "arguments": {"isolated": isolated}}
+    job = {"model": "base", "data": {"train": "train.jsonl"}, "reward": reward, "steps": 1}
+    found = jobcheck.check_job(job)
+    assert found.problems == []
+    assert len([text for text in found.advice if "isolated: false" in text]) == n_warnings

@@ -42,6 +42,7 @@ MANAGER = EVERYWHERE | {
     "POST /v1/jobs/{job_id}/resume": "job",
     "POST /v1/jobs/{job_id}/cancel": "job",
     "GET /v1/jobs/{job_id}/audit": "read",
+    "GET /v1/jobs/{job_id}/cost": "read",
     "GET /v1/jobs/{job_id}/metrics": "read",
     "GET /v1/jobs/{job_id}/samples": "read",
     "GET /v1/jobs/{job_id}/events": "read",

@@ -58,6 +58,8 @@ class TorchEngine(ThreadedEngine):
         dtype: of weights, activations and cache; sampling is in float32.
         kv_cache_bytes: maximum size of the KV cache; while it grows, one layer's part is allocated twice. Requests that
             do not fit are queued. 0 = 0.7 of the free memory on a GPU, or 1 GiB on a CPU.
+        gpu_memory_utilization: fraction of the GPU's memory for weights, cache and passes, if `kv_cache_bytes` is 0;
+            0 = no limit but the free memory.
 
     Raises:
         ConfigError: the directory, the device or the model is not supported, or the cache is too small.
@@ -72,12 +74,13 @@ class TorchEngine(ThreadedEngine):
         device: str = "cpu",
         dtype: Literal["float32", "bfloat16"] = "float32",
         kv_cache_bytes: int = 0,
+        gpu_memory_utilization: float = 0.0,
     ) -> None:
         self._device = _usable_device(device)
         self._model = torch_model.build(directory, DTYPES[dtype], self._device)
         self._weights = torch_model.Weights(self._model)
         max_len = torch_model.max_length(self._model)
-        n_bytes = kv_cache_bytes or _default_kv_cache_bytes(self._device)
+        n_bytes = kv_cache_bytes or _default_kv_cache_bytes(self._device, gpu_memory_utilization)
         self._token_bytes = torch_model.kv_token_bytes(self._model)
         capacity = KvCapacity(slots, max_len, _tokens_in(n_bytes, self._token_bytes))
         self._cache = SlotCache(capacity, DTYPES[dtype], self._device)
@@ -209,11 +212,25 @@ def _usable_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _default_kv_cache_bytes(device: torch.device) -> int:
+def _default_kv_cache_bytes(device: torch.device, utilization: float) -> int:
     if device.type != "cuda":
         return _CPU_KV_CACHE_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * _GPU_KV_CACHE_FRACTION)
+    free, total = torch.cuda.mem_get_info(device)
+    return gpu_kv_cache_bytes(free, total, torch.cuda.memory_allocated(device), utilization)
+
+
+def gpu_kv_cache_bytes(free: int, total: int, allocated: int, utilization: float) -> int:
+    """Return the default size of the KV cache on a GPU.
+
+    Args:
+        free: bytes that no process uses.
+        total: bytes of the GPU.
+        allocated: bytes of the loaded weights.
+        utilization: fraction of `total` for this engine, weights included; 0 = all that is free.
+
+    """
+    budget = max(0, int(total * utilization) - allocated) if utilization else free
+    return int(min(free, budget) * _GPU_KV_CACHE_FRACTION)
 
 
 def _tokens_in(kv_cache_bytes: int, token_bytes: int) -> int:

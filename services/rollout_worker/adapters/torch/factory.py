@@ -16,12 +16,19 @@ class TorchFactory:
     """`ports.EngineFactory` of `TorchEngine`s with these parameters."""
 
     def __init__(
-        self, *, slots: int, device: str, dtype: Literal["float32", "bfloat16"], kv_cache_bytes: int = 0
+        self,
+        *,
+        slots: int,
+        device: str,
+        dtype: Literal["float32", "bfloat16"],
+        kv_cache_bytes: int = 0,
+        gpu_memory_utilization: float = 0.0,
     ) -> None:
         self._slots = slots
         self._device = device
         self._dtype = dtype
         self._kv_cache_bytes = kv_cache_bytes
+        self._gpu_memory_utilization = gpu_memory_utilization
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
@@ -43,4 +50,5 @@ class TorchFactory:
                 device=self._device,
                 dtype=self._dtype,
                 kv_cache_bytes=self._kv_cache_bytes,
+                gpu_memory_utilization=self._gpu_memory_utilization,
             )

@@ -51,6 +51,8 @@ class VllmOptions:
     """Of weights, activations and cache; sampling is in float32."""
     kv_cache_bytes: int = 0
     """0 = on a GPU vLLM's default, most of the free memory; on a CPU 256 MiB."""
+    gpu_memory_utilization: float = 0.0
+    """Fraction of each GPU's memory for weights, activations and KV cache; 0 = vLLM's default. Unused on a CPU."""
     tensor_parallel: int = 1
     """Number of devices over which the model is split."""
     enable_sleep: bool = False
@@ -85,7 +87,7 @@ class VllmCore:
         # vLLM selects the model's class by its architecture, which not every configuration names.
         config = {"architectures": [self._tensors.architecture], **_without_nulls(config_json)}
         try:
-            self._engine = LLMEngine.from_engine_args(_arguments(model_folder(config), options))
+            self._engine = LLMEngine.from_engine_args(engine_args(model_folder(config), options))
         except (ValueError, OSError, NotImplementedError) as error:
             cleanup_dist_env_and_memory()
             raise ConfigError(f"vllm cannot run this model on this machine: {error}") from error
@@ -298,7 +300,8 @@ def check_device(device: str) -> None:
         )
 
 
-def _arguments(directory: Path, options: VllmOptions) -> EngineArgs:
+def engine_args(directory: Path, options: VllmOptions) -> EngineArgs:
+    """Return the arguments of an engine whose model is in a directory."""
     on_cpu = options.device == "cpu"
     return EngineArgs(
         model=str(directory),
@@ -307,6 +310,7 @@ def _arguments(directory: Path, options: VllmOptions) -> EngineArgs:
         skip_tokenizer_init=True,
         generation_config="vllm",
         max_num_seqs=options.slots,
+        gpu_memory_utilization=options.gpu_memory_utilization or EngineArgs.gpu_memory_utilization,
         kv_cache_memory_bytes=options.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
         enforce_eager=on_cpu,  # compilation costs more time than it saves
         async_scheduling=False,  # a step that began before a load would end after it

@@ -43,6 +43,7 @@ class VllmFactory:
         device: str,
         dtype: Literal["float32", "bfloat16"],
         kv_cache_bytes: int = 0,
+        gpu_memory_utilization: float = 0.0,
         tensor_parallel: int = 1,
         enable_sleep: bool = False,
     ) -> None:
@@ -55,6 +56,7 @@ class VllmFactory:
         self._device = device
         self._dtype = dtype
         self._kv_cache_bytes = kv_cache_bytes
+        self._gpu_memory_utilization = gpu_memory_utilization
         self._tensor_parallel = tensor_parallel
         self._enable_sleep = enable_sleep
 
@@ -78,6 +80,7 @@ class VllmFactory:
             device=self._device,
             dtype=self._dtype,
             kv_cache_bytes=self._kv_cache_bytes,
+            gpu_memory_utilization=self._gpu_memory_utilization,
             tensor_parallel=self._tensor_parallel,
             enable_sleep=self._enable_sleep,
         )

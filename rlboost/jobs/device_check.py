@@ -1,0 +1,115 @@
+"""Check a job whose model is a local folder against the GPUs of the system that will run it, before anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlboost.jobs import memory
+from rlboost.local.layout import DeviceSummary, n_gpus
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.folder import count_parameters, read_config
+
+_GIB = 1 << 30
+
+
+class Fit(NamedTuple):
+    """How a job fits on the GPUs, one line each."""
+
+    problems: list[str]
+    advice: list[str]
+
+
+def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
+    """Return what does not fit for certain, and what probably wastes a GPU or runs out of memory.
+
+    Sizes that the model's files do not give are not checked.
+    """
+    found = Fit([], [])
+    try:
+        config = read_config(Path(spec.model).expanduser())
+        n_parameters = count_parameters(Path(spec.model).expanduser())
+    except ConfigError:
+        return found
+    config = config.get("text_config", config)
+    if devices.tensor_parallel:
+        _check_engines(spec, config, n_parameters, devices, found)
+    if spec.kind != "eval":
+        _check_trainer(spec, n_parameters, devices, found)
+    return found
+
+
+def _check_engines(
+    spec: JobSpec, config: dict[str, Any], n_parameters: int, devices: DeviceSummary, found: Fit
+) -> None:
+    if spec.kind == "sft":
+        return
+    split = devices.tensor_parallel
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % split:
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        found.problems.append(
+            f"model: its {heads} attention heads cannot be divided by --tensor-parallel {split}: use one of {divisors}"
+        )
+    budget = devices.engine_memory_bytes
+    if not budget:
+        return
+    n_tokens = spec.sampling.max_tokens
+    needed = memory.engine_bytes(n_parameters, _kv_token_bytes(config), n_tokens, split)
+    if needed > budget:
+        found.problems.append(
+            f"model: an engine needs {_gib(needed)} per GPU for weights and one sample of {n_tokens} tokens, and has "
+            f"{_gib(budget)}: raise --gpu-memory-utilization or --tensor-parallel, or take a smaller model"
+        )
+
+
+def _check_trainer(spec: JobSpec, n_parameters: int, devices: DeviceSummary, found: Fit) -> None:
+    trainer = spec.trainer
+    n_ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    if n_ranks > devices.trainer_gpus:
+        found.problems.append(
+            f"trainer.data_parallel: the job trains in {n_ranks} processes with a GPU each, and the trainer has "
+            f"{n_gpus(devices.trainer_gpus)}: lower it, or give more --trainer-gpus"
+        )
+    elif n_ranks < devices.trainer_gpus:
+        found.advice.append(
+            f"trainer.data_parallel: the job trains on {n_ranks} of the trainer's {n_gpus(devices.trainer_gpus)}: "
+            "raise it to use them all"
+        )
+    available = devices.trainer_memory_bytes
+    if not available:
+        return
+    model = memory.TrainedModel(
+        n_parameters,
+        frozen=spec.adapter is not None,
+        has_reference=spec.kind == "rl" and spec.algorithm.kl_coef > 0 and spec.adapter is None,
+        muon=spec.optimizer.name == "muon",
+    )
+    needed = memory.state_bytes(model, trainer)
+    if needed > available:
+        found.problems.append(
+            f"model: the trainer needs {_gib(needed)} per GPU for weights, optimizer and gradients, and a GPU has "
+            f"{_gib(available)}: raise trainer.data_parallel, or see docs/gpu-memory.md"
+        )
+        return
+    resident = memory.generating_bytes(model, trainer)
+    if devices.shared_memory_bytes and resident + devices.shared_memory_bytes > available:
+        found.advice.append(
+            f"trainer.offload: the trainer keeps {_gib(resident)} on a GPU of {_gib(available)} while its engines use "
+            f"{_gib(devices.shared_memory_bytes)}: set it to all, or lower --gpu-memory-utilization"
+        )
+
+
+def _kv_token_bytes(config: dict[str, Any]) -> int:
+    """Return the KV cache of one token, 0 if the configuration does not give it."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    layers = config.get("num_hidden_layers")
+    if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(layers, int)) or not heads:
+        return 0
+    head_dim = config.get("head_dim") or hidden // heads
+    return memory.kv_token_bytes(layers, config.get("num_key_value_heads") or heads, head_dim)
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / _GIB:.1f} GiB"

@@ -1,0 +1,10 @@
+"""The CPUs of this machine."""
+
+from __future__ import annotations
+
+import os
+
+
+def n_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,226 @@
+"""Which GPUs each process of a machine uses, how engines share their memory, and the environment that says so.
+
+A *group* is the GPUs of one engine: `tensor_parallel` consecutive ones. Trainers divide their GPUs evenly. Reserved
+engines take groups of their trainer's GPUs in turn, so several may share a group. Preemptible engines have groups of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlboost.local.gpus import Gpu
+from rlboost.shared.errors import ConfigError, Conflict
+
+SHARED_MEMORY_FRACTION = 0.4
+"""Default part of a GPU for the engines that share it with a trainer; the trainer has the rest."""
+_VLLM_MEMORY_FRACTION = 0.92
+"""vLLM's own default."""
+_MAX_THREADS = 16
+"""More threads of one process seldom help work that runs on a GPU."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The devices of one process."""
+
+    gpus: tuple[Gpu, ...]
+    memory_fraction: float = 0.0
+    """Part of each GPU's memory for an engine; 0 = the engine's own default. A trainer has none."""
+
+    @property
+    def shown(self) -> str:
+        """Return the indexes, such as `0,1`."""
+        return ",".join(str(gpu.index) for gpu in self.gpus)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes that an engine may use on its smallest GPU."""
+        return int(min(gpu.memory_bytes for gpu in self.gpus) * (self.memory_fraction or _VLLM_MEMORY_FRACTION))
+
+    @property
+    def cpus(self) -> str:
+        """Return the CPUs next to these GPUs, empty if those of one of them are unknown."""
+        lists = dict.fromkeys(gpu.cpus for gpu in self.gpus)
+        return "" if "" in lists else ",".join(lists)
+
+
+@dataclass(frozen=True)
+class DeviceSummary:
+    """What a job must know of the GPUs of a system; sizes are 0 if unknown."""
+
+    trainer_gpus: int
+    trainer_memory_bytes: int
+    """Of the trainer's smallest GPU."""
+    tensor_parallel: int
+    """GPUs per engine; 0 = no engine is on the system's own GPUs."""
+    engine_memory_bytes: int
+    """That the tightest engine may use on each of its GPUs."""
+    shared_memory_bytes: int
+    """That all engines on one GPU of the trainer may use together."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The placement of every initial process of a machine that uses GPUs; empty without GPUs."""
+
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """By process name."""
+    worker_groups: tuple[Placement, ...] = ()
+    """The groups of preemptible workers, including those that no initial worker uses."""
+    trainers: tuple[str, ...] = ()
+    """Names of the processes that train."""
+
+    def summary(self) -> DeviceSummary | None:
+        """Return what a job must know of the GPUs, None without GPUs."""
+        if not self.trainers:
+            return None
+        trainer = self.placements[self.trainers[0]]
+        engines = [placement for name, placement in self.placements.items() if name not in self.trainers]
+        shares = [
+            sum(one.memory_fraction for one in engines if gpu in one.gpus) * gpu.memory_bytes for gpu in trainer.gpus
+        ]
+        return DeviceSummary(
+            trainer_gpus=len(trainer.gpus),
+            trainer_memory_bytes=min(gpu.memory_bytes for gpu in trainer.gpus),
+            tensor_parallel=len(engines[0].gpus) if engines else 0,
+            engine_memory_bytes=min((one.memory_bytes for one in engines), default=0),
+            shared_memory_bytes=int(max(shares)),
+        )
+
+    def threads(self, n_cpus: int) -> int:
+        """Return the CPU threads per process if each use of a GPU gets an equal part of the CPUs."""
+        n_uses = sum(len(placement.gpus) for placement in self.placements.values())
+        return min(max(n_cpus // max(n_uses, 1), 1), _MAX_THREADS)
+
+    def free_group(self, in_use: Collection[Placement]) -> Placement:
+        """Return a preemptible worker's group that is not in use.
+
+        Raises:
+            Conflict: there is none.
+
+        """
+        free = next((group for group in self.worker_groups if group not in in_use), None)
+        if free is None:
+            raise Conflict("no GPU is free for another preemptible worker: give the system more --gpus")
+        return free
+
+
+def plan(
+    gpus: Sequence[Gpu],
+    trainer_gpus: Sequence[Gpu],
+    trainers: Sequence[str],
+    reserved: Mapping[str, str],
+    workers: Sequence[str],
+    *,
+    tensor_parallel: int = 1,
+    memory_fraction: float = SHARED_MEMORY_FRACTION,
+) -> Layout:
+    """Place the processes of a system.
+
+    Args:
+        gpus: all GPUs of the system.
+        trainer_gpus: those of the trainers.
+        trainers: the trainers' names.
+        reserved: name of each reserved worker -> name of its trainer.
+        workers: names of the preemptible workers.
+        tensor_parallel: number of GPUs per engine.
+        memory_fraction: part of a trainer's GPU for all reserved engines on it together.
+
+    Raises:
+        ConfigError: there are too few GPUs, or they cannot be divided evenly.
+
+    """
+    placements = _trainers(trainer_gpus, trainers)
+    placements |= _reserved(placements, reserved, tensor_parallel, memory_fraction)
+    others = [gpu for gpu in gpus if gpu not in trainer_gpus]
+    groups = groups_of(others, tensor_parallel)
+    if len(workers) > len(groups):
+        raise ConfigError(
+            f"{len(workers)} preemptible workers with {n_gpus(tensor_parallel)} each do not fit on the "
+            f"{n_gpus(len(others))} that the trainer does not use: lower --workers, or give fewer --trainer-gpus"
+        )
+    placements |= dict(zip(workers, groups, strict=False))
+    return Layout(placements, tuple(groups), tuple(trainers))
+
+
+def plan_workers(gpus: Sequence[Gpu], name: str, *, tensor_parallel: int = 1, memory_fraction: float = 0.0) -> Layout:
+    """Place one worker per group of a machine, named `name-1`, `name-2`, ...; `name` if there is only one.
+
+    Raises:
+        ConfigError: the GPUs cannot be divided into groups.
+
+    """
+    if len(gpus) % tensor_parallel:
+        raise ConfigError(
+            f"--tensor-parallel {tensor_parallel} does not divide {n_gpus(len(gpus))}: give a divisor, or other --gpus"
+        )
+    groups = groups_of(gpus, tensor_parallel, memory_fraction)
+    names = [name] if len(groups) == 1 else [f"{name}-{i + 1}" for i in range(len(groups))]
+    return Layout(dict(zip(names, groups, strict=True)), tuple(groups))
+
+
+def groups_of(gpus: Sequence[Gpu], tensor_parallel: int, memory_fraction: float = 0.0) -> list[Placement]:
+    """Return the complete groups of consecutive GPUs."""
+    starts = range(0, len(gpus) - tensor_parallel + 1, tensor_parallel)
+    return [Placement(tuple(gpus[i : i + tensor_parallel]), memory_fraction) for i in starts]
+
+
+def _trainers(gpus: Sequence[Gpu], trainers: Sequence[str]) -> dict[str, Placement]:
+    if not gpus:
+        raise ConfigError("the preemptible workers leave no GPU to the trainer: lower --workers, or give more --gpus")
+    each, left = divmod(len(gpus), len(trainers))
+    if left:
+        raise ConfigError(
+            f"{len(trainers)} trainers cannot divide {n_gpus(len(gpus))} evenly: give other --trainer-gpus or "
+            "--trainers"
+        )
+    return {name: Placement(tuple(gpus[i * each : (i + 1) * each])) for i, name in enumerate(trainers)}
+
+
+def _reserved(
+    trainers: Mapping[str, Placement], reserved: Mapping[str, str], tensor_parallel: int, memory_fraction: float
+) -> dict[str, Placement]:
+    placements = {}
+    for trainer, placement in trainers.items():
+        names = [name for name, its_trainer in reserved.items() if its_trainer == trainer]
+        groups = groups_of(placement.gpus, tensor_parallel)
+        if names and not groups:
+            raise ConfigError(
+                f"--tensor-parallel {tensor_parallel} is more than the {n_gpus(len(placement.gpus))} of {trainer}: "
+                "lower it, give more --trainer-gpus, or set --reserved 0"
+            )
+        for i, name in enumerate(names):
+            group = i % len(groups)
+            n_sharing = len(range(group, len(names), len(groups)))
+            placements[name] = Placement(groups[group].gpus, memory_fraction / n_sharing)
+    return placements
+
+
+def environment(placement: Placement, prefix: str, n_threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a placed process.
+
+    Args:
+        placement: its devices.
+        prefix: of its settings: `RLBOOST_TRAINER_` or `RLBOOST_WORKER_`.
+        n_threads: number of CPU threads.
+        inherited: the user's own environment, whose settings win, except for which GPUs the process has.
+
+    """
+    # nvidia-smi counts GPUs in the order of their PCI addresses; CUDA's own default is the fastest first.
+    fixed = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": placement.shown}
+    defaults = {"OMP_NUM_THREADS": str(n_threads), f"{prefix}DEVICE": "cuda"}
+    if placement.cpus:
+        defaults[f"{prefix}CPUS"] = placement.cpus
+    if prefix == "RLBOOST_WORKER_":
+        fixed[f"{prefix}TENSOR_PARALLEL"] = str(len(placement.gpus))
+        defaults[f"{prefix}DTYPE"] = "bfloat16"
+        if placement.memory_fraction:
+            defaults[f"{prefix}GPU_MEMORY_UTILIZATION"] = f"{placement.memory_fraction:g}"
+    return fixed | {name: value for name, value in defaults.items() if name not in inherited}
+
+
+def n_gpus(n: int) -> str:
+    """Return a number of GPUs in words."""
+    return "1 GPU" if n == 1 else f"{n} GPUs"

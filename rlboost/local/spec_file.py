@@ -1,0 +1,132 @@
+"""The files of `rlboost up` and `rlboost worker join`: the same keys as their options, which override them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import ConfigDict, Field, ValidationError
+
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job import strict_yaml
+from rlboost.shared.validation import Section, describe
+
+EngineName = Literal["torch", "vllm"]
+
+
+class MachineSpec(Section):
+    """What a system and a machine with workers have in common."""
+
+    # A list of one GPU, and most values of settings, are numbers in YAML.
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    gpus: str = ""
+    """GPUs to use, as nvidia-smi numbers them, such as 0-3,6; `all`; empty: settings select devices."""
+    engine: EngineName | None = None
+    """Inference engine; by default vllm on GPUs, torch otherwise."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs per engine."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Fraction of a GPU's memory for the engines that share it with a trainer; for `worker join`, of every engine."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Settings of services, such as RLBOOST_WORKER_SLOTS: 256."""
+
+    @property
+    def engine_name(self) -> EngineName:
+        """Return the selected engine."""
+        return self.engine or ("vllm" if self.gpus else "torch")
+
+    def require_engine(self) -> None:
+        """Check that the engine can run as requested.
+
+        Raises:
+            ConfigError: it is not installed, or cannot be split over GPUs.
+
+        """
+        self.require_tensor_parallel()
+        require_engine(self.engine_name)
+
+    def require_tensor_parallel(self) -> None:
+        """Check that the engine can be split over GPUs, if it should be.
+
+        Raises:
+            ConfigError: it cannot.
+
+        """
+        if self.tensor_parallel > 1 and not self.gpus:
+            raise ConfigError(f"--tensor-parallel {self.tensor_parallel} needs GPUs: name them with --gpus")
+        if self.tensor_parallel > 1 and self.engine_name == "torch":
+            raise ConfigError(f"--tensor-parallel {self.tensor_parallel} needs --engine vllm: torch uses one GPU")
+
+
+class SystemSpec(MachineSpec):
+    """A system on one machine: `rlboost up cluster.yaml`."""
+
+    trainer_gpus: str = ""
+    """GPUs of the trainers; empty: those that no preemptible worker uses."""
+    trainers: int = Field(1, ge=1)
+    """Trainers; each runs one job at a time."""
+    reserved: int | None = Field(None, ge=0)
+    """Workers that share a trainer's device; by default 1, on GPUs one per `tensor_parallel` GPUs of the trainers."""
+    workers: int | None = Field(None, ge=0)
+    """Preemptible workers; by default 3, on GPUs none."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the REST API; 0 takes a free one."""
+    standby: bool = False
+    """A second manager, which takes over from the first."""
+
+
+class NodeSpec(MachineSpec):
+    """The workers of one machine: `rlboost worker join node.yaml`."""
+
+    role: Literal["preemptible", "reserved"] = "preemptible"
+    """`reserved` workers share their GPUs with the trainer."""
+
+
+S = TypeVar("S", bound=MachineSpec)
+
+
+def load(cls: type[S], file: Path | None, options: Mapping[str, Any]) -> S:
+    """Return a specification from a file and from command-line options that are not None, which override it.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is invalid.
+
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return cls.model_validate({**(_read(file) if file else {}), **given})
+    except ValidationError as error:
+        source = str(file) if file else "options"
+        raise ConfigError(f"{source}: {'; '.join(describe(error, cls))}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        raw = strict_yaml.read(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file}: {getattr(error, 'strerror', None) or error}: name a file that can be read"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} does not parse: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: it should be a mapping with keys such as gpus, reserved and engine")
+    return raw
+
+
+def require_engine(engine: str) -> None:
+    """Check that an engine is installed.
+
+    Raises:
+        ConfigError: it is not; says how to install it.
+
+    """
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--engine vllm needs vllm: 'make install-vllm' on a machine without a GPU, "
+            "pip install 'rlboost[vllm]' on one with"
+        )

@@ -1,0 +1,67 @@
+"""From a system's specification to the options of a local system, GPUs included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlboost.local import layout
+from rlboost.local.gpus import Gpu, list_gpus, select
+from rlboost.local.processes import LocalOptions, reserved_names, spot_names, trainer_names, trainer_of
+from rlboost.local.spec_file import SystemSpec
+from rlboost.shared.errors import ConfigError
+
+_DEFAULT_WORKERS = 3
+
+
+def local_options(spec: SystemSpec, state: Path) -> LocalOptions:
+    """Return the options of a local system; lists this machine's GPUs only if the specification names some.
+
+    Raises:
+        ConfigError: the engine is not installed, there are no GPUs, or the processes do not fit on them.
+
+    """
+    spec.require_engine()
+    if not spec.gpus and spec.trainer_gpus:
+        raise ConfigError(f"--trainer-gpus {spec.trainer_gpus} needs --gpus: name all GPUs of the system with it")
+    return placed(spec, state, list_gpus() if spec.gpus else [])
+
+
+def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
+    """Return the options of a local system on a machine with these GPUs.
+
+    Raises:
+        ConfigError: a GPU does not exist, or the processes do not fit on the GPUs.
+
+    """
+    options = LocalOptions(
+        state_dir=state,
+        reserved=1 if spec.reserved is None else spec.reserved,
+        workers=_DEFAULT_WORKERS if spec.workers is None else spec.workers,
+        engine=spec.engine_name,
+        port=spec.port,
+        env=spec.env,
+        standby=spec.standby,
+        trainers=spec.trainers,
+    )
+    if not spec.gpus:
+        return options
+    usable = select(spec.gpus, list(gpus), "--gpus")
+    workers = spec.workers or 0
+    if spec.trainer_gpus:
+        trainer_gpus = select(spec.trainer_gpus, usable, "--trainer-gpus")
+    else:
+        trainer_gpus = usable[: max(len(usable) - workers * spec.tensor_parallel, 0)]
+    n_groups = len(trainer_gpus) // spec.trainers // spec.tensor_parallel * spec.trainers
+    options = replace(options, workers=workers, reserved=n_groups if spec.reserved is None else spec.reserved)
+    planned = layout.plan(
+        usable,
+        trainer_gpus,
+        trainer_names(options),
+        {name: trainer_of(options, name) for name in reserved_names(options)},
+        spot_names(options),
+        tensor_parallel=spec.tensor_parallel,
+        memory_fraction=spec.gpu_memory_utilization or layout.SHARED_MEMORY_FRACTION,
+    )
+    return replace(options, layout=planned)
