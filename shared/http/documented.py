@@ -17,7 +17,7 @@ _MEANINGS = {
     413: "the body is too large",
     416: "the range starts after the end",
     422: "a value is invalid: see `errors` and `detail`",
-    429: "too many requests at once, or without a valid token",
+    429: "too many requests at once, or with an invalid token",
     503: "not available at present: try again",
     507: "the disk is full, or the store's limit is reached",
 }
