@@ -56,7 +56,7 @@ class TokenTable:
         self._reading = asyncio.Lock()
 
     async def authenticate(self, secret: str) -> Principal | None:
-        """Return who has a token, None if nobody has.
+        """Return the principal of a token, None if the token is unknown or expired.
 
         Raises:
             Problem: 503, Redis does not answer, so it is unknown which tokens are valid.
