@@ -327,7 +327,7 @@ class Tokens:
 
         `scope` is `admin`, `job`, `read` or `worker`.
         """
-        # With an id of its own, a repeated request replaces the token of the first one, whose secret nobody has.
+        # A repeated request replaces the token of the first one, whose secret was lost with its response.
         body = {"id": new_token(8), "scope": scope, "name": name, "expires_s": expires_s}
         token: Json = self._client.request("POST", "/tokens", json=body).json()
         return token

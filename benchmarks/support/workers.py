@@ -30,6 +30,7 @@ from rlboost.shared.messages import (
     Message,
     Release,
     Revoke,
+    StoreCredential,
     UseVersion,
     WorkerHeartbeat,
     WorkerJoined,
@@ -109,7 +110,7 @@ class LoadWorker:
             case Assign(samples=samples):
                 for s in samples:
                     self.waiting.append(Row(s.sample, s.attempt, length(s.tokens), s.sampling.max_tokens))
-            case Drain():
+            case Drain() | StoreCredential():
                 pass
             case Revoke(samples=samples):
                 self._drop(set(ints(samples, U64)))

@@ -106,7 +106,7 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
         Path | None, typer.Argument(metavar="[FILE]", help="YAML file with options as keys; options override it.")
     ] = None,
     url: Annotated[str | None, typer.Option(help="URL of the system's REST API.")] = None,
-    token: Annotated[str | None, typer.Option(help="The system's token; better given as RLBOOST_TOKEN.")] = None,
+    token: Annotated[str | None, typer.Option(help="A token of scope worker; better given as RLBOOST_TOKEN.")] = None,
     role: Annotated[
         Role | None, typer.Option(help="Default preemptible; reserved = shares its device with the trainer.")
     ] = None,
@@ -125,7 +125,8 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
     With --gpus it runs one worker per --tensor-parallel GPUs and restarts those that die; Ctrl-C or SIGTERM drains
     all. It ends when all have left.
 
-    Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. All
+    Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. Create a
+    token for it with 'rlboost token create --scope worker'. All
     connections are outbound, so a machine behind NAT can join. Other settings: RLBOOST_WORKER_* in the environment.
     """
     from rlboost.local import spec_file  # noqa: PLC0415 - keeps --help quick
@@ -181,10 +182,12 @@ def requested_endpoint(url: str | None, token: str | None, state: Path) -> tuple
         ConfigError: none names one, or its token is unknown.
 
     """
-    if url is None:
-        found_url, found_token = endpoint(state)
-        return found_url, token or found_token
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
+
     token = token or os.environ.get("RLBOOST_TOKEN")
+    if url is None:
+        found_url, _ = endpoint(state)
+        return found_url, token or StateDir(state).join_token()
     if not token:
         raise ConfigError(f"the token of {url} is unknown: pass --token, or set RLBOOST_TOKEN")
     return checked_url("--url", url), token

@@ -56,7 +56,7 @@ def _get_from_leader(client: httpx.Client, address: str) -> httpx.Response:
 
 def _joined(url: str, response: httpx.Response) -> tuple[dict[str, Any], Finding]:
     if response.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-        advice = "set RLBOOST_TOKEN to the manager's"
+        advice = "set RLBOOST_TOKEN to one that 'rlboost token create --scope worker' has printed"
         return {}, Finding("manager", "problem", f"{url} rejects the token", advice)
     if response.status_code == httpx.codes.CONFLICT:
         advice = "install the same version of rlboost here and there"

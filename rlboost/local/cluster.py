@@ -139,6 +139,7 @@ class LocalCluster:
             cwd=Path.cwd(),
             inherited=dict(os.environ),
             token=self.state.system_token(os.environ.get("RLBOOST_TOKEN")),
+            join_token=self.state.join_token(),
             redis_url=redis_url,
             redis_argv=redis_argv,
             port_of=self._ports.of,

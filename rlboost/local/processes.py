@@ -90,6 +90,8 @@ class Site:
     inherited: Mapping[str, str] = field(repr=False)
     """The launcher's own environment."""
     token: str = field(repr=False)
+    join_token: str = field(repr=False)
+    """The workers' token, with which they can only join."""
     redis_url: str = field(repr=False)
     redis_argv: tuple[str, ...]
     port_of: Callable[[str], int]
@@ -160,7 +162,13 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
         role=role,
         argv=(sys.executable, "-m", f"rlboost.services.{module}"),
         log=site.log_of(name),
-        env={**_common(site), **_settings(site, name, role), **_devices(site, name, role), **site.options.env},
+        env={
+            **_common(site),
+            **_secrets(site, module),
+            **_settings(site, name, role),
+            **_devices(site, name, role),
+            **site.options.env,
+        },
         ready=HttpReady(f"{site.url_of(name)}/{route}"),
         ready_limit_s=_TORCH_LIMIT_S if heavy else _LIGHT_LIMIT_S,
         gpus=site.placements[name].shown if name in site.placements else "",
@@ -183,12 +191,16 @@ def _common(site: Site) -> dict[str, str]:
         "PYTHONPATH": ":".join(path),
         # Several engines share the cores: one thread per core in each would oversubscribe them.
         "OMP_NUM_THREADS": site.inherited.get("OMP_NUM_THREADS", "1"),
-        "RLBOOST_TOKEN": site.token,
-        "RLBOOST_REDIS_URL": site.redis_url,
         # All of them listen on loopback, at http:// addresses.
         "RLBOOST_TLS_CERT": "",
         "RLBOOST_TLS_KEY": "",
     }
+
+
+def _secrets(site: Site, module: str) -> dict[str, str]:
+    if module == "rollout_worker":  # the manager tells it the rest
+        return {"RLBOOST_TOKEN": site.join_token}
+    return {"RLBOOST_TOKEN": site.token, "RLBOOST_REDIS_URL": site.redis_url}
 
 
 def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
@@ -197,7 +209,8 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
         own = {**here, "DIR": str(site.state_dir / "weights")}
         return _prefixed("RLBOOST_WEIGHT_STORE_", own)
     if role in ("manager", "standby"):
-        return _prefixed("RLBOOST_MANAGER_", {**here, "WEIGHT_STORE_URL": site.url_of("weight-store")})
+        own = {**here, "WEIGHT_STORE_URL": site.url_of("weight-store"), "JOIN_TOKEN": site.join_token}
+        return _prefixed("RLBOOST_MANAGER_", own)
     if role == "trainer":
         own = {
             **here,

@@ -5,6 +5,7 @@
     devices.json     GPUs of the trainer and of engines, which jobs are checked against; null without GPUs
     ports.json       ports by process name, which the next system takes again if they are free
     token            the system's token, which the next system uses again
+    join-token       likewise the token of its workers
     lock             held by the supervisor while it lives; contains its process id
     end              when and why the last supervisor ended; its disk blocks are allocated in advance
     logs/            one file per process
@@ -228,10 +229,17 @@ class StateDir:
 
         The folder's jobs continue only under the token that their commands are signed with.
         """
-        file = self.path / "token"
-        token = given or (file.read_text(encoding="ascii").strip() if file.exists() else secrets.token_urlsafe(24))
-        self.write("token", f"{token}\n")
-        return token
+        return self._secret("token", given)
+
+    def join_token(self) -> str:
+        """Return the token that the local workers join with: that of the last system in this folder, or a new one."""
+        return self._secret("join-token", None)
+
+    def _secret(self, name: str, given: str | None) -> str:
+        file = self.path / name
+        secret = given or (file.read_text(encoding="ascii").strip() if file.exists() else secrets.token_urlsafe(24))
+        self.write(name, f"{secret}\n")
+        return secret
 
     def write_ports(self, ports: Mapping[str, int]) -> None:
         """Write the ports by process name, for the next system in this folder."""

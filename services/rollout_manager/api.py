@@ -76,7 +76,7 @@ def build(
 
     """
     token = settings.token.get_secret_value()
-    tokens = TokenTable(bus, token)
+    tokens = TokenTable(bus, token, settings.join_token.get_secret_value())
     guard = Guard(tokens.authenticate)
     router = guard.router(
         prefix="/v1", responses=GUARDED | _STANDBY, dependencies=[Depends(leader_only(manager, token))]

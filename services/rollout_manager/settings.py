@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 
 from rlboost.shared.settings import ServiceSettings
@@ -18,6 +18,9 @@ class Settings(ServiceSettings):
 
     host: str = Field("127.0.0.1", description="address of the REST API")
     port: int = Field(8700, ge=0, le=65535, description="port of the REST API; 0 takes a free one")
+    join_token: SecretStr = Field(
+        SecretStr(""), description="a token that workers may join with, besides those of `rlboost token create`"
+    )
     weight_store_url: str = Field("http://127.0.0.1:8701", description="where joining workers find the weight store")
     advertised_redis_url: str = Field("", description="where joining workers find Redis; the manager's own when empty")
     worker_redis_users: Literal["on", "off"] = Field(

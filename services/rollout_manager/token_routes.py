@@ -16,6 +16,7 @@ from rlboost.services.rollout_manager.token_table import TokenTable
 from rlboost.shared import names
 from rlboost.shared.bus import HashDelete, HashSet
 from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.documented import problems
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.ids import new_token
 from rlboost.shared.scopes import TokenScope
@@ -63,7 +64,7 @@ def add_token_routes(router: APIRouter, manager: Manager, table: TokenTable) -> 
         table.forget()
         return [token.public() for token in await table.tokens()]
 
-    @router.delete("/tokens/{token_id}", status_code=204, tags=["tokens"])
+    @router.delete("/tokens/{token_id}", status_code=204, tags=["tokens"], responses=problems(404))
     @needs("admin")
     async def revoke_token(token_id: TokenId) -> None:
         """Revoke an access token; every manager rejects it within 2 seconds."""

@@ -1,4 +1,4 @@
-"""Authenticates the manager's clients: the system's token, and the access tokens stored in Redis."""
+"""Authenticates the manager's clients: by the tokens in its settings, and by the access tokens stored in Redis."""
 
 from __future__ import annotations
 
@@ -31,13 +31,24 @@ class TokenTable:
         self,
         bus: Bus,
         system_token: str,
+        join_token: str = "",
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read nothing before the first request that needs it; `clock` returns Unix seconds."""
+        """Read nothing before the first request that needs it.
+
+        Args:
+            bus: holds the access tokens.
+            system_token: grants everything.
+            join_token: grants joining; empty for none.
+            clock: Unix seconds.
+            monotonic: monotonic seconds.
+
+        """
         self._bus = bus
         self._system_token = system_token
+        self._join_token = join_token
         self._clock = clock
         self._monotonic = monotonic
         self._tokens: tuple[AccessToken, ...] = ()
@@ -45,7 +56,7 @@ class TokenTable:
         self._reading = asyncio.Lock()
 
     async def authenticate(self, secret: str) -> Principal | None:
-        """Return who has a token, None if nobody has.
+        """Return the principal of a token, None if the token is unknown or expired.
 
         Raises:
             Problem: 503, Redis does not answer, so it is unknown which tokens are valid.
@@ -53,6 +64,8 @@ class TokenTable:
         """
         if is_token(secret, self._system_token):
             return Principal("system", "admin")
+        if is_token(secret, self._join_token):
+            return Principal("join token", "worker")
         return holder(secret, await self.tokens(), self._clock()) if secret else None
 
     async def tokens(self) -> tuple[AccessToken, ...]:

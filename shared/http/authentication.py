@@ -29,6 +29,12 @@ def needed_scope(endpoint: Callable[..., object]) -> Scope:
     return scope
 
 
+def bearer_token(authorization: str) -> str:
+    """Return the token in an `Authorization` header, empty if there is none."""
+    scheme, _, given = authorization.partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
 def is_token(given: str, token: str) -> bool:
     """Return True if the token is the given one, in constant time; an empty token equals none."""
     return bool(token) and hmac.compare_digest(given.encode(), token.encode())

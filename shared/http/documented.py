@@ -17,7 +17,7 @@ _MEANINGS = {
     413: "the body is too large",
     416: "the range starts after the end",
     422: "a value is invalid: see `errors` and `detail`",
-    429: "too many requests at once",
+    429: "too many requests at once, or with an invalid token",
     503: "not available at present: try again",
     507: "the disk is full, or the store's limit is reached",
 }
@@ -48,5 +48,5 @@ def success(media_type: str, description: str = "the content", status: int = 200
     return {status: {"description": description, "content": {media_type: {}}}}
 
 
-GUARDED = problems(400, 401, 403, 413, 422, 503)
+GUARDED = problems(400, 401, 403, 413, 422, 429, 503)
 """The errors of every route that needs the token."""

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-BURST = 20
+BURST = 100
 """Failures of one address that are answered at once."""
 REFILL_PER_S = 1.0
 ADDRESSES_MAX = 4096

@@ -16,7 +16,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
-from rlboost.shared.http.authentication import Authenticator, needed_scope, system_token
+from rlboost.shared.http.authentication import Authenticator, bearer_token, needed_scope, system_token
 from rlboost.shared.http.failure_limit import FailureLimit
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.scopes import Scope
@@ -84,10 +84,10 @@ class Guard:
             Problem: 401, it has none that is valid; 403, its scope is another one; 429, its address failed too often.
 
         """
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        principal = await self._authenticate(given.strip()) if scheme.lower() == "bearer" else None
+        given = bearer_token(request.headers.get("Authorization", ""))
+        principal = await self._authenticate(given) if given else None
         if principal is None:
-            raise self._unauthorized(request)
+            raise self._unauthorized(request, given)
         if not principal.may(scope):
             detail = (
                 f"this route needs a token of scope {scope!r}, and this one has {principal.scope!r}: an administrator "
@@ -95,10 +95,11 @@ class Guard:
             )
             raise Problem(403, "Forbidden", detail)
 
-    def _unauthorized(self, request: Request) -> Problem:
+    def _unauthorized(self, request: Request, given: str) -> Problem:
         address = request.client.host if request.client else ""
-        if wait_s := self._failures.fail(address, self._clock()):
-            detail = f"too many requests from {address} without a valid token: try again in {wait_s} s"
+        # A request without any token is no guess.
+        if given and (wait_s := self._failures.fail(address, self._clock())):
+            detail = f"too many requests from {address} with an invalid token: try again in {wait_s} s"
             return Problem(429, "Too many failures", detail, headers={"Retry-After": str(wait_s)})
         detail = (
             "the token is missing, unknown or expired: send the header 'Authorization: Bearer <token>' with "

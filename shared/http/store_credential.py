@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlboost.shared.http.authentication import Authenticator, is_token
+from rlboost.shared.http.authentication import Authenticator, bearer_token, is_token
 from rlboost.shared.http.token_signature import is_valid_signature, sign
 from rlboost.shared.scopes import Principal
 
@@ -48,8 +48,7 @@ def store_authenticator(token: str, clock: Callable[[], float]) -> Authenticator
     return authenticate
 
 
-def may_download(authorization: str, *, token: str, clock: Callable[[], float]) -> bool:
-    """Return True if a request with this `Authorization` header may download weights from the weight store."""
-    scheme, _, given = authorization.partition(" ")
-    principal = store_principal(given.strip(), token, clock()) if scheme.lower() == "bearer" else None
+def may_download(authorization: str, token: str, clock: Callable[[], float]) -> bool:
+    """Return True if a request with this `Authorization` header may download weights."""
+    principal = store_principal(bearer_token(authorization), token, clock())
     return principal is not None and principal.may("weights")

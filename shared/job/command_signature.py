@@ -1,7 +1,7 @@
 """Signatures of job commands, so that a trainer runs only what a manager with the system's token has accepted.
 
-A job's functions run with the trainer's rights, and whoever can write to Redis can append a command. The signature
-covers every field, but a command may be appended again: what it does is idempotent.
+A job's functions run with the trainer's rights, and any client that can write to Redis can append a command. The
+signature covers every field. It does not prevent that a signed command is appended again: commands are idempotent.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class UseVersion(Message):
 class StoreCredential(Message):
     """Manager -> worker: download weights with this credential from now on; the earlier one expires."""
 
-    credential: str
+    credential: Annotated[str, Field(repr=False)]
 
 
 @message

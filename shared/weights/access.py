@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class WorkerAccess:
     """A worker's access to the weight store; the manager replaces the credential before it expires."""
 
-    credential: str
+    credential: str = field(repr=False)
     """The bearer token: see `shared.http.store_credential`."""
     manifest_key: str
     """The public key under which manifests are signed: see `manifest_key`."""

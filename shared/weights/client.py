@@ -264,9 +264,7 @@ class StoreClient:
 
     def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> None:
         if status == 401 and not redirected and not isinstance(self._access, str):
-            raise StoreUnavailable(
-                f"weight store at {self.url}: the worker's credential has expired; waiting for a new one of the manager"
-            )
+            raise StoreUnavailable(f"{what}; the worker waits for a new credential of the manager")
         _raise_for_status(status, what, redirected=redirected)
 
 

@@ -42,7 +42,7 @@ def check_manifest(manifest: Manifest, public_key: str) -> None:
     """Check that a holder of the system's token has signed a manifest.
 
     Raises:
-        BadSignature: nobody has.
+        BadSignature: it is unsigned, or signed with another key.
         ConfigError: the key is malformed.
 
     """

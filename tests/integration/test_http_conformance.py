@@ -48,9 +48,10 @@ def check(url: str, folder: Path, job_id: str, *, max_examples: int) -> None:
     config = ["[parameters]", f'"path.job_id" = "{job_id}"']
     for route in RULES_BEYOND_THE_SCHEMA:
         config += ["[[operations]]", f'include-name = "{route}"', "checks.positive_data_acceptance.enabled = false"]
-    # Its path is also that of a chunk, whose digest is checked first.
-    config += ["[[operations]]", 'include-name = "POST /v1/chunks/missing"']
-    config += ["checks.unsupported_method.enabled = false", "checks.allow_header_conformance.enabled = false"]
+    # Their paths are also those of chunks, whose digest is checked first.
+    for route in ("POST /v1/chunks/missing", "POST /v1/chunks/apply", "GET /v1/chunks/directory"):
+        config += ["[[operations]]", f'include-name = "{route}"']
+        config += ["checks.unsupported_method.enabled = false", "checks.allow_header_conformance.enabled = false"]
     file = folder / "schemathesis.toml"
     file.write_text("\n".join(config))
     program = Path(sys.executable).with_name("schemathesis")

@@ -280,7 +280,7 @@ async def test_worker_with_an_expired_credential_waits_for_a_new_one(
     access = WorkerAccess(issue_store_credential(TOKEN, "w-1", time.time() - 60, life_s=30), ManifestKey(TOKEN).public)
     waits = Waits()
     async with StoreClient(store.url, access) as client:
-        with pytest.raises(StoreUnavailable, match="waiting for a new one"):
+        with pytest.raises(StoreUnavailable, match="waits for a new credential"):
             await client.head(JOB)
         puller = Puller(client, Cache(tmp_path / "worker"), waits, limit_s=60)
         pulling = asyncio.create_task(assert_pulls(puller, 0, weights))

@@ -25,6 +25,7 @@ from rlboost.shared.messages import (
     Revoke,
     Role,
     SampleFailed,
+    StoreCredential,
     Suspend,
     TokenFrame,
     UseVersion,
@@ -174,6 +175,8 @@ class SimWorker:
                 self.state = "ready" if self.version >= 0 else "joining"
             case Drain():
                 await self.leave()
+            case StoreCredential():
+                pass  # it downloads nothing
             case Dismissed():
                 self.held.clear()
                 self.dismissed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ import redis
 from rlboost.services.rollout_worker.ports import Membership
 from rlboost.shared.bus import START, Bus, Entry, HashSet, position
 from rlboost.shared.columns import I32, U8, U32, U64, floats, ints, pack
+from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.http.token_signature import peer_key
 from rlboost.shared.ids import new_token
 from rlboost.shared.messages import (
@@ -60,7 +62,7 @@ class JoinServer:
         joined = {
             "redis_url": redis_url,
             "weight_store_url": weight_store_url,
-            "store_credential": token,
+            "store_credential": issue_store_credential(token, "w", time.time()),
             "manifest_key": ManifestKey(token).public,
             "peer_key": peer_key(token),
             "protocol": PROTOCOL,

@@ -23,7 +23,7 @@ from rlboost.shared.lifecycle import supervise
 from rlboost.shared.settings import ServiceSettings, read
 
 ROOT = Path(__file__).parents[2]
-SECRETS = {"RLBOOST_TOKEN": "t0ken", "REDIS_PASSWORD": "passw0rd"}
+SECRETS = {"RLBOOST_TOKEN": "t0ken", "RLBOOST_JOIN_TOKEN": "j0in", "REDIS_PASSWORD": "passw0rd"}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 _DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text(encoding="utf-8")
 _EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -126,8 +126,10 @@ def test_an_image_runs_a_module_that_is_there(service: str) -> None:
 @pytest.mark.parametrize("service", OURS)
 def test_the_environment_makes_valid_settings(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(service, monkeypatch)
-    assert settings.token.get_secret_value() == SECRETS["RLBOOST_TOKEN"]
     environment = FILE["services"][service]["environment"]
+    is_worker = "RLBOOST_WORKER_URL" in environment
+    assert settings.token.get_secret_value() == SECRETS["RLBOOST_JOIN_TOKEN" if is_worker else "RLBOOST_TOKEN"]
+    assert not is_worker or not {SECRETS["RLBOOST_TOKEN"], SECRETS["REDIS_PASSWORD"]} & set(environment.values())
     if "RLBOOST_REDIS_URL" in environment:
         assert urlsplit(settings.redis_url).password == SECRETS["REDIS_PASSWORD"]
     for name, url in environment.items():

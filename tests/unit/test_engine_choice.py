@@ -63,6 +63,7 @@ def test_the_launcher_passes_the_engine_to_every_worker(role: str, tmp_path: Pat
         cwd=tmp_path,
         inherited={},
         token="t",
+        join_token="j",
         redis_url="redis://",
         redis_argv=(),
         port_of=lambda _: 1,

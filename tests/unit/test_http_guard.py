@@ -169,6 +169,11 @@ async def test_valid_token_is_never_limited() -> None:
         assert answer.status_code == 200
 
 
+async def test_requests_without_a_token_are_not_limited() -> None:
+    app, _ = clocked_app()
+    assert {(await send(app, "GET", "/metrics", Body(0), {}, "a")).status_code for _ in range(2 * BURST)} == {401}
+
+
 def test_failures_of_many_addresses_take_bounded_memory() -> None:
     limit = FailureLimit()
     for number in range(ADDRESSES_MAX + 100):

@@ -47,7 +47,7 @@ async def dead_letters(rig: Rig, at_least: int = 0) -> list[DeadLetter]:
 
 
 async def test_forged_create_is_dead_lettered_and_runs_nothing(tmp_path: Path) -> None:
-    """An `XADD` by anybody who can write to Redis, with an environment that is a command."""
+    """The `XADD` of a client that can write to Redis and does not have the token."""
     rig = Rig(tmp_path)
     forged = JobCommand(command_id="f", action="create", job_id="forged", job_no=2, spec_json=to_json(spec()))
     async with rig.trainer():

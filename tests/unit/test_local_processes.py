@@ -28,6 +28,7 @@ def site(options: LocalOptions | None = None, inherited: Mapping[str, str] | Non
         cwd=Path("/mine"),
         inherited=inherited or {},
         token="the-token",
+        join_token="the-join-token",
         redis_url="redis://:the-password@127.0.0.1:1/0",
         redis_argv=("redis-server", "/state/redis.conf"),
         port_of=PORTS.__getitem__,
@@ -108,8 +109,18 @@ def test_secrets_are_not_in_command_lines_or_reprs(name: str, role: str) -> None
     spec = spec_of(site(), name, role)  # type: ignore[arg-type]  # the roster's own roles
     shown = repr(spec) + repr(site())
     assert "the-token" not in shown
+    assert "the-join-token" not in shown
     assert "the-password" not in shown
     assert not any("the-" in part for part in spec.argv)
+
+
+@pytest.mark.parametrize(("name", "role"), [("reserved-1", "reserved"), ("worker-1", "preemptible")])
+def test_worker_gets_only_the_join_token(name: str, role: str) -> None:
+    env = spec_of(site(), name, role).env  # type: ignore[arg-type]  # the roster's own roles
+    assert env["RLBOOST_TOKEN"] == "the-join-token"
+    assert not any("the-token" in value or "the-password" in value for value in env.values())
+    manager = spec_of(site(), "manager", "manager").env
+    assert (manager["RLBOOST_TOKEN"], manager["RLBOOST_MANAGER_JOIN_TOKEN"]) == ("the-token", "the-join-token")
 
 
 def test_engine_gets_one_thread_unless_the_user_sets_another() -> None:

@@ -94,6 +94,8 @@ def test_next_system_of_a_folder_has_the_same_token(state: StateDir) -> None:
     with state.owned():
         assert state.system_token(None) == "given"
     assert len(first) >= 24
+    assert state.join_token() == state.join_token() != first
+    assert stat.S_IMODE((state.path / "join-token").stat().st_mode) == 0o600
     assert stat.S_IMODE((state.path / "token").stat().st_mode) == 0o600
 
 

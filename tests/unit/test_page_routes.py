@@ -9,12 +9,13 @@ import pytest
 from fastapi import FastAPI
 
 from rlboost.services.rollout_manager.page.routes import STATIC, add_page
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 
 
 @pytest.fixture
 def app() -> FastAPI:
-    app = create_app("a manager", token="secret", ready=lambda: None)
+    app = create_app("a manager", guard=Guard.of_token("secret"), ready=lambda: None)
     add_page(app)
     return app
 

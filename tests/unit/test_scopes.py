@@ -28,7 +28,7 @@ from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import create_app
-from rlboost.shared.scopes import TokenScope
+from rlboost.shared.scopes import Principal, TokenScope
 from rlboost.shared.waiting import Waits
 
 SYSTEM = "system-token"
@@ -42,6 +42,7 @@ MANAGER = EVERYWHERE | {
     "POST /v1/jobs/{job_id}/resume": "job",
     "POST /v1/jobs/{job_id}/cancel": "job",
     "GET /v1/jobs/{job_id}/audit": "read",
+    "GET /v1/jobs/{job_id}/cost": "read",
     "GET /v1/jobs/{job_id}/metrics": "read",
     "GET /v1/jobs/{job_id}/samples": "read",
     "GET /v1/jobs/{job_id}/events": "read",
@@ -167,6 +168,12 @@ async def test_revoked_token_is_rejected_when_the_table_is_read_again() -> None:
     await bus.transact([HashDelete(names.TOKENS, ("read-token",))])
     now_s[0] += REFRESH_S
     assert (await table.authenticate("secret of read")) is None
+
+
+async def test_configured_join_token_admits_to_join_only() -> None:
+    table = TokenTable(MemoryBus(), SYSTEM, "join")
+    assert await table.authenticate("join") == Principal("join token", "worker")
+    assert await TokenTable(MemoryBus(), SYSTEM).authenticate("") is None
 
 
 async def test_token_is_unknown_while_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

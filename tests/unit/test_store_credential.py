@@ -17,7 +17,12 @@ from rlboost.shared import names
 from rlboost.shared.bus import START
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
-from rlboost.shared.http.store_credential import credential_holder, issue_store_credential, store_authenticator
+from rlboost.shared.http.store_credential import (
+    credential_holder,
+    issue_store_credential,
+    may_download,
+    store_authenticator,
+)
 from rlboost.shared.http.token_signature import sign
 from rlboost.shared.messages import StoreCredential
 from rlboost.shared.waiting import Waits
@@ -27,6 +32,7 @@ TOKEN = "token"
 NOW, LIFE_S = 1000.0, 100.0
 CREDENTIAL = issue_store_credential(TOKEN, "spot:1-ab", NOW, LIFE_S)
 DOWNLOADS = {
+    "GET /v1/chunks/directory",
     "GET /v1/chunks/{digest}",
     "HEAD /v1/chunks/{digest}",
     "GET /v1/models",
@@ -41,6 +47,8 @@ OTHERS = {
     "GET /openapi.json",
     "PUT /v1/chunks/{digest}",
     "POST /v1/chunks/missing",
+    "POST /v1/chunks/apply",
+    "DELETE /v1/models/{job_id}",
     "PUT /v1/models/{job_id}/versions/{version}/parts/{rank}",
     "POST /v1/models/{job_id}/versions/{version}/commit",
     "POST /v1/models/{job_id}/versions/{version}/pin",
@@ -146,3 +154,13 @@ async def test_recovered_manager_renews_all_credentials() -> None:
     assert len(await renewal.sent()) == 1
     await renewal.manager.recover()
     assert len(await renewal.sent()) == 2
+
+
+def test_files_are_sent_to_holders_of_a_valid_token_only() -> None:
+    def may(authorization: str, now: float = NOW) -> bool:
+        return may_download(authorization, TOKEN, lambda: now)
+
+    assert may(f"Bearer {CREDENTIAL}")
+    assert may(f"bearer {TOKEN}")
+    assert not may(f"Bearer {CREDENTIAL}", NOW + LIFE_S)
+    assert not any(may(authorization) for authorization in ("", "Bearer ", CREDENTIAL, "Bearer other"))

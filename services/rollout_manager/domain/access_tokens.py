@@ -20,7 +20,7 @@ class AccessToken(BaseModel):
     scope: TokenScope
     name: str
     sha256: str
-    """Of the secret, in hexadecimal. A secret is random, so nobody can guess it from this."""
+    """Of the secret, in hexadecimal. A secret has 256 random bits, so it cannot be found by trying."""
     created_at: float
     expires_at: float | None
     """None if it does not expire."""
@@ -40,7 +40,7 @@ def digest_of_secret(secret: str) -> str:
 
 
 def holder(secret: str, tokens: Iterable[AccessToken], now: float) -> Principal | None:
-    """Return who has a secret, None if no token has it or the token has expired."""
+    """Return the principal of a secret, None if no token has it or the token has expired."""
     digest = digest_of_secret(secret)
     for token in tokens:
         if token.sha256 == digest:

@@ -100,7 +100,8 @@ async def _post(client: httpx.AsyncClient, address: str, body: dict[str, str]) -
     except httpx.TransportError as error:
         raise _ManagerUnavailable(f"manager at {address}: {str(error) or type(error).__name__}") from error
     if response.status_code in {401, 403}:
-        raise ConfigError(f"wrong token for the manager at {address}: set RLBOOST_TOKEN to the manager's token")
+        advice = "set RLBOOST_TOKEN to one that 'rlboost token create --scope worker' has printed"
+        raise ConfigError(f"wrong token for the manager at {address}: {advice}")
     if response.status_code in {httpx.codes.CONFLICT, httpx.codes.UNPROCESSABLE_ENTITY}:
         raise ConfigError(f"manager at {address}: {_detail(response)}")
     waiting = {httpx.codes.NOT_FOUND, httpx.codes.TOO_MANY_REQUESTS}
