@@ -169,13 +169,13 @@ class ExpectedRows:
         self.length = np.zeros(_INITIAL_SLOTS, np.int64)
         self.ended = np.zeros(_INITIAL_SLOTS, np.bool_)
         self.version = np.zeros(_INITIAL_SLOTS, U32)
-        self._limits = {name: np.zeros(_INITIAL_SLOTS, np.int64) for name in Limits._fields}
+        self._limits = np.zeros((_INITIAL_SLOTS, len(Limits._fields)), np.int64)
+        """A `Limits` per slot."""
         self.limit(NO_SLOT, UNLIMITED)
 
     def limit(self, slot: int, limits: Limits) -> None:
         """Set what the rows of a slot may contain."""
-        for name, value in limits._asdict().items():
-            self._limits[name][slot] = value
+        self._limits[slot] = limits
 
     def expect(self, sample_id: int, attempt: int, length: int, *, ended: bool, version: int = NO_VERSION) -> int:
         """Set what the sample's next row must look like; return its slot."""
@@ -198,7 +198,9 @@ class ExpectedRows:
         current = self.attempt[slots] == rows.attempts
         current &= slots != NO_SLOT
         refused = np.flatnonzero(~current) if not current.all() else np.zeros(0, np.int64)
-        unusable = np.union1d(rows.invalid, self._beyond_limits(rows, slots))
+        unusable = rows.invalid
+        if (beyond := self._beyond_limits(rows, slots)).size:
+            unusable = np.union1d(unusable, beyond)
         unusable = unusable[current[unusable]]
         current[unusable] = False
         matching = np.flatnonzero(current)
@@ -222,7 +224,7 @@ class ExpectedRows:
 
     def _beyond_limits(self, rows: FrameRows, slots: Ints) -> Ints:
         """Return the rows with tokens that their samples' requests do not allow."""
-        vocab_size, max_tokens, oldest, newest = (column[slots] for column in self._limits.values())
+        vocab_size, max_tokens, oldest, newest = self._limits[slots].T
         beyond = rows.offsets + rows.counts > max_tokens
         beyond |= (rows.counts > 0) & ((rows.versions < oldest) | (rows.versions > newest))
         found = np.flatnonzero(beyond)
@@ -289,7 +291,7 @@ class ExpectedRows:
             for name in ("attempt", "length", "ended", "version"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros_like(column))))
-            self._limits = {name: np.concatenate((each, np.zeros_like(each))) for name, each in self._limits.items()}
+            self._limits = np.concatenate((self._limits, np.zeros_like(self._limits)))
         return slot
 
 
