@@ -22,7 +22,7 @@ TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-long test-browser test-docker check fmt docs bench up down clean
+.PHONY: help install install-vllm demo test test-long test-browser test-docker check audit fmt docs bench up down clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -64,6 +64,10 @@ check: $(INSTALLED) ## lint, formatting and types; changes nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+audit: $(INSTALLED) ## compare the images' pinned packages with known vulnerabilities; needs PyPI
+	@set -e; for file in deploy/requirements/*.txt; do \
+		echo "== $$file"; $(BIN)/pip-audit --strict --disable-pip --no-deps -r $$file; done
 
 fmt: $(INSTALLED) ## format the code, and mend what the linter can
 	$(BIN)/ruff check --fix

@@ -176,13 +176,13 @@ class ExpectedRows:
         self.length = np.zeros(_INITIAL_SLOTS, np.int64)
         self.ended = np.zeros(_INITIAL_SLOTS, np.bool_)
         self.version = np.zeros(_INITIAL_SLOTS, U32)
-        self._limits = {name: np.zeros(_INITIAL_SLOTS, np.int64) for name in Limits._fields}
+        self._limits = np.zeros((_INITIAL_SLOTS, len(Limits._fields)), np.int64)
+        """A `Limits` per slot."""
         self.limit(NO_SLOT, UNLIMITED)
 
     def limit(self, slot: int, limits: Limits) -> None:
         """Set what the rows of a slot may contain."""
-        for name, value in limits._asdict().items():
-            self._limits[name][slot] = value
+        self._limits[slot] = limits
 
     def expect(
         self, sample_id: int, attempt: int, worker: str, length: int, *, ended: bool, version: int = NO_VERSION
@@ -211,7 +211,9 @@ class ExpectedRows:
         current &= (assigned == self._workers_of(rows)) | (assigned == ANY_WORKER)
         current &= rows.attempts > 0  # before its first attempt no worker may extend a sample
         refused = np.flatnonzero(~current) if not current.all() else np.zeros(0, np.int64)
-        unusable = np.union1d(rows.invalid, self._beyond_limits(rows, slots))
+        unusable = rows.invalid
+        if (beyond := self._beyond_limits(rows, slots)).size:
+            unusable = np.union1d(unusable, beyond)
         unusable = unusable[current[unusable]]
         current[unusable] = False
         matching = np.flatnonzero(current)
@@ -235,7 +237,7 @@ class ExpectedRows:
 
     def _beyond_limits(self, rows: FrameRows, slots: Ints) -> Ints:
         """Return the rows with tokens that their samples' requests do not allow."""
-        vocab_size, max_tokens, oldest, newest = (column[slots] for column in self._limits.values())
+        vocab_size, max_tokens, oldest, newest = self._limits[slots].T
         beyond = rows.offsets + rows.counts > max_tokens
         beyond |= (rows.counts > 0) & ((rows.versions < oldest) | (rows.versions > newest))
         found = np.flatnonzero(beyond)
@@ -308,7 +310,7 @@ class ExpectedRows:
             for name in ("attempt", "worker", "length", "ended", "version"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros_like(column))))
-            self._limits = {name: np.concatenate((each, np.zeros_like(each))) for name, each in self._limits.items()}
+            self._limits = np.concatenate((self._limits, np.zeros_like(self._limits)))
         return slot
 
 
