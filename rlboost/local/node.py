@@ -58,7 +58,7 @@ def worker_specs(
         ConfigError: a setting in the environment can belong to one worker only.
 
     """
-    settings = {**inherited, **spec.env}
+    settings = {**inherited, **spec.settings}
     if len(layout.placements) > 1 and settings.get(f"{_PREFIX}PEER_URL", "off") != "off":
         raise ConfigError(
             f"{_PREFIX}PEER_URL is the URL of one worker, and this machine has {len(layout.placements)}: set "
@@ -72,7 +72,7 @@ def worker_specs(
         env = {
             **connection,
             **environment(placement, _PREFIX, layout.threads(n_cpus), settings),
-            **spec.env,
+            **spec.settings,
             **{_PREFIX + key: value for key, value in own.items()},
         }
         specs.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -34,6 +35,14 @@ class MachineSpec(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Settings of services, such as RLBOOST_WORKER_SLOTS: 256."""
 
+    vllm_args: dict[str, Any] = Field(default_factory=dict)
+    """More engine arguments of vLLM, such as max_num_batched_tokens: 8192."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return `env` with the settings that other keys stand for."""
+        return self.env | ({"RLBOOST_WORKER_VLLM_ARGS": json.dumps(self.vllm_args)} if self.vllm_args else {})
+
     @property
     def engine_name(self) -> EngineName:
         """Return the selected engine."""
@@ -46,18 +55,20 @@ class MachineSpec(Section):
             ConfigError: it is not installed, or cannot be split over GPUs.
 
         """
-        self.require_tensor_parallel()
+        self.require_vllm_for_its_options()
         require_engine(self.engine_name)
 
-    def require_tensor_parallel(self) -> None:
-        """Check that the engine can be split over GPUs, if it should be.
+    def require_vllm_for_its_options(self) -> None:
+        """Check that options which only vLLM has are for vLLM, and that an engine over several GPUs has them.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: one is not.
 
         """
         if self.tensor_parallel > 1 and not self.gpus:
             raise ConfigError(f"--tensor-parallel {self.tensor_parallel} needs GPUs: name them with --gpus")
+        if self.vllm_args and self.engine_name == "torch":
+            raise ConfigError("vllm_args needs the vllm engine: set engine to vllm, or remove it")
         if self.tensor_parallel > 1 and self.engine_name == "torch":
             raise ConfigError(f"--tensor-parallel {self.tensor_parallel} needs --engine vllm: torch uses one GPU")
 

@@ -41,7 +41,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
         workers=_DEFAULT_WORKERS if spec.workers is None else spec.workers,
         engine=spec.engine_name,
         port=spec.port,
-        env=spec.env,
+        env=spec.settings,
         standby=spec.standby,
         trainers=spec.trainers,
     )

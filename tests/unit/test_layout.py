@@ -187,3 +187,11 @@ def test_tensor_parallel_without_gpus_or_vllm_is_refused() -> None:
     for given, why in ({}, "needs GPUs"), ({"gpus": "0-1", "engine": "torch"}, "needs --engine vllm"):
         with pytest.raises(ConfigError, match=why):
             load(SystemSpec, None, {"tensor_parallel": 2, **given}).require_engine()
+
+
+def test_engine_arguments_become_a_setting_of_vllm_workers() -> None:
+    spec = load(SystemSpec, None, {"engine": "vllm", "vllm_args": {"max_num_batched_tokens": 8192}})
+    env = placed(spec, Path("/state"), []).env
+    assert env == {"RLBOOST_WORKER_VLLM_ARGS": '{"max_num_batched_tokens": 8192}'}
+    with pytest.raises(ConfigError, match="vllm_args needs the vllm engine"):
+        load(SystemSpec, None, {"vllm_args": {"a": 1}}).require_engine()
