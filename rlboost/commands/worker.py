@@ -116,7 +116,7 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
     gpus: GpusOption = None,
     tensor_parallel: TensorParallelOption = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Fraction of each GPU's memory for its engine; default: the engine's own.")
+        float | None, typer.Option(help="Fraction of each GPU for its engine; default: the engine's own, reserved 0.4.")
     ] = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
@@ -167,11 +167,10 @@ def _run_node(spec: NodeSpec, name: str, connection: Mapping[str, str], state: P
     spec.require_engine()
     layout = node.place(spec, list_gpus(), name)
     folder = node.state_of(state, name)
-    grace_s = float({**os.environ, **spec.settings}.get("RLBOOST_WORKER_GRACE_S", 10))
     specs = node.worker_specs(spec, layout, folder, connection, os.environ, n_cpus())
     for worker in specs:
         typer.echo(f"rlboost: {worker.name}: GPU {worker.gpus}, log {worker.log}", err=True)
-    node.serve(specs, folder, grace_s, print_event)
+    node.serve(specs, folder, node.grace_s({**os.environ, **spec.settings}), print_event)
 
 
 def requested_endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:

@@ -64,7 +64,7 @@ def worker_specs(
             f"{_PREFIX}PEER_URL is the URL of one worker, and this machine has {len(layout.placements)}: set "
             f"{_PREFIX}HOST and {_PREFIX}PORT, from which each has its own"
         )
-    first_port = int(settings.get(f"{_PREFIX}PORT") or 0)
+    first_port = int(_number(settings, "PORT", 0))
     specs = []
     for i, (name, placement) in enumerate(layout.placements.items()):
         own = {"ROLE": spec.role, "NAME": name, "ENGINE": spec.engine_name}
@@ -87,6 +87,24 @@ def worker_specs(
             )
         )
     return specs
+
+
+def grace_s(settings: Mapping[str, str]) -> float:
+    """Return a worker's time to hand off after SIGTERM.
+
+    Raises:
+        ConfigError: the setting is not a number.
+
+    """
+    return _number(settings, "GRACE_S", 10)
+
+
+def _number(settings: Mapping[str, str], name: str, default: float) -> float:
+    text = settings.get(_PREFIX + name) or default
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{_PREFIX}{name} is {text!r}: it should be a number") from error
 
 
 def serve(

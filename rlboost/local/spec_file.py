@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import strict_yaml
@@ -84,10 +85,23 @@ class SystemSpec(MachineSpec):
     """Workers that share a trainer's device; by default 1, on GPUs one per `tensor_parallel` GPUs of the trainers."""
     workers: int | None = Field(None, ge=0)
     """Preemptible workers; by default 3, on GPUs none."""
+    host: str = ""
+    """Address of this machine that workers on other machines can reach; empty: this machine only."""
     port: int = Field(0, ge=0, le=65535)
-    """Port of the REST API; 0 takes a free one."""
+    """Port of the REST API; 0 takes a free one, with `host` 8700."""
+    weight_store_port: int = Field(0, ge=0, le=65535)
+    """Port of the weight store; 0 takes a free one, with `host` 8701."""
+    redis_port: int = Field(0, ge=0, le=65535)
+    """Port of Redis; 0 takes a free one, with `host` 6379."""
     standby: bool = False
     """A second manager, which takes over from the first."""
+
+    @field_validator("host")
+    @classmethod
+    def _is_one_address(cls, host: str) -> str:
+        if host and ipaddress.IPv4Address(host).is_unspecified:
+            raise ValueError("name one address that other machines can reach, such as 10.0.0.5, not all")
+        return host
 
 
 class NodeSpec(MachineSpec):

@@ -19,6 +19,7 @@ from rlboost.shared.ids import worker_name
 from tests.support import fake_gpus
 from tests.support.black_box import RLBOOST, ROOT
 from tests.support.eventually import eventually
+from tests.support.ports import reserved_port
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,6 +30,7 @@ reserved: 1
 workers: 1
 engine: torch
 gpu_memory_utilization: 0.3
+host: 127.0.0.2
 env: {RLBOOST_WORKER_DEVICE: cpu, RLBOOST_TRAINER_DEVICE: cpu, RLBOOST_WORKER_SLOTS: 4}
 """
 
@@ -42,7 +44,9 @@ async def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     env = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT)}
     file, state = tmp_path / "cluster.yaml", f"--state={tmp_path / 'state'}"
-    file.write_text(CLUSTER)
+    with reserved_port() as port, reserved_port() as weight_store_port, reserved_port() as redis_port:
+        ports = f"port: {port}\nweight_store_port: {weight_store_port}\nredis_port: {redis_port}\n"
+        file.write_text(CLUSTER + ports)
 
     def rlboost(*arguments: str) -> str:
         command = [*RLBOOST, *arguments, state]
@@ -67,6 +71,7 @@ async def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path
         assert "RLBOOST_WORKER_GPU_MEMORY_UTILIZATION" not in found["worker-1"]
         assert found["trainer"]["CUDA_VISIBLE_DEVICES"] == "0"
         assert "CUDA_VISIBLE_DEVICES" not in found["manager"]
+        assert config["url"] == f"http://127.0.0.2:{port}"
         with Client(config["url"], config["token"]) as client:
             await join_and_drain(tmp_path, env, client.workers.list)
         checks = await asyncio.to_thread(lambda: list(system.findings(config["url"], config["token"])))
