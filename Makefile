@@ -22,7 +22,7 @@ TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-long check fmt docs bench gpu up down clean
+.PHONY: help install install-vllm demo test test-long test-browser test-docker check fmt docs bench gpu up down clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -48,10 +48,17 @@ demo: $(INSTALLED) ## train a small model here while spot workers come and go
 	$(BIN)/rlboost demo --engine $(ENGINE) $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no accelerator: unit, contract, integration, e2e
-	$(PYTEST) -m 'not gpu and not long' $(ARGS)
+	$(PYTEST) -m 'not gpu and not long and not browser and not docker' $(ARGS)
 
 test-long: $(INSTALLED) ## run the soak and the longest end-to-end tests, which `make test` leaves out
 	$(PYTEST) -m 'long and not gpu' $(ARGS)
+
+test-browser: $(INSTALLED) ## run the tests of the web page; they need Chromium
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest -m browser $(ARGS)
+
+test-docker: $(INSTALLED) ## build the images and run a job in containers; needs a Docker engine
+	$(BIN)/python -m pytest -m docker $(ARGS)
 
 check: $(INSTALLED) ## lint, formatting and types; changes nothing
 	$(BIN)/ruff check

@@ -9,7 +9,22 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands import config, demo, doctor, export, follow, init, jobs, ps, report, samples, up, worker
+from rlboost.commands import (
+    config,
+    demo,
+    doctor,
+    export,
+    follow,
+    init,
+    jobs,
+    page,
+    ps,
+    report,
+    samples,
+    token,
+    up,
+    worker,
+)
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
@@ -21,11 +36,13 @@ report.register(app)
 jobs.register(app)
 follow.register(app)
 samples.register(app)
+page.register(app)
 evaluation.register(app)
 export.register(app)
 ps.register(app)
 doctor.register(app)
 app.add_typer(worker.app, name="worker")
+app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
 
 

@@ -25,6 +25,7 @@ import httpx
 from rlboost.shared.errors import Conflict, RLBoostError
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.ids import new_token
+from rlboost.shared.tls import client_context
 
 Json = dict[str, Any]
 Rows = list[Json]
@@ -67,7 +68,7 @@ class Client:
 
     Args:
         url: of the manager, without `/v1`.
-        token: the system's bearer token.
+        token: the system's token, or an access token of sufficient scope.
         patience_s: how long to retry when the manager does not answer or is unavailable.
         silence_s: how long to wait for an answer to one request.
         transport: carries requests; tests pass one that needs no network.
@@ -94,10 +95,12 @@ class Client:
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(silence_s, connect=_CONNECT_S),
             trust_env=through_proxy,
+            verify=client_context() or True,
             transport=transport,
         )
         self.jobs = Jobs(self)
         self.workers = Workers(self)
+        self.tokens = Tokens(self)
 
     def fleet(self) -> Json:
         """Return the number of workers present and the number worth having."""
@@ -248,6 +251,11 @@ class Jobs:
         audit: Json = self._get(job_id, "audit")
         return audit
 
+    def cost(self, job_id: str) -> Json:
+        """Return what the job's workers have cost, in dollars of their `RLBOOST_WORKER_PRICE_PER_HOUR`."""
+        cost: Json = self._get(job_id, "cost")
+        return cost
+
     def logs(self, job_id: str, *, follow: bool = False) -> Iterator[str]:
         """Yield the lines of the job's log, with `follow` also future ones.
 
@@ -305,6 +313,33 @@ class Workers:
         """Ask a worker to hand off its samples and exit."""
         worker: Json = self._client.request("POST", f"/workers/{quote(worker_id, safe='')}/drain").json()
         return worker
+
+
+class Tokens:
+    """`/v1/tokens`: access tokens of limited scope. Every method may raise `ClientError`."""
+
+    def __init__(self, client: Client) -> None:
+        """Use the client's connections."""
+        self._client = client
+
+    def create(self, scope: str, *, name: str = "", expires_s: float | None = None) -> Json:
+        """Create a token that expires after a time, None for never; return it with its `secret`.
+
+        `scope` is `admin`, `job`, `read` or `worker`.
+        """
+        # With an id of its own, a repeated request replaces the token of the first one, whose secret nobody has.
+        body = {"id": new_token(8), "scope": scope, "name": name, "expires_s": expires_s}
+        token: Json = self._client.request("POST", "/tokens", json=body).json()
+        return token
+
+    def list(self) -> Rows:
+        """Return all tokens, expired ones too, without their secrets."""
+        tokens: Rows = self._client.request("GET", "/tokens").json()
+        return tokens
+
+    def revoke(self, token_id: str) -> None:
+        """Revoke a token: it is rejected after at most 2 seconds."""
+        self._client.request("DELETE", f"/tokens/{quote(token_id, safe='')}")
 
 
 def server_events(lines: Iterable[str]) -> Iterator[ServerEvent]:

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def replace_file(path: Path, data: str | bytes | bytearray, *, sync: bool = False, mode: int = 0o666) -> None:
+def replace_file(
+    path: Path, data: str | bytes | bytearray | memoryview, *, sync: bool = False, mode: int = 0o666
+) -> None:
     """Replace the content of a file, or create it, in one step.
 
     Args:
@@ -34,7 +36,7 @@ def replace_file(path: Path, data: str | bytes | bytearray, *, sync: bool = Fals
 @contextmanager
 def temporary_file(
     directory: Path,
-    blocks: Sequence[bytes | bytearray],
+    blocks: Sequence[bytes | bytearray | memoryview],
     *,
     prefix: str = "",
     sync: bool = False,

@@ -46,6 +46,10 @@ class Undecodable(Unprocessable):
     """The bytes are not a valid message or document of this project."""
 
 
+class BadSignature(Unprocessable):
+    """A document is not signed with the key that it must be signed with: do not use it."""
+
+
 class Rejected(RLBoostError):
     """The request cannot be granted in the present state: report it to the requester, do not retry as is."""
 

@@ -25,6 +25,9 @@ MAX_JOBS = 1 << _JOB_BITS
 JOB_SHIFT = _EVAL_BITS + _STEP_BITS + _GROUP_BITS + _MEMBER_BITS
 """Shifting a packed id right by this leaves the job's number."""
 
+JOB_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+"""A job's id is a folder's name and a part of URLs."""
+
 
 class SampleId(NamedTuple):
     """A sample: job number, evaluation or training, step, group within the step, member of the group."""

@@ -7,6 +7,7 @@ no new work, finishes what it has and returns; loops that still run after the gr
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -16,7 +17,9 @@ import structlog
 
 from rlboost.shared import logs
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
+from rlboost.shared.process_memory import protect_process_memory
 from rlboost.shared.settings import ServiceSettings, read
+from rlboost.shared.tls import CA_VARIABLE
 
 log = structlog.get_logger(__name__)
 
@@ -103,12 +106,15 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
 
     Expected errors (`RLBoostError`) become one line; unexpected ones keep their traceback.
     """
+    protect_process_memory()  # the environment has the token
     try:
         config = read(settings)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     logs.configure(name, level=config.log_level, form=config.log_format)
+    if config.tls_ca:
+        os.environ[CA_VARIABLE] = config.tls_ca  # for child processes, too
 
     async def body() -> None:
         stop = _Stop()

@@ -35,6 +35,9 @@ WEIGHT_PEERS = PREFIX + "weights.peers"
 FLEET = PREFIX + "fleet"
 """Hash: worker id -> its last record (JSON), from which a restarted manager recovers the fleet."""
 
+TOKENS = PREFIX + "tokens"
+"""Hash: id of an access token -> its record (JSON), with the SHA-256 of its secret."""
+
 
 def rollouts_requested(job_id: str) -> str:
     """Stream, trainer -> manager: groups to generate for one job."""

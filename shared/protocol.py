@@ -7,7 +7,7 @@ older reader would dead-letter it.
 
 from __future__ import annotations
 
-PROTOCOL = 2
+PROTOCOL = 3
 UNNUMBERED = 1
 """The number of clients that send none, because they are older than the header. It never changes."""
 PROTOCOL_HEADER = "X-RLBoost-Protocol"

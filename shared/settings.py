@@ -22,9 +22,10 @@ from pydantic_settings import (
 )
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.tls import ServerCertificate, server_certificate
 from rlboost.shared.validation import describe
 
-_COMMON = ("redis_url", "token", "log_level", "log_format")
+_COMMON = ("redis_url", "token", "tls_cert", "tls_key", "tls_ca", "log_level", "log_format")
 RENAMED: Mapping[str, str] = {
     "RLBOOST_WORKER_BEAT_INTERVAL_S": "RLBOOST_WORKER_HEARTBEAT_INTERVAL_S",
     "RLBOOST_WORKER_CANARY_TOLERANCE": "RLBOOST_WORKER_PARITY_TOLERANCE",
@@ -42,8 +43,16 @@ class ServiceSettings(BaseSettings):
     token: SecretStr = Field(
         SecretStr(""), description="bearer token of the HTTP interfaces; if empty, all requests are rejected"
     )
+    tls_cert: str = Field("", description="PEM file of the certificate with which to serve HTTPS; plain HTTP if empty")
+    tls_key: str = Field("", description="PEM file of the certificate's key")
+    tls_ca: str = Field("", description="PEM file of authorities that clients trust in addition to the system's")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
+
+    @property
+    def certificate(self) -> ServerCertificate | None:
+        """Return the certificate to serve, None for plain HTTP; raises `ConfigError`."""
+        return server_certificate(self.tls_cert, self.tls_key)
 
     @classmethod
     def settings_customise_sources(

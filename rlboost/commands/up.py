@@ -88,8 +88,8 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 
     A process that dies is restarted; with --standby another manager takes over meanwhile. A spot worker that the chaos
     schedule or 'rlboost worker drain' removes is not restarted. Service settings in the environment
-    (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) are passed on; RLBOOST_TOKEN is the system's token, random by
-    default.
+    (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) are passed on; RLBOOST_TOKEN is the system's token; by
+    default the last one of the state folder, at first a random one.
     """
     from rlboost.local import spec_file  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
@@ -201,6 +201,7 @@ def _print_ready(config: Config, state: Path) -> None:
     typer.echo(
         f"ready: {config.url}\n"
         f"token: {token}\n"
+        f"watch it: '{command('page', state)}' prints a link to its web page\n"
         f"state and logs: {config.state_dir}\n"
         f"run a job with: {command('run JOB.yaml --follow', state)}\n"
         f'use its model with: OpenAI(base_url="{config.url}/v1", api_key=TOKEN)'

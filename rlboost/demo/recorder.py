@@ -11,6 +11,7 @@ from typing import Any
 from rlboost.client import ServerEvent
 from rlboost.job_lines import unix_s
 from rlboost.local.cpus import n_cpus
+from rlboost.local.fork_server import FORK_SERVER
 from rlboost.local.state import ProcessRecord
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.record import (
@@ -115,7 +116,7 @@ class Recorder:
         by_kind = dict.fromkeys(_KINDS.values(), 0.0)
         for process in processes:
             by_kind[_KINDS[process.role]] += seconds[process.name]
-        self.record.cpu_s = {**by_kind, "this view": own_s}
+        self.record.cpu_s = {**by_kind, "imports": seconds.get(FORK_SERVER, 0.0), "this view": own_s}
 
     def save(self, path: Path) -> None:
         """Write the record."""

@@ -39,6 +39,7 @@ for place, columns in rows:
         )
 """
 _MAX_KINDS_OF_ROWS = 100
+_CODE_REWARD = "rlboost.rewards.code:score"
 _ENVIRONMENT_SCRIPT = """
 import json, sys
 from rlboost.shared.job.environment import environment_factory
@@ -132,8 +133,17 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     return Found(
         [problem for problem in found if problem],
         missing_libraries(spec),
-        [*filter(None, [advice]), *fits.advice],
+        [*filter(None, [advice, _isolation_advice(spec)]), *fits.advice],
         _notices(spec.model),
+    )
+
+
+def _isolation_advice(spec: JobSpec) -> str:
+    if all(part.arguments.get("isolated", True) for part in spec.reward_parts if part.function == _CODE_REWARD):
+        return ""
+    return (
+        "reward.arguments: isolated: false lets generated programs do what the trainer's user may do, such as read the "
+        "state folder with its token: use it only on machines that have nothing to protect"
     )
 
 

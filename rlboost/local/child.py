@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from rlboost.local import die_with_parent
+from rlboost.local.cpu_time import session_cpu_s
+from rlboost.local.fork_server import ForkServer, is_forkable
 from rlboost.local.processes import ProcessSpec
-
-_PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -40,35 +42,29 @@ class Child:
     It leads its own session: a Ctrl-C in the terminal reaches only the parent, and leftover descendants can be found.
     """
 
-    def __init__(self, spec: ProcessSpec) -> None:
-        """Start the process; its output is appended to the log."""
+    def __init__(self, spec: ProcessSpec, forks: ForkServer | None = None) -> None:
+        """Start the process, forked where that is possible; its output is appended to the log."""
         self.spec = spec
         self.started_at = time.time()
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[Exit] = self._loop.create_future()
-        guard = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
         spec.log.touch(mode=0o600)
-        with spec.log.open("ab") as log:
+        with spec.log.open("ab") as log, Path(os.devnull).open("rb") as nothing:
             self._log_offset = log.tell()
-            self._process = subprocess.Popen(  # noqa: S603 - the specs are ours
-                (*guard, *spec.argv),
-                env={**os.environ, **spec.env},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
+            env = {**os.environ, **spec.env}
+            forked = None
+            if forks is not None and is_forkable(spec.argv, env):
+                forked = forks.fork(spec.argv, env, stdin=nothing.fileno(), stdout=log.fileno(), stderr=log.fileno())
+            self.pid = forked or _execute(spec.argv, env, nothing, log)
         threading.Thread(target=self._reap, args=(time.monotonic(),), name=f"reap {spec.name}", daemon=True).start()
 
     def _reap(self, began: float) -> None:
         # wait4, because asyncio's child watcher discards the resource usage.
         _, status, usage = os.wait4(self.pid, 0)
-        self._process.returncode = os.waitstatus_to_exitcode(status)
         cpu_s = usage.ru_utime + usage.ru_stime + session_cpu_s(self.pid)
         with contextlib.suppress(ProcessLookupError):  # its descendants must not outlive it
             os.killpg(self.pid, signal.SIGKILL)
-        end = Exit(self._process.returncode, time.monotonic() - began, cpu_s)
+        end = Exit(os.waitstatus_to_exitcode(status), time.monotonic() - began, cpu_s)
         with contextlib.suppress(RuntimeError):  # the loop is closed: there is no listener
             self._loop.call_soon_threadsafe(self._exited.set_result, end)
 
@@ -99,15 +95,10 @@ class Child:
         return [line for line in lines if line.strip()][-n_lines:]
 
 
-def session_cpu_s(leader: int) -> float:
-    """Return user and system seconds of all living processes in a session and of the children they waited for."""
-    ticks = 0
-    for stat in _PROC.glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has exited
-            continue
-        # proc(5), counted after the name: session is field 6, utime, stime, cutime and cstime are 14 to 17.
-        if int(fields[3]) == leader:
-            ticks += sum(map(int, fields[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+def _execute(argv: Sequence[str], env: Mapping[str, str], stdin: BinaryIO, out: BinaryIO) -> int:
+    guard = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
+    process = subprocess.Popen(  # noqa: S603 - the specs are ours
+        (*guard, *argv), env=env, stdin=stdin, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    process.returncode = 0  # the caller reaps it
+    return process.pid

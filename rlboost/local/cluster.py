@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,14 +23,27 @@ from typing import Self
 import rlboost
 from rlboost.local import redis_server
 from rlboost.local.cpus import n_cpus
+from rlboost.local.fork_server import FORK_SERVER, ForkServer, is_forkable
 from rlboost.local.ports import Ports
-from rlboost.local.processes import STARTING_ORDER, LocalOptions, Site, SpecOf, cache_dir, roster, spec_of
+from rlboost.local.processes import (
+    STARTING_ORDER,
+    LocalOptions,
+    ProcessSpec,
+    Site,
+    SpecOf,
+    cache_dir,
+    roster,
+    spec_of,
+)
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
 
 _GRACE_S = 12.0
 """A worker may take 10 s to hand off after a stop (invariant 7)."""
+
+_FORK_SERVER_LIMIT_S = 180.0
+"""Importing torch from a cold disk takes minutes on a small machine, and longer in several processes at once."""
 
 
 class LocalCluster:
@@ -62,6 +74,7 @@ class LocalCluster:
         self._spot_workers = options.workers
         self._placements = dict(options.layout.placements)
         self._site: Site
+        self._forks: ForkServer
         self._supervisor: Supervisor
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -75,11 +88,14 @@ class LocalCluster:
                 stack.push(self._record_end)
                 self._ports = stack.enter_context(Ports(self.state.ports(), self.options.host))
                 self._site = self._survey()
+                specs = [self._spec_of(self._site, name, role) for name, role in roster(self.options)]
+                self._forks = _fork_server(specs, self.state)
+                stack.callback(self._forks.close)
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
-                self._supervisor = Supervisor(self.state, tasks, self._on_event)
+                self._supervisor = Supervisor(self.state, tasks, self._on_event, self._forks)
                 stack.push_async_callback(self._supervisor.close)
                 stack.push_async_callback(self._stop)
-                await self._start()
+                await self._start(specs)
                 self.state.write_ports(self._ports.by_name())
                 self.state.write_devices(self.options.layout.summary())
                 self.state.write_config(self.config)
@@ -123,7 +139,7 @@ class LocalCluster:
             state_dir=self.state.path,
             cwd=Path.cwd(),
             inherited=dict(os.environ),
-            token=os.environ.get("RLBOOST_TOKEN") or secrets.token_urlsafe(24),
+            token=self.state.system_token(os.environ.get("RLBOOST_TOKEN")),
             redis_url=redis_url,
             redis_argv=redis_argv,
             port_of=self._ports.of,
@@ -131,15 +147,16 @@ class LocalCluster:
             n_cpus=n_cpus(),
         )
 
-    async def _start(self) -> None:
+    async def _start(self, specs: Sequence[ProcessSpec]) -> None:
         for stage in STARTING_ORDER:
-            names = [name for name, role in roster(self.options) if role in stage]
-            for name, role in roster(self.options):
-                if name in names:
-                    self._supervisor.launch(self._spec_of(self._site, name, role))
+            members = [spec for spec in specs if spec.role in stage]
+            if stage == STARTING_ORDER[-1]:  # whose imports are worth the wait
+                await self._forks.until_ready(_FORK_SERVER_LIMIT_S)
+            for spec in members:
+                self._supervisor.launch(spec)
             async with asyncio.TaskGroup() as waits:
-                for name in names:
-                    waits.create_task(self._supervisor.until_ready(name), name=f"ready {name}")
+                for spec in members:
+                    waits.create_task(self._supervisor.until_ready(spec.name), name=f"ready {spec.name}")
 
     async def _stop(self) -> None:
         for stage in reversed(STARTING_ORDER):
@@ -168,8 +185,8 @@ class LocalCluster:
         return self._supervisor.records()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds so far by process name, over all restarts, descendants included."""
-        return self._supervisor.cpu_seconds()
+        """Return the CPU seconds so far by process name, over all restarts, with descendants and the fork server."""
+        return {**self._supervisor.cpu_seconds(), FORK_SERVER: self._forks.cpu_s()}
 
     def on_event(self, listener: Callable[[ClusterEvent], None]) -> None:
         """Call the listener, in the event loop, for every process event from now on."""
@@ -212,6 +229,15 @@ class LocalCluster:
     def notice(self, name: str) -> None:
         """Send a preemption notice (SIGTERM) to a preemptible worker; SIGKILL follows after 30 s."""
         self._supervisor.notice(name)
+
+
+def _fork_server(specs: Sequence[ProcessSpec], state: StateDir) -> ForkServer:
+    """Return a fork server for these processes, started if it saves more imports than it costs."""
+    heavy = [spec for spec in specs if spec.role in STARTING_ORDER[-1] and is_forkable(spec.argv, spec.env)]
+    forks = ForkServer({**os.environ, **heavy[0].env} if heavy else {}, state.log_of(FORK_SERVER))
+    if len(heavy) > 1:
+        forks.start()
+    return forks
 
 
 def _check_folder(cwd: Path) -> None:

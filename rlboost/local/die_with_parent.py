@@ -16,13 +16,22 @@ EXIT_CONFIG = 2
 """As in `shared.lifecycle`, which is not importable here: this script runs without site-packages."""
 
 
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process.
+
+    Raises:
+        OSError: the kernel refuses it.
+
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
 def main() -> int:
     """Replace this process with the command; return an exit code only on failure."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
-        if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            print("prctl(PR_SET_PDEATHSIG) failed", file=sys.stderr)
-            return 1
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died first
             return 1
     try:

@@ -188,6 +188,9 @@ def _common(site: Site) -> dict[str, str]:
         "OMP_NUM_THREADS": site.inherited.get("OMP_NUM_THREADS", "1"),
         "RLBOOST_TOKEN": site.token,
         "RLBOOST_REDIS_URL": site.redis_url,
+        # The launcher makes http:// addresses of all of them.
+        "RLBOOST_TLS_CERT": "",
+        "RLBOOST_TLS_KEY": "",
     }
 
 

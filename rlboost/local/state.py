@@ -4,6 +4,7 @@
     processes.json   all processes, replaced atomically at each change
     devices.json     GPUs of the trainer and of engines, which jobs are checked against; null without GPUs
     ports.json       ports by process name, which the next system takes again if they are free
+    token            the system's token, which the next system uses again
     lock             held by the supervisor while it lives; contains its process id
     end              when and why the last supervisor ended; its disk blocks are allocated in advance
     logs/            one file per process
@@ -18,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -225,6 +227,16 @@ class StateDir:
         """Return the connection data of the current or last system, None if there is none."""
         raw = self._read("config.json")
         return None if raw is None else Config(**raw)
+
+    def system_token(self, given: str | None) -> str:
+        """Return the system's token: the given one, that of the last system in this folder, or a new one.
+
+        The folder's jobs continue only under the token that their commands are signed with.
+        """
+        file = self.path / "token"
+        token = given or (file.read_text(encoding="ascii").strip() if file.exists() else secrets.token_urlsafe(24))
+        self.write("token", f"{token}\n")
+        return token
 
     def write_ports(self, ports: Mapping[str, int]) -> None:
         """Write the ports by process name, for the next system in this folder."""

@@ -22,6 +22,7 @@ from typing import Literal
 
 from rlboost.local.backoff import Backoff
 from rlboost.local.child import Child, Exit
+from rlboost.local.fork_server import ForkServer
 from rlboost.local.processes import ProcessSpec
 from rlboost.local.readiness import Readiness
 from rlboost.local.state import ProcessRecord, StateDir
@@ -93,12 +94,19 @@ class Supervisor:
         state: receives the records at each change.
         tasks: owns the keepers; a keeper that fails, for example on a full disk, ends the group.
         on_event: called in the event loop for every process event.
+        forks: starts the services, as long as it can; without it, they are executed.
 
     """
 
-    def __init__(self, state: StateDir, tasks: asyncio.TaskGroup, on_event: Callable[[ClusterEvent], None]) -> None:
+    def __init__(
+        self,
+        state: StateDir,
+        tasks: asyncio.TaskGroup,
+        on_event: Callable[[ClusterEvent], None],
+        forks: ForkServer | None = None,
+    ) -> None:
         """Start with no slots."""
-        self._state, self._tasks, self._on_event = state, tasks, on_event
+        self._state, self._tasks, self._on_event, self._forks = state, tasks, on_event, forks
         self._slots: dict[str, _Slot] = {}
         self._readiness = Readiness()
         self._waits = Waits()
@@ -118,7 +126,7 @@ class Supervisor:
         """
         if spec.name in self._slots:
             raise Conflict(f"there is already a process {spec.name}")
-        slot = self._slots[spec.name] = _Slot(spec, Child(spec))
+        slot = self._slots[spec.name] = _Slot(spec, Child(spec, self._forks))
         slot.keeper = self._tasks.create_task(self._keep(slot), name=f"keep {spec.name}")
         self._emit("started", slot, f"pid {slot.child.pid}")
 
@@ -142,7 +150,7 @@ class Supervisor:
                     self._emit("left", slot, slot.note)
                     return
                 slot.cpu_s += end.cpu_s
-                slot.child = Child(slot.spec)
+                slot.child = Child(slot.spec, self._forks)
                 slot.restarts += 1
                 self._emit("started", slot, f"pid {slot.child.pid}")
         finally:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlboost.rewards.sandbox import Limits, Ran, run
+from rlboost.rewards.sandbox import Limits, Ran, available_isolation, run
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -39,7 +38,7 @@ def score(
         isolated: see `rlboost.rewards.sandbox.run`.
 
     Raises:
-        SandboxUnavailable: this machine cannot isolate a program.
+        SandboxUnavailable: no isolation works on this machine.
         ValueError: a row has neither tests nor cases.
 
     """
@@ -60,17 +59,26 @@ def score(
     return rewards
 
 
+def _prepare(*, isolated: bool = True, **_arguments: Any) -> None:
+    """Refuse the job, instead of each of its programs, where no program can be isolated."""
+    if isolated:
+        available_isolation()
+    else:
+        print("isolated: false: generated programs run without isolation and may do what this user may do")
+
+
+vars(score)["prepare"] = _prepare
+
+
 def _passes(program: str, test: str, limits: Limits, *, isolated: bool) -> bool:
-    # The word is printed after the tests: a program that exits early does not know it.
-    word = secrets.token_hex(16)
-    ran = run(program, "", limits, isolated=isolated, epilogue=f"{test}\n\nprint({word!r})\n")
-    return _well(ran) and ran.output.rstrip().endswith(word)
+    ran = run(program, "", limits, isolated=isolated, epilogue=test)
+    return _succeeded(ran) and ran.completed
 
 
 def _prints(program: str, example: Mapping[str, str], limits: Limits, *, isolated: bool) -> bool:
     ran = run(program, example["input"], limits, isolated=isolated)
-    return _well(ran) and ran.output.strip() == example["output"].strip()
+    return _succeeded(ran) and ran.output.strip() == example["output"].strip()
 
 
-def _well(ran: Ran) -> bool:
+def _succeeded(ran: Ran) -> bool:
     return ran.code == 0 and not ran.timed_out

@@ -1,6 +1,8 @@
-"""Isolate this process, then run a program: a script of `rlboost.rewards.sandbox`, standard library only.
+"""Runs a program in its own process: a script of `rlboost.rewards.sandbox`, standard library only.
 
-Standard input has JSON: `{"program", "epilogue", "input", "work", "isolated", "cpu_s", "memory_bytes", "file_bytes"}`.
+Its arguments are the descriptor of a socket, and the id of the process with which it ends, or 0. The socket transports
+lines of JSON: first a request, `{"program", "limits", "confine"}`. After the program's last statement the script sends
+an empty line, receives `[epilogue, word]`, runs the epilogue in the program's module, and sends the word.
 """
 
 from __future__ import annotations
@@ -12,116 +14,87 @@ import resource
 import signal
 import struct
 import sys
-from pathlib import Path
+import types
 from typing import Any
 
-UNAVAILABLE = 125
-"""Exit code if the kernel refuses isolation; the reason is on standard error."""
-_NEW_NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x00020000 | 0x08000000
-"""Users, network, processes, mounts, System V objects."""
-_MS_REC_PRIVATE = 0x4000 | 1 << 18
-_MS_NOSUID_NODEV = 2 | 4
-_MOUNT_SETATTR = 442
-_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
-_MOUNT_ATTR_RDONLY = 1
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_NOBODY = 65534
-_MOST_PROCESSES = 64
-_MOST_FILES = 256
-
-_MAIN = """
-import os, sys, types
-descriptor = int(sys.argv.pop())
-sys.argv = ["program.py"]
-module = sys.modules["__main__"] = types.ModuleType("__main__")
-with open("program.py", encoding="utf-8") as file:
-    source = file.read()
-exec(compile(source, "program.py", "exec"), module.__dict__)
-with open(descriptor, encoding="utf-8") as file:
-    source = file.read()
-exec(compile(source, "epilogue", "exec"), module.__dict__)
-"""
-"""Runs the program and then its epilogue, which has what the program must not know: what is expected of it."""
+_UNAVAILABLE = 125
+"""Exit code if the process cannot be confined; the reason is on standard error."""
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x20080522
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_ABI_VERSION = 1
+"""Flag: return Landlock's version instead of a rule set."""
+_PATH_BENEATH = 1
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_ACCESS_BITS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""Landlock's version -> number of kinds of file access that it knows."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main() -> int:
-    """Run the program; return its exit code, or 128 plus the signal that ended it."""
-    _call(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")  # our limits are enforced by the parent
-    asked = json.load(sys.stdin.buffer)
-    if asked["isolated"]:
-        try:
-            _shut_in(asked["work"], asked["file_bytes"])
-        except OSError as error:
-            sys.stderr.write(f"{error.strerror}: {error.filename or 'unshare'}")
-            return UNAVAILABLE
-    os.chdir(asked["work"])
-    Path("program.py").write_text(asked["program"], encoding="utf-8")
-    Path("input").write_text(asked["input"], encoding="utf-8")
-    if not asked["isolated"]:
-        _run(asked)
-    # The first process of the new PID namespace: when it exits, the kernel kills the others.
-    if (first := os.fork()) == 0:
-        _call(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")
-        if (program := os.fork()) == 0:
-            _run(asked)
-        os._exit(_code(program))
-    return _code(first)
+def main() -> None:
+    """Confine this process as the request asks, then run the program in it."""
+    descriptor, parent = map(int, sys.argv[1:])
+    if parent:
+        _call("prctl", libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+        _call("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        if os.getppid() != parent:
+            sys.exit("the parent has ended")
+    os.set_inheritable(descriptor, False)
+    lines = open(descriptor, encoding="utf-8")  # noqa: PTH123, SIM115 - a descriptor; it is open until the end
+    request = json.loads(lines.readline())
+    try:
+        if (confine := request["confine"]) is not None:
+            _confine(confine["readable"], confine["devices"])
+        for name, limit in request["limits"].items():
+            resource.setrlimit(getattr(resource, name), (limit, limit))
+        if confine is not None:
+            _filter_system_calls(bytes.fromhex(confine["filter"]))
+    except OSError as error:
+        sys.stderr.write(f"{error.strerror}: {error.filename}")
+        sys.exit(_UNAVAILABLE)
+    sys.argv = ["program.py"]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(request["program"], "program.py", "exec"), module.__dict__)  # noqa: S102 - this is what it is for
+    # Only now this process learns what the program must not know.
+    os.write(descriptor, b"\n")
+    epilogue, word = json.loads(lines.readline())
+    exec(compile(epilogue, "epilogue", "exec"), module.__dict__)  # noqa: S102 - likewise
+    os.write(descriptor, word.encode())
 
 
-def _shut_in(work: str, file_bytes: int) -> None:
-    """Detach from the network, other processes, and everything writable outside `work`."""
-    uid, gid = os.getuid(), os.getgid()
-    _call(libc.unshare(_NEW_NAMESPACES), "unshare")
-    # Unmapped user: executed programs have no privileges, not even over these mounts.
-    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-    Path("/proc/self/uid_map").write_text(f"{_NOBODY} {uid} 1", encoding="ascii")
-    Path("/proc/self/gid_map").write_text(f"{_NOBODY} {gid} 1", encoding="ascii")
-    _call(libc.mount(None, b"/", None, _MS_REC_PRIVATE, None), "mount /")
-    attributes = struct.pack("=QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
-    code = libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, attributes, len(attributes))
-    _call(code, "mount_setattr / read-only")
-    size = f"size={file_bytes},mode=700".encode()
-    _call(libc.mount(b"tmpfs", work.encode(), b"tmpfs", _MS_NOSUID_NODEV, size), f"mount {work}")
-    # /proc exposes the environment of this user's other processes.
-    _call(libc.mount(b"tmpfs", b"/proc", b"tmpfs", _MS_NOSUID_NODEV, b"size=4096,mode=555"), "mount /proc")
+def _confine(readable: list[str], devices: list[str]) -> None:
+    """Drop all capabilities, and with Landlock all access to files except reading below some paths."""
+    header, none = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
+    _call("capset", libc.capset(header, none))
+    version = _call("landlock", libc.syscall(_CREATE_RULESET, None, 0, _ABI_VERSION))
+    handled = (1 << _ACCESS_BITS.get(version, max(_ACCESS_BITS.values()))) - 1
+    rules = _call("landlock", libc.syscall(_CREATE_RULESET, struct.pack("=Q", handled), 8, 0))
+    for paths, access in ((readable, _EXECUTE | _READ_FILE | _READ_DIR), (devices, _READ_FILE | _WRITE_FILE)):
+        for path in paths:
+            file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed = access if os.path.isdir(path) else access & ~_READ_DIR  # noqa: PTH112 - starts with each program
+            rule = struct.pack("=Qi", allowed, file)
+            _call(path, libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0))
+            os.close(file)
+    _call("landlock", libc.syscall(_RESTRICT_SELF, rules, 0))
+    os.close(rules)
 
 
-def _run(asked: dict[str, Any]) -> None:
-    """Replace this process with the program."""
-    cpu_s = asked["cpu_s"]
-    limits = {
-        resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_AS: asked["memory_bytes"],
-        resource.RLIMIT_FSIZE: asked["file_bytes"],
-        resource.RLIMIT_NOFILE: _MOST_FILES,
-        resource.RLIMIT_CORE: 0,
-    }
-    if asked["isolated"]:  # outside a namespace the limit counts all processes of the user
-        limits[resource.RLIMIT_NPROC] = _MOST_PROCESSES
-    for what, most in limits.items():
-        resource.setrlimit(what, (most, most))
-    _call(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
-    os.dup2(os.open("input", os.O_RDONLY), 0)
-    epilogue = os.memfd_create("epilogue", 0)
-    with open(epilogue, "w", encoding="utf-8", closefd=False) as file:
-        file.write(asked["epilogue"])
-    os.lseek(epilogue, 0, os.SEEK_SET)
-    arguments = [sys.executable, "-I", "-B", "-c", _MAIN, str(epilogue)]
-    os.execv(sys.executable, arguments)  # noqa: S606 - this is what it is for
+def _filter_system_calls(program: bytes) -> None:
+    """Allow only the system calls that a BPF program allows."""
+    instructions = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
+    _call("seccomp", libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0))
 
 
-def _code(pid: int) -> int:
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return 128 - code if code < 0 else code
-
-
-def _call(result: int, what: str) -> None:
-    if result != 0:
+def _call(what: str, result: Any) -> int:
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what)
+    return int(result)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

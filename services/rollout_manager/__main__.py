@@ -14,7 +14,9 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.openai.errors import openai_error_format
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
+from rlboost.services.rollout_manager.page.routes import add_page
 from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.shared.http import server
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
@@ -27,7 +29,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     # Clients have connections of their own: however many there are, the manager's loop gets one.
     clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
-    record = manager_record(host, port, socket.gethostname(), config.public_url)
+    record = manager_record(host, port, socket.gethostname(), config.public_url, tls=config.certificate is not None)
     manager = Manager(
         bus,
         lease_s=config.lease_s,
@@ -36,10 +38,13 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         leader_lease_s=config.leader_lease_s,
     )
     WorldCollector(manager).register()
+    credentials = StoreCredentials(manager, config.token.get_secret_value())
     routes = partial(add_openai_routes, load_model_files=load_model_files)
     app = build(manager, clients_bus, config, extensions=[routes], error_format_besides=openai_error_format)
+    add_page(app)
     try:
-        await supervise({"manage": manager.run, "http": server.server_loop(app, sock)}, stop)
+        http = server.server_loop(app, sock, config.certificate)
+        await supervise({"manage": manager.run, "credentials": credentials.run, "http": http}, stop)
     finally:
         await clients_bus.close()
         await bus.close()

@@ -5,32 +5,39 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, FastAPI, Header, Query, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi import APIRouter, Body, Depends, FastAPI, Header
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
+from rlboost.services.rollout_manager.adapters.manifest_key import manifest_public_key
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
-from rlboost.services.rollout_manager.event_followers import EventFollowers
+from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
+from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.token_routes import add_token_routes
+from rlboost.services.rollout_manager.token_table import TokenTable
 from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
-from rlboost.shared.bus import START, Append, Bus, Entry, HashSet, Op, position
-from rlboost.shared.errors import BusUnavailable, Fenced, StoreUnavailable
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.bus import Append, Bus, HashSet
+from rlboost.shared.errors import BusUnavailable, StoreUnavailable
+from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.documented import GUARDED, Responses, problems
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
+from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.ids import MAX_JOBS, new_token
+from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
-from rlboost.shared.messages import Drain, Event, JobCommand, JobState
+from rlboost.shared.messages import Drain, JobCommand, JobState
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 
 JOB_COMMANDS_MAX_LEN = 100_000
@@ -42,6 +49,9 @@ _STATES: dict[Action, JobState] = {"pause": "paused", "resume": "running", "canc
 """The state that a command leads to."""
 _TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at", "since")
 
+
+_STANDBY: Responses = {307: {"description": "a standby manager: the leader's address is in `Location`"}}
+_JOB = problems(404, 409)
 
 Extension = Callable[[APIRouter, Manager, Bus, Settings], None]
 """Adds routes to the API."""
@@ -66,70 +76,34 @@ def build(
 
     """
     token = settings.token.get_secret_value()
-    router = guarded_router(token, prefix="/v1", dependencies=[Depends(_leader_only(manager, token))])
-    _add_jobs(router, manager, bus)
-    _add_history(router, manager, bus)
-    _add_events(router, manager, bus)
+    tokens = TokenTable(bus, token)
+    guard = Guard(tokens.authenticate)
+    router = guard.router(
+        prefix="/v1", responses=GUARDED | _STANDBY, dependencies=[Depends(leader_only(manager, token))]
+    )
+    _add_jobs(router, manager, bus, token)
+    add_history(router, manager, bus)
+    add_events(router, manager, bus)
     _add_fleet(router, manager, settings)
     _add_weights(router, manager, bus, settings)
+    add_token_routes(router, manager, tokens)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
         add_routes(router, manager, bus, settings)
     error_format = error_format_besides(own_paths) if error_format_besides else None
-    app = create_app("RLBoost", token=token, ready=lambda: _missing(manager), error_format=error_format)
+    app = create_app("RLBoost", guard=guard, ready=lambda: not_leading_reason(manager), error_format=error_format)
     app.include_router(router)
     return app
-
-
-# --- leadership -------------------------------------------------------------------------------------------------------
-
-
-def _missing(manager: Manager) -> str | None:
-    if manager.leads:
-        return None
-    leader = manager.other_leader
-    return f"standby; {leader.url} leads" if leader else "the world is not recovered yet: waiting for Redis"
-
-
-def _leader_only(manager: Manager, token: str) -> Callable[[Request], Coroutine[Any, Any, None]]:
-    """Return a dependency that redirects requests to the leader."""
-
-    async def check(request: Request) -> None:
-        if manager.leads:
-            return
-        leader = manager.other_leader
-        if leader is None:
-            raise _no_leader("no manager leads at present")
-        if not leader.is_signed(token):
-            raise _no_leader(
-                f"the leader in Redis, {leader.url}, is not signed with this manager's token, so clients are not "
-                "redirected: give all managers the same RLBOOST_TOKEN and the same version"
-            )
-        target = request.scope["raw_path"].decode() + "?" + request.scope["query_string"].decode()
-        headers = {"Location": leader.url + target.removesuffix("?")}
-        raise Problem(307, "Not the leader", f"{leader.url} leads: send the request there", headers=headers)
-
-    return check
-
-
-def _no_leader(reason: str) -> Problem:
-    return Problem(503, "No leader", f"{reason}: try again", headers={"Retry-After": "1"})
-
-
-async def _write(manager: Manager, ops: Sequence[Op]) -> None:
-    try:
-        await manager.write(ops)
-    except Fenced as error:
-        raise _no_leader(str(error)) from error
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
+def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None:
     creating = asyncio.Lock()  # two requests with one idempotency key may be concurrent
 
-    @router.post("/jobs", status_code=201, tags=["jobs"])
+    @router.post("/jobs", status_code=201, tags=["jobs"], responses=problems(409))
+    @needs("job")
     async def create_job(
         raw: Annotated[dict[str, Any], Body()],
         idempotency_key: Annotated[str | None, Header(max_length=IDEMPOTENCY_KEY_CHARACTERS)] = None,
@@ -144,47 +118,51 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus) -> None:
         async with creating:
             if quarantined := manager.world.quarantined.get(job_id):  # created by an earlier request with the same key
                 return JSONResponse({"id": quarantined.id, "state": quarantined.state}, 201)
-            job = manager.world.jobs.get(job_id) or await _create(manager, bus, job_id, spec)
+            job = manager.world.jobs.get(job_id) or await _create(manager, bus, token, job_id, spec)
         return JSONResponse({"id": job.id, "state": job.state}, 201)
 
     @router.get("/jobs", tags=["jobs"])
+    @needs("read")
     async def list_jobs() -> list[dict[str, Any]]:
         """Return every job, oldest first: state, step, current wait, error."""
         jobs: list[Job | QuarantinedJob] = [*manager.world.jobs.values(), *manager.world.quarantined.values()]
         jobs.sort(key=lambda job: job.no)
         return [await _public(manager, bus, job) for job in jobs]
 
-    @router.get("/jobs/{job_id}", tags=["jobs"])
+    @router.get("/jobs/{job_id}", tags=["jobs"], responses=problems(404))
+    @needs("read")
     async def show_job(job_id: str) -> dict[str, Any]:
         """Return one job: state, step, metrics of its last step, current wait, error."""
-        return await _public(manager, bus, _known(manager, job_id))
+        return await _public(manager, bus, find_job(manager, job_id))
 
-    @router.get("/jobs/{job_id}/spec", tags=["jobs"])
+    @router.get("/jobs/{job_id}/spec", tags=["jobs"], responses=_JOB)
+    @needs("read")
     async def job_file(job_id: str) -> dict[str, Any]:
         """Return the job's resolved job file."""
-        found: dict[str, Any] = json.loads(spec_to_json(_job(manager, job_id).spec))
+        found: dict[str, Any] = json.loads(spec_to_json(readable_job(manager, job_id).spec))
         return found
 
     written: dict[str, Action] = {}
     for action in _STATES:
-        _add_action(router, manager, action, written)
+        _add_action(router, manager, token, action, written)
 
 
-def _add_action(router: APIRouter, manager: Manager, action: Action, written: dict[str, Action]) -> None:
+def _add_action(router: APIRouter, manager: Manager, token: str, action: Action, written: dict[str, Action]) -> None:
     """Add the route of an action. `written` has the newest command of each job.
 
     A client may repeat a command for days: what has already had its effect is not written to the stream again.
     """
     path, name, meaning = f"/jobs/{{job_id}}/{action}", f"{action}_job", f"{action.capitalize()} the job."
 
-    @router.post(path, status_code=202, tags=["jobs"], name=name, description=meaning)
+    @router.post(path, status_code=202, tags=["jobs"], name=name, description=meaning, responses=_JOB)
+    @needs("job")
     async def act(job_id: str) -> dict[str, Any]:
-        job = _job(manager, job_id)
+        job = readable_job(manager, job_id)
         if not job.allows(action):
             raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
         if not (written.get(job.id) == action and job.state == _STATES[action]):
             command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
-            await _write(manager, [Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
+            await write(manager, [Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN)])
             written[job.id] = action
         return {"id": job.id, "state": job.state}
 
@@ -197,7 +175,7 @@ def _validated(raw: dict[str, Any]) -> JobSpec:
         raise Problem(422, "Invalid job", str(error), errors=fields) from error
 
 
-async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job:
+async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: JobSpec) -> Job:
     no = await bus.increment(names.JOB_COUNTER)
     if no >= MAX_JOBS:
         detail = f"this system has had {no} jobs, the most it can number: start a new one with an empty Redis"
@@ -207,22 +185,8 @@ async def _create(manager: Manager, bus: Bus, job_id: str, spec: JobSpec) -> Job
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
     record = HashSet(names.JOBS, {job_id: to_json(job)})
-    await _write(manager, [record, Append(names.JOB_COMMANDS, command, JOB_COMMANDS_MAX_LEN)])
+    await write(manager, [record, Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN)])
     manager.world.jobs[job.id] = job
-    return job
-
-
-def _job(manager: Manager, job_id: str) -> Job:
-    job = _known(manager, job_id)
-    if isinstance(job, QuarantinedJob):
-        raise Problem(409, "Job quarantined", f"job {job_id} is {job.reason}")
-    return job
-
-
-def _known(manager: Manager, job_id: str) -> Job | QuarantinedJob:
-    job = manager.world.jobs.get(job_id) or manager.world.quarantined.get(job_id)
-    if job is None:
-        raise Problem(404, "No such job", f"there is no job {job_id!r}: list them with 'rlboost ps' or GET /v1/jobs")
     return job
 
 
@@ -242,104 +206,16 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-# --- history ----------------------------------------------------------------------------------------------------------
-
-
-def _add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
-    @router.get("/jobs/{job_id}/audit", tags=["history"])
-    async def audit(job_id: str) -> dict[str, Any]:
-        """Account for every sample and token of the job."""
-        job = _job(manager, job_id)
-        in_flight = manager.world.in_flight
-        live = [(need.is_serving, in_flight.by_requirement[need]) for need in in_flight.of_job(job.id)]
-        stored = await bus.hash_get(names.job_audit(job.id), "counters")
-        counters: dict[str, Any] = (
-            json.loads(stored) if stored else manager.world.audits.get(job.id, Audit()).model_dump()
-        )
-        counters.setdefault("serving", {})["in_flight"] = sum(n for serves, n in live if serves)
-        return {**counters, "in_flight": sum(n for serves, n in live if not serves)}
-
-    @router.get("/jobs/{job_id}/metrics", tags=["history"], response_model=None)
-    async def metrics(
-        job_id: str,
-        format: Literal["json", "jsonl"] = "json",  # noqa: A002 - fixed by the API
-        from_step: Annotated[int, Query(ge=0)] = 0,
-    ) -> list[dict[str, Any]] | PlainTextResponse:
-        """Return one row per step, from `from_step` on (the first step is 0)."""
-        job = _known(manager, job_id)
-        stored = await bus.hash_all(names.job_metrics(job.id))
-        rows = [{"step": int(step), **json.loads(text)} for step, text in stored.items() if int(step) >= from_step]
-        rows.sort(key=lambda row: int(row["step"]))
-        if format == "jsonl":
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            return PlainTextResponse(lines, media_type="application/jsonl")
-        return rows
-
-    @router.get("/jobs/{job_id}/samples", tags=["history"])
-    async def samples(job_id: str, step: int | None = None) -> list[dict[str, Any]]:
-        """Return recent samples with reward and lineage, of one step if `step` is given."""
-        job = _known(manager, job_id)
-        entries = await bus.read({names.job_samples(job.id): START}, count=10_000)
-        rows = [entry.message.fields for entry in entries if isinstance(entry.message, Event)]
-        return [row for row in rows if step is None or row.get("step") == step]
-
-
-def _add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
-    followers = EventFollowers(bus)
-
-    def followed(job_id: str, cursor: str, request: Request, *, follow: bool) -> AsyncIterator[Entry | None]:
-        _known(manager, job_id)
-        followers.check_limit()
-        # Look the job up each time: a recovery replaces the world.
-        stream, is_over = names.job_events(job_id), lambda: not follow or _known(manager, job_id).ended
-        return followers.follow(stream, cursor, is_over, request.is_disconnected)
-
-    @router.get("/jobs/{job_id}/events", tags=["history"])
-    async def follow_events(
-        job_id: str, request: Request, last_event_id: Annotated[str | None, Header()] = None, follow: bool = True
-    ) -> StreamingResponse:
-        """Stream the job's events until it has ended; with `follow=0` only those that are there."""
-        events = followed(job_id, _checked_id(last_event_id or START), request, follow=follow)
-        return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
-
-    @router.get("/jobs/{job_id}/logs", tags=["history"])
-    async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
-        """Stream the job's events as text; with `follow`, until the job ends."""
-        events = followed(job_id, START, request, follow=follow)
-        return StreamingResponse(_log_lines(events), media_type="text/plain; charset=utf-8")
-
-
-def _checked_id(event_id: str) -> str:
-    try:
-        position(event_id)
-    except ValueError as error:
-        raise Problem(400, "Bad Last-Event-ID", f"{event_id!r} is not the id of an event: leave it out") from error
-    return event_id
-
-
-async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
-    async for entry in tail:
-        if entry is None:
-            yield ": keep-alive\n\n"
-        elif isinstance(entry.message, Event):
-            yield f"id: {entry.id}\nevent: {entry.message.kind}\ndata: {entry.message.model_dump_json()}\n\n"
-
-
-async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
-    async for entry in tail:
-        if entry is not None and isinstance(event := entry.message, Event):
-            at = datetime.fromtimestamp(event.at, UTC).isoformat(timespec="milliseconds")
-            fields = " ".join(f"{name}={value}" for name, value in event.fields.items())
-            yield f"{at} {event.source} {event.kind} {fields}".rstrip() + "\n"
-
-
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
-    @router.get("/join", tags=["fleet"])
+    token = settings.token.get_secret_value()
+
+    @router.get("/join", tags=["fleet"], responses=problems(409))
+    @needs("worker")
     async def join(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
-        """Return the addresses of the other services to a worker that joins."""
+        """Return to a worker that joins what it needs to connect to the other services."""
         if protocol != PROTOCOL:
             raise Problem(
                 409,
@@ -351,24 +227,29 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
             "protocol": PROTOCOL,
             "redis_url": settings.advertised_redis_url or settings.redis_url,
             "weight_store_url": settings.weight_store_url,
+            "store_credential": issue_store_credential(token, "a joining worker", time.time()),
+            "manifest_key": manifest_public_key(token),
         }
 
     @router.get("/workers", tags=["fleet"])
+    @needs("read")
     async def workers() -> list[dict[str, Any]]:
         """Return every worker: role, state, version, samples, throughput, memory."""
         fleet = manager.world.fleet
         return [_times(worker.public()) for worker in (*fleet.workers.values(), *fleet.gone.values())]
 
-    @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"])
+    @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"], responses=problems(404))
+    @needs("admin")
     async def drain(worker_id: str) -> dict[str, str]:
         """Have the worker hand off its samples and exit."""
         if worker_id not in manager.world.fleet.workers:
             detail = f"there is no worker {worker_id!r}: list them with 'rlboost worker list' or GET /v1/workers"
             raise Problem(404, "No such worker", detail)
-        await _write(manager, [Append(names.worker_commands(worker_id), Drain(reason="requested over REST"))])
+        await write(manager, [Append(names.worker_commands(worker_id), Drain(reason="requested over REST"))])
         return {"id": worker_id, "state": "draining"}
 
     @router.get("/fleet", tags=["fleet"])
+    @needs("read")
     async def fleet() -> dict[str, Any]:
         """Return counts of workers, throughput and the number of workers worth having."""
         workers = list(manager.world.fleet.workers.values())
@@ -388,6 +269,7 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
 
 def _add_weights(router: APIRouter, manager: Manager, bus: Bus, settings: Settings) -> None:
     @router.get("/weights", tags=["weights"])
+    @needs("read")
     async def weights() -> dict[str, Any]:
         """Return the versions of every job's weights, oldest first, and the workers that serve them to others."""
         url, token = settings.weight_store_url, settings.token.get_secret_value()

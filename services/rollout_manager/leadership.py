@@ -49,7 +49,7 @@ class ManagerRecord(BaseModel):
         return is_valid_signature(self.signature, token, "leader", self.url)
 
 
-def manager_record(host: str, port: int, machine: str, public_url: str = "") -> ManagerRecord:
+def manager_record(host: str, port: int, machine: str, public_url: str = "", *, tls: bool = False) -> ManagerRecord:
     """Return the record of a manager that listens on an address.
 
     Args:
@@ -57,10 +57,12 @@ def manager_record(host: str, port: int, machine: str, public_url: str = "") -> 
         port: the port, as bound.
         machine: the host's name, used in the URL if `host` means all interfaces.
         public_url: where clients reach it; derived from the other arguments when empty.
+        tls: it serves HTTPS.
 
     """
     url_host = machine if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
-    url = public_url or f"http://{f'[{url_host}]' if ':' in url_host else url_host}:{port}"
+    scheme = "https" if tls else "http"
+    url = public_url or f"{scheme}://{f'[{url_host}]' if ':' in url_host else url_host}:{port}"
     return ManagerRecord(manager=new_token(8), address=f"{machine}/{host}/{port}", url=url.rstrip("/"))
 
 

@@ -12,7 +12,7 @@ import structlog
 from rlboost.services.rollout_worker.adapters.base_model import BaseModel
 from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
-from rlboost.services.rollout_worker.adapters.peer_address import peer_url
+from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
 from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
@@ -33,8 +33,10 @@ from rlboost.shared.lifecycle import Loop, run_service
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.threads import run_in_thread
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.peers.transport import PeerTransport
@@ -56,7 +58,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     joined = await join(settings.url, token)
     bus = await connect(joined.redis_url, f"worker-{settings.worker_name}")
     waits = Waits()
-    store = StoreClient(joined.weight_store_url, token)
+    access = WorkerAccess(joined.store_credential, joined.manifest_key)
+    store = StoreClient(joined.weight_store_url, access)
     cache = Cache(settings.cache_dir.expanduser() / settings.worker_name)
     transport = PeerTransport(token)
     directory = PeerDirectory(bus, f"{settings.worker_name}-{new_token()}", socket.gethostname())
@@ -64,7 +67,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         directory, transport, StoreSource(store, cache, concurrency=_TRANSFERS), cache, concurrency=_TRANSFERS
     )
     seed = BaseModel(settings.base_model) if settings.base_model else None
-    puller = Puller(store, cache, waits, source=peers, seed=seed)
+    puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seed=seed)
     generator = Generator(_engines(settings), dtype=settings.dtype, tolerance=settings.parity_tolerance)
     identity = WorkerIdentity(
         name=settings.worker_name,
@@ -83,7 +86,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         settings.grace_s,
         drain_on_rebalance=settings.rebalance == "drain",
     )
-    worker = Worker(stop, bus, connection, generator, StoreWeights(puller), options, waits, startup)
+    worker = Worker(stop, bus, connection, generator, StoreWeights(puller, access), options, waits, startup)
     metadata = Metadata(settings.metadata_url)
     try:
         serve = _http(settings, connection, generator, worker, waits, cache, peers)
@@ -148,18 +151,23 @@ def _http(
         from prometheus_client import Counter  # noqa: PLC0415
 
         from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
+        from rlboost.shared.http.guard import Guard  # noqa: PLC0415
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
-        from rlboost.shared.weights.peers.blob_routes import blob_routes  # noqa: PLC0415
+        from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes  # noqa: PLC0415
 
-        sock = bind(settings.host, settings.port)
+        host = listen_address(settings.host, settings.url)
+        sock = bind(host, settings.port)
         port = sock.getsockname()[1]
-        peers.url = peer_url(settings.peer_url, settings.host, port, settings.url)
-        log.info("listening", host=settings.host, port=port, peer_url=peers.url)
-        app = create(connection, generator, token=settings.token.get_secret_value(), waits=waits)
-        app.include_router(notice_routes(worker.on_preemption_notice, settings.token.get_secret_value()))
+        tls = settings.certificate is not None
+        peers.url = peer_url(settings.peer_url, host, port, settings.url, tls=tls)
+        log.info("listening", host=host, port=port, peer_url=peers.url)
+        token, slots = settings.token.get_secret_value(), asyncio.Semaphore(MAX_CONCURRENT)
+        guard = Guard.of_token(token)
+        app = create(connection, generator, guard=guard, waits=waits)
+        app.include_router(notice_routes(worker.on_preemption_notice, guard))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
-        app.include_router(blob_routes(cache, settings.token.get_secret_value(), sent))
-        return server_loop(app, sock)
+        app.include_router(blob_routes(cache, token, sent, slots))
+        return server_loop(app, sock, settings.certificate, blob_files(cache, token, sent, slots))
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

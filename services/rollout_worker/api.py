@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlboost.services.rollout_worker.domain.preemption import Notice
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.documented import GUARDED
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.messages import WorkerState
 from rlboost.shared.waiting import Waits
@@ -65,7 +66,7 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"rlboost_worker_{name}", text, value)
 
 
-def create(connection: ManagerConnection, generator: Generator, *, token: str, waits: Waits) -> FastAPI:
+def create(connection: ManagerConnection, generator: Generator, *, guard: Guard, waits: Waits) -> FastAPI:
     """Return the app; its metrics are in the process's registry.
 
     The worker is ready if no version is assigned to it, or if it has loaded and verified one.
@@ -77,7 +78,7 @@ def create(connection: ManagerConnection, generator: Generator, *, token: str, w
         return None if idle or session.serving else f"verified weights; the worker is {session.state}"
 
     REGISTRY.register(Metrics(connection, generator))
-    return create_app("RLBoost rollout worker", token=token, ready=missing, waits=waits)
+    return create_app("RLBoost rollout worker", guard=guard, ready=missing, waits=waits)
 
 
 class NoticeBody(BaseModel):
@@ -89,9 +90,9 @@ class NoticeBody(BaseModel):
     reason: str = Field("rest", min_length=1, max_length=200, description="shown in events and logs")
 
 
-def notice_routes(on_notice: Callable[[Notice], None], token: str) -> APIRouter:
+def notice_routes(on_notice: Callable[[Notice], None], guard: Guard) -> APIRouter:
     """Return `POST /v1/notice`, which announces a preemption of this machine. It needs the token."""
-    router = guarded_router(token, tags=["notices"])
+    router = guard.router(tags=["notices"], responses=GUARDED)
 
     @router.post("/v1/notice", status_code=202)
     async def notice(body: NoticeBody) -> NoticeBody:

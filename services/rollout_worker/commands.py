@@ -24,6 +24,7 @@ from rlboost.services.rollout_worker.domain.effects import (
     Rejoin,
     ReleaseRequests,
     ReleaseUnstarted,
+    RenewAccess,
     ResumeEngine,
     SubmitSamples,
     SuspendEngine,
@@ -119,6 +120,8 @@ class CommandLoop:
                     await self._updates.cancel()
                 case DrainWorker(reason):
                     self._on_drain(reason)
+                case RenewAccess(credential):
+                    self._updates.renew_access(credential)
                 case Rejoin(reason):
                     await self._rejoin(reason)
                 case DeadLetterCommand(reason):

@@ -14,7 +14,7 @@ from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
 from rlboost.services.rollout_worker.domain.uniforms import uniforms
 from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences
-from rlboost.shared.errors import Fatal, NotFound
+from rlboost.shared.errors import BadSignature, Fatal, NotFound
 from rlboost.shared.model.parity import ParityReference
 
 if TYPE_CHECKING:
@@ -220,6 +220,10 @@ class FakeWeights:
     def __init__(self) -> None:
         self.versions: dict[tuple[str, int], FakeStagedWeights] = {}
         self.pulled: list[tuple[str, int]] = []
+        self.unsigned: set[tuple[str, int]] = set()
+        """Versions that the trainer has not signed."""
+        self.credential = ""
+        """The newest one."""
         self.may_pull = asyncio.Event()
         """While not set, pulls block."""
         self.may_pull.set()
@@ -228,7 +232,13 @@ class FakeWeights:
         """See `WeightSource`."""
         self.pulled.append((job_id, version))
         await self.may_pull.wait()
+        if (job_id, version) in self.unsigned:
+            raise BadSignature(f"version {version} of job {job_id} is not signed")
         try:
             return self.versions[job_id, version]
         except KeyError as error:
             raise NotFound(f"there is no version {version} of job {job_id}") from error
+
+    def renew_access(self, credential: str) -> None:
+        """See `WeightSource`."""
+        self.credential = credential

@@ -214,9 +214,13 @@ class WeightSource(Protocol):
 
         Raises:
             NotFound: it does not exist, or has been deleted.
+            BadSignature: the trainer has not signed it.
             Timeout: the source was unavailable for too long.
 
         """
+
+    def renew_access(self, credential: str) -> None:
+        """Use a new credential, also in a pull under way."""
 
 
 class NoticeSource(Protocol):

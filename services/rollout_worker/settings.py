@@ -26,7 +26,7 @@ class Settings(ServiceSettings):
     trainer: str = Field("", description="reserved: name of that trainer; may be empty if there is only one trainer")
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="prefix of the worker's id; empty = host name")
     kind: str = Field("", description="kind of machine, for throughput profiles; empty = engine and device")
-    price_per_hour: float = Field(0.0, ge=0, description="price of this machine")
+    price_per_hour: float = Field(0.0, ge=0, description="price of this worker's machine or share of one, in dollars")
 
     engine: Literal["torch", "vllm"] = Field("torch", description="inference engine")
     device: str = Field("cpu", description="the engine's device, in torch's notation")
@@ -77,7 +77,11 @@ class Settings(ServiceSettings):
     )
     notice_file: Path | None = Field(None, description="local file whose appearance is a preemption notice")
 
-    host: str = Field("127.0.0.1", description="address that serves health, metrics and weights for other workers")
+    host: str = Field(
+        "",
+        description="address that serves health, metrics and weights for other workers; "
+        "empty = the one from which the manager is reached",
+    )
     port: int = Field(0, ge=0, le=65535, description="0 = any free port")
     peer_url: str = Field(
         "",

@@ -21,7 +21,7 @@ from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.services.rollout_worker.ports import WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.shared.errors import NotFound, Timeout
+from rlboost.shared.errors import BadSignature, NotFound, Timeout
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -92,6 +92,10 @@ class WeightUpdates:
         await asyncio.wait({task})
         return True
 
+    def renew_access(self, credential: str) -> None:
+        """Pull weights with a new credential from now on."""
+        self._source.renew_access(credential)
+
     def on_flush(self) -> None:
         """Check again whether the samples in flight have finished."""
         self._flushed.set()
@@ -102,7 +106,7 @@ class WeightUpdates:
             await self._generator.wait_for_load()
             staged = await self._source.pull(*weights)
             self._startup.end("pull")
-        except NotFound as error:
+        except (NotFound, BadSignature) as error:
             await self._report_unavailable(weights, str(error), apply)
             return
         if pull.in_flight == "finish" and session.serving is not None:

@@ -9,7 +9,7 @@ import sys
 import structlog
 
 from rlboost.services.trainer import api
-from rlboost.services.trainer.app import Trainer
+from rlboost.services.trainer.app import Limits, Trainer
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.settings import Settings
@@ -42,8 +42,8 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         device,
         waits,
         name=config.trainer_name,
-        outage_limit_s=config.outage_limit_s,
-        samples_limit_s=config.samples_limit_s,
+        token=config.token.get_secret_value(),
+        limits=Limits(outage_s=config.outage_limit_s, samples_s=config.samples_limit_s),
     )
     # The first job finds it imported.
     device.post(_import_build)
@@ -52,7 +52,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         "commands": trainer.commands,
         "jobs": trainer.jobs,
         "lease": trainer.lease,
-        "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock),
+        "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock, config.certificate),
     }
     try:
         await supervise(loops, stop)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from rlboost.services.trainer.app import Trainer
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
 
 
 def create(trainer: Trainer, token: str, waits: Waits) -> FastAPI:
     """Return the app."""
-    return create_app("RLBoost trainer", token=token, ready=trainer.missing, waits=waits)
+    return create_app("RLBoost trainer", guard=Guard.of_token(token), ready=trainer.missing, waits=waits)

@@ -2,8 +2,8 @@
 
 *Commands*. Consumes: `jobs.commands`. Produces: the next job for *jobs*; pauses and cancellations of the active job.
 Waits for: the next command, which the rollout manager appends. Ends when: the service stops. All trainers read all
-commands. A job itself is claimed from their common consumer group, by a trainer without a job; its command stays
-pending until the job has ended, so that another trainer can take over.
+commands, and executes those that a manager has signed. A job itself is claimed from their common consumer group, by a
+trainer without a job; its command stays pending until the job has ended, so that another trainer can take over.
 
 *Jobs*. Consumes: claimed jobs. Produces: the job's last report, in one transaction with the acknowledgement of its
 command. Waits for: a job, then for its end, a cancellation, a takeover or the stop. Ends when: the service stops; the
@@ -25,32 +25,24 @@ import math
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import structlog
 
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.job_table import JobTable
+from rlboost.services.trainer.ending import Ending, ending_with
 from rlboost.services.trainer.job import LEASE_LIMIT_S, LEASE_TTL_S, ActiveJob, JobRun
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
 from rlboost.shared import names
 from rlboost.shared.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
-from rlboost.shared.errors import (
-    BusUnavailable,
-    ConfigError,
-    Conflict,
-    Fenced,
-    Retryable,
-    RLBoostError,
-    Timeout,
-    leaves,
-)
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, Timeout
 from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.command_signature import is_signed
 from rlboost.shared.lifecycle import until_stop
-from rlboost.shared.messages import JobCommand, JobReport, JobState
+from rlboost.shared.messages import JobCommand, JobReport
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -72,6 +64,16 @@ class Timing:
     """How long a trainer that has ended a job waits for its lease, which another trainer held."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a trainer waits."""
+
+    outage_s: float
+    """While the broker is unavailable."""
+    samples_s: float
+    """For a sample of a job."""
+
+
 class Trainer:
     """Runs jobs, one at a time."""
 
@@ -83,8 +85,8 @@ class Trainer:
         waits: Waits,
         *,
         name: str,
-        outage_limit_s: float,
-        samples_limit_s: float,
+        token: str,
+        limits: Limits,
         timing: Timing = Timing(),
     ) -> None:
         """Prepare; the loops do the work.
@@ -95,18 +97,19 @@ class Trainer:
             device: the thread of all computation.
             waits: registry of waits.
             name: of the trainer; reserved workers name the trainer whose device they share.
-            outage_limit_s: how long to retry while the broker is unavailable.
-            samples_limit_s: how long a job waits for a sample.
+            token: the system's, under which managers sign commands.
+            limits: of waits.
             timing: of the loops.
 
         """
         self._name = name
+        self._token = token
         self._incarnation = f"{name}-{new_token()}"
         """Unique per process, to distinguish a restarted trainer from an earlier process that may still run."""
-        self._bus = RetryingBus(bus, waits, outage_limit_s)
+        self._bus = RetryingBus(bus, waits, limits.outage_s)
         self._build = build
         self._waits = waits
-        self._samples_limit_s = samples_limit_s
+        self._samples_limit_s = limits.samples_s
         self._device = device
         self._table = JobTable(name)
         self._timing = timing
@@ -141,13 +144,18 @@ class Trainer:
         while entries:
             for entry in entries:
                 self._cursor = entry.id
-                if isinstance(command := entry.message, JobCommand):
+                if (command := self._command(entry)) is not None:
                     self._table.apply(entry.id, command)
                     if self._is_caught_up:  # not for commands from before the start
                         log.info("command", action=command.action, job=command.job_id)
             if self._current is not None:
                 self._apply(self._current)
             entries = await self._read(0.0)
+
+    def _command(self, entry: Entry) -> JobCommand | None:
+        """Return the command in an entry, None if no manager has signed one."""
+        command = entry.message
+        return command if isinstance(command, JobCommand) and is_signed(command, self._token) else None
 
     async def _read(self, block_s: float) -> list[Entry]:
         return await self._bus(lambda bus: bus.read({names.JOB_COMMANDS: self._cursor}, block_s=block_s))
@@ -198,9 +206,9 @@ class Trainer:
         return [(entry, owners.get(jobs[entry.id]) != self._name) for entry, _ in claimed if entry.id in free]
 
     async def _claim(self, entry: Entry, *, contested: bool) -> ActiveJob | None:
-        command = entry.message
-        if not isinstance(command, JobCommand):
-            reason = f"a {command.tag} does not belong in this stream"
+        command = self._command(entry)
+        if command is None:
+            reason = "no manager has signed this command: give managers and trainers the same RLBOOST_TOKEN"
             await self._bus(lambda bus: bus.dead_letter(entry.stream, names.TRAINER_GROUP, entry, reason))
             return None
         if not self._table.creates(entry.id, command):
@@ -264,7 +272,7 @@ class Trainer:
         error = task.exception()
         if job.superseded.is_set():
             return None
-        return Ending("completed") if error is None else _ending_with(error)
+        return Ending("completed") if error is None else ending_with(error)
 
     async def _train(self, job: ActiveJob) -> None:
         spec = job_spec.parse_stored(json.loads(job.spec_json))
@@ -352,13 +360,6 @@ class Trainer:
         )
 
 
-class Ending(NamedTuple):
-    """How a job ended."""
-
-    state: JobState
-    error: str = ""
-
-
 def _parse_error(spec_json: str) -> str:
     """Return why this version cannot parse a stored job, an empty text if it can."""
     try:
@@ -366,19 +367,6 @@ def _parse_error(spec_json: str) -> str:
     except (ValueError, ConfigError) as error:
         return str(error)
     return ""
-
-
-def _ending_with(error: BaseException) -> Ending:
-    """Return the job's failure; re-raise an error that is not the job's fault."""
-    found = leaves(error)
-    for leaf in found:
-        if isinstance(leaf, RLBoostError) and not isinstance(leaf, Retryable | Conflict):
-            return Ending("failed", str(leaf))
-    for leaf in found:
-        if not isinstance(leaf, RLBoostError):
-            log.error("job_crashed", exc_info=leaf)
-            return Ending("failed", f"unexpected {type(leaf).__name__}: {leaf}; the trainer's log has the traceback")
-    raise found[0]
 
 
 async def _first_of(*awaitables: Awaitable[object]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from rlboost.services.trainer.adapters.checkpoints.locations import CheckpointLocations
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
@@ -52,7 +50,6 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
     token = config.token.get_secret_value()
     client = StoreClient(config.weight_store_url, token)
     config_json = (model / "config.json").read_text(encoding="utf-8")
-    vocabulary = int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
     engine = _engine(config, spec, folder)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
     publisher = (
@@ -63,7 +60,7 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
         model=model,
         loss=_loss(spec),
         data=data,
-        rewards=RewardPool(spec.reward, waits, UserCodeLog(folder / "reward.log")) if spec.reward else NoReward(),
+        rewards=_rewards(config, spec, waits, folder),
         environments=_environments(spec, waits, folder),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
         weights=publisher(
@@ -80,8 +77,15 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
         critic=engine if isinstance(engine, TorchPolicy) and _critic(spec) else None,
         machine=machine_of(spec, model, config.device),
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
-        probe=build_probe(vocabulary, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
+        probe=build_probe(data.vocab_size, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
     )
+
+
+def _rewards(config: Settings, spec: JobSpec, waits: Waits, folder: Path) -> RewardPool | NoReward:
+    if spec.reward is None:
+        return NoReward()
+    token_origins = config.reward_token_origins.split(",")
+    return RewardPool(spec.reward, waits, UserCodeLog(folder / "reward.log"), token_origins=token_origins)
 
 
 def _environments(spec: JobSpec, waits: Waits, folder: Path) -> EnvironmentPool | None:

@@ -6,9 +6,10 @@ import socket
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from rlboost.services.trainer.domain.rewards import origin_of
 from rlboost.shared.settings import ServiceSettings
 
 
@@ -33,10 +34,20 @@ class Settings(ServiceSettings):
     user_modules: str = Field(
         "", description="installed packages, separated by commas, whose functions job files may name as user code"
     )
+    reward_token_origins: str = Field(
+        "",
+        description="services that get `REWARD_TOKEN` from jobs with `reward.url`, separated by commas: "
+        "https://HOST[:PORT]; none if empty",
+    )
     outage_limit_s: float = Field(
         600.0, gt=0, description="exit after Redis or the weight store has been unavailable for this time"
     )
     samples_limit_s: float = Field(3600.0, gt=0, description="a job fails after this time without a sample")
+
+    @field_validator("reward_token_origins")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        return ",".join(origin_of(each) for each in value.replace(" ", "").split(",") if each)
 
     @property
     def trainer_name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from functools import partial
 
 import structlog
 from prometheus_client import REGISTRY
@@ -12,10 +13,15 @@ from prometheus_client import REGISTRY
 from rlboost.services.weight_store.adapters.origin import open_origin
 from rlboost.services.weight_store.api import create
 from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.chunk_response import find_chunk
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.services.weight_store.settings import Settings
+from rlboost.shared.http.file_sender import FileSender
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
+from rlboost.shared.http.store_credential import may_download, store_authenticator
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.waiting import Waits
@@ -38,18 +44,34 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             clock=time.time,
         ) as origin:
             chunks, documents = origin.chunks, origin.documents
+            limited = LimitedChunks(chunks, settings.max_bytes, time.monotonic) if settings.max_bytes else None
+            chunks = limited or chunks
             deltas = Deltas(chunks, documents, metrics, keep=settings.keep_deltas, clock=time.time)
             store = WeightStore(
                 chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=time.time
             )
             await store.load()
+            if limited is not None:
+                await limited.measure()
+                limited.reclaim = store.tidy
             token = settings.token.get_secret_value()
-            app = create(store, token=token, ready=origin.not_ready_reason, waits=waits, metrics=metrics)
+            app = create(
+                store,
+                guard=Guard(store_authenticator(token, time.time)),
+                directory=origin.directory,
+                ready=origin.not_ready_reason,
+                waits=waits,
+                metrics=metrics,
+            )
+            files = None
+            if origin.open_chunk:
+                find = find_chunk(origin.open_chunk, partial(may_download, token=token, clock=time.time))
+                files = FileSender(find, metrics.bytes_out)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {
                 **origin.loops,
-                "http": server_loop(app, sock),
-                "announce": store.announce,
+                "http": server_loop(app, sock, settings.certificate, files),
+                "announce": store.announcements.announce,
                 "collect": store.collect,
                 "compose": deltas.compose,
             }

@@ -15,24 +15,59 @@ from rlboost.services.weight_store.chunk_response import chunk_response
 from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.errors import NotFound
+from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.documented import GUARDED, problems, success
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
-from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from rlboost.shared.weights.wire import (
+    ChunkDirectory,
+    ChunkList,
+    CommitRequest,
+    EdgeBatch,
+    MissingChunks,
+    ModelInfo,
+    ModelList,
+    VersionInfo,
+)
 
 Number = Annotated[int, PathParameter(ge=0)]
+_BYTES = "application/octet-stream"
+_CHUNK = (
+    success(_BYTES)
+    | success(_BYTES, "the requested range", 206)
+    | {307: {"description": "the chunk is in the object store, at the address in `Location`"}}
+    | problems(404, 416)
+)
 
 
 def create(
-    store: WeightStore, *, token: str, ready: Callable[[], str | None], waits: Waits, metrics: Metrics
+    store: WeightStore,
+    *,
+    guard: Guard,
+    ready: Callable[[], str | None],
+    waits: Waits,
+    metrics: Metrics,
+    directory: ChunkDirectory | None = None,
 ) -> FastAPI:
-    """Return the service's app; `ready` returns why the origin is not ready, or None."""
-    app = create_app("RLBoost weight store", token=token, ready=ready, waits=waits)
-    chunks = guarded_router(token, prefix="/v1/chunks", tags=["chunks"])
-    _add_chunks(chunks, store, metrics)
-    models = guarded_router(token, prefix="/v1/models", tags=["models"])
+    """Return the service's app.
+
+    Args:
+        store: the models.
+        guard: checks every request.
+        ready: returns why the origin is not ready, or None.
+        waits: shown by `/readyz`.
+        metrics: of the service.
+        directory: where chunks are, None if they are not files.
+
+    """
+    app = create_app("RLBoost weight store", guard=guard, ready=ready, waits=waits)
+    chunks = guard.router(prefix="/v1/chunks", tags=["chunks"], responses=GUARDED)
+    _add_chunks(chunks, store, directory, metrics)
+    models = guard.router(prefix="/v1/models", tags=["models"], responses=GUARDED | problems(404, 409))
     _add_versions(models, store)
     _add_publishing(models, store)
     app.include_router(chunks)
@@ -46,15 +81,24 @@ def create(
     return app
 
 
-def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None:
-    @router.put("/{digest}", status_code=204)
+def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory | None, metrics: Metrics) -> None:
+    @router.get("/directory", responses=problems(404))
+    @needs("weights")
+    async def chunk_directory() -> ChunkDirectory:
+        """Return where chunks are, for clients on the same file system; 404 if they are in an object store."""
+        if directory is None:
+            raise NotFound("the chunks of this weight store are not files")
+        return directory
+
+    @router.put("/{digest}", status_code=204, responses=problems(507))
     async def put(digest: Digest, request: Request) -> None:
         blocks = await _body(request)
         await store.put_chunk(digest, blocks)
         metrics.bytes_in.inc(sum(map(len, blocks)))
 
-    @router.head("/{digest}")
-    @router.get("/{digest}", response_class=Response)
+    @router.head("/{digest}", responses=_CHUNK)
+    @router.get("/{digest}", response_class=Response, responses=_CHUNK)
+    @needs("weights")
     async def get(digest: Digest, request: Request) -> Response:
         return await chunk_response(await store.source(digest), digest, request, metrics)
 
@@ -62,41 +106,57 @@ def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None
     async def missing(body: ChunkList) -> MissingChunks:
         return MissingChunks(missing=tuple(await store.missing(body.chunks)))
 
+    @router.post("/apply")
+    async def apply(body: EdgeBatch) -> MissingChunks:
+        """Make chunks from uploaded deltas; return the chunks that cannot be made, to be uploaded whole."""
+        return MissingChunks(missing=tuple(await store.apply(body.edges)))
+
 
 def _add_versions(router: APIRouter, store: WeightStore) -> None:
     @router.get("")
+    @needs("weights")
     async def models() -> ModelList:
         return ModelList(models=tuple(map(_model_info, store.models())))
 
     @router.get("/{job_id}")
+    @needs("weights")
     async def model(job_id: JobId) -> ModelInfo:
         return _model_info(store.model(job_id))
 
+    @router.delete("/{job_id}", status_code=204)
+    async def delete(job_id: JobId) -> None:
+        """Delete all versions of an ended job."""
+        await store.delete(job_id)
+
     @router.get("/{job_id}/head")
+    @needs("weights")
     async def head(job_id: JobId) -> VersionInfo:
         model = store.model(job_id)
         return _version_info(model, model.versions[-1])
 
     @router.get("/{job_id}/versions/{version}")
+    @needs("weights")
     async def manifest(job_id: JobId, version: Number) -> Response:
         data, digest = await store.manifest(job_id, version)
         return Response(data, media_type="application/json", headers={"ETag": f'"{digest}"'})
 
     @router.get("/{job_id}/versions/{version}/edges")
+    @needs("weights")
     async def edges(job_id: JobId, version: Number) -> Response:
         return Response(await store.edges(job_id, version), media_type="application/json")
 
     @router.get("/{job_id}/versions/{version}/route")
+    @needs("weights")
     async def route(job_id: JobId, version: Number, have: int = -1) -> Response:
         return Response(await store.route(job_id, version, have), media_type="application/json")
 
 
 def _add_publishing(router: APIRouter, store: WeightStore) -> None:
-    @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204)
+    @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204, responses=problems(507))
     async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
         await store.put_part(job_id, version, rank, await request.body())
 
-    @router.post("/{job_id}/versions/{version}/commit")
+    @router.post("/{job_id}/versions/{version}/commit", responses=problems(507))
     async def commit(job_id: JobId, version: Number, body: CommitRequest) -> VersionInfo:
         committed = await store.commit(job_id, version, body)
         return _version_info(store.model(job_id), committed)

@@ -2,9 +2,9 @@
 
 Three loops, each until the stop:
 
-- `announce` consumes commits in order and produces `WeightsCommitted`. It waits for the next commit and for Redis, and
-  ends at the stop. A commit is valid before it is announced; every head is announced again at start, in case a crash
-  came between.
+- `announcements.announce` consumes commits in order and produces `WeightsCommitted`. It waits for the next commit and
+  for Redis, and ends at the stop. A commit is valid before it is announced; every head is announced again at start, in
+  case a crash came between.
 - `compose` composes longer deltas: see `deltas`.
 - `collect` consumes nothing and, once a minute, removes the chunks that no version and no upload in progress needs. It
   waits for the chunk and document stores, and ends at the stop.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import structlog
 from pydantic import ValidationError
 
+from rlboost.services.weight_store.announcements import Announcements
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.domain.garbage import garbage
 from rlboost.services.weight_store.domain.versions import (
@@ -28,16 +29,18 @@ from rlboost.services.weight_store.domain.versions import (
     commit,
     forget_retired,
     pin,
+    retire,
+    retire_all,
     unpin,
 )
+from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Chunks, Documents, Source, StagedPart
 from rlboost.shared.bus import Bus
 from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.lifecycle import until_stop
-from rlboost.shared.messages import WeightsCommitted
-from rlboost.shared.names import WEIGHTS_COMMITTED
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.wire import CommitRequest
 
@@ -46,9 +49,6 @@ log = structlog.get_logger(__name__)
 UPLOAD_GRACE_S = 3600.0
 """Maximum time of an upload from its first chunk to the commit."""
 _COLLECT_INTERVAL_S = 60.0
-_ANNOUNCE_LIMIT_S = 3600.0
-_ANNOUNCE_RETRY_S = 0.5
-_ANNOUNCEMENTS_KEPT = 1000
 
 
 class WeightStore:
@@ -70,8 +70,6 @@ class WeightStore:
         self._chunks = chunks
         self._documents = documents
         self._deltas = deltas
-        self._bus = bus
-        self._waits = waits
         self._metrics = metrics
         self._keep = keep_versions
         self._clock = clock
@@ -80,7 +78,9 @@ class WeightStore:
         """Why a job's document cannot be parsed, by job. Nothing of these jobs is served or changed."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By job: held while its documents change."""
-        self._announcements: asyncio.Queue[WeightsCommitted | None] = asyncio.Queue()
+        self._tidying = asyncio.Lock()
+        self.announcements = Announcements(bus, waits)
+        self._ended_jobs = EndedJobs(bus)
 
     async def load(self) -> None:
         """Read every model, announce every head, and queue every version for the composition of deltas."""
@@ -92,7 +92,7 @@ class WeightStore:
                 continue
             self._models[job_id] = model
             if model.versions:
-                self._announcements.put_nowait(_announcement(job_id, model.versions[-1]))
+                self.announcements.add(job_id, model.versions[-1])
             for version in model.versions:
                 self._deltas.committed(job_id, version.version, model.base)
         for job_id, reason in self._unreadable.items():
@@ -157,6 +157,15 @@ class WeightStore:
         """Return the digests that the store lacks; the others are retained for at least `UPLOAD_GRACE_S`."""
         return await self._chunks.missing(chunks, self._now())
 
+    async def apply(self, edges: Sequence[Edge]) -> list[str]:
+        """Make chunks from deltas that the store has; return the digests of those that cannot be made.
+
+        Raises:
+            StoreFull: the disk is full.
+
+        """
+        return await self._deltas.apply(edges)
+
     async def source(self, digest: str) -> Source:
         """Return the location of a chunk's bytes; raises `NotFound`."""
         return await self._chunks.source(digest)
@@ -206,7 +215,7 @@ class WeightStore:
             new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
             await self._save(commit(model, new, keep=self._keep))
         self._metrics.commits.inc()
-        self._announcements.put_nowait(_announcement(job_id, new))
+        self.announcements.add(job_id, new)
         self._deltas.committed(job_id, version, self._models[job_id].base)
         log.info("version_committed", job=job_id, version=version, n_bytes=new.n_bytes, digest=new.digest)
         return new
@@ -221,42 +230,43 @@ class WeightStore:
         async with self._locks[job_id]:
             await self._save(unpin(self.model(job_id), version, keep=self._keep))
 
-    async def announce(self, stop: asyncio.Event) -> None:
-        """Announce every commit on the bus, in order."""
+    async def delete(self, job_id: str) -> None:
+        """Retire all versions of an ended job, pinned ones included.
 
-        async def end() -> None:
-            await stop.wait()
-            self._announcements.put_nowait(None)
+        Raises:
+            NotFound: it has no versions.
+            Conflict: it has not ended.
+            BusUnavailable: Redis, which knows whether it has, does not answer.
 
-        ending = asyncio.create_task(end(), name="announce-end")
-        try:
-            while (message := await self._announcements.get()) is not None:
-                await self._announce(message, stop)
-        finally:
-            ending.cancel()
-
-    async def _announce(self, message: WeightsCommitted, stop: asyncio.Event) -> None:
-        why = f"announce version {message.version} of job {message.job_id}"
-        async with self._waits.on("Redis", because=why, limit_s=_ANNOUNCE_LIMIT_S):
-            while True:
-                try:
-                    await self._bus.append(WEIGHTS_COMMITTED, message, _ANNOUNCEMENTS_KEPT)
-                except BusUnavailable as error:
-                    log.warning(
-                        "version_announcement_delayed", job=message.job_id, version=message.version, error=str(error)
-                    )
-                    if await until_stop(stop, _ANNOUNCE_RETRY_S):
-                        return
-                else:
-                    return
+        """
+        async with self._locks[job_id]:
+            model = self.model(job_id)
+            await self._ended_jobs.check(job_id)
+            await self._deltas.forget(job_id, await self._documents.edge_versions(job_id))
+            await self._save(retire_all(model))
+        log.info("model_deleted", job=job_id, versions=len(model.versions))
 
     async def collect(self, stop: asyncio.Event) -> None:
         """Collect garbage once a minute."""
         while not await until_stop(stop, _COLLECT_INTERVAL_S):
-            try:
-                await self.collect_once()
-            except (StoreUnavailable, Undecodable) as error:
-                log.warning("collection_deferred", error=str(error))
+            await self.tidy()
+
+    async def tidy(self) -> None:
+        """Retire the versions of ended jobs and collect garbage; what is unavailable now is deferred."""
+        async with self._tidying:
+            for action in (self.retire_ended, self.collect_once):
+                try:
+                    await action()
+                except (BusUnavailable, StoreUnavailable, Undecodable) as error:
+                    log.warning("collection_deferred", error=str(error))
+
+    async def retire_ended(self) -> None:
+        """Retire all but the last version of ended jobs; pinned versions and bases stay; raises `BusUnavailable`."""
+        for job_id in sorted(await self._ended_jobs.ids() & self._models.keys()):
+            async with self._locks[job_id]:
+                model = self._models[job_id]
+                if (after := retire(model, keep=1)) != model:
+                    await self._save(after)
 
     async def collect_once(self) -> None:
         """Remove retired versions, abandoned parts, and unreferenced chunks.
@@ -343,6 +353,7 @@ class WeightStore:
                 base_version=request.base_version,
                 adapter_json=request.adapter_json,
                 parity_json=request.parity_json,
+                signature=request.signature,
             )
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
@@ -364,13 +375,3 @@ class WeightStore:
     def _now(self) -> float:
         # The resolution of the chunk store: a time read back from it compares equal.
         return round(self._clock(), 6)
-
-
-def _announcement(job_id: str, version: Version) -> WeightsCommitted:
-    return WeightsCommitted(
-        job_id=job_id,
-        version=version.version,
-        manifest_digest=version.digest,
-        n_bytes=version.n_bytes,
-        at=version.committed_at,
-    )

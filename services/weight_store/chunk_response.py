@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import BinaryIO
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -11,10 +12,28 @@ from prometheus_client import Counter
 from rlboost.services.weight_store.domain.ranges import parse_range
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect, Source
+from rlboost.shared.http.file_sender import FileRequest, Find, FoundFile
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.weights.blob_response import BlobResponse
+from rlboost.shared.weights.blob_response import BlobResponse, requested_digest
 
 _MEDIA_TYPE = "application/octet-stream"
+
+
+def find_chunk(open_chunk: Callable[[str], BinaryIO | None], authorized: Callable[[str], bool]) -> Find:
+    """Return what `FileSender` needs for whole chunks.
+
+    Args:
+        open_chunk: see `Origin.open_chunk`.
+        authorized: returns True if a request with this `Authorization` header may read chunks.
+
+    """
+
+    def find(request: FileRequest) -> FoundFile | None:
+        digest = requested_digest(request)
+        file = open_chunk(digest) if digest and authorized(request.authorization) else None
+        return FoundFile(file, digest) if file else None
+
+    return find
 
 
 async def chunk_response(source: Source, digest: str, request: Request, metrics: Metrics) -> Response:

@@ -1,4 +1,4 @@
-"""The delta graph of every job: record the publisher's edges at a commit, compose longer hops, drop old ones.
+"""The delta graph of every job: apply uploaded deltas, record edges at a commit, compose longer hops, drop old ones.
 
 One loop, `compose`, consumes committed versions in order and produces, one hop at a time, the hops over 2, 4 and 8
 versions and, to every eighth version, the hop from the job's first version. It waits for the next commit and for the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -33,11 +33,14 @@ from rlboost.shared.lifecycle import until_stop
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import MAX_DOCUMENTS, Edge, EdgeList, Route, VersionEdges
 from rlboost.shared.weights.manifest import Manifest, digest_of
+from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.plan import next_stop
 
 log = structlog.get_logger(__name__)
 
 _RETRY_S = 1.0
+_MAX_CONCURRENT = 4
+"""Deltas applied concurrently."""
 
 
 class Survey(NamedTuple):
@@ -72,6 +75,34 @@ class Deltas:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By job: held while a document is replaced or surveyed."""
         self._composable: asyncio.Queue[_Commit | None] = asyncio.Queue()
+
+    async def apply(self, edges: Sequence[Edge]) -> list[str]:
+        """Make the chunks that these edges lead to; return the digests of those that cannot be made.
+
+        Raises:
+            StoreFull: the disk is full.
+
+        """
+        failed: list[str] = []
+
+        async def apply(edge: Edge) -> None:
+            if not await self._apply(edge):
+                failed.append(edge.new)
+
+        await for_each(edges, apply, concurrency=_MAX_CONCURRENT, name="deltas-apply")
+        return failed
+
+    async def _apply(self, edge: Edge) -> bool:
+        try:
+            base, delta = await self._chunks.read(edge.base), await self._chunks.read(edge.delta)
+            data = await asyncio.to_thread(codec.apply, base, delta)
+            # Checks the digest, so a corrupt base or delta cannot become a corrupt chunk.
+            await self._chunks.put(edge.new, [data], self._now())
+        except (NotFound, Unprocessable) as error:
+            log.warning("delta_not_applied", chunk=edge.new, base=edge.base, error=str(error))
+            return False
+        self._metrics.deltas_applied.inc()
+        return True
 
     async def record(self, job_id: str, version: int, manifest: Manifest) -> int | None:
         """Write the publisher's edges, which become visible with the commit; return the total bytes of the deltas.

@@ -61,6 +61,10 @@ class MemoryChunks:
 
         return Proxied(len(data), blocks)
 
+    async def n_bytes(self) -> int:
+        """See `Chunks.n_bytes`."""
+        return sum(len(data) for data, _ in self.held.values())
+
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""
         return {digest: used_at for digest, (_, used_at) in self.held.items()}

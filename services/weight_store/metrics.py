@@ -18,6 +18,9 @@ class Metrics:
             registry=registry,
         )
         self.commits = Counter("rlboost_weight_store_commits", "versions committed", registry=registry)
+        self.deltas_applied = Counter(
+            "rlboost_weight_store_deltas_applied", "chunks made from an uploaded delta", registry=registry
+        )
         self.deltas_composed = Counter(
             "rlboost_weight_store_deltas_composed",
             "deltas over several versions composed of shorter ones",

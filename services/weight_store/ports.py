@@ -21,7 +21,7 @@ class BadChunk(Unprocessable):
 
 
 class StoreFull(Fatal):
-    """The disk is full; the failed write left nothing behind."""
+    """The disk is full, or the store's limit is reached; the failed write left nothing behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,9 @@ class Chunks(Protocol):
 
     async def source(self, digest: str) -> Source:
         """Return the location of a chunk's bytes; raises `NotFound`."""
+
+    async def n_bytes(self) -> int:
+        """Return the total size of all chunks."""
 
     async def last_used(self) -> dict[str, float]:
         """Return digest -> time of last use, for all chunks."""

@@ -31,5 +31,8 @@ class Settings(ServiceSettings):
         ge=0.5,
         description="lease on an object store: a writer that does not renew it for this time may be succeeded",
     )
+    max_bytes: int = Field(
+        0, ge=0, description="total size of the chunks above which uploads are rejected with 507; 0 for no limit"
+    )
     keep_versions: int = Field(4, ge=1, description="newest versions retained of each job, in addition to pinned ones")
     keep_deltas: int = Field(16, ge=1, description="newest versions of each job whose deltas are retained")

@@ -1,4 +1,4 @@
-"""Routes that check the token and the size of a request's body before they read the body.
+"""Routes that check token, scope and the size of a request's body before they read the body.
 
 FastAPI parses a body before it resolves dependencies, so a dependency that checks the token would let anyone make the
 service hold and parse a body of any size.
@@ -6,7 +6,7 @@ service hold and parse a body of any size.
 
 from __future__ import annotations
 
-import hmac
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,43 +16,95 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
+from rlboost.shared.http.authentication import Authenticator, needed_scope, system_token
+from rlboost.shared.http.failure_limit import FailureLimit
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.scopes import Scope
 
 MAX_BODY_BYTES = 64 << 20
 """Of one request: more than any job file or chunk, and than the chunk list of a model of 235 B parameters."""
+SCOPE_KEY = "x-scope"
+"""The scope of a route in the OpenAPI document."""
 _DOCUMENTED = Depends(HTTPBearer(auto_error=False))
-"""Shows in the OpenAPI document that a route needs the token; the route itself checks it."""
+"""Shows in the OpenAPI document that a route needs a token; the route itself checks it."""
 
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def guarded_router(token: str, *, max_body_bytes: int = MAX_BODY_BYTES, **options: Any) -> APIRouter:
-    """Return a router whose routes reject requests without this bearer token, or with too large a body.
+class Guard:
+    """Authenticates the requests to one service.
 
     Args:
-        token: the system's token; an empty one rejects all requests.
-        max_body_bytes: of one request.
-        options: further arguments of `APIRouter`.
+        authenticate: who a bearer token belongs to.
+        clock: monotonic seconds.
 
     """
 
-    class GuardedRoute(APIRoute):
-        def get_route_handler(self) -> _Handler:
-            handle = super().get_route_handler()
+    def __init__(self, authenticate: Authenticator, clock: Callable[[], float] = time.monotonic) -> None:
+        self._authenticate = authenticate
+        self._clock = clock
+        self._failures = FailureLimit()
 
-            async def guarded(request: Request) -> Response:
-                _check_token(request, token)
-                return await handle(Request(request.scope, _limited(request, max_body_bytes)))
+    @classmethod
+    def of_token(cls, token: str) -> Guard:
+        """Return a guard that accepts one token, for every route; an empty one rejects all requests."""
+        return cls(system_token(token))
 
-            return guarded
+    def router(self, *, max_body_bytes: int = MAX_BODY_BYTES, **options: Any) -> APIRouter:
+        """Return a router whose routes reject requests without a token of their scope, or with too large a body.
 
-    return APIRouter(route_class=GuardedRoute, dependencies=[_DOCUMENTED, *options.pop("dependencies", ())], **options)
+        Args:
+            max_body_bytes: of one request.
+            options: further arguments of `APIRouter`.
 
+        """
+        guard = self
 
-def _check_token(request: Request, token: str) -> None:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not token or not hmac.compare_digest(given.strip().encode(), token.encode()):
-        raise Problem(401, "Unauthorized", "send the header 'Authorization: Bearer <token>' with this system's token")
+        class GuardedRoute(APIRoute):
+            def __init__(self, path: str, endpoint: Callable[..., Any], **arguments: Any) -> None:
+                shown = {**(arguments.pop("openapi_extra", None) or {}), SCOPE_KEY: needed_scope(endpoint)}
+                super().__init__(path, endpoint, openapi_extra=shown, **arguments)
+
+            def get_route_handler(self) -> _Handler:
+                handle, scope = super().get_route_handler(), needed_scope(self.endpoint)
+
+                async def guarded(request: Request) -> Response:
+                    await guard.check(request, scope)
+                    return await handle(Request(request.scope, _limited(request, max_body_bytes)))
+
+                return guarded
+
+        dependencies = [_DOCUMENTED, *options.pop("dependencies", ())]
+        return APIRouter(route_class=GuardedRoute, dependencies=dependencies, **options)
+
+    async def check(self, request: Request, scope: Scope) -> None:
+        """Check the token of a request.
+
+        Raises:
+            Problem: 401, it has none that is valid; 403, its scope is another one; 429, its address failed too often.
+
+        """
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        principal = await self._authenticate(given.strip()) if scheme.lower() == "bearer" else None
+        if principal is None:
+            raise self._unauthorized(request)
+        if not principal.may(scope):
+            detail = (
+                f"this route needs a token of scope {scope!r}, and this one has {principal.scope!r}: an administrator "
+                f"creates one with 'rlboost token create'"
+            )
+            raise Problem(403, "Forbidden", detail)
+
+    def _unauthorized(self, request: Request) -> Problem:
+        address = request.client.host if request.client else ""
+        if wait_s := self._failures.fail(address, self._clock()):
+            detail = f"too many requests from {address} without a valid token: try again in {wait_s} s"
+            return Problem(429, "Too many failures", detail, headers={"Retry-After": str(wait_s)})
+        detail = (
+            "the token is missing, unknown or expired: send the header 'Authorization: Bearer <token>' with "
+            "this system's token or one that was created with 'rlboost token create'"
+        )
+        return Problem(401, "Unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
 
 
 def _limited(request: Request, max_bytes: int) -> Receive:

@@ -12,14 +12,19 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.documented import GUARDED, problems
+from rlboost.shared.http.file_sender import FileConnection, FileSender
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.lifecycle import Loop
+from rlboost.shared.tls import ServerCertificate
 from rlboost.shared.waiting import Waits
 
 ErrorFormat = Callable[[str, str, Mapping[str, Any]], tuple[int, dict[str, Any]] | None]
@@ -29,7 +34,7 @@ ErrorFormat = Callable[[str, str, Mapping[str, Any]], tuple[int, dict[str, Any]]
 def create_app(
     title: str,
     *,
-    token: str,
+    guard: Guard,
     ready: Callable[[], str | None],
     waits: Waits | None = None,
     error_format: ErrorFormat | None = None,
@@ -37,21 +42,21 @@ def create_app(
     """Return an app with the routes that every service has.
 
     Args:
-        title: the service's name, for `/docs`.
-        token: required for `/metrics`; `/healthz` and `/readyz` are open.
+        title: the service's name, for the OpenAPI document.
+        guard: of `/metrics` and `/openapi.json`; `/healthz` and `/readyz` are open.
         ready: returns None if the service is ready, otherwise what is missing.
         waits: shown by `/readyz`.
         error_format: for routes whose clients do not expect problem documents.
 
     """
-    app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title=title, openapi_url=None)
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
         """Answer 200 while the process lives; needs no token."""
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["health"])
+    @app.get("/readyz", tags=["health"], responses=problems(503))
     async def readyz() -> dict[str, Any]:
         """Answer 200 when the service can work, 503 with the reason otherwise; needs no token."""
         missing = ready()
@@ -61,12 +66,19 @@ def create_app(
             raise Problem(503, "Not ready", missing, **state)
         return state
 
-    guarded = guarded_router(token, tags=["health"])
+    guarded = guard.router(tags=["health"], responses=GUARDED)
 
-    @guarded.get("/metrics")
+    @guarded.get("/metrics", response_class=PlainTextResponse)
+    @needs("read")
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
         return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    @guarded.get("/openapi.json")
+    @needs("read")
+    async def openapi() -> dict[str, Any]:
+        """Return the OpenAPI document of this service."""
+        return app.openapi()
 
     app.include_router(guarded)
 
@@ -95,7 +107,11 @@ def _add_problem_handlers(app: FastAPI, error_format: ErrorFormat | None) -> Non
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> Response:
-        return problem(request, error.status_code, str(error.detail), str(error.detail))
+        answer = problem(request, error.status_code, str(error.detail), str(error.detail))
+        answer.headers.update(error.headers or {})
+        if error.status_code == 405:
+            answer.headers["Allow"] = _allowed_methods(app, request)
+        return answer
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> Response:
@@ -113,6 +129,14 @@ def _add_problem_handlers(app: FastAPI, error_format: ErrorFormat | None) -> Non
         if isinstance(error, Retryable):
             return problem(request, 503, "Unavailable", f"{error}; try again")
         return problem(request, 500, "Internal error", str(error))
+
+
+def _allowed_methods(app: FastAPI, request: Request) -> str:
+    """Return the methods of all routes with the request's path; Starlette names those of one route only."""
+    routes = [
+        route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE
+    ]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -135,11 +159,34 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def server_loop(app: FastAPI, sock: socket.socket) -> Loop:
-    """Return a loop that serves `app` on `sock` until the stop; active requests get 5 s to finish."""
+def server_loop(
+    app: FastAPI, sock: socket.socket, certificate: ServerCertificate | None = None, files: FileSender | None = None
+) -> Loop:
+    """Return a loop that serves `app` on `sock` until the stop; active requests get 5 s to finish.
+
+    Args:
+        app: responds to all requests but plain downloads of the files that `files` finds.
+        sock: bound.
+        certificate: to serve HTTPS only. Then `app` responds to every request: sendfile(2) cannot encrypt.
+        files: closed at the stop.
+
+    """
 
     async def loop(stop: asyncio.Event) -> None:
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off")
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            lifespan="off",
+            ssl_certfile=certificate.certificate if certificate else None,
+            ssl_keyfile=certificate.key if certificate else None,
+        )
+        config.load()
+        if files is not None and certificate is None:
+            app_protocol = config.http_protocol_class
+            # The server only calls it, so any callable that returns a protocol will do.
+            config.http_protocol_class = lambda **options: FileConnection(files, partial(app_protocol, **options))  # type: ignore[assignment]
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
         stopping = asyncio.create_task(stop.wait(), name="uvicorn-stop")
@@ -149,6 +196,8 @@ def server_loop(app: FastAPI, sock: socket.socket) -> Loop:
             await serving
         finally:
             stopping.cancel()
+            if files is not None:
+                await files.close()
 
     return loop
 

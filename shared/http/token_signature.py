@@ -11,8 +11,9 @@ import hmac
 import json
 from typing import Literal
 
-Purpose = Literal["chunk", "leader"]
-"""`chunk`: read one blob of weights from a peer; `leader`: be the manager at one URL."""
+Purpose = Literal["chunk", "leader", "job-command", "weights"]
+"""`chunk`: read one blob of weights from a peer; `leader`: be the manager at one URL; `job-command`: have a trainer
+execute one command; `weights`: download weights from the store, as one worker and until one time."""
 
 
 def sign(token: str, purpose: Purpose, subject: str) -> str:

@@ -47,7 +47,7 @@ class BaseJob(Section):
     kind: Kind
     """`rl`: reinforcement learning. `sft`: supervised fine-tuning on completions that the data has. `eval`: one
     evaluation of the model, which stays as it is."""
-    name: str = Field("job", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field("job", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the job; its id is the name and a random suffix."""
     model: str = Field(min_length=1)
     """Folder or Hugging Face id of the model that the job starts from."""

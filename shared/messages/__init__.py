@@ -14,6 +14,7 @@ Times are Unix seconds, durations seconds, sizes bytes.
 from __future__ import annotations
 
 from rlboost.shared.messages.jobs import (
+    ENDED,
     DeadLetter,
     Event,
     JobCommand,
@@ -57,6 +58,7 @@ from rlboost.shared.messages.workers import (
     Resume,
     Revoke,
     Role,
+    StoreCredential,
     Suspend,
     UseVersion,
     WorkerHeartbeat,
@@ -66,6 +68,7 @@ from rlboost.shared.messages.workers import (
 )
 
 __all__ = [
+    "ENDED",
     "FINISH_LENGTH",
     "FINISH_NONE",
     "FINISH_RELEASED",
@@ -100,6 +103,7 @@ __all__ = [
     "SeedingEnded",
     "SeedingReopened",
     "StepReport",
+    "StoreCredential",
     "Suspend",
     "TokenFrame",
     "TurnAnswered",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, Strict
+from pydantic import AfterValidator, Field, Strict, StringConstraints
+
+from rlboost.shared.ids import JOB_ID_PATTERN
 
 
 def _whole(item_bytes: int) -> Callable[[bytes], bytes]:
@@ -21,6 +23,7 @@ Column32 = Annotated[bytes, AfterValidator(_whole(4))]
 """An int32, uint32 or float32 column; those of `TokenFrame` are checked by the ledger, many frames at once."""
 Column64 = Annotated[bytes, AfterValidator(_whole(8))]
 """A uint64 column."""
+JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Attempt = Annotated[int, Field(ge=0, lt=1 << 31)]
 PackedId = Annotated[int, Field(ge=0, lt=1 << 64)]

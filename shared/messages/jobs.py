@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Count, Finite, Seconds, Version
+from rlboost.shared.messages.fields import Count, Finite, JobId, Seconds, Version
 from rlboost.shared.messages.registry import Message, message
 
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
+ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
+"""The states of a job that never runs again."""
 
 
 @message
@@ -18,10 +20,12 @@ class JobCommand(Message):
 
     command_id: str
     action: Literal["create", "pause", "resume", "cancel"]
-    job_id: str
+    job_id: JobId
     job_no: Annotated[int, Field(ge=0, lt=1 << 16)]
     spec_json: str = ""
     """The resolved job file (`shared.job.spec.JobSpec`) as JSON; only with `create`."""
+    signature: str = ""
+    """See `shared.job.command_signature`."""
 
 
 @message

@@ -41,6 +41,8 @@ class GroupRequested(Message):
     """When a client's request expires; any version may generate it. 0: the trainer's request."""
     preferred_worker: str = ""
     """A worker that may have the prompt's prefix in its cache, and gets the samples if it has capacity."""
+    vocab_size: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    """Number of token ids of the model: a worker's token id that is not below it is invalid. 0: not checked."""
 
 
 @message

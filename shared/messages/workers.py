@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, Finite, PackedId, Version
+from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, Finite, JobId, PackedId, Version
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
 
@@ -66,9 +66,16 @@ class Release(Message):
 class UseVersion(Message):
     """Manager -> worker: pull this version of this job's weights, verify, load, serve. Ordered before its `Assign`s."""
 
-    job_id: str
+    job_id: JobId
     version: Version
     in_flight: InFlight = "recompute"
+
+
+@message
+class StoreCredential(Message):
+    """Manager -> worker: download weights with this credential from now on; the earlier one expires."""
+
+    credential: str
 
 
 @message

@@ -6,6 +6,7 @@ Only this package imports redis-py.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Undecodabl
 from rlboost.shared.messages import Message
 from rlboost.shared.names import DEAD_LETTERS
 from rlboost.shared.redis.fenced_connection import FencedConnection
+from rlboost.shared.tls import CA_VARIABLE
 
 _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0
@@ -87,6 +89,7 @@ class RedisBus:
                 socket_connect_timeout=2.0,
                 retry=Retry(NoBackoff(), 0),
                 max_connections=64,
+                **_trusted(url),
             )
         except ValueError:
             # Neither the URL nor the parser's error is quoted: a badly split URL exposes the password.
@@ -332,6 +335,12 @@ def _streams(reply: Any) -> Iterator[tuple[str, Any]]:
 
 def _last_ids(reply: Any) -> dict[str, str]:
     return {stream: _text(rows[-1][0]) for stream, rows in _streams(reply) if rows}
+
+
+def _trusted(url: str) -> dict[str, Any]:
+    """Return the option that adds authorities to the system's, for a URL with TLS."""
+    authorities = os.environ.get(CA_VARIABLE)
+    return {"ssl_ca_certs": authorities} if authorities and url.startswith("rediss:") else {}
 
 
 def _remedy(error: ResponseError) -> str | None:

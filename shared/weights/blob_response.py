@@ -1,15 +1,25 @@
-"""An HTTP response with a blob's file."""
+"""HTTP responses with a blob's file."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from fastapi.responses import FileResponse
 from prometheus_client import Counter
 from starlette.types import Message, Receive, Scope, Send
 
+from rlboost.shared.http.file_sender import FileRequest
+
 _READ_BYTES = 1 << 20
+_PATH = re.compile(r"/v1/chunks/([0-9a-f]{64})")
+
+
+def requested_digest(request: FileRequest) -> str:
+    """Return the digest of the requested blob, an empty string if the request is for something else."""
+    path = _PATH.fullmatch(request.path)
+    return path[1] if path else ""
 
 
 class BlobResponse(FileResponse):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import threading
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
-
-from blake3 import blake3
+from typing import BinaryIO
 
 from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.errors import Fatal
 from rlboost.shared.weights.directory_lock import lock_directory
-from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, digest_of
 
 _DIGEST_LETTERS = 64
 
@@ -59,9 +61,8 @@ class Cache:
         path = self.path(blob.digest)
         with self._errors():
             try:
-                is_intact = (
-                    path.stat().st_size == blob.n_bytes and blake3().update_mmap(path).hexdigest() == blob.digest
-                )
+                with path.open("rb", buffering=0) as file:
+                    is_intact = _read_intact(file, blob) is not None
             except FileNotFoundError:
                 return False
             if not is_intact:
@@ -70,7 +71,37 @@ class Cache:
         self.verified.add(blob.digest)
         return True
 
-    def store(self, blob: ChunkRef, data: bytes | bytearray) -> bool:
+    def adopt(self, blob: ChunkRef, source: Path) -> bool:
+        """Add a blob from a file that is never changed, as a hard link if possible; return True if it is intact."""
+        try:
+            with source.open("rb", buffering=0) as file:
+                data = _read_intact(file, blob)
+                if data is None:
+                    return False
+                if self._linked(blob, source, os.fstat(file.fileno())):
+                    return True
+        except OSError:
+            return False
+        return self.store(blob, data)
+
+    def _linked(self, blob: ChunkRef, source: Path, verified: os.stat_result) -> bool:
+        """Link the verified file into the cache; return False if that is impossible, as between file systems."""
+        temporary = self.blobs / f".{blob.digest}.{secrets.token_hex(8)}"
+        try:
+            temporary.hardlink_to(source)
+        except OSError:
+            return False
+        try:
+            if not os.path.samestat(temporary.stat(), verified):
+                return False
+            temporary.replace(self.path(blob.digest))
+        finally:
+            # Renaming a link over another link to the same file does nothing.
+            temporary.unlink(missing_ok=True)
+        self.verified.add(blob.digest)
+        return True
+
+    def store(self, blob: ChunkRef, data: bytes | bytearray | memoryview) -> bool:
         """Store the blob if the bytes have its length and digest; return True if they do."""
         if len(data) != blob.n_bytes or digest_of(data) != blob.digest:
             return False
@@ -109,3 +140,26 @@ class Cache:
             raise Fatal(
                 f"cache directory {self.blobs.parent}: {error.strerror}; free space there, or set another directory"
             ) from error
+
+
+class _Scratch(threading.local):
+    """A buffer of each thread: new pages would cost more than reading into them."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(CHUNK_BYTES)
+
+
+_scratch = _Scratch()
+
+
+def _read_intact(file: BinaryIO, blob: ChunkRef) -> memoryview | None:
+    """Read a blob, None if it is corrupt; the bytes are valid until the thread's next call.
+
+    A file that is truncated meanwhile is just too short. Reading a mapping of it would kill the process.
+    """
+    data = memoryview(_scratch.buffer if blob.n_bytes <= CHUNK_BYTES else bytearray(blob.n_bytes))[: blob.n_bytes]
+    n_bytes = 0
+    while n_bytes < len(data) and (n := os.preadv(file.fileno(), [data[n_bytes:]], n_bytes)):
+        n_bytes += n
+    has_more = bool(os.pread(file.fileno(), 1, n_bytes))
+    return data if n_bytes == len(data) and not has_more and digest_of(data) == blob.digest else None

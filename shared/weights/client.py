@@ -6,21 +6,46 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import NamedTuple, Self, TypeVar
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
 
-from rlboost.shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
-from rlboost.shared.weights.delta_graph import Route, VersionEdges
+from rlboost.shared.errors import (
+    BadSignature,
+    ConfigError,
+    Conflict,
+    Corrupt,
+    Fatal,
+    NotFound,
+    StoreUnavailable,
+    Undecodable,
+)
+from rlboost.shared.tls import client_context
+from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
+from rlboost.shared.weights.download import Download
+from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
+from rlboost.shared.weights.wire import (
+    ChunkDirectory,
+    ChunkList,
+    CommitRequest,
+    EdgeBatch,
+    MissingChunks,
+    ModelInfo,
+    ModelList,
+    VersionInfo,
+)
 
 T = TypeVar("T")
 
-_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=30.0)
+_CONNECT_S = 5.0
+_STALL_S = 30.0
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_STALL_S)
 _JSON = {"Content-Type": "application/json"}
 _SLICE_BYTES = 1 << 20
 
@@ -33,25 +58,33 @@ class _Answer(NamedTuple):
 class StoreClient:
     """HTTP client of one weight store.
 
-    Every request is idempotent, so every method may be repeated after `StoreUnavailable`. The methods also raise
-    `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal` (permanent refusals, such as a full disk).
+    Every request is idempotent, so every method may be repeated after `StoreUnavailable`, which a worker's expired
+    credential is too. The methods also raise `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal`
+    (permanent refusals, such as a full disk).
     """
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, access: str | WorkerAccess) -> None:
         """Connect lazily.
+
+        Args:
+            url: of the store.
+            access: the system's token, or what a worker has in its place; that can only download.
 
         Raises:
             ConfigError: the URL or the token is malformed.
 
         """
         self.url = url.rstrip("/")
-        if not re.fullmatch(r"[!-~]([ -~]*[!-~])?", token):
+        if isinstance(access, str) and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", access):
             raise ConfigError(
                 "the token is empty or not printable ASCII: set RLBOOST_TOKEN to the weight store's token"
             )
         _check_url(self.url)
-        self._token = token
+        self._access = access
         self._session: aiohttp.ClientSession | None = None
+        self._downloader = BlobDownloader(
+            connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, use_proxies=True
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,6 +94,7 @@ class StoreClient:
 
     async def close(self) -> None:
         """Release connections."""
+        self._downloader.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -90,12 +124,21 @@ class StoreClient:
 
         Raises:
             Corrupt: it does not have the digest that the store declares.
+            BadSignature: it is not signed by a holder of the system's token, or belongs to another version.
 
         """
         answer = await self._request("GET", f"/v1/models/{job_id}/versions/{version}")
         if answer.etag != f'"{digest_of(answer.body)}"':
             raise Corrupt(f"{self.url}: the manifest of version {version} of job {job_id} does not match its digest")
-        return await asyncio.to_thread(Manifest.decode, answer.body)
+        return await asyncio.to_thread(self._verified, answer.body, job_id, version)
+
+    def _verified(self, data: bytes, job_id: str, version: int) -> Manifest:
+        manifest, access = Manifest.decode(data), self._access
+        check_manifest(manifest, ManifestKey(access).public if isinstance(access, str) else access.manifest_key)
+        if (manifest.job_id, manifest.version) != (job_id, version):
+            asked, found = f"version {version} of job {job_id}", f"version {manifest.version} of job {manifest.job_id}"
+            raise BadSignature(f"{self.url}: the manifest sent for {asked} is that of {found}; it is not loaded")
+        return manifest
 
     async def edges(self, job_id: str, version: int) -> VersionEdges | None:
         """Return the deltas that lead to a version's chunks; None if there are none or they are corrupt."""
@@ -113,10 +156,24 @@ class StoreClient:
         except (NotFound, Undecodable):
             return ()
 
+    async def directory(self) -> ChunkDirectory | None:
+        """Return where the store has its chunks, None if they are not files."""
+        try:
+            answer = await self._request("GET", "/v1/chunks/directory")
+        except NotFound:
+            return None
+        return ChunkDirectory.model_validate_json(answer.body)
+
     async def missing(self, chunks: Iterable[ChunkRef]) -> frozenset[str]:
         """Return the digests of the chunks that the store lacks; it retains the others for at least an hour."""
         body = ChunkList(chunks=tuple(chunks)).model_dump_json()
         answer = await self._request("POST", "/v1/chunks/missing", body.encode(), _JSON)
+        return frozenset(MissingChunks.model_validate_json(answer.body).missing)
+
+    async def apply(self, edges: Iterable[Edge]) -> frozenset[str]:
+        """Let the store make chunks from deltas that it has; return the digests of the chunks that it cannot make."""
+        body = EdgeBatch(edges=tuple(edges)).model_dump_json()
+        answer = await self._request("POST", "/v1/chunks/apply", body.encode(), _JSON)
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:
@@ -128,30 +185,40 @@ class StoreClient:
 
         await self._request("PUT", f"/v1/chunks/{chunk.digest}", slices(), {"Content-Length": str(len(data))})
 
-    @asynccontextmanager
-    async def chunk(self, digest: str, start: int) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """Download a chunk from byte `start` on; yields the position of the first byte and the blocks.
+    async def fetch(self, download: Download) -> None:
+        """Download the rest of a blob.
 
         The store may redirect to its object store, which is not sent the token.
+
+        Raises:
+            Corrupt: the store's copy has another length.
+
         """
-        headers = {"Range": f"bytes={start}-"} if start else {}
-        with _translated(self.url):
-            async with self._http.get(f"{self.url}/v1/chunks/{digest}", headers=headers) as response:
-                if not response.ok:
-                    _raise_for_status(response, await response.read(), self.url)
-                yield (start if response.status == 206 else 0), response.content.iter_any()
+        path = f"/v1/chunks/{download.blob.digest}"
+        try:
+            await self._downloader.download(f"{self.url}{path}", self._authorization(), download)
+        except DownloadFailed as error:
+            raise StoreUnavailable(f"weight store at {self.url}: {error}") from error
+        except BadStatus as error:
+            what = f"weight store at {self.url}: {_detail(error.body, f'GET {path}', error.status)}"
+            self._raise_for_status(error.status, what, redirected=error.redirected)
 
     async def put_part(self, job_id: str, version: int, part: Part) -> None:
         """Upload the description of one rank's part."""
         await self._request("PUT", f"/v1/models/{job_id}/versions/{version}/parts/{part.rank}", part.encode())
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> VersionInfo:
-        """Make the version visible.
+        """Sign the version and make it visible.
 
         Raises:
             Conflict: the head is not the expected one, or the parts are incomplete.
+            ConfigError: this client has no token to sign with.
 
         """
+        if not isinstance(self._access, str):
+            raise ConfigError(f"version {version} of job {job_id} cannot be signed without the system's token")
+        signature = ManifestKey(self._access).sign(request.statement(job_id, version))
+        request = request.model_copy(update={"signature": signature})
         path = f"/v1/models/{job_id}/versions/{version}/commit"
         answer = await self._request("POST", path, request.model_dump_json().encode(), _JSON)
         return VersionInfo.model_validate_json(answer.body)
@@ -168,13 +235,9 @@ class StoreClient:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                headers={"Authorization": f"Bearer {self._token}"},
                 timeout=_TIMEOUT,
-                connector=aiohttp.TCPConnector(limit=0),
-                read_bufsize=1 << 20,
+                connector=aiohttp.TCPConnector(limit=0, ssl=client_context() or True),
                 trust_env=True,
-                # The signature of a signed URL covers its exact characters.
-                requote_redirect_url=False,
             )
         return self._session
 
@@ -185,12 +248,26 @@ class StoreClient:
         content: bytes | AsyncIterator[memoryview] | None = None,
         headers: dict[str, str] | None = None,
     ) -> _Answer:
+        headers = {"Authorization": self._authorization(), **(headers or {})}
         with _translated(self.url):
             async with self._http.request(method, f"{self.url}{path}", data=content, headers=headers) as response:
                 body = await response.read()
                 if not response.ok:
-                    _raise_for_status(response, body, self.url)
+                    what = _detail(body, f"{method} {response.url.path}", response.status)
+                    self._raise_for_status(
+                        response.status, f"weight store at {self.url}: {what}", redirected=bool(response.history)
+                    )
                 return _Answer(body, response.headers.get("ETag", ""))
+
+    def _authorization(self) -> str:
+        return f"Bearer {self._access if isinstance(self._access, str) else self._access.credential}"
+
+    def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> None:
+        if status == 401 and not redirected and not isinstance(self._access, str):
+            raise StoreUnavailable(
+                f"weight store at {self.url}: the worker's credential has expired; waiting for a new one of the manager"
+            )
+        _raise_for_status(status, what, redirected=redirected)
 
 
 async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:
@@ -221,10 +298,10 @@ def _translated(url: str) -> Iterator[None]:
         raise StoreUnavailable(f"weight store at {url}: {str(error) or type(error).__name__}") from error
 
 
-def _raise_for_status(response: aiohttp.ClientResponse, body: bytes, url: str) -> None:
-    what = f"weight store at {url}: {_detail(response, body)}"
-    match response.status:
-        case 401 | 403 if not response.history:
+def _raise_for_status(status: int, what: str, *, redirected: bool = False) -> NoReturn:
+    """Raise the error for a response's status; `redirected` if the object store sent it."""
+    match status:
+        case 401 | 403 if not redirected:
             raise ConfigError(f"{what}; set RLBOOST_TOKEN to the store's token")
         case 404:
             raise NotFound(what)
@@ -232,7 +309,7 @@ def _raise_for_status(response: aiohttp.ClientResponse, body: bytes, url: str) -
             raise Conflict(what)
         case 416:
             raise Corrupt(f"{what}; its copy of a chunk is truncated")
-        case 400 | 401 | 403 if response.history:
+        case 400 | 401 | 403 if redirected:
             raise StoreUnavailable(f"{what}; the signed URL may have expired")
         case 408 | 429 | 500 | 502 | 503 | 504:
             raise StoreUnavailable(what)
@@ -240,10 +317,10 @@ def _raise_for_status(response: aiohttp.ClientResponse, body: bytes, url: str) -
             raise Fatal(what)
 
 
-def _detail(response: aiohttp.ClientResponse, body: bytes) -> str:
+def _detail(body: bytes, request: str, status: int) -> str:
     try:
         problem = json.loads(body)
         fields = "; ".join(f"{item['field']}: {item['error']}" for item in problem.get("errors", ()))
         return f"{problem['detail']} {fields}".rstrip()
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{response.method} {response.url.path}: status {response.status}"
+        return f"{request}: status {status}"

@@ -10,6 +10,7 @@ that the adapter belongs to.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, NamedTuple, Self
@@ -19,6 +20,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StringConstraints, ValidationError, model_validator
 
 from rlboost.shared.errors import Undecodable
+from rlboost.shared.ids import JOB_ID_PATTERN
 
 CHUNK_BYTES = 4 << 20
 """Size of a chunk; only the last one of a part is smaller."""
@@ -43,8 +45,7 @@ ITEM_BYTES = {
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """BLAKE3 in hexadecimal."""
-JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-"""Safe as a path component."""
+JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
 Shape = tuple[NonNegativeInt, ...]
 
 
@@ -161,11 +162,21 @@ class Manifest(Document):
     """Of an adapter version: PEFT's `adapter_config.json`."""
     parity_json: str = ""
     """`shared.model.parity.ParityReference`: the trainer's log-probabilities of canary prompts under these weights."""
+    signature: str = ""
+    """Of `statement`, by the trainer: see `manifest_key`."""
+
+    def statement(self) -> bytes:
+        """Return what the trainer signs: everything, each part by its digest."""
+        parts = [part.digest for part in self.parts]
+        return statement(
+            self.job_id, self.version, parts, self.config_json, self.base_version, self.adapter_json, self.parity_json
+        )
 
     def encode(self) -> bytes:
         """Return canonical JSON without the fields that do not apply to the version."""
         absent = set() if self.is_adapter else {"base_version", "adapter_json"}
-        return self.model_dump_json(exclude=absent if self.parity_json else absent | {"parity_json"}).encode()
+        absent |= {name for name in ("parity_json", "signature") if not getattr(self, name)}
+        return self.model_dump_json(exclude=absent).encode()
 
     @property
     def is_adapter(self) -> bool:
@@ -192,6 +203,20 @@ class Manifest(Document):
     def chunks(self) -> Iterator[ChunkRef]:
         """Yield every distinct chunk once, in order of first use."""
         yield from dict.fromkeys(chunk for part in self.parts for chunk in part.chunks)
+
+
+def statement(
+    job_id: str,
+    version: int,
+    part_digests: Sequence[str],
+    config_json: str,
+    base_version: int | None,
+    adapter_json: str,
+    parity_json: str,
+) -> bytes:
+    """Return what the trainer signs of a manifest; see `Manifest`."""
+    fields = [job_id, version, list(part_digests), config_json, base_version, adapter_json, parity_json]
+    return json.dumps(["rlboost manifest", *fields]).encode()
 
 
 def check_coverage(shards: Iterable[TensorEntry]) -> None:

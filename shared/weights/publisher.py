@@ -1,6 +1,7 @@
 """Publish one rank's shards as chunks in the weight store; chunks that it already has are not sent.
 
-With `deltas` the last published version is retained in host memory, and changed chunks are also uploaded as deltas.
+With `deltas` the last published version is retained in host memory, and of a changed chunk only the delta is sent: the
+store applies it and verifies the result. A chunk that the store cannot make is sent whole.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
+
+import structlog
 
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
@@ -19,6 +22,8 @@ from rlboost.shared.weights.deltas import Chunk, Delta, DeltaEncoder
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.wire import CommitRequest, VersionInfo
+
+log = structlog.get_logger(__name__)
 
 _WINDOW = 32
 """Chunks hashed while the previous window is uploaded: bounds the memory for tensors produced on the fly."""
@@ -62,7 +67,7 @@ class Publisher:
             concurrency: concurrent uploads.
             limit_s: maximum outage of the store.
             chunk_bytes: size of a chunk.
-            deltas: upload deltas too; needs host memory for one copy of the rank's part.
+            deltas: upload deltas instead of changed chunks; needs host memory for one copy of the rank's part.
 
         """
         self._client = client
@@ -111,7 +116,8 @@ class Publisher:
         while window:
             next_window = asyncio.create_task(asyncio.to_thread(_next_window, updates), name="weights-split")
             try:
-                await self._upload([blob for update in window for blob in _blobs(update)])
+                blobs = [blob for update in window for blob in _blobs(update)]
+                await self._upload(blobs, [delta.edge for _, delta in window if delta])
             finally:
                 # A thread cannot be cancelled: it must finish reading the shards before the caller may change them.
                 upcoming = await next_window
@@ -185,18 +191,27 @@ class Publisher:
     def _wait(self, what: str) -> AbstractAsyncContextManager[None]:
         return self._waits.on(f"the weight store at {self._client.url}", because=what, limit_s=self._limit_s)
 
-    async def _upload(self, blobs: list[_Blob]) -> None:
+    async def _upload(self, blobs: list[_Blob], edges: Iterable[Edge] = ()) -> None:
+        """Upload the blobs that the store lacks; it makes the chunks that the edges lead to."""
         by_digest = {ref.digest: (ref, data) for ref, data in blobs}
         refs = [ref for ref, _ in by_digest.values()]
         if not refs:
             return
         missing = await retry_unavailable(lambda: self._client.missing(refs))
+        applicable = [edge for edge in edges if edge.new in missing]
+        await self._send(missing - {edge.new for edge in applicable}, by_digest)
+        if applicable:
+            refused = await retry_unavailable(lambda: self._client.apply(applicable)) & by_digest.keys()
+            if refused:
+                log.warning("deltas_refused", chunks=len(refused), reason="see delta_not_applied in the store's log")
+            await self._send(refused, by_digest)
 
+    async def _send(self, digests: Iterable[str], by_digest: Mapping[str, _Blob]) -> None:
         async def send(digest: str) -> None:
             ref, data = by_digest[digest]
             await retry_unavailable(lambda: self._client.put_chunk(ref, data))
 
-        await for_each(missing, send, concurrency=self._concurrency, name="weights-upload")
+        await for_each(digests, send, concurrency=self._concurrency, name="weights-upload")
 
 
 def _next_window(updates: Iterator[_ChunkUpdate]) -> list[_ChunkUpdate]:

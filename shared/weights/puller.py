@@ -156,7 +156,8 @@ class Puller:
         cached = await asyncio.to_thread(self._cache.digests)
         retained.indexes.append(BlobIndex([chunk.digest for chunk in needed]))
         documents: tuple[VersionEdges, ...] = ()
-        if cached and any(chunk.digest not in cached for chunk in needed):
+        lacks_some = any(chunk.digest not in cached for chunk in needed)
+        if cached and lacks_some and not await self._source.has_chunks_at_hand():
             job_id, version, have = manifest.job_id, manifest.version, self._newest_held(manifest)
             documents = await retry_unavailable(lambda: self._client.route(job_id, version, have))
             retained.indexes += [

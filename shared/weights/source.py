@@ -10,7 +10,7 @@ from typing import Protocol
 from rlboost.shared.errors import Corrupt, NotFound, Unprocessable
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
-from rlboost.shared.weights.download import Download
+from rlboost.shared.weights.download import Buffers, Download
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.peers.blob_index import BlobIndex
@@ -25,6 +25,8 @@ class Traffic:
 
     from_store: int = 0
     from_peers: int = 0
+    from_directory: int = 0
+    """Taken from the weight store's own files."""
 
 
 class Source(Protocol):
@@ -32,6 +34,9 @@ class Source(Protocol):
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
         """Fetch every blob into the cache, in any order, and call `arrived` for each."""
+
+    async def has_chunks_at_hand(self) -> bool:
+        """Return True if whole chunks cost less than the deltas that lead to them."""
 
     def offer(self, indexes: Sequence[BlobIndex]) -> None:
         """Announce to peers which blobs of these indexes the cache holds; does nothing without peers."""
@@ -45,6 +50,7 @@ class StoreSource:
         self._client = client
         self._cache = cache
         self._concurrency = concurrency
+        self._buffers = Buffers()
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
         """See `Source.fetch`."""
@@ -57,16 +63,22 @@ class StoreSource:
     async def bring(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
         """Fetch one blob into the cache; return the error if it cannot be obtained. Waits for an unavailable store."""
         for _ in range(2):
-            download = Download(blob)
+            download = Download(blob, self._buffers)
             try:
-                await retry_unavailable(lambda: download.resume(self._client.chunk))  # noqa: B023 - awaited at once
+                await retry_unavailable(lambda: self._client.fetch(download))  # noqa: B023 - awaited at once
             except (NotFound, Unprocessable, Corrupt) as error:
                 return error
             finally:
                 traffic.from_store += download.n_received
-            if await asyncio.to_thread(self._cache.store, blob, download.data):
+            is_stored = await asyncio.to_thread(self._cache.store, blob, download.data)
+            download.release()
+            if is_stored:
                 return None
         return Corrupt(f"weight store at {self._client.url}: blob {blob.digest} arrived twice with another digest")
+
+    async def has_chunks_at_hand(self) -> bool:
+        """See `Source.has_chunks_at_hand`."""
+        return False
 
     def offer(self, indexes: Sequence[BlobIndex]) -> None:
         """Do nothing: this source has no peers."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from rlboost.shared.weights.manifest import ChunkRef, Digest
+from rlboost.shared.weights.delta_graph import Edge
+from rlboost.shared.weights.manifest import ChunkRef, Digest, statement
+
+NONCE_FILE = "nonce"
 
 
 class _Body(BaseModel):
@@ -23,6 +28,32 @@ class MissingChunks(_Body):
     missing: tuple[Digest, ...]
 
 
+class EdgeBatch(_Body):
+    """Deltas in the store that lead to the chunks to publish."""
+
+    edges: tuple[Edge, ...]
+
+
+class ChunkDirectory(_Body):
+    """Where the store has its files, for clients on the same file system."""
+
+    path: str
+    """An absolute path."""
+    nonce: str
+    """Content of the file `nonce` there: only a client that reads it has the same directory at this path."""
+
+    def chunk(self, digest: str) -> Path:
+        """Return the path of a chunk, which may not exist."""
+        return Path(self.path) / "chunks" / digest[:2] / digest
+
+    def is_shared(self) -> bool:
+        """Return True if this machine reads the store's files at the same path. Blocks on files."""
+        try:
+            return Path(self.path, NONCE_FILE).read_text(encoding="ascii") == self.nonce
+        except (OSError, ValueError):
+            return False
+
+
 class CommitRequest(_Body):
     """Commits published parts as a version, if the head is the expected one."""
 
@@ -37,6 +68,14 @@ class CommitRequest(_Body):
     """As in `Manifest`."""
     parity_json: str = ""
     """As in `Manifest`."""
+    signature: str = ""
+    """As in `Manifest`; set by `StoreClient.commit`."""
+
+    def statement(self, job_id: str, version: int) -> bytes:
+        """Return what `Manifest.statement` of the committed version returns."""
+        return statement(
+            job_id, version, self.parts, self.config_json, self.base_version, self.adapter_json, self.parity_json
+        )
 
 
 class VersionInfo(_Body):

@@ -61,8 +61,9 @@ def service() -> Iterator[Service]:
 async def start() -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
-        async def make(**reward: Any) -> RewardPool:
-            pool = RewardPool(RewardSpec.model_validate({"timeout_s": 10, **reward}), Waits())
+        async def make(*token_origins: str, **reward: Any) -> RewardPool:
+            spec = RewardSpec.model_validate({"timeout_s": 10, **reward})
+            pool = RewardPool(spec, Waits(), token_origins=token_origins)
             stack.push_async_callback(pool.close)
             await pool.start()
             return pool
@@ -77,7 +78,7 @@ BATCH = RewardBatch(["2+2="] * 2, ["4", "5"], [[4, 2], [5, 2]], ANSWERS, ["4", "
 async def test_a_group_is_one_request_of_rows(service: Service, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "secret")
     service.answers = [(200, b'{"rewards": [1, 0.5]}')]
-    pool = await start(url=service.url)
+    pool = await start(service.url.removesuffix("/score"), url=service.url)
     assert await pool.score(BATCH) == Scores((1.0, 0.5))
     [asked] = service.asked
     assert asked["rows"][1] == {
@@ -89,6 +90,18 @@ async def test_a_group_is_one_request_of_rows(service: Service, start: Start, mo
         "columns": {"answer": "4"},
     }
     assert service.tokens == ["Bearer secret"]
+
+
+@pytest.mark.parametrize("listed", [(), ("https://127.0.0.1:443", "http://other.example:80")])
+async def test_token_is_not_sent_to_an_unlisted_service(
+    service: Service, start: Start, monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "secret")
+    service.answers = [(401, b"no token")]
+    pool = await start(*listed, url=service.url)
+    scores = await pool.score(BATCH)
+    assert service.tokens == [None]
+    assert "RLBOOST_TRAINER_REWARD_TOKEN_ORIGINS" in scores.detail
 
 
 async def test_it_may_be_one_of_several(service: Service, start: Start) -> None:

@@ -214,3 +214,17 @@ asyncio.run(main())
     parent.wait(10)
     parent.stdout.close()
     asyncio.run(eventually(lambda: _is_gone(pid) and _is_gone(child)))
+
+
+@pytest.mark.parametrize(("allowed", "error"), [("", "yaml is an installed package"), ("yaml", "yaml:safe_load is no")])
+async def test_function_of_an_installed_package_needs_the_setting(
+    monkeypatch: pytest.MonkeyPatch, allowed: str, error: str
+) -> None:
+    """Allowed, it is only rejected for its parameters."""
+    monkeypatch.setenv("RLBOOST_TRAINER_USER_MODULES", allowed)
+    pool = RewardPool(RewardSpec(function="yaml:safe_load"), Waits())
+    try:
+        with pytest.raises(ConfigError, match=error):
+            await pool.start()
+    finally:
+        await pool.close()

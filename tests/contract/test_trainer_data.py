@@ -64,6 +64,11 @@ def test_completions_are_decoded_with_or_without_special_tokens(model: Path) -> 
     assert data.decode([7, 2], True) == "t7"
 
 
+def test_vocabulary_is_the_models(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    assert load(model, [{"prompt": "t5"}]).vocab_size == config["vocab_size"]
+
+
 def test_the_end_token_is_the_tokenizers_and_those_of_the_generation_settings(model: Path) -> None:
     assert load(model, [{"prompt": "t5"}]).stop_token_ids == (2,)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))

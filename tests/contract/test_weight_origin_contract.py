@@ -69,6 +69,7 @@ async def test_a_chunk_of_another_size_counts_as_missing(chunks: Chunks) -> None
 async def test_to_ask_for_a_chunk_is_to_use_it(chunks: Chunks) -> None:
     await chunks.put(CHUNK.digest, [DATA], NOW)
     assert await chunks.last_used() == {CHUNK.digest: NOW}
+    assert await chunks.n_bytes() == CHUNK.n_bytes
     await chunks.missing([CHUNK], NOW + 0.000001)
     assert await chunks.last_used() == {CHUNK.digest: round(NOW + 0.000001, 6)}
 

@@ -25,6 +25,7 @@ from structlog.testing import capture_logs
 
 from rlboost.shared.bus import Bus
 from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
@@ -195,7 +196,7 @@ async def test_chunks_held_by_peers_are_not_fetched_from_the_store(client: Store
 @asynccontextmanager
 async def real_peer(cache: Cache) -> AsyncIterator[httpx.AsyncClient]:
     """What a worker serves of its cache, and its metrics."""
-    app = create_app("worker", token=TOKEN, ready=lambda: None)
+    app = create_app("worker", guard=Guard.of_token(TOKEN), ready=lambda: None)
     app.include_router(blob_routes(cache, TOKEN, Counter("sent", "bytes", registry=CollectorRegistry())))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://worker") as http:
         yield http

@@ -17,15 +17,28 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rlboost.shared.bus import START
-from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Corrupt, Fatal, NotFound, Timeout
+from rlboost.shared.bus import START, HashSet
+from rlboost.shared.errors import (
+    BadSignature,
+    BusUnavailable,
+    ConfigError,
+    Conflict,
+    Corrupt,
+    Fatal,
+    NotFound,
+    StoreUnavailable,
+    Timeout,
+)
+from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.messages import WeightsCommitted
-from rlboost.shared.names import WEIGHTS_COMMITTED
+from rlboost.shared.names import JOBS, WEIGHTS_COMMITTED
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
+from rlboost.shared.weights.manifest_key import ManifestKey
 from rlboost.shared.weights.publisher import Publisher, Shard
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.wire import ModelInfo, VersionInfo
@@ -212,6 +225,38 @@ async def test_old_versions_are_removed_and_the_listing_shows_the_retained(
         await puller.pull(JOB, 0)
 
 
+async def state_is(redis_url: str, state: str) -> None:
+    bus = RedisBus(redis_url)
+    await bus.transact([HashSet(JOBS, {JOB: f'{{"state": "{state}"}}'})])
+    await bus.close()
+
+
+async def test_models_of_ended_jobs_can_be_deleted_to_stay_within_the_limit(
+    store: ServiceProcess, client: StoreClient, publisher: Publisher, redis_url: str
+) -> None:
+    store.kill()
+    store.env["RLBOOST_WEIGHT_STORE_MAX_BYTES"] = str(6 * MIB)
+    store.start()
+    await publish(publisher, 0, {"w": np.zeros(MIB, np.float32)})
+    with pytest.raises(Fatal, match=r"at most 6291456 bytes: delete the weights of ended jobs"):
+        await publish(publisher, 0, {"w": np.ones(MIB, np.float32)}, job="job-2")
+    async with httpx.AsyncClient(base_url=client.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        for state, status in (("running", 409), ("completed", 204), ("completed", 404)):
+            await state_is(redis_url, state)
+            assert (await http.delete(f"/v1/models/{JOB}")).status_code == status
+    assert await client.head(JOB) is None
+
+    async def published() -> bool:
+        try:
+            await publish(publisher, 0, {"w": np.ones(MIB, np.float32)}, job="job-2")
+        except Fatal:
+            return False
+        return True
+
+    # Garbage is not collected for each rejected write.
+    await eventually(published)
+
+
 async def test_the_cache_keeps_the_last_two_versions(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:
     first = None
     for version in range(3):
@@ -227,10 +272,43 @@ async def test_the_cache_keeps_the_last_two_versions(publisher: Publisher, pulle
 # Who may, and what is refused.
 
 
+async def test_worker_with_an_expired_credential_waits_for_a_new_one(
+    store: ServiceProcess, publisher: Publisher, tmp_path: Path
+) -> None:
+    weights = make_weights(1)
+    await publish(publisher, 0, weights)
+    access = WorkerAccess(issue_store_credential(TOKEN, "w-1", time.time() - 60, life_s=30), ManifestKey(TOKEN).public)
+    waits = Waits()
+    async with StoreClient(store.url, access) as client:
+        with pytest.raises(StoreUnavailable, match="waiting for a new one"):
+            await client.head(JOB)
+        puller = Puller(client, Cache(tmp_path / "worker"), waits, limit_s=60)
+        pulling = asyncio.create_task(assert_pulls(puller, 0, weights))
+        await eventually(lambda: any("pull version 0" in wait.because for wait in waits.current()))
+        access.credential = issue_store_credential(TOKEN, "w-1", time.time())
+        await pulling
+        puller.close()
+        with pytest.raises(ConfigError, match="scope 'admin'"):
+            await client.pin(JOB, 0)
+
+
+async def test_worker_refuses_weights_that_another_system_signed(
+    store: ServiceProcess, publisher: Publisher, tmp_path: Path
+) -> None:
+    await publish(publisher, 0, make_weights(1))
+    access = WorkerAccess(issue_store_credential(TOKEN, "w-1", time.time()), ManifestKey("another").public)
+    async with StoreClient(store.url, access) as client:
+        puller = Puller(client, Cache(tmp_path / "worker"), Waits(), limit_s=60)
+        with pytest.raises(BadSignature, match="not signed by this system's trainer"):
+            await puller.pull(JOB, 0)
+        assert puller.last.from_store == 0
+        puller.close()
+
+
 async def test_a_wrong_token_is_refused_everywhere(store: ServiceProcess) -> None:
     async with httpx.AsyncClient(base_url=store.url, headers={"Authorization": "Bearer wrong"}) as http:
         assert (await http.get("/healthz")).status_code == 200
-        spec = (await http.get("/openapi.json")).json()
+        spec = (await http.get("/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"})).json()
         routes = [(path, method) for path, methods in spec["paths"].items() for method in methods]
         assert len(routes) > 10
         for path, method in routes:

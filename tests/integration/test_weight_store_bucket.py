@@ -18,6 +18,7 @@ import pytest
 from rlboost.shared.errors import Retryable
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.download import Buffers, Download
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from rlboost.shared.weights.publisher import Publisher, Shard
 from rlboost.shared.weights.puller import Puller
@@ -80,10 +81,20 @@ async def assert_whole(client: StoreClient, version: int, weights: Weights) -> N
     manifest = await client.manifest(JOB, version)
     data = b""
     for chunk in manifest.chunks():
-        async with client.chunk(chunk.digest, 0) as (start, blocks):
-            assert start == 0
-            data += b"".join([block async for block in blocks])
+        download = Download(chunk, Buffers())
+        await client.fetch(download)
+        assert download.is_complete
+        data += download.data
     assert data == weights.tobytes()
+
+
+async def rest_of(client: StoreClient, chunk: ChunkRef, start: int) -> bytes:
+    """Download a chunk from byte `start` on."""
+    download = Download(chunk, Buffers())
+    download.n_bytes = start
+    await client.fetch(download)
+    assert download.n_received == chunk.n_bytes - start
+    return bytes(download.data[start:])
 
 
 async def metrics(url: str) -> dict[str, float]:
@@ -113,9 +124,7 @@ async def test_a_range_is_fetched_from_the_object_store_too(
     weights = make_weights(0)
     await publish(publisher, 0, weights)
     (first, *_) = (await client.manifest(JOB, 0)).chunks()
-    async with client.chunk(first.digest, 60_000) as (start, blocks):
-        assert start == 60_000
-        assert b"".join([block async for block in blocks]) == weights.tobytes()[60_000:CHUNK_BYTES]
+    assert await rest_of(client, first, 60_000) == weights.tobytes()[60_000:CHUNK_BYTES]
     assert (await metrics(store.url))["bytes_redirected"] == 40_000
     path = f"{store.url}/v1/chunks/{first.digest}"
     async with httpx.AsyncClient(headers=AUTHORIZED) as http:
@@ -139,9 +148,7 @@ async def test_with_redirects_off_the_bytes_pass_through_the_store(
             await publish(Publisher(client, Waits(), chunk_bytes=CHUNK_BYTES), 0, weights)
             await assert_whole(client, 0, weights)
             (first, *_) = (await client.manifest(JOB, 0)).chunks()
-            async with client.chunk(first.digest, 60_000) as (start, blocks):
-                assert start == 60_000
-                assert b"".join([block async for block in blocks]) == weights.tobytes()[60_000:CHUNK_BYTES]
+            assert await rest_of(client, first, 60_000) == weights.tobytes()[60_000:CHUNK_BYTES]
         counted = await metrics(store.url)
         assert (counted["bytes_out"], counted["bytes_redirected"]) == (TOTAL + 40_000, 0)
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from structlog.testing import capture_logs
 
 from rlboost.shared.errors import Conflict, StoreUnavailable
 from rlboost.shared.waiting import Waits
@@ -145,6 +146,64 @@ async def test_full_and_delta_publish_the_same_chunks(client: StoreClient, publi
     assert (await client.manifest(JOB, 1)).parts[0].chunks == part.chunks
     await whole.commit("job-2", 0, expect=-1, part_digests=[part.digest], config_json="{}")
     assert await client.edges("job-2", 0) is None
+
+
+async def counted(client: StoreClient, name: str) -> float:
+    lines = (await client._request("GET", "/metrics")).body.decode().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"rlboost_weight_store_{name}_total ")]
+    return float(line.split()[1])
+
+
+async def test_publisher_sends_a_delta_instead_of_a_changed_chunk(
+    client: StoreClient, publisher: Publisher, puller: Puller
+) -> None:
+    await publish(publisher, 0)
+    before = await counted(client, "bytes_in")
+    await publish(publisher, 1)
+    assert await counted(client, "bytes_in") - before < 0.02 * N_BYTES
+    assert await counted(client, "deltas_applied") == 3
+    await assert_pulls(puller, 1)
+    assert (puller.last.chunks_dense, puller.last.fallbacks) == (3, 0), "the store has whole chunks too"
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "truncated", "gone"])
+async def test_chunk_whose_base_is_damaged_in_the_store_is_sent_whole(
+    client: StoreClient, publisher: Publisher, puller: Puller, tmp_path: Path, damage: str
+) -> None:
+    await publish(publisher, 0)
+    (part,) = (await client.manifest(JOB, 0)).parts
+    digest = part.chunks[0].digest
+    base = tmp_path / "store" / "chunks" / digest[:2] / digest
+    data = bytearray(base.read_bytes())
+    data[1000] ^= 1
+    base.unlink()
+    if damage != "gone":
+        base.write_bytes(data if damage == "flipped bit" else data[:1000])
+    before = await counted(client, "bytes_in")
+    with capture_logs() as logs:
+        await publish(publisher, 1)
+    assert [line["chunks"] for line in logs if line["event"] == "deltas_refused"] == [1]
+    assert part.chunks[0].n_bytes < await counted(client, "bytes_in") - before < 1.1 * part.chunks[0].n_bytes
+    await assert_pulls(puller, 1)
+
+
+async def test_chunk_lost_after_its_delta_was_applied_is_sent_whole(
+    store: ServiceProcess, client: StoreClient, publisher: Publisher, puller: Puller, tmp_path: Path
+) -> None:
+    """The commit notices; the publisher then drops its base, because workers do not hold an uncommitted version."""
+    await publish(publisher, 0)
+    shard = Shard("w", "bfloat16", (N_BYTES // 2,), (0,), (N_BYTES // 2,), bits(1).data)
+    part = await publisher.publish(JOB, 1, 0, [shard])
+    await asyncio.to_thread(store.kill)
+    lost = part.chunks[0].digest
+    (tmp_path / "store" / "chunks" / lost[:2] / lost).unlink()
+    await asyncio.to_thread(store.start)
+    with pytest.raises(Conflict, match="lacks 1 of 3 chunks"):
+        await publisher.commit(JOB, 1, expect=0, part_digests=[part.digest], config_json="{}")
+    before = await counted(client, "bytes_in")
+    await publish(publisher, 1)
+    assert await counted(client, "bytes_in") - before == part.chunks[0].n_bytes
+    await assert_pulls(puller, 1)
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "too long", "gone"])

@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlboost.local.state import StateDir
-from tests.support.fork_server import ForkedProcess, ForkServer, fork_server
+from tests.support.fork_server import ForkedProcess, TestForkServer, fork_server
 
 ROOT = Path(__file__).parents[2]
 RLBOOST = [sys.executable, "-m", "rlboost"]
@@ -192,13 +192,13 @@ class BlackBox:
         self.url, self.token = ready["url"], ready["token"]
         self.http = httpx.Client(headers={"Authorization": f"Bearer {self.token}"}, timeout=10)
 
-    def _up(self, forks: ForkServer, env: Mapping[str, str], flags: Sequence[str]) -> dict[str, str]:
+    def _up(self, forks: TestForkServer, env: Mapping[str, str], flags: Sequence[str]) -> dict[str, str]:
         log = self.state / "logs" / "supervisor.log"
         log.parent.mkdir(mode=0o700, parents=True)
         read, write = os.pipe()
         with log.open("ab") as errors:
             arguments = ("up", "--json", *flags, "--state", str(self.state))
-            forks.start("rlboost", env, *arguments, stdout=write, stderr=errors.fileno(), cwd=ROOT)
+            forks.start_module("rlboost", env, *arguments, stdout=write, stderr=errors.fileno(), cwd=ROOT)
         os.close(write)
         with os.fdopen(read) as out:
             line = out.readline()  # each stage of the start has its own limit
@@ -360,7 +360,7 @@ def start_forked(*args: str, log: Path) -> ForkedProcess | subprocess.Popen[byte
     with log.open("wb") as out:
         if forks is None:
             return subprocess.Popen([*RLBOOST, *args], cwd=ROOT, env=env, stdout=out, stderr=out)
-        return forks.start("rlboost", env, *args, stdout=out.fileno(), stderr=out.fileno(), cwd=ROOT)
+        return forks.start_module("rlboost", env, *args, stdout=out.fileno(), stderr=out.fileno(), cwd=ROOT)
 
 
 @contextmanager

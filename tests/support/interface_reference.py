@@ -19,6 +19,7 @@ from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.http.guard import SCOPE_KEY
 from tests.support.generated_docs import ROOT, write_block
 
 _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily", "SummaryMetricFamily", "_gauge"}
@@ -52,6 +53,7 @@ EVENTS: Mapping[str, str] = {
     "worker_left": "a worker exited as planned",
     "worker_lost": "a worker's lease expired, or its engine failed",
     "worker_notice": "a worker announced that it will be preempted",
+    "worker_rejected": "a worker is drained, as it sent invalid tokens for samples that others completed",
     "worker_reassigned": "a worker changed jobs",
     "worker_state": "a worker's state changed",
 }
@@ -64,6 +66,7 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Models": ("export",),
     "Workers": ("worker list", "worker drain", "worker join"),
+    "Tokens": ("token create", "token list", "token revoke"),
 }
 """Group -> commands without `rlboost`, in the order of the overview."""
 
@@ -140,11 +143,13 @@ def routes() -> str:
     """Return the manager's routes, from its OpenAPI description."""
     manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
     paths = build(manager, MemoryBus(), Settings(token="t")).openapi()["paths"]
-    lines = ["| route | parameters | meaning |", "|---|---|---|"]
+    lines = ["| route | scope | parameters | meaning |", "|---|---|---|---|"]
     for path, methods in paths.items():
         for method, route in methods.items():
             given = [f"`{one['name']}`" for one in route.get("parameters", []) if one["in"] != "path"]
-            lines.append(f"| `{method.upper()} {path}` | {', '.join(given)} | {_cell(route.get('description', ''))} |")
+            scope = f"`{route[SCOPE_KEY]}`" if SCOPE_KEY in route else ""
+            cells = (f"`{method.upper()} {path}`", scope, ", ".join(given), _cell(route.get("description", "")))
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 MODULE = "rlboost.services.trainer.adapters.ranks.rank"
-_FORKED_NAME = "rank"
-"""What a forked process is called, see `tests/support/forking.py`."""
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -18,7 +16,6 @@ def ranks_of(pid: int) -> list[int]:
 
 def _is_rank(process: Path) -> bool:
     try:
-        name, command = (process / "comm").read_text().strip(), (process / "cmdline").read_text(errors="replace")
+        return MODULE in (process / "cmdline").read_text(errors="replace")
     except OSError:
         return False
-    return name == _FORKED_NAME or MODULE in command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -50,7 +51,9 @@ class ServiceProcess:
 
         """
         self.port = reserve_port(self)
-        self.url = f"http://127.0.0.1:{self.port}"
+        tls = bool(env.get("RLBOOST_TLS_CERT"))
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self._trust = ssl.create_default_context(cafile=env["RLBOOST_TLS_CA"]) if tls else None
         self._module = module or f"rlboost.services.{name}"
         self._log = directory / f"{name}.log"
         common = {"RLBOOST_REDIS_URL": redis_url, "RLBOOST_TOKEN": TOKEN, f"{prefix}PORT": str(self.port)}
@@ -69,13 +72,17 @@ class ServiceProcess:
         assert self._process is None, "the service runs already"
         with self._log.open("ab") as log:
             if self._forks is not None and self._forks.fits(self.env):
-                self._process = self._forks.start(self._module, self.env, stderr=log.fileno())
+                self._process = self._forks.start_module(self._module, self.env, stderr=log.fileno())
             else:
                 self._process = subprocess.Popen([sys.executable, "-m", self._module], env=self.env, stderr=log)
 
     def start(self) -> None:
         """Start, and return when it is ready."""
         self.launch()
+        self.until_ready()
+
+    def until_ready(self) -> None:
+        """Return when the running process is ready."""
         assert self._process is not None
         limit = time.monotonic() + LIMIT_S
         while not self._ready():
@@ -113,7 +120,7 @@ class ServiceProcess:
 
     def _ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/readyz", timeout=2.0):
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=2.0, context=self._trust):
                 return True
         except (urllib.error.URLError, OSError):
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from ssl import SSLContext
 from types import TracebackType
 from typing import Self
 
@@ -13,9 +14,10 @@ _BLOCK_BYTES = 64 * 1024
 class TcpProxy:
     """Passes connections on to `127.0.0.1:target_port`. Use with `async with`."""
 
-    def __init__(self, target_port: int) -> None:
-        """Nothing listens before the context is entered."""
+    def __init__(self, target_port: int, tls: SSLContext | None = None) -> None:
+        """Nothing listens before the context is entered. With `tls`, clients connect with TLS, which ends here."""
         self._target_port = target_port
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self.bytes_down = 0
@@ -26,10 +28,15 @@ class TcpProxy:
         self._away = False
 
     @property
+    def port(self) -> int:
+        """Return the port that it listens on."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
     def url(self) -> str:
         """Return where it listens."""
-        assert self._server is not None
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return f"http://127.0.0.1:{self.port}"
 
     def go_away(self) -> None:
         """Break every connection, and take none until `come_back`."""
@@ -42,7 +49,7 @@ class TcpProxy:
         self._away = False
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, ssl=self._tls)
         return self
 
     async def __aexit__(

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rlboost.services.trainer.app import Timing, Trainer
+from rlboost.services.trainer.app import Limits, Timing, Trainer
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.domain.training_row import TrainingRow
@@ -24,6 +24,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import START, Fence
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import JobSpec, parse, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.waiting import Waits
@@ -31,6 +32,7 @@ from tests.support.eventually import LIMIT_S, eventually
 from tests.support.scripted_manager import ScriptedManager
 
 JOB = "job-1"
+TOKEN = "token"
 
 
 def spec(**changes: Any) -> JobSpec:
@@ -110,7 +112,9 @@ class Rig:
             engine=self.engine,
             model=Path("m"),
             loss=_no_loss,
-            data=Data(prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids)), self.n_too_long),
+            data=Data(
+                prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids)), self.n_too_long, vocab_size=100
+            ),
             rewards=FakeRewards(self.reward),
             checkpoints=self.checkpoints,
             weights=self.weights,
@@ -121,8 +125,11 @@ class Rig:
 
     async def command(self, action: Any, job: JobSpec | None = None, *, job_id: str = JOB) -> None:
         text = to_json(job or self.job) if action == "create" else ""
-        command = JobCommand(command_id=action, action=action, job_id=job_id, job_no=1, spec_json=text)
-        await self.bus.append(names.JOB_COMMANDS, command)
+        await self.append(JobCommand(command_id=action, action=action, job_id=job_id, job_no=1, spec_json=text))
+
+    async def append(self, command: JobCommand) -> None:
+        """Append a command as a manager does."""
+        await self.bus.append(names.JOB_COMMANDS, signed(command, TOKEN))
 
     @asynccontextmanager
     async def trainer(self, *, name: str = "t", killed: bool = False) -> AsyncIterator[Trainer]:
@@ -135,8 +142,8 @@ class Rig:
             device,
             self.waits,
             name=name,
-            outage_limit_s=self.outage_limit_s,
-            samples_limit_s=self.samples_limit_s,
+            token=TOKEN,
+            limits=Limits(outage_s=self.outage_limit_s, samples_s=self.samples_limit_s),
             timing=self.timing,
         )
         loops = [asyncio.create_task(loop(stop)) for loop in (trainer.commands, trainer.jobs, trainer.lease)]

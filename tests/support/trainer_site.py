@@ -16,6 +16,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import START, Delete
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
+from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.redis.bus import RedisBus
@@ -93,11 +94,11 @@ class Site:
         command = JobCommand(
             command_id=f"create-{job_id}", action="create", job_id=job_id, job_no=1, spec_json=spec_json
         )
-        await self.bus.append(names.JOB_COMMANDS, command)
+        await self.bus.append(names.JOB_COMMANDS, signed(command, TOKEN))
 
     async def command(self, job_id: str, action: Any) -> None:
         command = JobCommand(command_id=f"{action}-{job_id}", action=action, job_id=job_id, job_no=1)
-        await self.bus.append(names.JOB_COMMANDS, command)
+        await self.bus.append(names.JOB_COMMANDS, signed(command, TOKEN))
 
     @asynccontextmanager
     async def manager(self, job_id: str) -> AsyncIterator[ScriptedManager]:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
 
 from rlboost.shared import logs
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
 from rlboost.shared.lifecycle import supervise
 from rlboost.shared.redis.bus import connect
@@ -23,7 +24,7 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
-from rlboost.shared.weights.peers.blob_routes import blob_routes
+from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.peers.transport import PeerTransport
@@ -37,8 +38,10 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
     bus = await connect(options.redis, name)
     cache, transport = Cache(directory), PeerTransport(options.token)
     sock = bind("127.0.0.1", 0)
-    app: FastAPI = create_app(name, token=options.token, ready=lambda: None)
-    app.include_router(blob_routes(cache, options.token, Counter("sent", "bytes", registry=CollectorRegistry())))
+    app: FastAPI = create_app(name, guard=Guard.of_token(options.token), ready=lambda: None)
+    sent, slots = Counter("sent", "bytes", registry=CollectorRegistry()), asyncio.Semaphore(MAX_CONCURRENT)
+    app.include_router(blob_routes(cache, options.token, sent, slots))
+    files = blob_files(cache, options.token, sent, slots)
     async with StoreClient(options.store, options.token) as client:
         store = StoreSource(client, cache, concurrency=8)
         store_only_bytes = sys.maxsize if options.alone else 0
@@ -56,7 +59,7 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
             (options.dir / f"{name}.new").rename(options.dir / f"{name}.digest")
             await stop.wait()
 
-        await supervise({"http": server_loop(app, sock), "announce": peer_source.announce, "pull": pull}, stop)
+        await supervise({"http": server_loop(app, sock, files), "announce": peer_source.announce, "pull": pull}, stop)
     await transport.close()
     await bus.close()
 

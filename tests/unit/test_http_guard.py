@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
@@ -18,13 +19,16 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_worker.api import notice_routes
 from rlboost.services.weight_store import api as store_api
 from rlboost.shared.fakes import MemoryBus
-from rlboost.shared.http.guard import guarded_router
+from rlboost.shared.http.authentication import system_token
+from rlboost.shared.http.failure_limit import ADDRESSES_MAX, BURST, FailureLimit
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
 
 TOKEN = "token"
 LIMIT_BYTES = 1000
 OPEN = {"/healthz", "/readyz"}
+_CLIENTS = itertools.count()
 
 
 def manager_app() -> FastAPI:
@@ -36,15 +40,17 @@ def manager_app() -> FastAPI:
 
 
 def worker_app() -> FastAPI:
-    app = create_app("worker", token=TOKEN, ready=lambda: None)
-    app.include_router(notice_routes(Mock(), TOKEN))
+    app = create_app("worker", guard=Guard.of_token(TOKEN), ready=lambda: None)
+    app.include_router(notice_routes(Mock(), Guard.of_token(TOKEN)))
     return app
 
 
 APPS = {
     "manager": manager_app(),
     "worker": worker_app(),
-    "weight_store": store_api.create(Mock(), token=TOKEN, ready=lambda: None, waits=Waits(), metrics=Mock()),
+    "weight_store": store_api.create(
+        Mock(), guard=Guard.of_token(TOKEN), ready=lambda: None, waits=Waits(), metrics=Mock()
+    ),
 }
 GUARDED = [
     pytest.param(app, method, route.path, id=f"{name} {method} {route.path}")
@@ -67,8 +73,11 @@ class Body:
             yield bytes(100)
 
 
-async def send(app: FastAPI, method: str, path: str, body: Body, headers: dict[str, str]) -> httpx.Response:
-    transport = httpx.ASGITransport(app)
+async def send(
+    app: FastAPI, method: str, path: str, body: Body, headers: dict[str, str], address: str = ""
+) -> httpx.Response:
+    """Send a request from an address, by default from a new one: failures are limited for each."""
+    transport = httpx.ASGITransport(app, client=(address or f"client-{next(_CLIENTS)}", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
         return await client.request(method, path, content=body.blocks(), headers=headers)
 
@@ -87,8 +96,8 @@ def test_every_service_has_guarded_routes() -> None:
 
 def limited_app() -> tuple[FastAPI, list[int]]:
     """Return an app with a route for JSON and one for raw bytes, and the sizes that reached them."""
-    app, sizes = create_app("limited", token=TOKEN, ready=lambda: None), list[int]()
-    router = guarded_router(TOKEN, max_body_bytes=LIMIT_BYTES)
+    app, sizes = create_app("limited", guard=Guard.of_token(TOKEN), ready=lambda: None), list[int]()
+    router = Guard.of_token(TOKEN).router(max_body_bytes=LIMIT_BYTES)
 
     @router.post("/json")
     async def json_body(body: list[int]) -> None:
@@ -127,5 +136,41 @@ async def test_body_of_exactly_the_limit_is_taken() -> None:
 
 
 async def test_empty_token_rejects_every_request() -> None:
-    app = create_app("unset", token="", ready=lambda: None)
+    app = create_app("unset", guard=Guard.of_token(""), ready=lambda: None)
     assert (await send(app, "GET", "/metrics", Body(0), {"Authorization": "Bearer "})).status_code == 401
+
+
+def clocked_app() -> tuple[FastAPI, list[float]]:
+    """Return an app whose guard reads its clock from a list of one time."""
+    now_s = [0.0]
+    return create_app("clocked", guard=Guard(system_token(TOKEN), clock=lambda: now_s[0]), ready=lambda: None), now_s
+
+
+async def fail(app: FastAPI, address: str) -> httpx.Response:
+    return await send(app, "GET", "/metrics", Body(0), {"Authorization": "Bearer guess"}, address)
+
+
+async def test_address_that_fails_too_often_gets_429_with_a_time() -> None:
+    app, now_s = clocked_app()
+    assert {(await fail(app, "a")).status_code for _ in range(BURST)} == {401}
+    refused = await fail(app, "a")
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    assert (await fail(app, "b")).status_code == 401
+    now_s[0] += 1.0
+    assert [(await fail(app, "a")).status_code for _ in range(2)] == [401, 429]
+
+
+async def test_valid_token_is_never_limited() -> None:
+    app, _ = clocked_app()
+    for _ in range(BURST + 1):
+        await fail(app, "a")
+    for _ in range(2 * BURST):
+        answer = await send(app, "GET", "/metrics", Body(0), {"Authorization": f"Bearer {TOKEN}"}, "a")
+        assert answer.status_code == 200
+
+
+def test_failures_of_many_addresses_take_bounded_memory() -> None:
+    limit = FailureLimit()
+    for number in range(ADDRESSES_MAX + 100):
+        limit.fail(str(number), 0.0)
+    assert len(limit._buckets) == ADDRESSES_MAX

@@ -224,3 +224,13 @@ def test_cluster_file_adds_what_does_not_fit_on_its_gpus(folder: Path, monkeypat
     assert "trains in 4 processes with a GPU each, and the trainer has 2 GPUs" in result.stderr
     result = CliRunner().invoke(app, [*command[:3], "trainer.data_parallel=2", *command[3:]])
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(("isolated", "n_warnings"), [(True, 0), (False, 1)])
+def test_check_warns_if_generated_programs_are_not_isolated(isolated: bool, n_warnings: int) -> None:
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "tests": "assert True"}\n')
+    reward = {"function": "rlboost.rewards.code:score", "arguments": {"isolated": isolated}}
+    job = {"model": "base", "data": {"train": "train.jsonl"}, "reward": reward, "steps": 1}
+    found = jobcheck.check_job(job)
+    assert found.problems == []
+    assert len([text for text in found.advice if "isolated: false" in text]) == n_warnings

@@ -12,7 +12,7 @@ from tests.support import builders
 from tests.support.builders import group_id, group_requested
 
 GROUP = group_id()
-REQUEST = group_requested(n=2)
+REQUEST = group_requested(n=2, max_tokens=32, version=1, max_staleness=1)
 
 
 def placed(worker: str, attempt: int, offset: int) -> Placed:

@@ -22,7 +22,7 @@ SAMPLES = [group + i for group in GROUPS for i in range(2)]
 def ledger_with_samples() -> Ledger:
     ledger = Ledger()
     for group in GROUPS:
-        ledger.admit(group_requested(group=group, n=2), "1-0")
+        ledger.admit(group_requested(group=group, n=2, max_tokens=64, version=1, max_staleness=1), "1-0")
     ledger.place(placed(*SAMPLES, worker="w0"))
     return ledger
 

@@ -85,6 +85,18 @@ def test_only_the_owner_can_read_secrets(state: StateDir) -> None:
         assert not list(state.path.glob(".config.json*"))
 
 
+def test_next_system_of_a_folder_has_the_same_token(state: StateDir) -> None:
+    with state.owned():
+        first = state.system_token(None)
+    with state.owned():
+        assert state.system_token(None) == first
+        assert state.system_token("given") == "given"
+    with state.owned():
+        assert state.system_token(None) == "given"
+    assert len(first) >= 24
+    assert stat.S_IMODE((state.path / "token").stat().st_mode) == 0o600
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/state.*--state"):

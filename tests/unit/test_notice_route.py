@@ -7,13 +7,14 @@ import pytest
 
 from rlboost.services.rollout_worker.api import notice_routes
 from rlboost.services.rollout_worker.domain.preemption import Notice
+from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 
 
 async def post(body: str, token: str = "token") -> tuple[int, list[Notice]]:
     taken: list[Notice] = []
-    app = create_app("a worker", token="token", ready=lambda: None)
-    app.include_router(notice_routes(taken.append, "token"))
+    app = create_app("a worker", guard=Guard.of_token("token"), ready=lambda: None)
+    app.include_router(notice_routes(taken.append, Guard.of_token("token")))
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker") as client:
         answer = await client.post("/v1/notice", content=body, headers=headers)

@@ -256,13 +256,17 @@ def single(failing: Any, module: Any) -> Any:
         ("logprobs", pack([-0.5, float("-inf")], F32)),
         ("logprobs", pack([0.5, -0.5], F32)),
         ("finish", pack([9], U8)),
+        ("tokens", pack([5, 1 << 30], I32)),
+        ("versions", pack([1], U32)),
+        ("offsets", pack([31], U32)),
     ],
 )
 async def test_sample_with_invalid_tokens_resumes_on_another_worker(field: str, value: bytes) -> None:
     """The tokens do not count, the worker loses the sample, and the job goes on."""
     rig = Rig()
     await rig.start("a", "b")
-    await rig.bus.append(names.rollouts_requested("j"), group_requested(1))
+    request = group_requested(1, max_tokens=32, vocab_size=1 << 30)
+    await rig.bus.append(names.rollouts_requested("j"), request)
     await rig.turn()
     await rig.turn()
     (holder,) = (name for name, held in rig.held().items() if held)
@@ -273,13 +277,49 @@ async def test_sample_with_invalid_tokens_resumes_on_another_worker(field: str, 
     assert (sample.failed_on, bytes(sample.tokens)) == ([holder], b"")
     assert sample.worker not in {"", holder}
     assert not rig.held()[holder]
-    for _ in range(4):
+    for _ in range(12):
         await rig.work()
     audit = rig.manager.world.audits["j"]
     assert audit.delivered == 1
     assert audit.tokens_regenerated["invalid"] == 2
     assert audit.tokens_generated == audit.tokens_delivered + 2
     assert not await dead_letters(rig)
+
+
+async def send_invalid(rig: Rig, worker: str) -> None:
+    """Play frames with NaN for every sample that a worker holds, instead of its own."""
+    for sample in sorted(rig.workers[worker].held):
+        held = rig.manager.world.ledger.samples[sample]
+        columns = {
+            "samples": pack([sample], U64),
+            "attempts": pack([held.attempt], U32),
+            "offsets": pack([held.n_tokens], U32),
+            "logprobs": pack([-0.5, float("nan")], F32),
+        }
+        await rig.bus.append(names.TOKEN_LOG, FRAME.model_copy(update={"worker": worker, **columns}))
+
+
+@pytest.mark.parametrize(("faulty", "rejected"), [(["a"], ["a"]), (["a", "b"], [])])
+async def test_worker_with_invalid_tokens_is_drained_if_others_send_valid_ones(
+    faulty: list[str], rejected: list[str]
+) -> None:
+    """If every worker sends NaN, the weights are to blame: the fleet stays, and the samples are dropped."""
+    rig = Rig()
+    await rig.start("a", "b")
+    await rig.bus.append(names.rollouts_requested("j"), group_requested(1, n=8))
+    for _ in range(40):
+        for name, worker in rig.workers.items():
+            if name in faulty:
+                await send_invalid(rig, name)
+            else:
+                worker.generate(4)
+                await worker.flush()
+        await rig.turn()
+    fleet = rig.manager.world.fleet
+    assert [worker.id for worker in fleet.gone.values() if worker.rejected] == rejected
+    assert not any(worker.rejected for worker in fleet.workers.values())
+    audit = rig.manager.world.audits["j"]
+    assert (audit.delivered, audit.dropped["failed"]) == ((8, 0) if rejected else (0, 8))
 
 
 async def test_valid_rows_of_a_frame_with_an_invalid_row_count() -> None:

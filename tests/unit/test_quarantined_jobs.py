@@ -141,7 +141,7 @@ async def test_log_with_a_quarantined_job_is_compacted(stage: Stage, monkeypatch
 async def test_create_command_that_cannot_be_parsed_affects_no_other_job(stage: Stage) -> None:
     await stage.begin(n=1)
     unreadable = json.dumps({**json.loads(SPEC), "invented_later": 1})
-    for job, no, stored in (("stored", 2, True), ("only commanded", 3, False)):
+    for job, no, stored in (("stored", 2, True), ("only-commanded", 3, False)):
         if stored:
             await stage.bus.transact([HashSet(names.JOBS, {job: unreadable})])
             await stage.restart()
@@ -155,7 +155,7 @@ async def test_create_command_that_cannot_be_parsed_affects_no_other_job(stage: 
     (letter,) = await stage.entries(names.DEAD_LETTERS)
     assert isinstance(letter, DeadLetter)
     assert letter.reason == (
-        "the job file of only commanded cannot be parsed: invented_later: unknown key: remove it or fix its spelling"
+        "the job file of only-commanded cannot be parsed: invented_later: unknown key: remove it or fix its spelling"
     )
     assert await stage.bus.hash_get(names.JOBS, "stored") == unreadable
 

@@ -6,6 +6,7 @@ import pytest
 
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_worker.settings import Settings as WorkerSettings
+from rlboost.services.trainer.settings import Settings as TrainerSettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.settings import RENAMED, read
 
@@ -46,3 +47,11 @@ def test_read_names_the_new_name_of_a_renamed_variable(old: str, new: str, monke
     with pytest.raises(ConfigError, match=f"{old} .*{new}"):
         read(WorkerSettings, [])
     assert new.removeprefix(WorkerSettings.prefix).lower() in WorkerSettings.model_fields
+
+
+def test_reward_token_origins_have_a_port_after_reading() -> None:
+    given = "https://rewards.example/, http://10.0.0.7:8000"
+    settings = read(TrainerSettings, ["--reward-token-origins", given])
+    assert settings.reward_token_origins == "https://rewards.example:443,http://10.0.0.7:8000"
+    with pytest.raises(ConfigError, match=r"reward_token_origins: 'rewards\.example' is not of the form http"):
+        read(TrainerSettings, ["--reward-token-origins", "rewards.example"])

@@ -77,6 +77,7 @@ async def test_groups_are_requested_only_after_their_version_is_committed(tmp_pa
         await rig.ended()
     assert seen
     assert all(version == head for version, head in seen)
+    assert {request.vocab_size for request in rig.manager.requests} == {100}
 
 
 async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:

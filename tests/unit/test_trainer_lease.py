@@ -55,10 +55,10 @@ async def test_superseded_trainer_takes_the_next_job(tmp_path: Path) -> None:
         await another_takes_it(rig)
         assert await eventually(lambda: rig.engine.closed)
         rig.manager.held = set()
-        await rig.command("create", job_id="the next")
+        await rig.command("create", job_id="next")
 
         async def begun() -> bool:
-            return "the next" in {report.job_id for report in await rig.reports()}
+            return "next" in {report.job_id for report in await rig.reports()}
 
         assert await eventually(begun)
 

@@ -22,9 +22,7 @@ LATER = "later"
 
 async def create_of_a_later_version(rig: Rig) -> None:
     text = json.dumps({**json.loads(to_json(rig.job)), "invented_later": 1})
-    await rig.bus.append(
-        names.JOB_COMMANDS, JobCommand(command_id="c", action="create", job_id=LATER, job_no=2, spec_json=text)
-    )
+    await rig.append(JobCommand(command_id="c", action="create", job_id=LATER, job_no=2, spec_json=text))
 
 
 async def states_of(rig: Rig, job_id: str) -> list[str]:

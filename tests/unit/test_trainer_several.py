@@ -93,8 +93,8 @@ async def test_a_command_that_was_written_twice_makes_one_job(tmp_path: Path) ->
     await rig.command("create")
     async with rig.trainer():
         assert (await rig.ended()).state == "completed"
-        await rig.command("create", job_id="the next")
-        await eventually(lambda: _has_begun(rig, "the next"))
+        await rig.command("create", job_id="next")
+        await eventually(lambda: _has_begun(rig, "next"))
     assert [r.state for r in await rig.reports() if isinstance(r, JobReport) and r.job_id == "job-1"] == [
         "running",
         "completed",

@@ -17,7 +17,6 @@ from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.shared import names
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import JobCommand
@@ -87,8 +86,7 @@ async def test_a_job_that_an_earlier_version_stored_is_trained(tmp_path: Path) -
     stored = (Path(__file__).parents[1] / "golden/jobs/sft.json").read_text()
     rig = SftRig(tmp_path)
     async with rig.trainer():
-        command = JobCommand(command_id="create", action="create", job_id=JOB, job_no=1, spec_json=stored)
-        await rig.bus.append(names.JOB_COMMANDS, command)
+        await rig.append(JobCommand(command_id="create", action="create", job_id=JOB, job_no=1, spec_json=stored))
         assert (await rig.ended()).state == "completed"
     assert sorted(rig.folder.rows) == [0, 1]
 

@@ -35,7 +35,7 @@ def complaint(**changes: Any) -> str:
         ({"model": ""}, "model: should be text with 1 or more characters"),
         ({"name": ""}, "name: should be text with 1 or more characters"),
         ({"name": 65 * "x"}, "name: should be text with 64 characters at most"),
-        ({"name": "a b"}, "name: should be text that matches ^[A-Za-z0-9._-]+$"),
+        ({"name": "a b"}, "name: should be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
         ({"steps": "many"}, "steps: should be a whole number"),
         ({"steps": 1.5}, "steps: should be a whole number"),
         ({"steps": 1 << 22}, "steps: should be below 4194304"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_worker.adapters.peer_address import peer_url
+from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.shared.bus import HashSet, Renew
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.names import WEIGHT_PEERS, weight_peer
@@ -219,3 +219,16 @@ def test_peer_url_by_setting_and_host(setting: str, host: str, url: str) -> None
 
 def test_peer_url_without_a_route_to_the_manager_is_empty() -> None:
     assert peer_url("", "0.0.0.0", 9000, "http://host.invalid:8700") == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "manager_url", "address"),
+    [
+        ("10.1.2.3", "http://127.0.0.1:8700", "10.1.2.3"),
+        ("", "http://127.0.0.1:8700", "127.0.0.1"),
+        ("", "http://localhost:8700", "127.0.0.1"),
+        ("", "http://host.invalid:8700", "127.0.0.1"),
+    ],
+)
+def test_listen_address_is_the_one_toward_the_manager(setting: str, manager_url: str, address: str) -> None:
+    assert listen_address(setting, manager_url) == address

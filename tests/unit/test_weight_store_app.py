@@ -146,7 +146,7 @@ async def test_repeated_commit_changes_nothing_and_is_announced_once(world: Worl
 
 async def announce(store: WeightStore, world: World, expected: list[int]) -> None:
     stop = asyncio.Event()
-    loop = asyncio.create_task(store.announce(stop), name="announce")
+    loop = asyncio.create_task(store.announcements.announce(stop), name="announce")
 
     async def announced() -> bool:
         return await world.announced() == expected
@@ -219,7 +219,7 @@ async def test_a_part_is_put_under_its_own_rank(store: WeightStore) -> None:
 async def test_commit_during_a_redis_outage_is_announced_later(world: World, store: WeightStore) -> None:
     world.bus.down = True
     stop = asyncio.Event()
-    loop = asyncio.create_task(store.announce(stop), name="announce")
+    loop = asyncio.create_task(store.announcements.announce(stop), name="announce")
     await commit(store, 0, b"weights")
     await eventually(world.waits.current)
     assert world.waits.current()[0].because == f"announce version 0 of job {JOB}"
@@ -237,7 +237,7 @@ async def test_commit_during_a_redis_outage_is_announced_later(world: World, sto
 async def test_a_stop_does_not_wait_for_redis(world: World, store: WeightStore) -> None:
     world.bus.down = True
     stop = asyncio.Event()
-    loop = asyncio.create_task(store.announce(stop), name="announce")
+    loop = asyncio.create_task(store.announcements.announce(stop), name="announce")
     await commit(store, 0, b"weights")
     await eventually(world.waits.current)
     stop.set()

@@ -28,6 +28,7 @@ from rlboost.shared.messages import (
     PreemptionNotice,
     Resume,
     SampleFailed,
+    StoreCredential,
     Suspend,
     TokenFrame,
     UseVersion,
@@ -128,6 +129,28 @@ async def test_unavailable_version_is_reported_and_old_one_still_served(rig: Rig
     await rig.manager.until(worker, "ready", 0)
     await rig.manager.send(worker, assign(1))
     await rig.manager.until_finished((1, 1))
+
+
+async def test_unsigned_version_is_reported_and_the_next_one_served(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    rig.weights.unsigned = {(JOB, 1)}
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    event = await eventually(lambda: _event(rig))
+    assert (event.kind, event.fields["version"]) == ("weights_unavailable", 1)
+    await rig.manager.until(worker, "ready", 0)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+    await rig.manager.until(worker, "ready", 2)
+
+
+async def test_new_credential_is_used_during_a_blocked_pull(rig: Rig) -> None:
+    worker = await rig.manager.joined()
+    rig.weights.may_pull.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await rig.manager.until(worker, "pulling")
+    await rig.manager.send(worker, StoreCredential(credential="new"))
+    await eventually(lambda: rig.weights.credential == "new")
+    rig.weights.may_pull.set()
+    await rig.manager.until(worker, "ready", 1)
 
 
 async def _event(rig: Rig) -> Event | None:

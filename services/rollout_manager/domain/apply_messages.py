@@ -14,7 +14,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveWorker,
 )
 from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.jobs import ENDED, Job
+from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.ledger import Outcome
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
 from rlboost.services.rollout_manager.domain.seeding import Window
@@ -25,6 +25,7 @@ from rlboost.shared.errors import ConfigError, Unprocessable
 from rlboost.shared.ids import is_served, job_of
 from rlboost.shared.job.spec import JobSpec, parse_stored
 from rlboost.shared.messages import (
+    ENDED,
     Admitted,
     Closed,
     GroupOpened,
@@ -123,6 +124,9 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
     outcome: Outcome = world.ledger.extend(*frames)
     if counted:
         world.audit_frames(outcome)
+    for sample_id in outcome.failed:
+        if worker := world.fleet.workers.get(world.ledger.samples[sample_id].worker):
+            worker.invalid_samples.add(sample_id)
     # Tokens are missing between the ledger and a gap's frame: the owner's later frames cannot be used either.
     # After a failure, the owner's later frames leave a gap.
     gaps = [i for i in (*outcome.gaps, *outcome.failed) if world.ledger.samples[i].worker in world.fleet.workers]

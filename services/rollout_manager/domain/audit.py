@@ -6,6 +6,8 @@ from collections import Counter
 
 from pydantic import BaseModel, Field
 
+from rlboost.services.rollout_manager.domain.cost import Cost
+
 
 class ServingAudit(BaseModel):
     """Counters of clients' samples. `requested = delivered + dropped + in flight`, at every moment."""
@@ -43,3 +45,4 @@ class Audit(BaseModel):
     migrations: int = 0
     """Times a sample resumed on another worker."""
     serving: ServingAudit = Field(default_factory=ServingAudit)
+    cost: Cost = Field(default_factory=Cost)

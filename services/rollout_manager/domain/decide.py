@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlboost.services.rollout_manager.domain.apply_messages import lose_worker
+from rlboost.services.rollout_manager.domain.cost import charge_workers
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
+from rlboost.services.rollout_manager.domain.fleet import MAX_REFUTED
 from rlboost.services.rollout_manager.domain.ledger import Sample
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
 from rlboost.services.rollout_manager.domain.serving import NO_CLIENTS, Clients, close_served
@@ -16,6 +18,7 @@ from rlboost.services.rollout_manager.domain.step_windows import advance_window,
 from rlboost.services.rollout_manager.domain.worker_allocation import activate_reserved, allocate
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.ids import SampleId, is_served
+from rlboost.shared.messages import Drain
 
 
 def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = NO_CLIENTS) -> None:
@@ -32,6 +35,7 @@ def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = 
         if worker := world.fleet.workers.get(worker_id):
             lose_worker(world, worker, now)
     _deliver_finished(world)
+    _drain_rejected(world, now)
     _retry_failed(world, now)
     close_served(world, clients, now)
     allocate(world, now)
@@ -43,6 +47,7 @@ def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = 
         advance_window(world, job, now)
     place_queued(world, now)
     rebalance(world, now)
+    charge_workers(world, now)
 
 
 def _deliver_finished(world: World) -> None:
@@ -54,6 +59,20 @@ def _deliver_finished(world: World) -> None:
             world.deliver(sample)
         elif sample.worker:
             world.unassign(sample)  # the client reads the rest from the ledger
+
+
+def _drain_rejected(world: World, now: Now) -> None:
+    """Take all samples from workers that send invalid tokens where others do not, and drain these workers."""
+    for worker in world.fleet.workers.values():
+        if worker.refuted < MAX_REFUTED or worker.rejected:
+            continue
+        reason = f"it sent invalid tokens for {worker.refuted} samples that other workers completed"
+        world.fleet.reject(worker)
+        for sample_id in worker.samples:
+            world.revoke(world.ledger.samples[sample_id])
+        world.unassign_all(worker, now, "invalid")
+        world.outbox.send(worker.id, Drain(reason=reason))
+        world.emit_event("worker_rejected", now, worker=worker.id, reason=reason)
 
 
 def _retry_failed(world: World, now: Now) -> None:

@@ -17,6 +17,8 @@ Serving = tuple[str, int]
 
 DISTURBED_S = 2.0
 """How long the prefill of migrated samples shows in a worker's measured throughput."""
+MAX_REFUTED = 3
+"""A worker is drained after it sent invalid tokens for this many samples that another worker then completed."""
 GONE_RETAINED = 200
 """How many departed workers stay in the list that the REST API shows."""
 
@@ -58,6 +60,12 @@ class Worker:
     """A reserved worker: whether it was last commanded to generate; None before the first command."""
     noticed: bool = False
     """It has sent a preemption notice."""
+    invalid_samples: set[int] = field(default_factory=set)
+    """Samples of which it sent rows that no engine sends, and which are not delivered yet."""
+    refuted: int = 0
+    """How many of these samples another worker completed, so that this worker is to blame and not the weights."""
+    rejected: bool = False
+    """It is not trusted any more, and was commanded to drain."""
     samples: set[int] = field(default_factory=set)
     releasing: dict[int, float] = field(default_factory=dict)
     """Members of `samples` that it was asked to release -> when (manager's clock)."""
@@ -137,7 +145,7 @@ class Worker:
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
         self.max_request_tokens = heartbeat.max_request_tokens
-        self.state = "draining" if self.noticed else heartbeat.state
+        self.state = "draining" if self.noticed or self.rejected else heartbeat.state
         self._observe_throughput(heartbeat, now)
         return before if before != self.state else None
 
@@ -221,6 +229,18 @@ class Fleet:
         """Mark a worker as about to be preempted."""
         worker.noticed, worker.state = True, "draining"
         self.revision += 1
+
+    def reject(self, worker: Worker) -> None:
+        """Mark a worker as not trusted any more."""
+        worker.rejected, worker.state = True, "draining"
+        self.revision += 1
+
+    def on_delivered(self, sample: Sample) -> None:
+        """Blame the workers that sent invalid rows of a sample that another one completed."""
+        for worker in self.workers.values():
+            if sample.id in worker.invalid_samples:
+                worker.invalid_samples.discard(sample.id)
+                worker.refuted += sample.worker != worker.id
 
     def assign(self, worker: Worker, serving: Serving) -> None:
         """Note that a worker is commanded to use a version."""

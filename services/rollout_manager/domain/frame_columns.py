@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from rlboost.shared.columns import F32, I32, U8, U32, U64, ints
 from rlboost.shared.errors import Unprocessable
-from rlboost.shared.ids import JOB_SHIFT
-from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED, TokenFrame
+from rlboost.shared.ids import JOB_SHIFT, is_served
+from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, TokenFrame
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -53,6 +53,28 @@ class FrameRows(NamedTuple):
     """Rows with a negative token id, a log-probability not finite or above `MAX_LOGPROB`, or an unknown finish."""
 
 
+class Limits(NamedTuple):
+    """What a sample's request allows in its rows."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    max_tokens: int
+    oldest: int
+    newest: int
+    """Weight versions that may generate it."""
+
+
+UNLIMITED = Limits(1 << 31, 1 << 32, 0, NO_VERSION - 1)
+
+
+def limits_of(request: GroupRequested) -> Limits:
+    """Return what the rows of a request's samples may contain; any version may generate a client's request."""
+    vocab_size, max_tokens = request.vocab_size or UNLIMITED.vocab_size, request.sampling.max_tokens
+    if is_served(request.group):
+        return Limits(vocab_size, max_tokens, UNLIMITED.oldest, UNLIMITED.newest)
+    return Limits(vocab_size, max_tokens, max(0, request.version - request.max_staleness), request.version)
+
+
 class Row(NamedTuple):
     """One row that needs a closer look. The bytes are the tokens and log-probabilities that it carries."""
 
@@ -81,7 +103,7 @@ class Selection(NamedTuple):
     refused: list[tuple[int, int]]
     """(Sample id, tokens) of rows of an earlier attempt or of a sample that is not in flight."""
     unusable: list[tuple[int, str, int]]
-    """(Slot, worker, tokens) of rows whose tokens or log-probabilities no engine samples: see `FrameRows.invalid`."""
+    """(Slot, worker, tokens) of rows that no engine sends: see `FrameRows.invalid` and `Limits`."""
     accepted: dict[int, int]
     """Job number -> tokens in `appends`."""
 
@@ -147,6 +169,13 @@ class ExpectedRows:
         self.length = np.zeros(_INITIAL_SLOTS, np.int64)
         self.ended = np.zeros(_INITIAL_SLOTS, np.bool_)
         self.version = np.zeros(_INITIAL_SLOTS, U32)
+        self._limits = {name: np.zeros(_INITIAL_SLOTS, np.int64) for name in Limits._fields}
+        self.limit(NO_SLOT, UNLIMITED)
+
+    def limit(self, slot: int, limits: Limits) -> None:
+        """Set what the rows of a slot may contain."""
+        for name, value in limits._asdict().items():
+            self._limits[name][slot] = value
 
     def expect(self, sample_id: int, attempt: int, length: int, *, ended: bool, version: int = NO_VERSION) -> int:
         """Set what the sample's next row must look like; return its slot."""
@@ -169,7 +198,8 @@ class ExpectedRows:
         current = self.attempt[slots] == rows.attempts
         current &= slots != NO_SLOT
         refused = np.flatnonzero(~current) if not current.all() else np.zeros(0, np.int64)
-        unusable = rows.invalid[current[rows.invalid]]
+        unusable = np.union1d(rows.invalid, self._beyond_limits(rows, slots))
+        unusable = unusable[current[unusable]]
         current[unusable] = False
         matching = np.flatnonzero(current)
         matching = matching[_stable_order(slots[matching])]
@@ -189,6 +219,17 @@ class ExpectedRows:
             refused=[(int(rows.samples[row]), int(rows.counts[row])) for row in refused.tolist()],
             unusable=[(int(slots[row]), _worker(rows, row), int(rows.counts[row])) for row in unusable.tolist()],
         )
+
+    def _beyond_limits(self, rows: FrameRows, slots: Ints) -> Ints:
+        """Return the rows with tokens that their samples' requests do not allow."""
+        vocab_size, max_tokens, oldest, newest = (column[slots] for column in self._limits.values())
+        beyond = rows.offsets + rows.counts > max_tokens
+        beyond |= (rows.counts > 0) & ((rows.versions < oldest) | (rows.versions > newest))
+        found = np.flatnonzero(beyond)
+        if len(rows.tokens) and rows.tokens.max() >= vocab_size.min():
+            unknown = rows.tokens >= np.repeat(vocab_size, rows.counts)
+            found = np.union1d(found, np.repeat(np.arange(len(slots)), rows.counts)[unknown])
+        return found
 
     def _advance(
         self,
@@ -248,6 +289,7 @@ class ExpectedRows:
             for name in ("attempt", "length", "ended", "version"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+            self._limits = {name: np.concatenate((each, np.zeros_like(each))) for name, each in self._limits.items()}
         return slot
 
 

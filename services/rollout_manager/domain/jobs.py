@@ -11,9 +11,7 @@ from pydantic import TypeAdapter
 
 from rlboost.services.rollout_manager.domain.window_tuner import WindowTuner
 from rlboost.shared.job.spec import StoredJob
-from rlboost.shared.messages import JobState
-
-ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
+from rlboost.shared.messages import ENDED, JobState
 
 _ALLOWED: dict[str, frozenset[JobState]] = {
     "pause": frozenset({"pending", "running", "paused"}),

@@ -24,6 +24,7 @@ from rlboost.services.rollout_manager.domain.frame_columns import (
     Row,
     Selection,
     decode_frames,
+    limits_of,
 )
 from rlboost.shared.columns import U32, U64, ints, length
 from rlboost.shared.errors import Unprocessable
@@ -42,7 +43,10 @@ WORKERS_LIMIT = 3
 """A sample that failed on this many different workers is dropped with the reason; preemptions do not count."""
 FAILURES_LIMIT = 6
 """Or this many times in all, where there are fewer workers."""
-INVALID = "its worker sent a negative token id, a log-probability that is not finite or above 0, or an unknown finish"
+INVALID = (
+    "its worker sent a token id outside the vocabulary, a log-probability that is not finite or above 0, more than "
+    "max_tokens tokens, a weight version that was not requested, or an unknown finish"
+)
 """Reason of the failure of a sample with such tokens, which are not accepted."""
 MAX_ATTEMPTS = 1 << 31
 """Far more than a sample can have; the columns of attempts hold twice as many."""
@@ -129,7 +133,7 @@ class Outcome:
     released: list[int] = field(default_factory=list)
     """Samples that their owner has released with all their tokens."""
     failed: list[int] = field(default_factory=list)
-    """Samples that failed because their owner sent tokens or log-probabilities that no engine samples."""
+    """Samples that failed because their owner sent rows that no engine sends."""
 
 
 class Ledger:
@@ -190,7 +194,9 @@ class Ledger:
         self.open_in_group[sample.request.group] = self.open_in_group.get(sample.request.group, 0) + 1
         if sample.first_id:
             self._by_age[sample.id] = None
-        self._by_slot[self._expect(sample)] = sample
+        slot = self._expect(sample)
+        self._expected.limit(slot, limits_of(sample.request))
+        self._by_slot[slot] = sample
 
     def _expect(self, sample: Sample, version: int = NO_VERSION) -> int:
         ended = sample.finish != FINISH_NONE

@@ -63,6 +63,8 @@ class PeriodicDecisions:
 
     reallocated_at: float = -1.0e9
     rebalanced_at: float = -1.0e9
+    charged_at: float | None = None
+    """None: this manager has not charged a job yet."""
     allocation_inputs: object = None
     """What the last allocation of workers was based on."""
     decided_once: bool = False
@@ -213,6 +215,8 @@ class World:
     def deliver(self, sample: Sample) -> None:
         """Deliver a complete sample to the trainer and close it (invariant 1)."""
         job_id = sample.request.job_id
+        if sample.failed_on:
+            self.fleet.on_delivered(sample)
         if self.progress[job_id].lengths.on_finished(sample) and (queue := self.queues.get(requirement_of(sample))):
             queue.set_estimate(sample.request.group, float(sample.n_tokens))
         group_done = self._close_one(sample)

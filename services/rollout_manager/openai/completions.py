@@ -193,6 +193,7 @@ class CompletionService:
             seed=(_hashed(str(seed)) - group) & 0x7FFF_FFFF_FFFF_FFFF,
             expires_at=time.time() + self._limit_s,
             preferred_worker=request.turn.preferred_worker if request.turn else "",
+            vocab_size=request.model.files.vocab_size or 0,
         )
 
     async def _register(self, groups: Sequence[GroupRequested], *, resumable: bool) -> list[Waiter]:

@@ -19,9 +19,15 @@ from rlboost.services.rollout_manager.openai.sessions import Sessions
 from rlboost.services.rollout_manager.ports import LoadModelFiles, TokenizationError
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.bus import Bus
+from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.documented import Responses, error_responses
 
 MODELS_CACHED = 8
 CLIENT_CLOSED_REQUEST = 499
+
+_ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
+_ERRORS = error_responses({"application/json": {"schema": _ERROR_SCHEMA}}, 400, 401, 403, 404, 409, 413, 429, 503)
+_COMPLETION: Responses = _ERRORS | {CLIENT_CLOSED_REQUEST: {"description": "the client has disconnected"}}
 
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key")]
 SessionId = Annotated[str | None, Header(alias="X-Session-ID")]
@@ -36,16 +42,19 @@ def add_openai_routes(
     sessions = Sessions(manager, bus)
     service = CompletionService(manager, sessions, settings.serve_limit_s)
 
-    @router.get("/models", tags=["serving"])
+    @router.get("/models", tags=["serving"], responses=_ERRORS)
+    @needs("read")
     async def models() -> dict[str, Any]:
         """List the jobs whose weights are served."""
         return {"object": "list", "data": [_model_object(manager, job) for job in _served_jobs(manager)]}
 
-    @router.get("/models/{model:path}", tags=["serving"])
+    @router.get("/models/{model:path}", tags=["serving"], responses=_ERRORS)
+    @needs("read")
     async def model(model: str) -> dict[str, Any]:
         return _model_object(manager, _find_job(manager, model))
 
-    @router.post("/completions", tags=["serving"], response_model=None)
+    @router.post("/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @needs("job")
     async def completions(raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None) -> Response:
         body = parse_completion(raw)
         job = _find_job(manager, body.model)
@@ -53,7 +62,8 @@ def add_openai_routes(
         prompts = await _prompt_tokens(served, body)
         return await respond(CompletionRequest(body, job, served, prompts, body.max_tokens, idempotency_key), http)
 
-    @router.post("/chat/completions", tags=["serving"], response_model=None)
+    @router.post("/chat/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @needs("job")
     async def chat(
         raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionId = None
     ) -> Response:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import httpx
 import stamina
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlboost.shared.errors import ConfigError, Conflict, Retryable
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.tls import client_context
 
 JOIN_LIMIT_S = 300.0
 """How long a worker retries while the manager does not answer."""
@@ -16,12 +17,16 @@ _TIMEOUT_S = 5.0
 
 
 class Joined(BaseModel):
-    """The manager's answer: the URLs of the other services."""
+    """The manager's answer: how to connect to the other services."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     redis_url: str
     weight_store_url: str
+    store_credential: str = Field(repr=False)
+    """For the weight store; the manager sends new ones."""
+    manifest_key: str
+    """The public key under which manifests are signed."""
     protocol: int = UNNUMBERED
 
 
@@ -40,7 +45,7 @@ async def join(url: str, token: str, limit_s: float = JOIN_LIMIT_S) -> Joined:
     address = f"{url.rstrip('/')}/v1/join"
     headers = {"Authorization": f"Bearer {token}", PROTOCOL_HEADER: str(PROTOCOL)}
     try:
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=headers) as client:
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=headers, verify=client_context() or True) as client:
             async for attempt in stamina.retry_context(
                 on=_ManagerUnavailable, attempts=None, timeout=limit_s, wait_max=2.0
             ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.stored import stored_version
 
@@ -14,9 +15,15 @@ if TYPE_CHECKING:
 class StoreWeights:
     """`ports.WeightSource` on one weight store."""
 
-    def __init__(self, puller: Puller) -> None:
+    def __init__(self, puller: Puller, access: WorkerAccess) -> None:
+        """Use a puller whose client has this access."""
         self._puller = puller
+        self._access = access
 
     async def pull(self, job_id: str, version: int) -> StagedWeights:
         """See `WeightSource`."""
         return stored_version(await self._puller.pull(job_id, version))
+
+    def renew_access(self, credential: str) -> None:
+        """See `WeightSource`."""
+        self._access.credential = credential

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlboost.services.rollout_worker.domain.requests import Key
 from rlboost.shared.messages import Assignment, InFlight
@@ -21,6 +21,13 @@ class PullWeights:
 @dataclass(frozen=True, slots=True)
 class CancelPull:
     """Cancel the pull under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenewAccess:
+    """Pull weights with this credential from now on."""
+
+    credential: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,7 @@ class DeadLetterCommand:
 Effect = (
     PullWeights
     | CancelPull
+    | RenewAccess
     | SubmitSamples
     | AbortRequests
     | ReleaseRequests

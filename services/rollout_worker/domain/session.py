@@ -19,6 +19,7 @@ from rlboost.services.rollout_worker.domain.effects import (
     Rejoin,
     ReleaseRequests,
     ReleaseUnstarted,
+    RenewAccess,
     ResumeEngine,
     SubmitSamples,
     SuspendEngine,
@@ -36,6 +37,7 @@ from rlboost.shared.messages import (
     Release,
     Resume,
     Revoke,
+    StoreCredential,
     Suspend,
     UseVersion,
     WorkerState,
@@ -92,8 +94,9 @@ class Session:
 
     def on_command(self, command: Message) -> list[Effect]:
         """Take the next command; return what to do. A draining session ignores all commands."""
-        if self._draining:
-            return []
+        return [] if self._draining else self._effects_of(command)
+
+    def _effects_of(self, command: Message) -> list[Effect]:
         effects: list[Effect]
         match command:
             case UseVersion():
@@ -110,6 +113,8 @@ class Session:
                 effects = self._resume()
             case Drain():
                 effects = [*self.drain(), DrainWorker(command.reason or "drained")]
+            case StoreCredential():
+                effects = [RenewAccess(command.credential)]
             case Dismissed():
                 effects = [Rejoin(command.reason)]
             case _:

@@ -78,6 +78,7 @@ def load_data(spec: JobSpec, model: Path) -> Data:
         n_too_long=n_long,
         n_too_long_eval=n_long_eval,
         stop_token_ids=end_ids,
+        vocab_size=int(config.vocab_size),
         decode=lambda tokens, skip_special: str(tokenizer.decode(tokens, skip_special_tokens=skip_special)),
         chat_formatter=TokenizerChatFormatter(tokenizer, config, end_ids) if spec.environment is not None else None,
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
-from rlboost.services.trainer.domain.rewards import combine
+from rlboost.services.trainer.domain.rewards import combine, origin_of
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.job.reward import RewardPart, RewardSpec
 from rlboost.shared.waiting import Waits
@@ -24,12 +24,22 @@ _DETAIL_CHARS = 500
 class RewardPool:
     """`RewardFunction` over `reward.workers` processes."""
 
-    def __init__(self, spec: RewardSpec, waits: Waits, log: UserCodeLog | None = None) -> None:
-        """Prepare; `start` starts the processes. Their output goes to `log`."""
+    def __init__(
+        self, spec: RewardSpec, waits: Waits, log: UserCodeLog | None = None, *, token_origins: Collection[str] = ()
+    ) -> None:
+        """Prepare; `start` starts the processes.
+
+        Args:
+            spec: the reward.
+            waits: where the start is listed.
+            log: where the output of the processes goes.
+            token_origins: services that may get `REWARD_TOKEN`, as `origin_of` names them.
+
+        """
         self._spec = spec
         self._waits = waits
         self._log = log
-        self._processes = [UserCodeProcess(_program(spec), log) for _ in range(spec.workers)]
+        self._processes = [UserCodeProcess(_program(spec, token_origins), log) for _ in range(spec.workers)]
         self._idle: asyncio.LifoQueue[UserCodeProcess] = asyncio.LifoQueue()
 
     async def start(self) -> None:
@@ -65,8 +75,17 @@ class RewardPool:
             self._log.close()
 
 
-def _program(spec: RewardSpec) -> UserProgram:
-    parts = json.dumps([{**part.model_dump(), "timeout_s": spec.timeout_s} for part in spec.parts])
+def _program(spec: RewardSpec, token_origins: Collection[str]) -> UserProgram:
+    parts = json.dumps(
+        [
+            {
+                **part.model_dump(),
+                "timeout_s": spec.timeout_s,
+                "gets_token": part.url is not None and origin_of(part.url) in token_origins,
+            }
+            for part in spec.parts
+        ]
+    )
     functions = ", ".join(part.source for part in spec.parts)
     return UserProgram("rlboost.services.trainer.children.reward", parts, "reward.function", functions)
 

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+from rlboost.shared.process_memory import protect_process_memory
+
 LENGTH_BYTES = 4
 _PARENT_CHECK_S = 1.0
 
@@ -27,6 +29,7 @@ class Pipe:
 
     def __init__(self) -> None:
         """Take over the standard streams: user code reads an empty input, and its prints go to standard error."""
+        protect_process_memory()  # user code may run programs of others, and the environment may have its secrets
         threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
         self._requests: BinaryIO = os.fdopen(os.dup(0), "rb")
         self._answers: BinaryIO = os.fdopen(os.dup(1), "wb")

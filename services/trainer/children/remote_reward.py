@@ -25,6 +25,8 @@ _RETRY_FRACTION = 0.9
 _SHOWN_CHARS = 200
 TOKEN_VARIABLE = "REWARD_TOKEN"  # noqa: S105 - a name
 """Environment variable of the trainer with the bearer token, if the service needs one."""
+_ORIGINS = "RLBOOST_TRAINER_REWARD_TOKEN_ORIGINS"
+_UNAUTHORIZED = {401, 403}
 
 
 class RemoteFailed(Exception):
@@ -34,11 +36,12 @@ class RemoteFailed(Exception):
 def remote(part: Mapping[str, Any]) -> Caller:
     """Return a caller of the service at `part["url"]` with the limit `part["timeout_s"]`.
 
+    A job file chooses the URL, so the token is sent only where the trainer's operator allows it: `part["gets_token"]`.
     Retried with exponential backoff: connections that fail or break, and status 429, 502, 503 and 504.
     """
     import httpx  # noqa: PLC0415 - most reward processes need no HTTP client
 
-    token = os.environ.get(TOKEN_VARIABLE)
+    token = os.environ.get(TOKEN_VARIABLE) if part["gets_token"] else None
     client = httpx.Client(headers={"authorization": f"Bearer {token}"} if token else {})
     return Caller(part["name"], lambda request: _ask(client, part["url"], request, part["timeout_s"]), float)
 
@@ -70,6 +73,9 @@ def _ask(client: Any, url: str, request: Mapping[str, Any], timeout_s: float) ->
 
 
 def _rewards(url: str, answer: Any) -> list[Any]:
+    if answer.status_code in _UNAUTHORIZED and "authorization" not in answer.request.headers:
+        hint = f"to send it {TOKEN_VARIABLE}, add its https://HOST:PORT to the trainer's {_ORIGINS}"
+        raise RemoteFailed(f"{url} answered {_shown(answer)}: {hint}")
     if answer.status_code != 200:
         raise RemoteFailed(f"{url} answered {_shown(answer)}")
     try:

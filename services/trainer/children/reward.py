@@ -25,9 +25,16 @@ def main() -> int:
     callers = []
     for part in json.loads(sys.argv[1]):
         try:
-            callers.append(remote(part) if part["url"] else caller(load(part["function"]), part))
+            function = None if part["url"] else load(part["function"])
+            callers.append(remote(part) if function is None else caller(function, part))
         except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
             pipe.write({"failed": describe_import_error(part["function"], "reward function", error)})
+            return 1
+        try:
+            if (prepare := getattr(function, "prepare", None)) is not None:
+                prepare(**part["arguments"])
+        except BaseException as error:  # noqa: BLE001 - as above
+            pipe.write({"failed": f"{part['function']}: {error}"})
             return 1
     pipe.write({"ready": True})
     with asyncio.Runner() as runner:

@@ -38,3 +38,5 @@ class Data:
     """Evaluation prompts left out because of their length."""
     chat_formatter: ChatFormatter | None = None
     """Set if the job has an environment."""
+    vocab_size: int = 0
+    """Number of token ids of the model; 0 if unknown."""

@@ -100,6 +100,7 @@ class GroupRequests:
                     version=self._step,
                     seed=group.seed,
                     max_staleness=0 if group.is_eval else spec.elastic.max_staleness,
+                    vocab_size=self._job.resources.data.vocab_size,
                 ),
             )
             for group in groups

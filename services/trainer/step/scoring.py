@@ -8,7 +8,9 @@ Ends when: the group has its score, or was dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
@@ -20,6 +22,7 @@ from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.multi_turn import Conversations
 from rlboost.shared.columns import ints
 from rlboost.shared.ids import SampleId
+from rlboost.shared.messages.fields import Span
 
 _TEXT_CHARS = 4_000
 """Published prompts and completions are cut to this length, in their middle: questions and answers are at the ends."""
@@ -126,10 +129,20 @@ def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Dat
                 "n_tokens": len(ints(sample.tokens)),
                 **({"turns": len(group.conversations[i].turns)} if group.conversations else {}),
                 "spans": [list(span) for span in sample.spans],
+                **({} if group.conversations else span_characters(tokens, sample.spans, data)),
                 "attempts": sample.attempts,
             }
         )
     return rows
+
+
+def span_characters(tokens: Sequence[int], spans: Sequence[Span], data: Data) -> dict[str, list[int]]:
+    """Return how many characters of a completion's whole text each span generated; empty for a single span."""
+    if len(spans) < 2:
+        return {}
+    n_tokens = accumulate(n for _, _, n in spans)
+    ends = [len(data.decode(tokens[:n], True)) for n in n_tokens]
+    return {"span_characters": [end - start for start, end in pairwise([0, *ends])]}
 
 
 def _assistant(text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     models/JOB/manifests/7.json   manifest of version 7
     models/JOB/edges/7.json       deltas that lead to the chunks of version 7
     models/JOB/parts/7-0.json     rank 0's part of version 7, staged for the commit
+    nonce                         random, written at start: see `ChunkDirectory`
     tmp/                          files being written; emptied at start
     lock                          locked by the process that uses the directory
 
@@ -16,20 +17,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from blake3 import blake3
 
 from rlboost.services.weight_store.adapters.model_document import decode_model, encode_model
 from rlboost.services.weight_store.domain.versions import Model
 from rlboost.services.weight_store.ports import BadChunk, LocalFile, StagedPart, StoreFull
-from rlboost.shared.atomic_file import sync_path, temporary_file
+from rlboost.shared.atomic_file import replace_file, sync_path, temporary_file
 from rlboost.shared.errors import Fatal, NotFound
 from rlboost.shared.weights.directory_lock import lock_directory
 from rlboost.shared.weights.manifest import ChunkRef
+from rlboost.shared.weights.wire import NONCE_FILE, ChunkDirectory
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -52,6 +56,10 @@ class StoreDirectory:
                 path.mkdir(parents=True, exist_ok=True)
             for leftover in self._tmp.iterdir():
                 leftover.unlink()
+            nonce = secrets.token_hex(16)
+            replace_file(root / NONCE_FILE, nonce)
+        self.shared = ChunkDirectory(path=str(root.resolve()), nonce=nonce)
+        """For clients on the same file system."""
 
     def close(self) -> None:
         """Release the directory."""
@@ -156,6 +164,22 @@ class DiskChunks:
             return LocalFile(path, await asyncio.to_thread(path.stat))
         except FileNotFoundError as error:
             raise NotFound(f"there is no chunk {digest}") from error
+
+    def open(self, digest: str) -> BinaryIO | None:
+        """Open the file of a chunk, None if there is none. Blocks on files."""
+        try:
+            return self.path(digest).open("rb", buffering=0)
+        except FileNotFoundError:
+            return None
+
+    async def n_bytes(self) -> int:
+        """See `Chunks.n_bytes`."""
+        return await asyncio.to_thread(self._n_bytes)
+
+    def _n_bytes(self) -> int:
+        # Under the lock no chunk disappears between its listing and its size.
+        with self._directory.errors(), self._locks:
+            return sum(path.stat().st_size for path in self._directory.chunks.glob("*/*"))
 
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`."""

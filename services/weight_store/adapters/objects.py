@@ -123,6 +123,10 @@ class ObjectChunks:
 
         return Proxied(held.n_bytes, blocks)
 
+    async def n_bytes(self) -> int:
+        """See `Chunks.n_bytes`. As of the last listing and the writes and removals since."""
+        return sum(held.n_bytes for held in self._held.values())
+
     async def last_used(self) -> dict[str, float]:
         """See `Chunks.last_used`. Chunks that disappeared from the object store are dropped."""
         before = set(self._held)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 from urllib.parse import unquote, urlsplit
 
 import structlog
@@ -19,6 +19,7 @@ from rlboost.shared.bucket import SCHEMES, Bucket, configuration
 from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable
 from rlboost.shared.lifecycle import Loop
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.wire import ChunkDirectory
 
 log = structlog.get_logger(__name__)
 
@@ -34,6 +35,10 @@ class Origin:
     loops: Mapping[str, Loop] = field(default_factory=dict)
     not_ready_reason: Callable[[], str | None] = lambda: None
     """Returns why nothing can be written now, or None."""
+    open_chunk: Callable[[str], BinaryIO | None] | None = None
+    """Opens the file of a chunk, None if there is none; absent if chunks are not files. Blocks on files."""
+    directory: ChunkDirectory | None = None
+    """Where chunks are, if they are files."""
 
 
 @asynccontextmanager
@@ -65,7 +70,8 @@ async def open_origin(
     if not url or scheme == "file":
         folder = StoreDirectory(_folder(url) if url else directory)
         try:
-            yield Origin(DiskChunks(folder), DiskDocuments(folder))
+            chunks = DiskChunks(folder)
+            yield Origin(chunks, DiskDocuments(folder), open_chunk=chunks.open, directory=folder.shared)
         finally:
             folder.close()
         return
@@ -81,9 +87,9 @@ async def open_origin(
             await bucket.remove([_PROBE])
         links = redirect == "auto" and await _has_links(bucket)
         # After the lease was acquired: until then another process may have reported chunks as present.
-        chunks = await ObjectChunks.opened(bucket, lease, clock(), redirect=links)
+        objects = await ObjectChunks.opened(bucket, lease, clock(), redirect=links)
         log.info("origin_opened", store=url, redirect=links)
-        yield Origin(chunks, ObjectDocuments(bucket, lease), {"lease": lease.hold}, lease.not_ready_reason)
+        yield Origin(objects, ObjectDocuments(bucket, lease), {"lease": lease.hold}, lease.not_ready_reason)
     finally:
         await lease.release()
 

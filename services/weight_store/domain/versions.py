@@ -65,7 +65,7 @@ def check_commit(model: Model, version: int, expect: int, base: int | None = Non
 
 def commit(model: Model, new: Version, *, keep: int) -> Model:
     """Return the model with a new head; versions that are not among the `keep` newest, pinned or a base are retired."""
-    return _retire(replace(model, versions=(*model.versions, new)), keep)
+    return retire(replace(model, versions=(*model.versions, new)), keep=keep)
 
 
 def pin(model: Model, version: int) -> Model:
@@ -82,7 +82,12 @@ def pin(model: Model, version: int) -> Model:
 
 def unpin(model: Model, version: int, *, keep: int) -> Model:
     """Return the model with a version unpinned, and retired if it is not among the newest."""
-    return _retire(replace(model, pins=model.pins - {version}), keep)
+    return retire(replace(model, pins=model.pins - {version}), keep=keep)
+
+
+def retire_all(model: Model) -> Model:
+    """Return the model with every version retired, pinned ones included."""
+    return Model(model.job_id, retired=(*model.retired, *model.versions))
 
 
 def forget_retired(model: Model, removed: tuple[Version, ...]) -> Model:
@@ -90,7 +95,8 @@ def forget_retired(model: Model, removed: tuple[Version, ...]) -> Model:
     return replace(model, retired=tuple(version for version in model.retired if version not in removed))
 
 
-def _retire(model: Model, keep: int) -> Model:
+def retire(model: Model, *, keep: int) -> Model:
+    """Return the model with the versions retired that are not among the `keep` newest, pinned or a base."""
     retained = {version.version for version in model.versions[-keep:]} | model.pins
     retained |= {version.base for version in model.versions if version.version in retained and version.base is not None}
     visible = tuple(version for version in model.versions if version.version in retained)

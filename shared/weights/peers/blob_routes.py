@@ -11,9 +11,10 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from rlboost.shared.errors import NotFound
+from rlboost.shared.http.file_sender import FileRequest, FileSender, FoundFile
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.token_signature import is_valid_signature
-from rlboost.shared.weights.blob_response import BlobResponse
+from rlboost.shared.weights.blob_response import BlobResponse, requested_digest
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import Digest
 from rlboost.shared.weights.peers.transport import BUSY_STATUS
@@ -22,32 +23,59 @@ MAX_CONCURRENT = 16
 """Concurrent uploads of one peer, which also runs an engine."""
 
 
-def blob_routes(cache: Cache, token: str, sent: Counter) -> APIRouter:
-    """Return `GET /v1/chunks/{digest}` for verified blobs; `sent` counts bytes."""
+def blob_files(cache: Cache, token: str, sent: Counter, slots: asyncio.Semaphore) -> FileSender:
+    """Return the sender of whole verified blobs; `sent` counts bytes."""
+
+    def find(request: FileRequest) -> FoundFile | None:
+        digest = requested_digest(request)
+        if digest not in cache.verified or not _is_proof(request.authorization, token, digest):
+            return None
+        try:
+            return FoundFile(cache.path(digest).open("rb", buffering=0), digest)
+        except FileNotFoundError:
+            return None
+
+    return FileSender(find, sent, slots=slots)
+
+
+def blob_routes(cache: Cache, token: str, sent: Counter, slots: asyncio.Semaphore | None = None) -> APIRouter:
+    """Return `GET /v1/chunks/{digest}` for verified blobs, for the requests that `blob_files` does not respond to.
+
+    Args:
+        cache: whose verified blobs are served.
+        token: a request must prove that its client has it.
+        sent: counts bytes.
+        slots: shared with `blob_files`.
+
+    """
 
     async def check(digest: Digest, authorization: Annotated[str, Header()] = "") -> None:
-        if not is_valid_signature(authorization.removeprefix("Bearer "), token, "chunk", digest):
+        if not _is_proof(authorization, token, digest):
             raise Problem(
                 401, "Unauthorized", "send the header 'Authorization: Bearer <proof>' with the proof of this blob"
             )
 
     router = APIRouter(prefix="/v1/chunks", tags=["weights"], dependencies=[Depends(check)])
-    slots = asyncio.Semaphore(MAX_CONCURRENT)
+    in_use = slots or asyncio.Semaphore(MAX_CONCURRENT)
 
     @router.get("/{digest}", response_class=Response)
     async def get(digest: Digest) -> Response:
         if digest not in cache.verified:
             raise NotFound(f"this peer does not hold blob {digest}")
-        if slots.locked():
+        if in_use.locked():
             raise Problem(BUSY_STATUS, "Busy", f"{MAX_CONCURRENT} blobs are being sent: ask another peer")
         path = cache.path(digest)
         try:
             status = await asyncio.to_thread(os.stat, path)
         except FileNotFoundError as error:
             raise NotFound(f"this peer no longer holds blob {digest}") from error
-        return _InSlot(slots, BlobResponse(path, status, digest, sent))
+        return _InSlot(in_use, BlobResponse(path, status, digest, sent))
 
     return router
+
+
+def _is_proof(authorization: str, token: str, digest: str) -> bool:
+    return is_valid_signature(authorization.removeprefix("Bearer "), token, "chunk", digest)
 
 
 class _InSlot(Response):

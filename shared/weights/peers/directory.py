@@ -37,7 +37,7 @@ class Peer(BaseModel):
     @property
     def is_loopback(self) -> bool:
         """Return True if only the same machine can reach the address."""
-        return self.url.startswith(("http://127.", "http://localhost:", "http://[::1]"))
+        return self.url.partition("://")[2].startswith(("127.", "localhost:", "[::1]"))
 
 
 class PeerDirectory:

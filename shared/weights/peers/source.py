@@ -27,7 +27,7 @@ import structlog
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.lifecycle import until_stop
 from rlboost.shared.weights.cache import Cache
-from rlboost.shared.weights.download import Download
+from rlboost.shared.weights.download import Buffers, Download
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.peers import selection as rules
 from rlboost.shared.weights.peers.blob_index import BlobIndex, bitmaps_of, blobs_in
@@ -70,6 +70,7 @@ class PeerSource:
         self._cache = cache
         self._concurrency = concurrency
         self._store_only_bytes = store_only_bytes
+        self._buffers = Buffers()
         self._indexes: tuple[BlobIndex, ...] = ()
         self._excluded: dict[str, float] = {}
         self.url = ""
@@ -78,6 +79,10 @@ class PeerSource:
     def offer(self, indexes: Sequence[BlobIndex]) -> None:
         """See `Source.offer`."""
         self._indexes = tuple(indexes)
+
+    async def has_chunks_at_hand(self) -> bool:
+        """See `Source.has_chunks_at_hand`."""
+        return False
 
     async def announce(self, stop: asyncio.Event) -> None:
         """Renew this peer's directory entry until the stop, then withdraw it."""
@@ -138,14 +143,17 @@ class PeerSource:
             pull.changed.set()
 
     async def _from_peer(self, pull: _Pull, fetch: FromPeer) -> None:
-        peer, download = pull.peers.get(fetch.peer), Download(pull.blobs[fetch.digest])
+        peer = pull.peers.get(fetch.peer)
         if peer is None:
             log.debug("peer_gone", peer=fetch.peer)
             pull.selection.on_not_held(fetch)
             return
+        download = Download(pull.blobs[fetch.digest], self._buffers)
         try:
             await self._transport.fetch(peer.url, download)
-            if not await asyncio.to_thread(self._cache.store, download.blob, download.data):
+            is_intact = await asyncio.to_thread(self._cache.store, download.blob, download.data)
+            download.release()
+            if not is_intact:
                 raise DigestMismatch(f"blob {fetch.digest} came with another digest")
         except PeerFailed as error:
             _record_failure(pull.selection, fetch, error)

@@ -6,18 +6,14 @@ blob.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
-import aiohttp
 
 from rlboost.shared.errors import Corrupt
 from rlboost.shared.http.token_signature import sign
 from rlboost.shared.weights.download import Download
+from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed, Unreachable
 
 BUSY_STATUS = 503
 _CONNECT_S = 2.0
@@ -60,15 +56,15 @@ class PeerTransport:
     def __init__(self, token: str) -> None:
         """Connect lazily."""
         self._token = token
-        self._session: aiohttp.ClientSession | None = None
+        self._downloader = BlobDownloader(
+            connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=False, use_proxies=False
+        )
         self._speeds: deque[float] = deque(maxlen=_SPEEDS_KEPT)
         """Bytes/s of the last completed transfers."""
 
     async def close(self) -> None:
         """Release connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        self._downloader.close()
 
     async def fetch(self, url: str, download: Download) -> None:
         """Fetch a whole blob; the caller checks its digest.
@@ -77,55 +73,40 @@ class PeerTransport:
             PeerFailed: or a subclass; `download` has the bytes received so far.
 
         """
-        began = time.monotonic()
-        try:
-            await download.resume(lambda digest, _: self._opened(url, digest, began, download))
-        except Corrupt as error:
-            raise DigestMismatch(str(error)) from error
-        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
-            raise PeerUnreachable(str(error)) from error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise PeerFailed(str(error) or type(error).__name__) from error
-        self._speeds.append(download.n_bytes / max(time.monotonic() - began, 1e-6))
+        began, digest = time.monotonic(), download.blob.digest
 
-    @asynccontextmanager
-    async def _opened(
-        self, url: str, digest: str, began: float, download: Download
-    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        headers = {"Authorization": f"Bearer {sign(self._token, 'chunk', digest)}"}
-        async with self._http.get(f"{url}/v1/chunks/{digest}", headers=headers, allow_redirects=False) as response:
-            if response.status == 404:
-                raise BlobNotHeld(digest)
-            if response.status == BUSY_STATUS:
-                raise PeerBusy(digest)
-            if response.status == 401:
-                raise PeerUnreachable(
-                    "it refuses the proof of the token: it has another token, or another version of rlboost"
-                )
-            if response.status != 200:
-                raise PeerUnreachable(f"status {response.status}")
-            yield 0, self._watched(response.content.iter_any(), began, download)
-
-    async def _watched(self, blocks: AsyncIterator[bytes], began: float, download: Download) -> AsyncIterator[bytes]:
-        while True:
-            async with asyncio.timeout(_STALL_S):
-                block = await anext(blocks, None)
-            if block is None:
-                return
-            yield block
+        def check_speed() -> None:
             took = time.monotonic() - began
             if took > _FAIR_S and download.n_bytes < took * self._fair_speed():
                 raise PeerSlow(f"{download.n_bytes / took:.0f} bytes/s")
 
-    def _fair_speed(self) -> float:
-        return _SLOW * statistics.median(self._speeds) if self._speeds else 0.0
+        proof = f"Bearer {sign(self._token, 'chunk', digest)}"
+        try:
+            await self._downloader.download(f"{url}/v1/chunks/{digest}", proof, download, check_speed)
+        except Corrupt as error:
+            raise DigestMismatch(str(error)) from error
+        except Unreachable as error:
+            raise PeerUnreachable(str(error)) from error
+        except DownloadFailed as error:
+            raise PeerFailed(str(error)) from error
+        except BadStatus as error:
+            raise _error(error.status, digest) from error
+        self._speeds.append(download.n_bytes / max(time.monotonic() - began, 1e-6))
 
-    @property
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_STALL_S),
-                connector=aiohttp.TCPConnector(limit=0),
-                read_bufsize=1 << 20,
+    def _fair_speed(self) -> float:
+        speeds = tuple(self._speeds)
+        return _SLOW * statistics.median(speeds) if speeds else 0.0
+
+
+def _error(status: int, digest: str) -> PeerFailed:
+    match status:
+        case 404:
+            return BlobNotHeld(digest)
+        case _ if status == BUSY_STATUS:
+            return PeerBusy(digest)
+        case 401:
+            return PeerUnreachable(
+                "it refuses the proof of the token: it has another token, or another version of rlboost"
             )
-        return self._session
+        case _:
+            return PeerUnreachable(f"status {status}")

@@ -1,0 +1,48 @@
+"""Access tokens: the record of one, which does not contain its secret, and what a secret grants."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from rlboost.shared.scopes import Principal, TokenScope
+
+
+class AccessToken(BaseModel):
+    """The stored record of a token. Times are Unix seconds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    scope: TokenScope
+    name: str
+    sha256: str
+    """Of the secret, in hexadecimal. A secret is random, so nobody can guess it from this."""
+    created_at: float
+    expires_at: float | None
+    """None if it does not expire."""
+
+    def is_valid(self, now: float) -> bool:
+        """Return True until the token expires."""
+        return self.expires_at is None or now < self.expires_at
+
+    def public(self) -> dict[str, Any]:
+        """Return the fields of the REST API, times as Unix seconds."""
+        return self.model_dump(exclude={"sha256"})
+
+
+def digest_of_secret(secret: str) -> str:
+    """Return the SHA-256 of a secret, in hexadecimal."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def holder(secret: str, tokens: Iterable[AccessToken], now: float) -> Principal | None:
+    """Return who has a secret, None if no token has it or the token has expired."""
+    digest = digest_of_secret(secret)
+    for token in tokens:
+        if token.sha256 == digest:
+            return Principal(f"token {token.id}", token.scope) if token.is_valid(now) else None
+    return None

@@ -1,0 +1,75 @@
+"""`/v1/tokens`: create, list and revoke access tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi import Path as PathParameter
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.access_tokens import AccessToken, digest_of_secret
+from rlboost.services.rollout_manager.leader_routes import write
+from rlboost.services.rollout_manager.token_table import TokenTable
+from rlboost.shared import names
+from rlboost.shared.bus import HashDelete, HashSet
+from rlboost.shared.http.authentication import needs
+from rlboost.shared.http.problem import Problem
+from rlboost.shared.ids import new_token
+from rlboost.shared.scopes import TokenScope
+
+_ID = r"^[0-9a-f]{8,32}$"
+_SECRET_BYTES = 32
+TokenId = Annotated[str, PathParameter(pattern=_ID)]
+
+
+class TokenBody(BaseModel):
+    """An access token to create."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    scope: TokenScope
+    name: str = Field("", max_length=100, description="what it is for, shown in lists")
+    expires_s: float | None = Field(None, gt=0, description="seconds until it expires; null = never")
+    id: str | None = Field(None, pattern=_ID, description="replaces a token of this id; null = a new id")
+
+
+def add_token_routes(router: APIRouter, manager: Manager, table: TokenTable) -> None:
+    """Add the routes to the manager's API."""
+
+    @router.post("/tokens", status_code=201, tags=["tokens"])
+    @needs("admin")
+    async def create_token(body: TokenBody) -> dict[str, Any]:
+        """Create an access token of a scope. The answer is the only one that has its secret."""
+        secret, now = f"rlb_{new_token(_SECRET_BYTES)}", time.time()
+        token = AccessToken(
+            id=body.id or new_token(8),
+            scope=body.scope,
+            name=body.name,
+            sha256=digest_of_secret(secret),
+            created_at=now,
+            expires_at=None if body.expires_s is None else now + body.expires_s,
+        )
+        await write(manager, [HashSet(names.TOKENS, {token.id: token.model_dump_json()})])
+        table.forget()
+        return {**token.public(), "secret": secret}
+
+    @router.get("/tokens", tags=["tokens"])
+    @needs("admin")
+    async def list_tokens() -> list[dict[str, Any]]:
+        """Return all access tokens, expired ones too, without their secrets."""
+        table.forget()
+        return [token.public() for token in await table.tokens()]
+
+    @router.delete("/tokens/{token_id}", status_code=204, tags=["tokens"])
+    @needs("admin")
+    async def revoke_token(token_id: TokenId) -> None:
+        """Revoke an access token; every manager rejects it within 2 seconds."""
+        table.forget()
+        if all(token.id != token_id for token in await table.tokens()):
+            detail = f"there is no token {token_id!r}: list them with 'rlboost token list' or GET /v1/tokens"
+            raise Problem(404, "No such token", detail)
+        await write(manager, [HashDelete(names.TOKENS, (token_id,))])
+        table.forget()

@@ -1,0 +1,72 @@
+"""Announces committed versions on the bus, in order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from rlboost.services.weight_store.domain.versions import Version
+from rlboost.shared.bus import Bus
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.messages import WeightsCommitted
+from rlboost.shared.names import WEIGHTS_COMMITTED
+from rlboost.shared.waiting import Waits
+
+log = structlog.get_logger(__name__)
+
+_LIMIT_S = 3600.0
+_RETRY_S = 0.5
+_KEPT = 1000
+
+
+class Announcements:
+    """Committed versions that are not announced yet."""
+
+    def __init__(self, bus: Bus, waits: Waits) -> None:
+        """Start empty."""
+        self._bus = bus
+        self._waits = waits
+        self._queue: asyncio.Queue[WeightsCommitted | None] = asyncio.Queue()
+
+    def add(self, job_id: str, version: Version) -> None:
+        """Queue a version of a job."""
+        self._queue.put_nowait(
+            WeightsCommitted(
+                job_id=job_id,
+                version=version.version,
+                manifest_digest=version.digest,
+                n_bytes=version.n_bytes,
+                at=version.committed_at,
+            )
+        )
+
+    async def announce(self, stop: asyncio.Event) -> None:
+        """Announce every version, until the stop."""
+
+        async def end() -> None:
+            await stop.wait()
+            self._queue.put_nowait(None)
+
+        ending = asyncio.create_task(end(), name="announce-end")
+        try:
+            while (message := await self._queue.get()) is not None:
+                await self._announce(message, stop)
+        finally:
+            ending.cancel()
+
+    async def _announce(self, message: WeightsCommitted, stop: asyncio.Event) -> None:
+        why = f"announce version {message.version} of job {message.job_id}"
+        async with self._waits.on("Redis", because=why, limit_s=_LIMIT_S):
+            while True:
+                try:
+                    await self._bus.append(WEIGHTS_COMMITTED, message, _KEPT)
+                except BusUnavailable as error:
+                    log.warning(
+                        "version_announcement_delayed", job=message.job_id, version=message.version, error=str(error)
+                    )
+                    if await until_stop(stop, _RETRY_S):
+                        return
+                else:
+                    return

@@ -1,0 +1,48 @@
+"""Which jobs have ended, by the records that the manager stores and the leases that trainers hold."""
+
+from __future__ import annotations
+
+import json
+
+from rlboost.shared.bus import Bus
+from rlboost.shared.errors import Conflict
+from rlboost.shared.messages import ENDED
+from rlboost.shared.names import JOBS, trainer_lease
+
+
+class EndedJobs:
+    """The jobs of which no more versions are committed."""
+
+    def __init__(self, bus: Bus) -> None:
+        """Read from this bus."""
+        self._bus = bus
+
+    async def ids(self) -> set[str]:
+        """Return the ended jobs; raises `BusUnavailable`."""
+        records = await self._bus.hash_all(JOBS)
+        return {job_id for job_id, record in records.items() if _state(record) in ENDED}
+
+    async def check(self, job_id: str) -> None:
+        """Check that a job has ended, or is unknown and no trainer holds it.
+
+        Raises:
+            Conflict: it has not.
+            BusUnavailable: Redis does not answer.
+
+        """
+        record = await self._bus.hash_get(JOBS, job_id)
+        (trainer,) = await self._bus.lease_values([trainer_lease(job_id)])
+        state = _state(record) if record is not None else ""
+        if trainer is not None or (record is not None and state not in ENDED):
+            raise Conflict(
+                f"job {job_id} has not ended (state {state or 'unknown'}): cancel it with 'rlboost cancel {job_id}' "
+                "and wait until it has ended"
+            )
+
+
+def _state(record: str) -> str:
+    try:
+        fields = json.loads(record)
+    except ValueError:
+        return ""
+    return str(fields.get("state", "")) if isinstance(fields, dict) else ""

@@ -1,0 +1,30 @@
+"""Scopes: what the holder of a token may do. Each HTTP route declares the one that it needs."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+TokenScope = Literal["admin", "job", "read", "worker"]
+"""Of tokens that users create: `admin` may do everything, `job` run jobs, `read` see them, `worker` join the fleet."""
+Scope = Literal[TokenScope, "weights"]
+"""`weights`: download weights; only of the credentials that the manager issues to workers."""
+
+_GRANTED: dict[Scope, frozenset[Scope]] = {
+    "admin": frozenset({"admin", "job", "read", "worker", "weights"}),
+    "job": frozenset({"job", "read"}),
+    "read": frozenset({"read"}),
+    "worker": frozenset({"worker"}),
+    "weights": frozenset({"weights"}),
+}
+
+
+class Principal(NamedTuple):
+    """Who sent a request, and what it may do."""
+
+    name: str
+    """For logs; never a secret."""
+    scope: Scope
+
+    def may(self, needed: Scope) -> bool:
+        """Return True if the scope includes the needed one."""
+        return needed in _GRANTED[self.scope]

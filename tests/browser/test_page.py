@@ -1,0 +1,119 @@
+"""The web page in a real browser, beside a real system: what a user reads and presses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.black_box import BlackBox, black_box
+from tests.support.small_job import small_job
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="run 'make test-browser', which installs it")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WAIT_MS = 120_000
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlackBox]:
+    with black_box(tmp_path_factory.mktemp("page") / "state", workers=2) as box:
+        yield box
+
+
+@pytest.fixture
+def page() -> Iterator[sync_api.Page]:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on PATH: install one, such as Debian's package chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        sync_api.expect.set_options(timeout=WAIT_MS)
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        yield page
+        browser.close()
+        assert not errors
+
+
+def test_login_with_a_wrong_token_is_refused_and_with_the_right_one_works(box: BlackBox, page: sync_api.Page) -> None:
+    page.goto(box.url)
+    page.fill("#token", "wrong")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.get_by_role("alert")).to_contain_text("token")
+    page.fill("#token", box.token)
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("#worker-table")).to_contain_text("worker-1")
+    page.get_by_role("button", name="Log out").click()
+    sync_api.expect(page.locator("#token")).to_be_visible()
+
+
+def test_page_shows_steps_a_killed_worker_and_samples_and_pauses_the_job(box: BlackBox, page: sync_api.Page) -> None:
+    job_id = box.submit(small_job(steps=400))
+    page.goto(f"{box.url}/#token={box.token}")
+    page.get_by_role("link", name=job_id).first.click()
+    assert box.token not in page.url
+    sync_api.expect(page.locator("#state")).to_have_text("running")
+    sync_api.expect(page.locator("#step-line")).to_contain_text(re.compile(r"Step \d+ took .* s: .* %"))
+    sync_api.expect(page.locator("#reward svg polyline")).to_have_count(1)
+
+    assert box.until_busy(job_id)
+    os.kill(box.processes("preemptible")[0]["pid"], signal.SIGKILL)
+    sync_api.expect(page.locator("#preemption-line")).to_contain_text("1 preemption (1 without notice)")
+    sync_api.expect(page.locator("#gantt")).to_contain_text("✕")
+    sync_api.expect(page.locator("#preemption-line")).to_contain_text("0 duplicates, 0 dropped")
+
+    page.get_by_role("button", name="Pause").click()
+    sync_api.expect(page.locator("#state")).to_have_text("paused")
+    page.get_by_role("button", name="Resume").click()
+    sync_api.expect(page.locator("#state")).to_have_text("running")
+
+    page.select_option("#sample-order", "moved")
+    sync_api.expect(page.locator("#samples mark").first).to_be_visible()
+    sync_api.expect(page.locator("#samples .legend li").first).to_contain_text(re.compile(r"version \d+: \d+ tokens"))
+
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Yes").click()
+    sync_api.expect(page.locator("#state")).to_have_text("cancelled")
+
+
+def test_page_on_a_phone_does_not_scroll_sideways(box: BlackBox, page: sync_api.Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(f"{box.url}/#token={box.token}")
+    sync_api.expect(page.locator("#worker-table")).to_contain_text("worker-2")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_texts_of_completions_are_never_markup(box: BlackBox, page: sync_api.Page) -> None:
+    page.goto(f"{box.url}/#token={box.token}")
+    parts = page.evaluate(
+        """async () => {
+          const { el } = await import("/page/dom.js");
+          const { completionParts } = await import("/page/facts.js");
+          const sample = { completion: "<img src=x onerror=alert(1)>", spans: [["w-1", 0, 3], ["w-2", 0, 5]],
+                           span_characters: [4, 24] };
+          const pre = el("pre", {}, ...completionParts(sample).map(({ text }) => el("mark", {}, text)));
+          return [pre.querySelectorAll("img").length, ...completionParts(sample).map(({ text }) => text)];
+        }"""
+    )
+    assert parts == [0, "<img", " src=x onerror=alert(1)>"]
+
+
+def test_completion_parts_of_a_cut_completion_keep_their_workers(box: BlackBox, page: sync_api.Page) -> None:
+    page.goto(f"{box.url}/#token={box.token}")
+    parts = page.evaluate(
+        """async () => {
+          const { completionParts } = await import("/page/facts.js");
+          const sample = { completion: "aaabb\\n[4 characters cut]\\nbcccc",
+                           spans: [["w-1", 0, 3], ["w-2", 0, 7], ["w-3", 0, 4]], span_characters: [3, 7, 4] };
+          return completionParts(sample).map(({ text, span }) => `${span}:${text.trim()}`);
+        }"""
+    )
+    assert parts == ["0:aaa", "1:bb", "null:[4 characters cut]", "1:b", "2:cccc"]

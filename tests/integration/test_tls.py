@@ -1,0 +1,139 @@
+"""Services over HTTPS and Redis over TLS, with a throw-away authority. The TLS of Redis ends in a proxy before it."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rlboost.client import Client, ClientError
+from rlboost.services.rollout_worker.adapters.manager_http import join
+from rlboost.shared.errors import BusUnavailable, ConfigError, StoreUnavailable
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.wire import ModelList
+from tests.support.certificates import Certificates, make_certificates
+from tests.support.eventually import eventually
+from tests.support.redis_server import RedisServer
+from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.small_job import small_job
+from tests.support.tcp_proxy import TcpProxy
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return make_certificates(tmp_path / "tls")
+
+
+@pytest.fixture
+async def rediss_url(certificates: Certificates, redis_server: RedisServer, redis_url: str) -> AsyncIterator[str]:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates.certificate, certificates.key)
+    async with TcpProxy(redis_server.port, context) as proxy:
+        yield f"rediss://127.0.0.1:{proxy.port}/0"
+
+
+class System:
+    """Every service as a process, over TLS only."""
+
+    def __init__(self, folder: Path, redis_url: str, certificates: Certificates, stack: ExitStack) -> None:
+        self._folder, self._redis_url, self._stack = folder, redis_url, stack
+        self._env = certificates.server
+        self.store = self.service("weight_store", "RLBOOST_WEIGHT_STORE_", DIR=str(folder / "weights"))
+        self.manager = self.service("rollout_manager", "RLBOOST_MANAGER_", WEIGHT_STORE_URL=self.store.url)
+
+    def service(self, name: str, prefix: str, **settings: str) -> ServiceProcess:
+        env = self._env | {f"{prefix}{key}": value for key, value in settings.items()}
+        process = ServiceProcess(name, prefix, self._folder, self._redis_url, env)
+        process.launch()
+        self._stack.callback(process.kill)
+        return process
+
+    async def ready(self, process: ServiceProcess) -> None:
+        """Wait until a process is ready."""
+        await asyncio.to_thread(process.until_ready)
+
+
+@pytest.fixture
+def system(tmp_path: Path, rediss_url: str, certificates: Certificates) -> Iterator[System]:
+    with ExitStack() as stack:
+        yield System(tmp_path, rediss_url, certificates, stack)
+
+
+@pytest.mark.long
+async def test_job_completes_over_https_and_rediss(
+    system: System, certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLBOOST_TLS_CA", str(certificates.ca))
+    await system.ready(system.manager)
+    store_url, url = system.store.url, system.manager.url
+    system.service("trainer", "RLBOOST_TRAINER_", WEIGHT_STORE_URL=store_url, DIR=str(tmp_path / "runs"))
+    system.service(
+        "rollout_worker", "RLBOOST_WORKER_", URL=url, CACHE_DIR=str(tmp_path / "cache"), PEER_URL="off", SLOTS="8"
+    )
+
+    def submit() -> str:
+        with Client(url, TOKEN, patience_s=30) as client:
+            return str(client.jobs.create(small_job(steps=2))["id"])
+
+    job_id = await asyncio.to_thread(submit)
+
+    async def ended() -> bool:
+        return (await jobs(system))[0]["state"] in {"completed", "failed"}
+
+    await eventually(ended)
+    assert (await jobs(system))[0]["state"] == "completed"
+    async with StoreClient(store_url, TOKEN) as client:
+        head = await client.head(job_id)
+    assert head is not None
+    assert head.version == 2
+
+
+async def test_client_connects_only_if_it_trusts_the_authority(
+    system: System, rediss_url: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for process in (system.store, system.manager):
+        await system.ready(process)
+    with pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
+        await jobs(system)
+    with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
+        await join(system.manager.url, TOKEN, limit_s=0.1)
+    with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        await models(system)
+    with pytest.raises(BusUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        await length(rediss_url)
+    async with httpx.AsyncClient() as http:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.get(system.manager.url.replace("https", "http") + "/healthz")
+    monkeypatch.setenv("RLBOOST_TLS_CA", str(certificates.ca))
+    assert await jobs(system) == []
+    assert (await join(system.manager.url, TOKEN)).weight_store_url == system.store.url
+    assert (await models(system)).models == ()
+    assert await length(rediss_url) == 0
+
+
+async def jobs(system: System) -> list[dict[str, Any]]:
+    def listed() -> list[dict[str, Any]]:
+        with Client(system.manager.url, TOKEN, patience_s=0) as client:
+            return client.jobs.list()
+
+    return await asyncio.to_thread(listed)
+
+
+async def models(system: System) -> ModelList:
+    async with StoreClient(system.store.url, TOKEN) as client:
+        return await client.models()
+
+
+async def length(url: str) -> int:
+    bus = RedisBus(url)
+    try:
+        return await bus.length("no such stream")
+    finally:
+        await bus.close()

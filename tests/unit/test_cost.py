@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.cost import charge_workers, cost_report
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.world import Now, World
+from tests.support.builders import job_spec, worker_joined
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(lease_s=2.0)
+    for no, job_id in enumerate(("a", "b"), start=1):
+        world.jobs[job_id] = Job(job_id, no, job_spec(), created_at=0.0, state="running")
+    for name, role, price, job_id in (("spot", "preemptible", 2.0, "a"), ("own", "reserved", 8.0, "b")):
+        worker = world.fleet.join(worker_joined(name, role=role, price_per_hour=price), now=0.0)
+        assert worker
+        world.fleet.assign(worker, (job_id, 0))
+    return world
+
+
+def charge(world: World, *times: tuple[float, float]) -> None:
+    for mono, wall in times:
+        charge_workers(world, Now(mono, wall))
+
+
+def test_each_job_is_charged_with_the_time_of_its_own_workers(world: World) -> None:
+    charge(world, (0.0, 100.0), (HOUR_S / 2, 100.0 + HOUR_S / 2), (HOUR_S, 100.0 + HOUR_S))
+    assert world.audits["a"].cost.dollars == pytest.approx(2.0)
+    assert world.audits["b"].cost.dollars == pytest.approx(8.0)
+
+
+def test_worker_that_serves_no_job_or_is_gone_costs_no_job(world: World) -> None:
+    world.fleet.join(worker_joined("idle", price_per_hour=50.0), now=0.0)
+    charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
+    world.fleet.remove(world.fleet.workers["spot"], "lost")
+    charge(world, (2 * HOUR_S, 100.0 + 2 * HOUR_S))
+    assert world.audits["a"].cost.dollars == pytest.approx(2.0)
+
+
+def test_next_manager_charges_the_time_without_a_leader(world: World) -> None:
+    charge(world, (0.0, 100.0), (10.0, 110.0))
+    world.periodic.charged_at = None
+    charge(world, (5.0, 110.0 + HOUR_S))
+    assert world.audits["a"].cost.dollars == pytest.approx(2.0 * (10.0 + HOUR_S) / HOUR_S)
+
+
+@pytest.mark.parametrize("wall", [100.0 - HOUR_S, 100.0 + 24 * HOUR_S])
+def test_clock_that_is_set_changes_no_charge_of_one_manager(world: World, wall: float) -> None:
+    charge(world, (0.0, 100.0), (HOUR_S, wall))
+    assert world.audits["a"].cost.dollars == pytest.approx(2.0)
+
+
+def test_clock_behind_the_last_manager_charges_nothing(world: World) -> None:
+    charge(world, (0.0, 100.0))
+    world.periodic.charged_at = None
+    charge(world, (0.0, 50.0))
+    assert world.audits["a"].cost.dollars == 0.0
+
+
+def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
+    charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
+    audit = Audit.model_validate_json(world.audits["a"].model_dump_json())
+    audit.tokens_generated, audit.tokens_saved, audit.delivered = 1_000_000, 250_000, 4_000
+    audit.tokens_regenerated["late"] = 500_000
+    report = cost_report(audit, steps=4)
+    assert report["workers"] == [{"role": "preemptible", "kind": "k", "hours": 1.0, "dollars": 2.0}]
+    assert report["dollars_per_step"] == 0.5
+    assert report["dollars_per_1000_samples"] == 0.5
+    assert report["dollars_per_million_tokens"] == 2.0
+    assert report["dollars_saved_by_migration"] == 0.5
+    assert report["dollars_regenerated"] == 1.0
+
+
+def test_cost_of_a_job_without_a_step_has_no_ratios() -> None:
+    report = cost_report(Audit(), steps=0)
+    assert report["dollars"] == 0.0
+    assert report["dollars_per_step"] is report["dollars_per_million_tokens"] is None

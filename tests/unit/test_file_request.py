@@ -1,0 +1,40 @@
+"""Which requests a file sender responds to itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlboost.shared.http.file_sender import FileRequest, parse
+
+PLAIN = b"GET /v1/chunks/ab HTTP/1.1\r\nHost: store\r\nauthorization:  Bearer t \r\nX-Forwarded-For: 10.0.0.1\r\n\r\n"
+
+
+def test_parse_returns_path_and_credential_of_a_plain_download() -> None:
+    assert parse(PLAIN) == FileRequest("/v1/chunks/ab", "Bearer t")
+    assert parse(b"GET / HTTP/1.1\r\n\r\n") == FileRequest("/", "")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        PLAIN.replace(b"GET", b"HEAD"),
+        PLAIN.replace(b"GET", b"PUT"),
+        PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0"),
+        PLAIN.replace(b"Host", b"Range"),
+        PLAIN.replace(b"Host", b"If-Match"),
+        PLAIN.replace(b"Host", b"Content-Length"),
+        PLAIN.replace(b"Host", b"TRANSFER-ENCODING"),
+        PLAIN.replace(b"Host", b"Expect"),
+        PLAIN.replace(b"Host: store", b"Connection: close"),
+        PLAIN.replace(b"Host", b"Authorization"),
+        PLAIN.replace(b"Host: store", b" folded: store"),
+        PLAIN.replace(b"Host: store", b"no colon"),
+        PLAIN.replace(b"\r\n", b"\n"),
+        PLAIN.replace(b"store", b"s" * (16 << 10)),
+        PLAIN + PLAIN,
+        PLAIN[:-2],
+        b"",
+    ],
+)
+def test_parse_leaves_any_other_request_to_the_app(request_: bytes) -> None:
+    assert parse(request_) is None
