@@ -111,6 +111,8 @@ def _engines(settings: Settings) -> EngineFactory:
             raise ConfigError(
                 f"tensor_parallel {settings.tensor_parallel} needs the vllm engine: set RLBOOST_WORKER_ENGINE to vllm"
             )
+        if settings.vllm_args:
+            raise ConfigError("vllm_args needs the vllm engine: set RLBOOST_WORKER_ENGINE to vllm, or remove it")
         return TorchFactory(
             slots=settings.slots,
             device=settings.device,
@@ -126,6 +128,7 @@ def _engines(settings: Settings) -> EngineFactory:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel=settings.tensor_parallel,
         enable_sleep=settings.role == "reserved",
+        vllm_args=settings.vllm_args,
     )
 
 
