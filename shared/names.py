@@ -15,9 +15,6 @@ DEAD_LETTERS = PREFIX + "dead.letters"
 MAX_EVENTS = 20_000
 """The newest events of a job that are retained."""
 
-WORKER_REDIS_USERS = "rlboost-worker-"
-"""Prefix of the names of workers' Redis users."""
-
 # Consumer groups.
 TRAINER_GROUP = "trainer"
 
@@ -136,7 +133,7 @@ def worker_reports(worker: str) -> str:
 
 def worker_redis_user(worker: str) -> str:
     """Return the name of the Redis user of one worker incarnation."""
-    return f"{WORKER_REDIS_USERS}{worker}"
+    return f"rlboost-worker-{worker}"
 
 
 def worker_lease(worker: str) -> str:

@@ -103,8 +103,8 @@ class WorkerIdentities:
         if self._users is None:
             return
         present = await self._users.present()
-        wanted = self._records.keys() - self._revoked
-        if unwanted := present - wanted:
-            await self._users.remove(unwanted)
-        for worker in wanted - present:
+        expected = self._records.keys() - self._revoked
+        if unexpected := present - expected:
+            await self._users.remove(unexpected)
+        for worker in expected - present:
             await self._users.put(worker, self._records[worker].secret_sha256)

@@ -34,6 +34,7 @@ from rlboost.shared.messages import (
 )
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
 from tests.support.sim_worker import SimWorker
+from tests.support.worker_users import FakeUsers
 
 SAMPLE = group_id()
 LETTER = DeadLetter(stream="s", entry_id="1-0", consumer="w-1", reason="r", body=b"", at=0.0)
@@ -107,23 +108,6 @@ class MortalBus(MemoryBus):
             super().read_with_raw(cursors, raw_streams, count=count, block_s=block_s)
         )
         return found
-
-
-class FakeUsers:
-    """`ports.WorkerUsers` of a Redis that may forget them."""
-
-    def __init__(self) -> None:
-        self.secrets: dict[str, str] = {}
-
-    async def put(self, worker: str, secret_sha256: str) -> None:
-        self.secrets[worker] = secret_sha256
-
-    async def remove(self, workers: Collection[str]) -> None:
-        for worker in workers:
-            del self.secrets[worker]
-
-    async def present(self) -> set[str]:
-        return set(self.secrets)
 
 
 class System:
