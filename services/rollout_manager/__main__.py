@@ -7,6 +7,7 @@ import socket
 import sys
 from functools import partial
 
+from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
 from rlboost.services.rollout_manager.adapters.model_files import load_model_files
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.api import build
@@ -28,12 +29,14 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
     record = manager_record(host, port, socket.gethostname(), config.public_url)
+    leader = LeaderConnection()
     manager = Manager(
         bus,
         lease_s=config.lease_s,
         redis_limit_s=config.redis_limit_s,
         record=record.signed(config.token.get_secret_value()),
         leader_lease_s=config.leader_lease_s,
+        leader_watch=leader,
     )
     WorldCollector(manager).register()
     routes = partial(add_openai_routes, load_model_files=load_model_files)
@@ -41,6 +44,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     try:
         await supervise({"manage": manager.run, "http": server.server_loop(app, sock)}, stop)
     finally:
+        await leader.close()
         await clients_bus.close()
         await bus.close()
 

@@ -22,6 +22,13 @@ class ManagerState(Protocol):
         """Return the manager's world."""
 
 
+class LeaderWatch(Protocol):
+    """Notices the death of another manager's process sooner than its lease expires."""
+
+    async def has_died(self, url: str, limit_s: float) -> bool:
+        """Return True as soon as the process that listened at the URL is known to be dead; False after the limit."""
+
+
 # --- the model of a job, for the OpenAI endpoint ----------------------------------------------------------------------
 
 
