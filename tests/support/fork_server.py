@@ -20,6 +20,8 @@ from tests.support import megatron_cpu
 from tests.support.forking import RUN_TIME_VARIABLES, is_forkable
 
 _START_LIMIT_S = 400.0
+_OUTPUT_LIMIT_S = 60.0
+"""From the end of its output to its own."""
 _MAX_SERVERS = 3
 """Tests whose environment differs in what imports may depend on get a server of their own, up to this number."""
 
@@ -124,6 +126,20 @@ def fork_server(env: Mapping[str, str]) -> TestForkServer | None:
         found = TestForkServer(env)
         _servers.append(found)
     return found
+
+
+def output_of(module: str, env: Mapping[str, str], *arguments: str) -> bytes:
+    """Return what `python -m MODULE ARGUMENTS` prints, run without its imports where that is possible."""
+    forks = fork_server(env)
+    if forks is None:
+        return subprocess.check_output([sys.executable, "-m", module, *arguments], env=env)
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as out:
+        with os.fdopen(write, "wb") as printed:
+            process = forks.start_module(module, env, *arguments, stdout=printed.fileno())
+        output = out.read()
+    assert process.wait(_OUTPUT_LIMIT_S) == 0, f"{module} {' '.join(arguments)}: its standard error says why"
+    return output
 
 
 def popen_rank(
