@@ -1,7 +1,7 @@
 """Starts services, ranks and the command line without their imports: the product's fork server, which can do more here.
 
-Tests of starting itself (the command line, a demo that is stopped, a worker that joins by hand) and of modules or
-settings of their own do not use it: they start Python as users do.
+Tests of starting itself (the command line, a demo that is stopped, a worker that joins by hand) do not use it: they
+start Python as users do.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class TestForkServer(ForkServer):
         module: str,
         env: Mapping[str, str],
         *arguments: str,
+        stdin: int | None = None,
         stdout: int = 1,
         stderr: int = 2,
         pass_fds: Sequence[int] = (),
@@ -108,7 +109,7 @@ class TestForkServer(ForkServer):
             pid = self.fork(
                 [sys.executable, "-m", module, *arguments],
                 env,
-                stdin=nothing.fileno(),
+                stdin=nothing.fileno() if stdin is None else stdin,
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=pass_fds,
@@ -140,6 +141,17 @@ def output_of(module: str, env: Mapping[str, str], *arguments: str) -> bytes:
         output = out.read()
     assert process.wait(_OUTPUT_LIMIT_S) == 0, f"{module} {' '.join(arguments)}: its standard error says why"
     return output
+
+
+def popen_module(
+    module: str, env: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Begin `python -m MODULE` in a session of its own, without its imports where that is possible."""
+    forks = fork_server(env)
+    if forks is not None:
+        return forks.start_module(module, env, stdin=stdin, stdout=stdout, stderr=stderr)
+    command = [sys.executable, "-m", module]
+    return subprocess.Popen(command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 def popen_rank(
