@@ -9,6 +9,7 @@ from functools import partial
 
 import structlog
 
+from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
 from rlboost.services.rollout_manager.adapters.model_files import load_model_files
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.adapters.redis_users import RedisWorkerUsers
@@ -37,6 +38,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     host, port = sock.getsockname()[:2]
     record = manager_record(host, port, socket.gethostname(), config.public_url, tls=config.certificate is not None)
     identities = WorkerIdentities(bus, await _worker_users(bus, config))
+    leader = LeaderConnection()
     manager = Manager(
         bus,
         lease_s=config.lease_s,
@@ -44,6 +46,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         record=record.signed(config.token.get_secret_value()),
         leader_lease_s=config.leader_lease_s,
         identities=identities,
+        leader_watch=leader,
     )
     WorldCollector(manager).register()
     credentials = StoreCredentials(manager, config.token.get_secret_value())
@@ -54,6 +57,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         http = server.server_loop(app, sock, config.certificate)
         await supervise({"manage": manager.run, "credentials": credentials.run, "http": http}, stop)
     finally:
+        await leader.close()
         await clients_bus.close()
         await bus.close()
 

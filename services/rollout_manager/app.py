@@ -4,7 +4,8 @@ Consumes: job commands and reports, requested groups, the token log, heartbeats,
     workers, whose entries it first relays to the token log and to the heartbeats.
 Produces: token-log records, worker commands, finished samples, events; each turn writes them in one transaction,
     together with the positions up to which the streams were read.
-Waits for: the next entry or tick, in `Bus.read`; a standby, for the end of the leader's lease, in `try_lead`.
+Waits for: the next entry or tick, in `Bus.read`; a standby, for the end of the leader's process or
+    of its lease, in `_stand_by`.
 Ends when: the stop is set. After a write without a reply, and at the start, the manager acquires leadership and
     rebuilds the world from the log. A superseded manager cannot write: it discards its world and becomes a standby.
 """
@@ -26,6 +27,7 @@ from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches
 from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
+from rlboost.services.rollout_manager.ports import LeaderWatch
 from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, dead_letter, recover
 from rlboost.services.rollout_manager.relay import relay
 from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
@@ -61,6 +63,7 @@ class Manager:
         record: ManagerRecord | None = None,
         leader_lease_s: float = LEASE_S,
         identities: WorkerIdentities | None = None,
+        leader_watch: LeaderWatch | None = None,
     ) -> None:
         """Create a standby; the world is empty until it is recovered.
 
@@ -72,9 +75,11 @@ class Manager:
             record: describes this manager in the leader's lease; managers on one Redis need different addresses.
             leader_lease_s: how long a leader may be silent until another manager takes over.
             identities: of workers; without Redis users when None.
+            leader_watch: notices a leader's death sooner.
 
         """
         self._bus = bus
+        self._leader_watch = leader_watch
         self._now = clock or _now
         self._lease_s = lease_s
         self._redis_limit_s = redis_limit_s
@@ -99,7 +104,7 @@ class Manager:
             try:
                 if not self.recovered and not await self.try_lead():
                     unavailable_since = None
-                    await until_stop(stop, self._leadership.check_every_s)
+                    await self._stand_by(stop)
                     continue
                 unavailable_since = None
                 began = time.monotonic()
@@ -120,6 +125,14 @@ class Manager:
         self.recovered = False
         self.completion_waiters.close("the manager is shutting down")
         await self._leadership.resign()
+
+    async def _stand_by(self, stop: asyncio.Event) -> None:
+        """Wait until it is time to check the lease, or until the leader has died."""
+        leader, wait_s = self._leadership.other_leader, self._leadership.check_every_s
+        if leader is None or self._leader_watch is None:
+            await until_stop(stop, wait_s)
+        elif await self._leader_watch.has_died(leader.url, wait_s):
+            self._leadership.replace_dead(leader)
 
     @property
     def leads(self) -> bool:

@@ -41,6 +41,13 @@ class WorkerUsers(Protocol):
         """Return the workers that have a user."""
 
 
+class LeaderWatch(Protocol):
+    """Notices the death of another manager's process sooner than its lease expires."""
+
+    async def has_died(self, url: str, limit_s: float) -> bool:
+        """Return True as soon as the process that listened at the URL is known to be dead; False after the limit."""
+
+
 # --- the model of a job, for the OpenAI endpoint ----------------------------------------------------------------------
 
 

@@ -32,7 +32,9 @@ class Settings(ServiceSettings):
         2.0, gt=0, description="a worker without a lease is lost after this time without a heartbeat"
     )
     leader_lease_s: float = Field(
-        3.0, ge=0.2, description="duration of the leader's lease; a standby takes over when it expires"
+        3.0,
+        ge=0.2,
+        description="duration of the leader's lease; a standby takes over when it expires or the leader's process dies",
     )
     public_url: str = Field(
         "",

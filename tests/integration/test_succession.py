@@ -26,6 +26,8 @@ from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.stopwatch import Stopwatch
 
 LEASE_S = 3.0
+NEVER_S = 3600.0
+"""A lease that does not expire during a test."""
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
@@ -118,6 +120,21 @@ async def test_standby_leads_within_the_lease_after_the_leader_is_killed(
     assert (
         audit["tokens_generated"] - sum(audit["tokens_regenerated"].values()) == audit["tokens_delivered"] == 32 * 120
     )
+
+
+async def test_standby_leads_without_waiting_for_a_dead_leaders_lease(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    redis_server.flush()
+    pair = Pair(redis_server, tmp_path, RLBOOST_MANAGER_LEADER_LEASE_S=str(NEVER_S))
+    try:
+        await pair.start()
+        await eventually(lambda: "leader_watched" in pair.two.log())
+        pair.one.kill()
+        await eventually(lambda: pair.leads(pair.two))
+        assert await pair.epoch() == 2
+    finally:
+        await pair.stop()
 
 
 async def test_paused_leader_is_superseded_and_writes_nothing(pair: Pair) -> None:
