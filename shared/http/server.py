@@ -159,11 +159,11 @@ def server_loop(app: FastAPI, sock: socket.socket, files: FileSender | None = No
         try:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
+            if files is not None:
+                await files.close()
             await serving
         finally:
             stopping.cancel()
-            if files is not None:
-                await files.close()
 
     return loop
 
