@@ -90,9 +90,9 @@ def _state_operations(effect: Effect) -> list[Op]:  # noqa: PLR0911 - one flat t
             return [HashDelete(key, (prompt,)) if length is None else HashSet(key, {prompt: repr(length)})]
         case SaveWorker(joined):
             return [HashSet(names.FLEET, {joined.worker: joined.model_dump_json()})]
-        case ForgetWorker(worker):
+        case ForgetWorker(worker, reason):
             commands = names.worker_commands(worker)
-            dismissed = Dismissed(reason="declared lost: no heartbeat and no lease; its samples were reassigned")
+            dismissed = Dismissed(reason=f"{reason}; its samples were reassigned")
             return [
                 HashDelete(names.FLEET, (worker,)),
                 Trim(commands, _MAX_ENTRY_ID),  # not deleted, so that ids keep increasing for a reader that returns

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlboost.services.rollout_manager.domain.apply_messages import lose_worker
+from rlboost.services.rollout_manager.domain.apply_messages import dismiss_mismatched, lose_worker
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
 from rlboost.services.rollout_manager.domain.ledger import Sample
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
@@ -18,7 +18,13 @@ from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.ids import SampleId, is_served
 
 
-def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = NO_CLIENTS) -> None:
+def decide(
+    world: World,
+    now: Now,
+    dead: Iterable[str] = (),
+    clients: Clients = NO_CLIENTS,
+    mismatched: Iterable[str] = (),
+) -> None:
     """Decide everything that is due.
 
     Args:
@@ -26,11 +32,15 @@ def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = 
         now: this moment.
         dead: suspects whose lease has run out.
         clients: the state of the clients of serving requests.
+        mismatched: workers that have missed commands.
 
     """
     for worker_id in dead:
         if worker := world.fleet.workers.get(worker_id):
             lose_worker(world, worker, now)
+    for worker_id in mismatched:
+        if worker := world.fleet.workers.get(worker_id):
+            dismiss_mismatched(world, worker, now)
     _deliver_finished(world)
     _retry_failed(world, now)
     close_served(world, clients, now)
