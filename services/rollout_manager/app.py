@@ -194,7 +194,7 @@ class Manager:
             await self.try_lead()
             return
         suspects = self.world.fleet.suspects(now.mono)
-        leases = await self._bus.lease_values([names.worker_lease(worker) for worker in suspects])
+        leases = await self._bus.judge_leases([names.worker_lease(worker) for worker in suspects])
         dead = [worker for worker, lease in zip(suspects, leases, strict=True) if lease is None]
         mismatched = await self._mismatched(caught_up=len(entries) < BATCH)
         decide(self.world, now, dead, self.completion_waiters.clients, mismatched)

@@ -1,6 +1,7 @@
 """Takes the manager's decisions once all available messages are applied.
 
-Called after every batch of messages and on every tick. A second call on an unchanged world decides nothing.
+Called after every batch of messages and on every tick. A second call on an unchanged world decides nothing, unless the
+first one left samples to deliver.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from rlboost.services.rollout_manager.domain.step_windows import advance_window,
 from rlboost.services.rollout_manager.domain.worker_allocation import activate_reserved, allocate
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.ids import SampleId, is_served
+
+MAX_DELIVERED_BYTES = 16 << 20
+"""About how much one turn delivers: the samples of a long outage need several transactions, each of which Redis
+executes well within the client's timeout.
+"""
 
 
 def decide(
@@ -56,11 +62,15 @@ def decide(
 
 
 def _deliver_finished(world: World) -> None:
+    n_bytes = 0
     for sample_id in list(world.ledger.finished):
         sample = world.ledger.samples[sample_id]
         if world.is_quarantined(sample):
             continue
         if not is_served(sample_id):
+            if n_bytes > MAX_DELIVERED_BYTES:
+                continue
+            n_bytes += len(sample.tokens) + len(sample.logprobs)
             world.deliver(sample)
         elif sample.worker:
             world.unassign(sample)  # the client reads the rest from the ledger
