@@ -20,7 +20,15 @@ from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
-from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from rlboost.shared.weights.wire import (
+    ChunkList,
+    ChunkState,
+    CommitRequest,
+    MissingChunks,
+    ModelInfo,
+    ModelList,
+    VersionInfo,
+)
 
 Number = Annotated[int, PathParameter(ge=0)]
 
@@ -47,6 +55,14 @@ def create(
 
 
 def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None:
+    @router.get("/damaged")
+    async def damaged() -> MissingChunks:
+        return MissingChunks(missing=tuple(store.damaged.lacking()))
+
+    @router.post("/{digest}/verify")
+    async def verify(digest: Digest) -> ChunkState:
+        return ChunkState(intact=await store.damaged.verify(digest))
+
     @router.put("/{digest}", status_code=204)
     async def put(digest: Digest, request: Request) -> None:
         blocks = await _body(request)

@@ -16,7 +16,15 @@ import stamina
 from rlboost.shared.errors import ConfigError, Conflict, Corrupt, Fatal, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.weights.delta_graph import Route, VersionEdges
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from rlboost.shared.weights.wire import ChunkList, CommitRequest, MissingChunks, ModelInfo, ModelList, VersionInfo
+from rlboost.shared.weights.wire import (
+    ChunkList,
+    ChunkState,
+    CommitRequest,
+    MissingChunks,
+    ModelInfo,
+    ModelList,
+    VersionInfo,
+)
 
 T = TypeVar("T")
 
@@ -118,6 +126,16 @@ class StoreClient:
         body = ChunkList(chunks=tuple(chunks)).model_dump_json()
         answer = await self._request("POST", "/v1/chunks/missing", body.encode(), _JSON)
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
+
+    async def damaged(self) -> frozenset[str]:
+        """Return the digests of chunks that retained versions need and the store lacks, and that were asked for."""
+        answer = await self._request("GET", "/v1/chunks/damaged")
+        return frozenset(MissingChunks.model_validate_json(answer.body).missing)
+
+    async def verify(self, digest: str) -> bool:
+        """Have a chunk verified; return True if it is intact. The store removes it if it is not."""
+        answer = await self._request("POST", f"/v1/chunks/{digest}/verify")
+        return ChunkState.model_validate_json(answer.body).intact
 
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:
         """Upload a chunk without copying it as a whole."""

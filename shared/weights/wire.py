@@ -23,6 +23,12 @@ class MissingChunks(_Body):
     missing: tuple[Digest, ...]
 
 
+class ChunkState(_Body):
+    """Whether a chunk was found to have its digest; one that has not is removed."""
+
+    intact: bool
+
+
 class CommitRequest(_Body):
     """Commits published parts as a version, if the head is the expected one."""
 

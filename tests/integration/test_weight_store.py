@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from rlboost.shared.bus import START
-from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Corrupt, Fatal, NotFound, Timeout
+from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Fatal, NotFound, Timeout
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.names import WEIGHTS_COMMITTED
 from rlboost.shared.redis.bus import RedisBus
@@ -26,7 +26,7 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher, Shard, chunks_among
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.wire import ModelInfo, VersionInfo
 from tests.support.eventually import eventually
@@ -340,9 +340,12 @@ async def test_corrupt_chunk_on_the_stores_disk_is_never_used(
     data = bytearray(chunk.read_bytes())
     data[1000] ^= 1
     chunk.write_bytes({"flipped bit": data, "truncated": data[:1000], "too long": data + b"!"}[damage])
-    with pytest.raises(Corrupt, match=chunk.name):
-        await puller.pull(JOB, 0)
+    pulling = asyncio.create_task(puller.pull(JOB, 0), name="pull")
+    await eventually(lambda: not chunk.exists())
     assert list((tmp_path / "cache" / "chunks").iterdir()) == []
+    await publisher.publish(JOB, 1, 0, shards_of({"w": np.arange(100_000)}))
+    await pulling
+    await assert_pulls(puller, 0, {"w": np.arange(100_000)})
 
 
 async def test_chunk_of_the_wrong_size_is_repaired_by_the_next_publish(
@@ -356,13 +359,21 @@ async def test_chunk_of_the_wrong_size_is_repaired_by_the_next_publish(
     await assert_pulls(puller, 1, weights)
 
 
-async def test_a_chunk_that_vanished_from_the_stores_disk_is_not_found(
-    publisher: Publisher, puller: Puller, tmp_path: Path
+async def test_pull_waits_for_a_lost_chunk_to_be_uploaded_again(
+    publisher: Publisher, puller: Puller, store: ServiceProcess, tmp_path: Path
 ) -> None:
-    await publish(publisher, 0, {"w": np.arange(1000)})
-    chunk_files(tmp_path)[0].unlink()
-    with pytest.raises(NotFound, match="no chunk"):
-        await puller.pull(JOB, 0)
+    weights: Weights = {"w": np.arange(1000)}
+    await publish(publisher, 0, weights)
+    (chunk,) = chunk_files(tmp_path)
+    chunk.unlink()
+    pulling = asyncio.create_task(puller.pull(JOB, 0), name="pull")
+    async with StoreClient(store.url, TOKEN) as client:
+        damaged = await eventually(client.damaged)
+        ((ref, data),) = chunks_among(shards_of(weights), damaged)
+        await client.put_chunk(ref, memoryview(data))
+        await pulling
+        assert not await client.damaged()
+    await assert_pulls(puller, 0, weights)
 
 
 async def test_unavailable_store_is_waited_for_up_to_the_limit(store: ServiceProcess, tmp_path: Path) -> None:
