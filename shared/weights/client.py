@@ -42,7 +42,8 @@ class StoreClient:
     """HTTP client of one weight store.
 
     Every request is idempotent, so every method may be repeated after `StoreUnavailable`. The methods also raise
-    `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal` (permanent refusals, such as a full disk).
+    `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal` (other refusals). A store with a full disk is
+    unavailable.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -252,7 +253,7 @@ def _raise_for_status(response: aiohttp.ClientResponse, body: bytes, url: str) -
             raise Corrupt(f"{what}; its copy of a chunk is truncated")
         case 400 | 401 | 403 if response.history:
             raise StoreUnavailable(f"{what}; the signed URL may have expired")
-        case 408 | 429 | 500 | 502 | 503 | 504:
+        case 408 | 429 | 500 | 502 | 503 | 504 | 507:
             raise StoreUnavailable(what)
         case _:
             raise Fatal(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import resource
 import subprocess
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from rlboost.shared.bus import START
-from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, Fatal, NotFound, Timeout
+from rlboost.shared.errors import BusUnavailable, ConfigError, Conflict, NotFound, StoreUnavailable, Timeout
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.names import WEIGHTS_COMMITTED
 from rlboost.shared.redis.bus import RedisBus
@@ -37,6 +38,7 @@ from tests.support.tcp_proxy import TcpProxy
 JOB = "job-1"
 CONFIG = '{"model_type": "llama"}'
 MIB = 1 << 20
+SMALL_DISK_BYTES = 6 * MIB
 
 Weights = dict[str, npt.NDArray[Any]]
 
@@ -439,7 +441,7 @@ def full_store(
     store.kill()
     disk = tmp_path / "small disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "tmpfs", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("may not mount a small disk")
     try:
@@ -451,12 +453,31 @@ def full_store(
         subprocess.run(["umount", disk], check=True)
 
 
-async def test_full_disk_raises_and_keeps_the_old_head(
-    full_store: ServiceProcess, publisher: Publisher, puller: Puller
+@pytest.mark.parametrize("full_store", ["small disk"], indirect=True)
+async def test_publish_continues_once_a_full_disk_has_space(
+    full_store: ServiceProcess, client: StoreClient, publisher: Publisher, puller: Puller
 ) -> None:
+    filler = Path(full_store.env["RLBOOST_WEIGHT_STORE_DIR"]) / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        for _ in range(SMALL_DISK_BYTES // 4096):
+            file.write(bytes(4096))
+    weights: Weights = {"w": np.arange(CHUNK_BYTES // 8)}
+    ((ref, data),) = chunks_among(shards_of(weights), {digest_of(weights["w"].tobytes())})
+    with pytest.raises(StoreUnavailable, match=r"no space left .*free space, or retain fewer versions"):
+        await client.put_chunk(ref, memoryview(data))
+    publishing = asyncio.create_task(publish(publisher, 0, weights), name="publish")
+    filler.unlink()
+    await publishing
+    await assert_pulls(puller, 0, weights)
+
+
+async def test_full_disk_times_out_and_keeps_the_old_head(
+    full_store: ServiceProcess, client: StoreClient, puller: Puller
+) -> None:
+    publisher = Publisher(client, Waits(), limit_s=3)
     small: Weights = {"w": np.arange(1000)}
     await publish(publisher, 0, small)
-    with pytest.raises(Fatal, match=r"no space left .*free space, or retain fewer versions"):
+    with pytest.raises(Timeout, match="publish version 1"):
         await publish(publisher, 1, make_weights(1, 2 * CHUNK_BYTES))
     root = Path(full_store.env["RLBOOST_WEIGHT_STORE_DIR"])
     # Another upload may have been in progress when the first one failed: the store drops it after the disconnect.
@@ -468,7 +489,7 @@ async def test_full_disk_raises_and_keeps_the_old_head(
     async def a_small_version_still_has_room() -> bool:
         try:
             await publish(publisher, 1, {"w": np.arange(1000) + 1})
-        except Fatal:
+        except Timeout:
             return False
         return True
 
