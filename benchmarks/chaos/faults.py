@@ -13,7 +13,7 @@ from pathlib import Path
 import redis
 
 from benchmarks.chaos.schedule import Fault, Kind
-from benchmarks.chaos.site import Site
+from benchmarks.chaos.site import DISK_BYTES, Site
 
 _REDIS_LIMIT_S = 10.0
 Undo = Callable[[], None]
@@ -103,12 +103,10 @@ class Faults:
 
     def _disk_full(self, _: Fault) -> Undo:
         filler = self._site.box.state / "filler"
-        with suppress(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 20))
-        with suppress(OSError), filler.open("ab", buffering=0) as file:
-            while True:
-                file.write(bytes(512))
+        for block_bytes in (1 << 20, 512):  # the small blocks fill what the large ones leave
+            with suppress(OSError), filler.open("ab", buffering=0) as file:
+                for _ in range(DISK_BYTES // block_bytes):
+                    file.write(bytes(block_bytes))
         return lambda: filler.unlink(missing_ok=True)
 
     def _partition(self, _: Fault) -> Undo:

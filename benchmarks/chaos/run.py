@@ -94,7 +94,7 @@ class Run:
         if self._now - self._asked_at > _ASK_EVERY_S:
             self._asked_at = self._now
             if not any(played.fault.kind == "disk_full" for played in self._active()):
-                self._site.tend()
+                self._site.restart_ended()
             self._follow()
 
     def _move_observers(self) -> None:

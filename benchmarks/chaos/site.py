@@ -47,7 +47,7 @@ class Site:
             self._skip("partition", "this machine lets no process have a network of its own")
         try:
             self.box = BlackBox(state, workers=self._workers, standby=True)
-            self.tend()
+            self.restart_ended()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -62,7 +62,7 @@ class Site:
         """The folder of the weight store's chunks."""
         return self.box.state / "weights" / "chunks"
 
-    def tend(self) -> None:
+    def restart_ended(self) -> None:
         """Start what has ended, as a user or an orchestrator would: the system after a full disk, the remote worker."""
         if not StateDir(self.box.state).running():
             self.restarts += 1

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.command_check import SIGHTINGS, CommandCheck
+from rlboost.services.rollout_manager.domain.command_check import MIN_HEARTBEATS, CommandCheck
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.rollout_worker.domain.session import Session
@@ -62,7 +62,7 @@ def test_same_difference_counts_once_seen_for_a_while(differences: list[int], mi
 
 
 def test_difference_of_a_moment_does_not_count() -> None:
-    assert not observed(*[7] * SIGHTINGS, every_s=SETTLE_S / 10)
+    assert not observed(*[7] * MIN_HEARTBEATS, every_s=SETTLE_S / 10)
 
 
 def test_difference_of_digests_is_of_what_only_one_contains() -> None:
@@ -174,7 +174,7 @@ async def test_samples_of_a_lost_assignment_are_generated_once(whole_stream: boo
     await site.manager.turn()
     await site.lose(whole_stream=whole_stream)
     await site.request(1)
-    for _ in range(SIGHTINGS + 9):
+    for _ in range(MIN_HEARTBEATS + 9):
         await site.moment()
     assert site.dismissals == 1
     assert len(await site.delivered()) == 4
@@ -187,7 +187,7 @@ async def test_lost_weight_command_is_repeated() -> None:
     commands = names.worker_commands("w1")
     await site.bus.trim(commands, after(await site.bus.last_id(commands)))
     await site.request(0)
-    for _ in range(SIGHTINGS + 12):
+    for _ in range(MIN_HEARTBEATS + 12):
         await site.moment()
     assert site.dismissals == 1
     assert len(await site.delivered()) == 2

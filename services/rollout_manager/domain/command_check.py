@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from rlboost.shared.bus import START
 from rlboost.shared.command_digest import MODULUS
 
-SIGHTINGS = 3
+MIN_HEARTBEATS = 3
 """How many heartbeats must show the same difference."""
 _MAX_DIFFERENCES = 64
 
@@ -40,7 +40,7 @@ class CommandCheck:
         if difference:
             first_at, count = self._seen.get(difference, (now, 0))
             self._seen[difference] = first_at, count + 1
-            if count + 1 >= SIGHTINGS:
+            if count + 1 >= MIN_HEARTBEATS:
                 self._mismatched_for_s = now - first_at
 
     def is_mismatched(self, settle_s: float) -> bool:
