@@ -22,8 +22,8 @@ TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-long test-browser test-docker check audit fmt docs bench gpu up \
-	down clean
+.PHONY: help install install-vllm demo test test-long test-browser test-docker check audit fmt docs chaos bench gpu \
+	up down clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -84,6 +84,9 @@ $(DOCS_INSTALLED): $(INSTALLED)
 		tar xzOf "$$(npm pack --silent --pack-destination build $(MERMAID) | sed 's,^,build/,')" \
 			package/dist/mermaid.min.js > build/mermaid.min.js || rm -f build/mermaid.min.js; fi
 	@touch $@
+
+chaos: $(INSTALLED) ## inject faults of many kinds into a local system, and check that no sample is lost or repeated
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 bench: $(INSTALLED) ## run every benchmark
 	@set -e; for file in benchmarks/[a-z]*.py benchmarks/*/__main__.py; do \

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from rlboost.shared.bus import (
+    LONGEST_LEASE_S,
     START,
     Ack,
     Append,
@@ -289,11 +290,20 @@ class MemoryBus:
         held = [self._leases.get(lease, ("", -1.0)) for lease in leases]
         return [value if until > now else None for value, until in held]
 
+    async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.judge_leases`."""
+        latest = self._clock() + LONGEST_LEASE_S
+        for lease in leases:
+            if lease in self._leases:
+                value, until = self._leases[lease]
+                self._leases[lease] = value, min(until, latest)
+        return await self.lease_values(leases)
+
     async def acquire_fenced(
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
     ) -> int | None:
         """See `Bus.acquire_fenced`."""
-        (held,) = await self.lease_values([lease])
+        (held,) = await self.judge_leases([lease])
         if held not in (None, replacing):
             return None
         self._leases[lease] = (value, self._clock() + ttl_s)

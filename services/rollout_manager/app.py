@@ -216,9 +216,10 @@ class Manager:
             await self.try_lead()
             return
         suspects = self.world.fleet.suspects(now.mono)
-        leases = await self._bus.lease_values([names.worker_lease(worker) for worker in suspects])
+        leases = await self._bus.judge_leases([names.worker_lease(worker) for worker in suspects])
         dead = [worker for worker, lease in zip(suspects, leases, strict=True) if lease is None]
-        decide(self.world, now, dead, self.completion_waiters.clients)
+        mismatched = await self._mismatched(caught_up=len(entries) < BATCH)
+        decide(self.world, now, dead, self.completion_waiters.clients, mismatched)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in entries}
         await self._trim()
         due: list[Op] = []
@@ -254,6 +255,20 @@ class Manager:
             self._poison,
         )
         dead_letter(world, invalid)
+
+    async def _mismatched(self, *, caught_up: bool) -> list[str]:
+        """Return the workers that have read all of their commands and still differ from what they were assigned."""
+        fleet = self.world.fleet
+        if not caught_up:
+            fleet.restart_command_checks()
+        suspects = fleet.mismatched()
+        if not suspects:
+            return []
+        cursors = {names.worker_commands(worker.id): worker.commands.last_command for worker in suspects}
+        unread = {entry.stream for entry in await self._bus.read(cursors, count=1)}
+        for worker in suspects:
+            worker.commands.restart()
+        return [worker.id for worker in suspects if names.worker_commands(worker.id) not in unread]
 
     async def _trim(self) -> None:
         # In a transaction of its own, before any write: Redis accepts it when its memory is full.

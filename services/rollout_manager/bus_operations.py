@@ -93,9 +93,9 @@ def _state_operations(effect: Effect) -> list[Op]:  # noqa: PLR0911 - one flat t
                 HashSet(names.FLEET, {joined.worker: joined.model_dump_json()}),
                 HashSet(names.WEIGHT_PEERS, {joined.worker: ""}),
             ]
-        case ForgetWorker(worker):
+        case ForgetWorker(worker, reason):
             commands = names.worker_commands(worker)
-            dismissed = Dismissed(reason="declared lost: no heartbeat and no lease; its samples were reassigned")
+            dismissed = Dismissed(reason=f"{reason}; its samples were reassigned")
             return [
                 HashDelete(names.FLEET, (worker,)),
                 HashDelete(names.WEIGHT_PEERS, (worker,)),

@@ -216,6 +216,8 @@ class ManagerConnection:
                 resident_bytes=self.memory.resident_bytes,
                 device_used_bytes=self.memory.device_used_bytes,
                 device_total_bytes=self.memory.device_total_bytes,
+                command_digest=session.command_digest(),
+                last_command=incarnation.cursor,
                 **self._generator.kv,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)

@@ -197,7 +197,7 @@ class Trainer:
         if not jobs:
             return []
         owners = await self._bus(lambda bus: bus.hash_all(names.JOB_TRAINERS))
-        held = await self._bus(lambda bus: bus.lease_values([names.trainer_lease(job_id) for job_id in jobs.values()]))
+        held = await self._bus(lambda bus: bus.judge_leases([names.trainer_lease(job_id) for job_id in jobs.values()]))
         free = {
             entry_id
             for (entry_id, job_id), holder in zip(jobs.items(), held, strict=True)

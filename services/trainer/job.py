@@ -191,6 +191,7 @@ class JobRun:
             resampling = await DurableResampling.load(
                 self._bus, self._active.job_id, self._active.job_no, spec, n_rows, curriculum, fence
             )
+            restoring = scoring.create_task(versions.keep_intact(), name="restore-damaged-weights")
             job = self._context(spec, resources, scoring, curriculum, resampling)
             log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
             window = RolloutWindow(job, log, state.read_cursor)
@@ -200,6 +201,7 @@ class JobRun:
             if spec.eval is None and self._due(step, end := spec.steps):
                 # A final evaluation takes this checkpoint before it starts.
                 await self._checkpoints.start_save(self._checkpoints.state(end, window.needed_from, window.read_until))
+            restoring.cancel()
 
     async def _run_sft(self, spec: SftJob, resources: JobResources, versions: VersionPublisher, first: int) -> None:
         """Train on completions from the data. No worker needs the weights, so only the last version is published."""

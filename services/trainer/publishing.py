@@ -10,6 +10,11 @@ committed. Workers must reproduce it before they serve the version.
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
+import structlog
+
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.parity import Probe, build_reference
 from rlboost.services.trainer.domain.training_row import TrainingRow
@@ -18,7 +23,12 @@ from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
 from rlboost.services.trainer.ports.storage import WeightPublisher
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import Fatal
+from rlboost.shared.weights.publisher import chunks_among
 
+log = structlog.get_logger(__name__)
+
+RESTORE_EVERY_S = 5.0
+"""How often the store is asked for damaged chunks."""
 BASE = 0
 """The version of the base model of adapters."""
 
@@ -42,6 +52,7 @@ class VersionPublisher:
         self._probe = probe
         self.head = -1
         """The newest committed version."""
+        self._exporting = asyncio.Lock()
 
     async def refresh_head(self) -> None:
         """Ask the weight store for the newest version."""
@@ -67,7 +78,33 @@ class VersionPublisher:
             Conflict: another process has committed a version since `refresh_head`.
 
         """
-        await self._publish_or_load(version, "adapter" if self._engine.adapter_json else "base")
+        async with self._exporting:
+            await self._publish_or_load(version, "adapter" if self._engine.adapter_json else "base")
+
+    async def keep_intact(self) -> None:
+        """Restore damaged chunks now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(RESTORE_EVERY_S)
+            await self.restore_damaged()
+
+    async def restore_damaged(self) -> None:
+        """Upload chunks of the engine's weights again that the store has lost.
+
+        A chunk is known by its digest: while a step changes the weights, none matches, and a later call finds them.
+        """
+        damaged = await self._weights.damaged()
+        if not damaged:
+            return
+        async with self._exporting:
+            for what in self._published():
+                export = partial(self._engine.export_shards, what)
+                chunks = await self._device(lambda: chunks_among(export(), damaged))  # noqa: B023 - awaited at once
+                if chunks:
+                    await self._weights.restore(chunks)
+                    log.warning("weights_restored_in_store", version=self.head, chunks=len(chunks))
+
+    def _published(self) -> tuple[Exported, ...]:
+        return ("base", "adapter") if self._engine.adapter_json else ("base",)
 
     async def _publish_or_load(self, version: int, what: Loaded, *, with_parity: bool = True) -> None:
         new = version > self.head

@@ -26,6 +26,7 @@ from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
 from rlboost.shared.weights.wire import (
     ChunkDirectory,
     ChunkList,
+    ChunkState,
     CommitRequest,
     EdgeBatch,
     MissingChunks,
@@ -89,6 +90,17 @@ def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory
         if directory is None:
             raise NotFound("the chunks of this weight store are not files")
         return directory
+
+    @router.get("/damaged")
+    async def damaged() -> MissingChunks:
+        """Return the chunks that retained versions need and that are damaged or lost."""
+        return MissingChunks(missing=tuple(store.damaged.lacking()))
+
+    @router.post("/{digest}/verify", responses=problems(404))
+    @needs("weights")
+    async def verify(digest: Digest) -> ChunkState:
+        """Compare a chunk with its digest, and remove it if it is damaged."""
+        return ChunkState(intact=await store.damaged.verify(digest))
 
     @router.put("/{digest}", status_code=204, responses=problems(507))
     async def put(digest: Digest, request: Request) -> None:

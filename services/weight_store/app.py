@@ -20,6 +20,7 @@ import structlog
 from pydantic import ValidationError
 
 from rlboost.services.weight_store.announcements import Announcements
+from rlboost.services.weight_store.damage import DamagedChunks
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.domain.garbage import garbage
 from rlboost.services.weight_store.domain.versions import (
@@ -73,6 +74,7 @@ class WeightStore:
         self._metrics = metrics
         self._keep = keep_versions
         self._clock = clock
+        self.damaged = DamagedChunks(chunks, documents)
         self._models: dict[str, Model] = {}
         self._unreadable: dict[str, str] = {}
         """Why a job's document cannot be parsed, by job. Nothing of these jobs is served or changed."""
@@ -152,6 +154,7 @@ class WeightStore:
 
         """
         await self._chunks.put(digest, blocks, self._now())
+        self.damaged.on_uploaded(digest)
 
     async def missing(self, chunks: Sequence[ChunkRef]) -> list[str]:
         """Return the digests that the store lacks; the others are retained for at least `UPLOAD_GRACE_S`."""
@@ -167,8 +170,18 @@ class WeightStore:
         return await self._deltas.apply(edges)
 
     async def source(self, digest: str) -> Source:
-        """Return the location of a chunk's bytes; raises `NotFound`."""
-        return await self._chunks.source(digest)
+        """Return the location of a chunk's bytes.
+
+        Raises:
+            NotFound: no retained version needs it.
+            StoreUnavailable: it is damaged or lost, and must be uploaded again.
+
+        """
+        try:
+            return await self._chunks.source(digest)
+        except NotFound:
+            await self.damaged.check_needed(digest, self.models())
+            raise
 
     async def put_part(self, job_id: str, version: int, rank: int, data: bytes) -> None:
         """Stage one rank's part for the commit.

@@ -28,6 +28,8 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Attempt = Annotated[int, Field(ge=0, lt=1 << 31)]
 PackedId = Annotated[int, Field(ge=0, lt=1 << 64)]
 """See `shared.ids.SampleId`."""
+EntryId = Annotated[str, Field(pattern=r"^(\d{1,19}-\d{1,19})?$")]
+"""The id of a stream entry, or empty."""
 Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
 """A weight version; -1 before the first."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, Finite, JobId, PackedId, Version
+from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, EntryId, Finite, JobId, PackedId, Version
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
 
@@ -150,6 +150,10 @@ class WorkerHeartbeat(Message):
     """Size of the KV-cache blocks that samples with a common prefix share; 0 where the engine shares none."""
     max_request_tokens: Count = 0
     """Longest sample, prompt and `max_tokens` together, that the engine accepts; 0 where it accepts any."""
+    command_digest: PackedId = 0
+    """What the commands up to `last_command` have assigned, less samples that have ended: `shared.command_digest`."""
+    last_command: EntryId = ""
+    """Entry id of the last command that was applied; empty from a worker that sends no digest."""
 
 
 @message

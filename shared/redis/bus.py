@@ -29,6 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rlboost.shared.bus import (
+    LONGEST_LEASE_S,
     START,
     Ack,
     Append,
@@ -58,8 +59,23 @@ _SOCKET_TIMEOUT_S = 5.0
 MAX_BLOCK_S = 2.0
 """The longest blocking read: well below the socket timeout, or a quiet stream would look like a dead server."""
 
-_ACQUIRE_FENCED = """
+_SHORTEN = f"""
+local function shorten(lease)
+  if redis.call('PTTL', lease) > {LONGEST_LEASE_S * 1000:.0f} then
+    redis.call('PEXPIRE', lease, {LONGEST_LEASE_S * 1000:.0f})
+  end
+end
+"""
+_JUDGE_LEASES = f"""{_SHORTEN}
+local values = redis.call('MGET', unpack(KEYS))
+for i, lease in ipairs(KEYS) do
+  if values[i] then shorten(lease) end
+end
+return values
+"""
+_ACQUIRE_FENCED = f"""{_SHORTEN}
 local held = redis.call('GET', KEYS[1])
+shorten(KEYS[1])
 if held and held ~= ARGV[3] then return false end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return redis.call('INCR', KEYS[2])
@@ -275,6 +291,13 @@ class RedisBus:
         if not leases:
             return []
         values = await self._call(self._redis.mget(list(leases)))
+        return [None if value is None else _text(value) for value in values]
+
+    async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.judge_leases`."""
+        if not leases:
+            return []
+        values = await self._call(self._redis.eval(_JUDGE_LEASES, len(leases), *leases))
         return [None if value is None else _text(value) for value in values]
 
     async def acquire_fenced(

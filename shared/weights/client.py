@@ -33,6 +33,7 @@ from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
 from rlboost.shared.weights.wire import (
     ChunkDirectory,
     ChunkList,
+    ChunkState,
     CommitRequest,
     EdgeBatch,
     MissingChunks,
@@ -60,7 +61,7 @@ class StoreClient:
 
     Every request is idempotent, so every method may be repeated after `StoreUnavailable`, which a worker's expired
     credential is too. The methods also raise `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal`
-    (permanent refusals, such as a full disk).
+    (other refusals). A store with a full disk is unavailable.
     """
 
     def __init__(self, url: str, access: str | WorkerAccess) -> None:
@@ -175,6 +176,16 @@ class StoreClient:
         body = EdgeBatch(edges=tuple(edges)).model_dump_json()
         answer = await self._request("POST", "/v1/chunks/apply", body.encode(), _JSON)
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
+
+    async def damaged(self) -> frozenset[str]:
+        """Return the digests of chunks that retained versions need and the store lacks, and that were asked for."""
+        answer = await self._request("GET", "/v1/chunks/damaged")
+        return frozenset(MissingChunks.model_validate_json(answer.body).missing)
+
+    async def verify(self, digest: str) -> bool:
+        """Have a chunk verified; return True if it is intact. The store removes it if it is not."""
+        answer = await self._request("POST", f"/v1/chunks/{digest}/verify")
+        return ChunkState.model_validate_json(answer.body).intact
 
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:
         """Upload a chunk without copying it as a whole."""
@@ -309,7 +320,7 @@ def _raise_for_status(status: int, what: str, *, redirected: bool = False) -> No
             raise Corrupt(f"{what}; its copy of a chunk is truncated")
         case 400 | 401 | 403 if redirected:
             raise StoreUnavailable(f"{what}; the signed URL may have expired")
-        case 408 | 429 | 500 | 502 | 503 | 504:
+        case 408 | 429 | 500 | 502 | 503 | 504 | 507:
             raise StoreUnavailable(what)
         case _:
             raise Fatal(what)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ _WINDOW = 32
 """Chunks hashed while the previous window is uploaded: bounds the memory for tensors produced on the fly."""
 
 _Blob = tuple[ChunkRef, memoryview]
+ChunkCopy = tuple[ChunkRef, bytes]
 _ChunkUpdate = tuple[Chunk, Delta | None]
 
 
@@ -44,6 +45,12 @@ class Shard(NamedTuple):
     offset: tuple[int, ...]
     local_shape: tuple[int, ...]
     data: memoryview | bytes | bytearray
+
+
+def chunks_among(shards: Iterable[Shard], digests: Set[str]) -> list[ChunkCopy]:
+    """Return copies of the chunks with these digests, as one rank's `Publisher.publish` splits its shards."""
+    chunks = _split(shards, CHUNK_BYTES, [])
+    return [(chunk.ref, bytes(chunk.data)) for chunk in chunks if chunk.ref.digest in digests]
 
 
 class Publisher:

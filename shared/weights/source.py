@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
+
 from rlboost.shared.errors import Corrupt, NotFound, Unprocessable
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
@@ -14,6 +16,8 @@ from rlboost.shared.weights.download import Buffers, Download
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.peers.blob_index import BlobIndex
+
+log = structlog.get_logger(__name__)
 
 Arrived = Callable[[ChunkRef, Exception | None], Awaitable[None]]
 """Called when a blob is in the cache, or with an error when it cannot be obtained."""
@@ -61,19 +65,27 @@ class StoreSource:
         await for_each(blobs, bring, concurrency=self._concurrency, name="weights-fetch")
 
     async def bring(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
-        """Fetch one blob into the cache; return the error if it cannot be obtained. Waits for an unavailable store."""
+        """Fetch one blob into the cache; return the error if it cannot be obtained.
+
+        Waits for an unavailable store, and for a publisher to upload a chunk again that is damaged in the store.
+        """
         for _ in range(2):
             download = Download(blob, self._buffers)
             try:
                 await retry_unavailable(lambda: self._client.fetch(download))  # noqa: B023 - awaited at once
-            except (NotFound, Unprocessable, Corrupt) as error:
+            except Corrupt as error:
+                log.warning("chunk_unusable", chunk=blob.digest, reason=str(error))
+            except (NotFound, Unprocessable) as error:
                 return error
+            else:
+                is_stored = await asyncio.to_thread(self._cache.store, blob, download.data)
+                download.release()
+                if is_stored:
+                    return None
             finally:
                 traffic.from_store += download.n_received
-            is_stored = await asyncio.to_thread(self._cache.store, blob, download.data)
-            download.release()
-            if is_stored:
-                return None
+            if not await retry_unavailable(lambda: self._client.verify(blob.digest)):
+                log.warning("chunk_damaged_in_store", chunk=blob.digest)
         return Corrupt(f"weight store at {self._client.url}: blob {blob.digest} arrived twice with another digest")
 
     async def has_chunks_at_hand(self) -> bool:

@@ -28,6 +28,12 @@ class MissingChunks(_Body):
     missing: tuple[Digest, ...]
 
 
+class ChunkState(_Body):
+    """Whether a chunk was found to have its digest; one that has not is removed."""
+
+    intact: bool
+
+
 class EdgeBatch(_Body):
     """Deltas in the store that lead to the chunks to publish."""
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rlboost.shared.bus import (
+    LONGEST_LEASE_S,
     START,
     Ack,
     Append,
@@ -49,6 +50,14 @@ async def raw_append(bus: Bus, stream: str, body: bytes) -> None:
     else:
         assert isinstance(bus, RedisBus)
         await bus._redis.xadd(stream, {b"m": body})
+
+
+async def seconds_left(bus: Bus, lease: str) -> float:
+    if isinstance(bus, MemoryBus):
+        return bus._leases[lease][1] - bus._clock()
+    assert isinstance(bus, RedisBus)
+    left_ms: int = await bus._redis.pttl(lease)
+    return left_ms / 1000
 
 
 async def test_read_returns_entries_after_the_cursor_in_order(bus: Bus) -> None:
@@ -212,6 +221,17 @@ async def test_lease_expires_without_renewal(bus: Bus) -> None:
 
     await eventually(gone)
     assert await bus.lease_values([]) == []
+
+
+async def test_lease_from_before_the_clock_stepped_back_is_shortened(bus: Bus) -> None:
+    """Of a holder that took it for seconds when the clock showed a later hour."""
+    await bus.renew("lease:a", "dead", 3600.0)
+    await bus.renew("lease:b", "dead", 3600.0)
+    assert await bus.judge_leases(["lease:a", "lease:x"]) == ["dead", None]
+    assert await bus.judge_leases([]) == []
+    assert await bus.acquire_fenced("lease:b", "me", 5.0, epoch="epoch", replacing=None) is None
+    for lease in ("lease:a", "lease:b"):
+        assert await seconds_left(bus, lease) <= LONGEST_LEASE_S
 
 
 async def test_lease_is_acquired_by_one_holder_until_it_expires(bus: Bus) -> None:

@@ -50,20 +50,19 @@ def state_of(box: BlackBox, pid: int) -> str | None:
     return next((w["state"] for w in box.get("/v1/workers") if w["pid"] == pid), None)
 
 
-def came_back(box: BlackBox, names: list[str], times: int) -> bool:
-    return bool(sum(p["restarts"] for p in box.processes() if p["name"] in names) >= times)
+def came_back(box: BlackBox, names: list[str]) -> bool:
+    return any(process["restarts"] for process in box.processes() if process["name"] in names)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_a_job_survives_the_death_of_every_process(tmp_path: Path, kills: int) -> None:
-    signals = [(role, signal.SIGKILL) for role in ROLES * kills] + NOTICES
+def test_a_job_survives_the_death_of_every_process(tmp_path: Path) -> None:
+    signals = [(role, signal.SIGKILL) for role in ROLES] + NOTICES
     chaos = random.Random(20251021).sample(signals, len(signals))
     with (
         black_box(tmp_path / "state", workers=2, standby=True) as box,
         joined_by_hand(box, tmp_path / "joined.log") as pid,
         ExitStack() as observers,
     ):
-        runs = [Run(box, steps=20 if kills > 1 else 8)]
+        runs = [Run(box, steps=8)]
         observers.callback(runs[-1].observer.close)
         box.until(lambda: state_of(box, pid) == "ready", "the worker that joined by hand is ready")
         for role, number in chaos:
@@ -75,9 +74,9 @@ def test_a_job_survives_the_death_of_every_process(tmp_path: Path, kills: int) -
         for run in runs:
             box.until_completed(run.id)
             audits.append(check(box, run.id, run.observer, run.spec))
-        assert sum(audit["preemptions"].get("without_notice", 0) for audit in audits) >= kills
+        assert sum(audit["preemptions"].get("without_notice", 0) for audit in audits) >= 1
         for names in (["trainer"], ["weight-store"], ["redis"], ["reserved-1"], ["manager", "standby"]):
-            box.until(partial(came_back, box, names, kills), f"{' and '.join(names)} died {kills} times and came back")
+            box.until(partial(came_back, box, names), f"{' and '.join(names)} died and came back")
 
 
 def test_without_spot_workers_the_same_job_completes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import resource
 import subprocess
@@ -23,8 +24,6 @@ from rlboost.shared.errors import (
     BusUnavailable,
     ConfigError,
     Conflict,
-    Corrupt,
-    Fatal,
     NotFound,
     StoreUnavailable,
     Timeout,
@@ -39,7 +38,7 @@ from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
 from rlboost.shared.weights.manifest_key import ManifestKey
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher, Shard, chunks_among
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.wire import ModelInfo, VersionInfo
 from tests.support.eventually import eventually
@@ -50,6 +49,7 @@ from tests.support.tcp_proxy import TcpProxy
 JOB = "job-1"
 CONFIG = '{"model_type": "llama"}'
 MIB = 1 << 20
+SMALL_DISK_BYTES = 6 * MIB
 
 Weights = dict[str, npt.NDArray[Any]]
 
@@ -231,30 +231,25 @@ async def state_is(redis_url: str, state: str) -> None:
     await bus.close()
 
 
-async def test_models_of_ended_jobs_can_be_deleted_to_stay_within_the_limit(
+async def test_publish_at_the_limit_continues_once_an_ended_job_is_deleted(
     store: ServiceProcess, client: StoreClient, publisher: Publisher, redis_url: str
 ) -> None:
     store.kill()
     store.env["RLBOOST_WEIGHT_STORE_MAX_BYTES"] = str(6 * MIB)
     store.start()
     await publish(publisher, 0, {"w": np.zeros(MIB, np.float32)})
-    with pytest.raises(Fatal, match=r"at most 6291456 bytes: delete the weights of ended jobs"):
-        await publish(publisher, 0, {"w": np.ones(MIB, np.float32)}, job="job-2")
+    second: Weights = {"w": np.ones(MIB, np.float32)}
+    ((ref, data),) = chunks_among(shards_of(second), {digest_of(second["w"].tobytes())})
+    with pytest.raises(StoreUnavailable, match=r"at most 6291456 bytes: delete the weights of ended jobs"):
+        await client.put_chunk(ref, memoryview(data))
+    publishing = asyncio.create_task(publish(publisher, 0, second, job="job-2"), name="publish")
     async with httpx.AsyncClient(base_url=client.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
         for state, status in (("running", 409), ("completed", 204), ("completed", 404)):
             await state_is(redis_url, state)
             assert (await http.delete(f"/v1/models/{JOB}")).status_code == status
     assert await client.head(JOB) is None
 
-    async def published() -> bool:
-        try:
-            await publish(publisher, 0, {"w": np.ones(MIB, np.float32)}, job="job-2")
-        except Fatal:
-            return False
-        return True
-
-    # Garbage is not collected for each rejected write.
-    await eventually(published)
+    await publishing
 
 
 async def test_the_cache_keeps_the_last_two_versions(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:
@@ -418,9 +413,12 @@ async def test_corrupt_chunk_on_the_stores_disk_is_never_used(
     data = bytearray(chunk.read_bytes())
     data[1000] ^= 1
     chunk.write_bytes({"flipped bit": data, "truncated": data[:1000], "too long": data + b"!"}[damage])
-    with pytest.raises(Corrupt, match=chunk.name):
-        await puller.pull(JOB, 0)
+    pulling = asyncio.create_task(puller.pull(JOB, 0), name="pull")
+    await eventually(lambda: not chunk.exists())
     assert list((tmp_path / "cache" / "chunks").iterdir()) == []
+    await publisher.publish(JOB, 1, 0, shards_of({"w": np.arange(100_000)}))
+    await pulling
+    await assert_pulls(puller, 0, {"w": np.arange(100_000)})
 
 
 async def test_chunk_of_the_wrong_size_is_repaired_by_the_next_publish(
@@ -434,13 +432,21 @@ async def test_chunk_of_the_wrong_size_is_repaired_by_the_next_publish(
     await assert_pulls(puller, 1, weights)
 
 
-async def test_a_chunk_that_vanished_from_the_stores_disk_is_not_found(
-    publisher: Publisher, puller: Puller, tmp_path: Path
+async def test_pull_waits_for_a_lost_chunk_to_be_uploaded_again(
+    publisher: Publisher, puller: Puller, store: ServiceProcess, tmp_path: Path
 ) -> None:
-    await publish(publisher, 0, {"w": np.arange(1000)})
-    chunk_files(tmp_path)[0].unlink()
-    with pytest.raises(NotFound, match="no chunk"):
-        await puller.pull(JOB, 0)
+    weights: Weights = {"w": np.arange(1000)}
+    await publish(publisher, 0, weights)
+    (chunk,) = chunk_files(tmp_path)
+    chunk.unlink()
+    pulling = asyncio.create_task(puller.pull(JOB, 0), name="pull")
+    async with StoreClient(store.url, TOKEN) as client:
+        damaged = await eventually(client.damaged)
+        ((ref, data),) = chunks_among(shards_of(weights), damaged)
+        await client.put_chunk(ref, memoryview(data))
+        await pulling
+        assert not await client.damaged()
+    await assert_pulls(puller, 0, weights)
 
 
 async def test_unavailable_store_is_waited_for_up_to_the_limit(store: ServiceProcess, tmp_path: Path) -> None:
@@ -506,7 +512,7 @@ def full_store(
     store.kill()
     disk = tmp_path / "small disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "tmpfs", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("may not mount a small disk")
     try:
@@ -518,12 +524,31 @@ def full_store(
         subprocess.run(["umount", disk], check=True)
 
 
-async def test_full_disk_raises_and_keeps_the_old_head(
-    full_store: ServiceProcess, publisher: Publisher, puller: Puller
+@pytest.mark.parametrize("full_store", ["small disk"], indirect=True)
+async def test_publish_continues_once_a_full_disk_has_space(
+    full_store: ServiceProcess, client: StoreClient, publisher: Publisher, puller: Puller
 ) -> None:
+    filler = Path(full_store.env["RLBOOST_WEIGHT_STORE_DIR"]) / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        for _ in range(SMALL_DISK_BYTES // 4096):
+            file.write(bytes(4096))
+    weights: Weights = {"w": np.arange(CHUNK_BYTES // 8)}
+    ((ref, data),) = chunks_among(shards_of(weights), {digest_of(weights["w"].tobytes())})
+    with pytest.raises(StoreUnavailable, match=r"no space left .*free space, or retain fewer versions"):
+        await client.put_chunk(ref, memoryview(data))
+    publishing = asyncio.create_task(publish(publisher, 0, weights), name="publish")
+    filler.unlink()
+    await publishing
+    await assert_pulls(puller, 0, weights)
+
+
+async def test_full_disk_times_out_and_keeps_the_old_head(
+    full_store: ServiceProcess, client: StoreClient, puller: Puller
+) -> None:
+    publisher = Publisher(client, Waits(), limit_s=3)
     small: Weights = {"w": np.arange(1000)}
     await publish(publisher, 0, small)
-    with pytest.raises(Fatal, match=r"no space left .*free space, or retain fewer versions"):
+    with pytest.raises(Timeout, match="publish version 1"):
         await publish(publisher, 1, make_weights(1, 2 * CHUNK_BYTES))
     root = Path(full_store.env["RLBOOST_WEIGHT_STORE_DIR"])
     # Another upload may have been in progress when the first one failed: the store drops it after the disconnect.
@@ -535,7 +560,7 @@ async def test_full_disk_raises_and_keeps_the_old_head(
     async def a_small_version_still_has_room() -> bool:
         try:
             await publish(publisher, 1, {"w": np.arange(1000) + 1})
-        except Fatal:
+        except Timeout:
             return False
         return True
 

@@ -41,8 +41,7 @@ class Observer:
     """
 
     def __init__(self, redis_url: str, job_id: str) -> None:
-        # Without redis-py's own back-off of seconds: what is trimmed meanwhile would never be seen.
-        self._redis = redis.Redis.from_url(redis_url, socket_timeout=5, retry=Retry(NoBackoff(), 0))
+        self._redis = _client(redis_url)
         self._streams = {b"rlboost:rollouts.tokens": b"0", f"rlboost:job:{job_id}:rollouts.finished".encode(): b"0"}
         self._names = tuple(b'"%s"' % stream for stream in self._streams)
         self._job_id = job_id
@@ -57,6 +56,10 @@ class Observer:
         self._threads = [threading.Thread(target=run, name="observer") for run in (self._monitor, self._run)]
         for thread in self._threads:
             thread.start()
+
+    def move(self, redis_url: str) -> None:
+        """Continue with the Redis of a system that was started again."""
+        self._redis = _client(redis_url)
 
     def close(self) -> None:
         """Read what is left, and stop."""
@@ -175,26 +178,35 @@ class Observer:
         return [(asked[sample], version) for sample, (_, version, _) in spans if sample in asked]
 
 
+def _client(redis_url: str) -> redis.Redis:
+    # Without redis-py's own back-off of seconds: what is trimmed meanwhile would never be seen.
+    return redis.Redis.from_url(redis_url, socket_timeout=5, retry=Retry(NoBackoff(), 0))
+
+
 class BlackBox:
     """One `rlboost up` in its own state folder. Its processes are forked, see `fork_server`, where that is possible."""
 
     def __init__(self, state: Path, *, standby: bool = False, **options: int | str) -> None:
         self.state = state
-        flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        flags += ["--standby"] if standby else []
+        self._flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        self._flags += ["--standby"] if standby else []
+        self.up()
+
+    def up(self) -> None:
+        """Start the system; it continues what an earlier one left in the state folder."""
         env = _environment()
         forks = fork_server(env)
         if forks is None:
-            ready = json.loads(self.command("up", "--detach", "--json", *flags, limit_s=UP_LIMIT_S))
+            ready = json.loads(self.command("up", "--detach", "--json", *self._flags, limit_s=UP_LIMIT_S))
         else:
-            ready = self._up(forks, env, flags)
+            ready = self._up(forks, env, self._flags)
         self.redis_url: str = ready["redis_url"]
         self.url, self.token = ready["url"], ready["token"]
         self.http = httpx.Client(headers={"Authorization": f"Bearer {self.token}"}, timeout=10)
 
     def _up(self, forks: TestForkServer, env: Mapping[str, str], flags: Sequence[str]) -> dict[str, str]:
         log = self.state / "logs" / "supervisor.log"
-        log.parent.mkdir(mode=0o700, parents=True)
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         read, write = os.pipe()
         with log.open("ab") as errors:
             arguments = ("up", "--json", *flags, "--state", str(self.state))

@@ -43,6 +43,8 @@ class Outside:
         self._sockets = [socket.socket(fileno=fd) for fd in listening]
         self.dialled = 0
         """Connections that it has made."""
+        self._connected = threading.Event()
+        self._connected.set()
         self._threads: list[threading.Thread] = []
         for inside, port in zip(self._sockets, ports, strict=True):
             self._start(self._accept, inside, port)
@@ -52,8 +54,17 @@ class Outside:
         here, there = (Path(f"/proc/{pid}/ns/net").readlink() for pid in ("self", self.process.pid))
         return here != there
 
+    def cut(self) -> None:
+        """Let nothing pass in either direction until `mend`, and connect nothing: no end notices."""
+        self._connected.clear()
+
+    def mend(self) -> None:
+        """Let everything pass again, with what was sent meanwhile."""
+        self._connected.set()
+
     def close(self) -> None:
         """Kill it, if it lives."""
+        self.mend()
         self.process.kill()
         self.process.wait()
         for inside in self._sockets:
@@ -78,18 +89,20 @@ class Outside:
                 self._start(self._relay, dialled, port)
 
     def _relay(self, dialled: socket.socket, port: int) -> None:
+        self._connected.wait()
         with dialled, suppress(OSError), socket.create_connection(("127.0.0.1", port)) as real:
-            back = self._start(_pump, real, dialled)
-            _pump(dialled, real)
+            back = self._start(self._pump, real, dialled)
+            self._pump(dialled, real)
             back.join()
 
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    with suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._connected.wait()
+                target.sendall(data)
+        self._connected.wait()
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
 
 
 def possible() -> bool:

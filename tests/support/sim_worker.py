@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rlboost.shared.bus import START, Append, Bus
 from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, pack
+from rlboost.shared.command_digest import command_digest
 from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -91,6 +92,7 @@ class SimWorker:
     state: str = "joining"
     job_id: str = ""
     version: int = -1
+    assigned: tuple[str, int] | None = None
     held: dict[int, Held] = field(default_factory=dict)
     seq: int = 0
     dismissed: bool = False
@@ -132,8 +134,15 @@ class SimWorker:
             resident_bytes=RESIDENT_BYTES,
             kv_tokens=self.kv_tokens,
             max_request_tokens=self.max_request_tokens,
+            command_digest=self.command_digest(),
+            last_command=self.cursor,
         )
         await self.report(beat)
+
+    def command_digest(self) -> int:
+        held = {i: held.attempt for i, held in self.held.items() if not held.released}
+        suspended = self.state == "suspended"
+        return command_digest(list(held), list(held.values()), self.assigned, suspended=suspended)
 
     async def obey(self) -> None:
         """Carry out the commands that are there."""
@@ -151,7 +160,7 @@ class SimWorker:
                     for held in self.held.values():
                         held.released = True
                 await self.flush()
-                self.job_id, self.version = job_id, version
+                self.job_id, self.version = self.assigned = job_id, version
                 self.state = "ready" if self.state == "joining" else self.state
                 await self.beat()
             case Assign(samples=samples, version=version):

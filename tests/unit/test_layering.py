@@ -20,6 +20,7 @@ WIRE = {
     "shared.bus",
     "shared.model.parity",
     "shared.columns",
+    "shared.command_digest",
     "shared.job.curriculum",
     "shared.errors",
     "shared.ids",

@@ -25,7 +25,7 @@ from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.shared import names
-from rlboost.shared.bus import HashSet
+from rlboost.shared.bus import HashSet, after
 from rlboost.shared.columns import I32, ints
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.fakes import MemoryBus
@@ -192,6 +192,13 @@ class Spot(RuleBasedStateMachine):
                 self.late.append((worker, frame))
         elif flush == "twice":
             self.run(worker.flush(copies=2))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def redis_loses_unread_commands(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(self.workers))
+        commands = names.worker_commands(worker.id)
+        self.run(self.bus.trim(commands, after(self.run(self.bus.last_id(commands)))))
 
     def _has_late(self, worker: SimWorker) -> bool:
         return any(other is worker for other, _ in self.late)

@@ -14,6 +14,7 @@ from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.services.trainer.publishing import VersionPublisher
 from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.weights.manifest import digest_of
 
 PROBE = build_probe(96, temperature=0.8, dtype="bfloat16")
 
@@ -76,3 +77,15 @@ async def test_an_adapters_base_is_answered_for_only_where_it_is_served_itself(d
     await (await publishing(device, lost, adapter_json="{}")).ensure_published(3)
     assert lost.parity_references[0] == ""
     assert lost.parity_references[3]
+
+
+@pytest.mark.parametrize("adapter_json", ["", "{}"])
+async def test_damaged_chunks_are_uploaded_again_from_the_engine(device: DeviceThread, adapter_json: str) -> None:
+    weights = MemoryWeights()
+    versions = await publishing(device, weights, adapter_json=adapter_json)
+    await versions.ensure_published(1)
+    others = digest_of(b"of another job")
+    lost = [digest_of(b"".join(bytes(shard.data) for shard in shards)) for shards in weights.versions.values()]
+    weights.lost = {others, *lost}
+    await versions.restore_damaged()
+    assert weights.lost == {others}

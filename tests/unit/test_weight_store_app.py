@@ -426,3 +426,25 @@ async def test_damaged_manifest_defers_the_collection(
     stop.set()
     await collecting
     assert await world.chunks.read(digest_of(b"some")) == b"some"
+
+
+async def test_damaged_chunk_is_removed_and_waits_for_its_publisher(world: World, store: WeightStore) -> None:
+    content = b"some weights"
+    await commit(store, 0, content)
+    digest = digest_of(content)
+    assert await store.damaged.verify(digest)
+    world.chunks.held[digest] = b"other bytes!", world.now
+    assert not await store.damaged.verify(digest)
+    with pytest.raises(StoreUnavailable, match="is damaged or lost"):
+        await store.source(digest)
+    assert store.damaged.lacking() == [digest]
+    await store.put_chunk(digest, [content])
+    assert store.damaged.lacking() == []
+    await store.source(digest)
+
+
+async def test_chunk_that_no_version_needs_is_not_found(store: WeightStore) -> None:
+    await commit(store, 0, b"some weights")
+    with pytest.raises(NotFound):
+        await store.source(digest_of(b"a retired chunk"))
+    assert store.damaged.lacking() == []

@@ -229,6 +229,10 @@ def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
         return
     before = world.fleet.on_heartbeat(worker, heartbeat, now.mono)
     world.recount(worker)
+    if heartbeat.last_command and worker.assigned_version and worker.state != "draining":
+        worker.commands.observe(
+            world.command_digest(worker), heartbeat.command_digest, heartbeat.last_command, now.mono
+        )
     if before is None:
         return
     world.emit_event("worker_state", now, worker=worker.id, role=worker.joined.role, state=worker.state, before=before)
@@ -275,12 +279,18 @@ def lose_worker(world: World, worker: Worker, now: Now) -> None:
     remove_worker(world, worker, now, lost=True, reason="its lease ran out")
 
 
+def dismiss_mismatched(world: World, worker: Worker, now: Now) -> None:
+    """Dismiss a worker that has missed commands: it joins again and is assigned everything anew."""
+    reason = "it missed commands: what it holds differs from what it was assigned"
+    remove_worker(world, worker, now, lost=True, reason=reason)
+
+
 def remove_worker(world: World, worker: Worker, now: Now, *, lost: bool, reason: str) -> None:
     """Remove a worker and queue its samples."""
     world.unassign_all(worker, now, "lost" if lost else "left")
     world.fleet.remove(worker, "lost" if lost else "left")
     world.candidates.mark_changed(worker)
-    world.outbox.add(ForgetWorker(worker.id))
+    world.outbox.add(ForgetWorker(worker.id, reason))
     world.emit_event("worker_lost" if lost else "worker_left", now, worker=worker.id, reason=reason)
 
 

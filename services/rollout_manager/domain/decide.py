@@ -1,13 +1,14 @@
 """Takes the manager's decisions once all available messages are applied.
 
-Called after every batch of messages and on every tick. A second call on an unchanged world decides nothing.
+Called after every batch of messages and on every tick. A second call on an unchanged world decides nothing, unless the
+first one left samples to deliver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlboost.services.rollout_manager.domain.apply_messages import lose_worker
+from rlboost.services.rollout_manager.domain.apply_messages import dismiss_mismatched, lose_worker
 from rlboost.services.rollout_manager.domain.cost import charge_workers
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
 from rlboost.services.rollout_manager.domain.fleet import MAX_REFUTED
@@ -20,8 +21,19 @@ from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.ids import SampleId, is_served
 from rlboost.shared.messages import Drain
 
+MAX_DELIVERED_BYTES = 16 << 20
+"""About how much one turn delivers: the samples of a long outage need several transactions, each of which Redis
+executes well within the client's timeout.
+"""
 
-def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = NO_CLIENTS) -> None:
+
+def decide(
+    world: World,
+    now: Now,
+    dead: Iterable[str] = (),
+    clients: Clients = NO_CLIENTS,
+    mismatched: Iterable[str] = (),
+) -> None:
     """Decide everything that is due.
 
     Args:
@@ -29,11 +41,15 @@ def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = 
         now: this moment.
         dead: suspects whose lease has run out.
         clients: the state of the clients of serving requests.
+        mismatched: workers that have missed commands.
 
     """
     for worker_id in dead:
         if worker := world.fleet.workers.get(worker_id):
             lose_worker(world, worker, now)
+    for worker_id in mismatched:
+        if worker := world.fleet.workers.get(worker_id):
+            dismiss_mismatched(world, worker, now)
     _deliver_finished(world)
     _drain_rejected(world, now)
     _retry_failed(world, now)
@@ -51,11 +67,15 @@ def decide(world: World, now: Now, dead: Iterable[str] = (), clients: Clients = 
 
 
 def _deliver_finished(world: World) -> None:
+    n_bytes = 0
     for sample_id in list(world.ledger.finished):
         sample = world.ledger.samples[sample_id]
         if world.is_quarantined(sample):
             continue
         if not is_served(sample_id):
+            if n_bytes > MAX_DELIVERED_BYTES:
+                continue
+            n_bytes += len(sample.tokens) + len(sample.logprobs)
             world.deliver(sample)
         elif sample.worker:
             world.unassign(sample)  # the client reads the rest from the ledger

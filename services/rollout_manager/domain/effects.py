@@ -112,6 +112,8 @@ class ForgetWorker:
     """Drop the record of a worker that left or was lost, and its commands after a while."""
 
     worker: str
+    reason: str = "declared lost: no heartbeat and no lease"
+    """Why it is dismissed, should it still run."""
 
 
 @dataclass(frozen=True, slots=True)

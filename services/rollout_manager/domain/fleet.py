@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from rlboost.services.rollout_manager.domain.command_check import CommandCheck
 from rlboost.services.rollout_manager.domain.kv_usage import KvUsage
 from rlboost.services.rollout_manager.domain.ledger import Sample
 from rlboost.services.rollout_manager.domain.throughput_model import Profile, speed_after
@@ -82,6 +83,7 @@ class Worker:
     """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
     disturbed_at: float = -math.inf
     """When it was last assigned samples that need a long prefill (manager's clock)."""
+    commands: CommandCheck = field(default_factory=CommandCheck)
     _last_running: int = 0
 
     def __post_init__(self) -> None:
@@ -264,6 +266,15 @@ class Fleet:
             return []
         self._suspects_at = now
         return [worker.id for worker in self.workers.values() if now - worker.last_seen_at > self.lease_s]
+
+    def mismatched(self) -> list[Worker]:
+        """Return the workers that differ persistently from what they were assigned."""
+        return [worker for worker in self.workers.values() if worker.commands.is_mismatched(self.lease_s)]
+
+    def restart_command_checks(self) -> None:
+        """Forget the differences seen so far: messages that explain them are not read yet."""
+        for worker in self.workers.values():
+            worker.commands.restart()
 
     def reset_liveness(self, now: float) -> None:
         """Give every worker a full lease from now on, after a time in which no heartbeat could be read."""

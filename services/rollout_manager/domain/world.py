@@ -20,6 +20,7 @@ from rlboost.services.rollout_manager.domain.scheduling.candidates import Candid
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
 from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
 from rlboost.shared.columns import U32, U64, pack
+from rlboost.shared.command_digest import command_digest
 from rlboost.shared.ids import is_served, job_of
 from rlboost.shared.messages import FINISH_STOP, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
 
@@ -278,6 +279,17 @@ class World:
         return True
 
     # --- workers ---
+
+    def command_digest(self, worker: Worker) -> int:
+        """Return the digest of what a worker has after all commands so far, less samples whose end is in the log.
+
+        Releases, a suspension and another job's weights take samples from it before they are unassigned here.
+        """
+        suspended = worker.assigned_active is False
+        owned = [] if suspended else [self.ledger.samples[i] for i in worker.samples - worker.releasing.keys()]
+        samples = [sample for sample in owned if not sample.finish and sample.request.job_id == worker.job]
+        attempts = [sample.attempt for sample in samples]
+        return command_digest([s.id for s in samples], attempts, worker.assigned_version, suspended=suspended)
 
     def recount(self, worker: Worker) -> None:
         """Count a worker's KV-cache tokens again, and derive its batch cap from what its kind has shown."""

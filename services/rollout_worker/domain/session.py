@@ -26,6 +26,7 @@ from rlboost.services.rollout_worker.domain.effects import (
 )
 from rlboost.services.rollout_worker.domain.requests import Emission, Key
 from rlboost.shared.columns import U32, U64, ints
+from rlboost.shared.command_digest import command_digest
 from rlboost.shared.messages import (
     FINISH_NONE,
     Assign,
@@ -59,8 +60,10 @@ class Session:
     def __init__(self, worker: str, serving: Weights | None = None) -> None:
         self.worker = worker
         self.serving = serving
+        self.assigned: Weights | None = None
+        """The weights of the last `UseVersion`."""
         self.target: Weights | None = None
-        """The weights that the manager has assigned; they differ from `serving` while an update is under way."""
+        """`assigned`, unless those are unavailable; they differ from `serving` while an update is under way."""
         self.held: dict[int, int] = {}
         """Sample -> attempt, of the samples that the engine has or will get."""
         self._awaiting_weights: dict[int, Assignment] = {}
@@ -91,6 +94,10 @@ class Session:
     def n_awaiting_weights(self) -> int:
         """Return the number of held samples whose weights are not loaded yet."""
         return len(self._awaiting_weights)
+
+    def command_digest(self) -> int:
+        """Return the digest of what is assigned, for the manager to compare."""
+        return command_digest(list(self.held), list(self.held.values()), self.assigned, suspended=self._suspended)
 
     def on_command(self, command: Message) -> list[Effect]:
         """Take the next command; return what to do. A draining session ignores all commands."""
@@ -124,6 +131,7 @@ class Session:
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _use_version(self, weights: Weights, in_flight: InFlight) -> list[Effect]:
+        self.assigned = weights
         if weights == self.target:
             return []
         released: list[Effect] = []

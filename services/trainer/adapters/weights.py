@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlboost.shared.errors import NotFound
+from rlboost.shared.errors import NotFound, StoreUnavailable
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import Manifest, digest_of
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import ChunkCopy, Publisher, Shard
 from rlboost.shared.weights.puller import Puller
 
 Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
@@ -86,6 +86,20 @@ class StorePublisher:
         except NotFound:
             return None
         return _digests_in(manifest) == await self._digests(shards)
+
+    async def damaged(self) -> frozenset[str]:
+        """See `WeightPublisher.damaged`."""
+        try:
+            return await self.client.damaged()
+        except StoreUnavailable:
+            return frozenset()
+
+    async def restore(self, chunks: Sequence[ChunkCopy]) -> None:
+        """See `WeightPublisher.restore`."""
+        because = f"upload {len(chunks)} damaged chunks again"
+        async with self.waits.on("the weight store", because=because, limit_s=self.limit_s):
+            for ref, data in chunks:
+                await retry_unavailable(lambda: self.client.put_chunk(ref, memoryview(data)))  # noqa: B023 - awaited
 
     async def fetch(self, version: int) -> Iterator[Shard]:
         """See `WeightPublisher.fetch`."""

@@ -9,7 +9,7 @@ from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import Conflict, NotFound
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.publisher import ChunkCopy, Shard
 
 
 class MemoryWeights:
@@ -22,6 +22,8 @@ class MemoryWeights:
         """Adapter version -> its base, and PEFT's configuration."""
         self.parity_references: dict[int, str] = {}
         """Version -> its parity reference, as JSON."""
+        self.lost: set[str] = set()
+        """Digests of lost chunks."""
 
     async def head(self) -> int:
         """See `WeightPublisher.head`."""
@@ -48,6 +50,14 @@ class MemoryWeights:
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         """See `WeightPublisher.equals`."""
         return _copies(shards) == self.versions[version] if version in self.versions else None
+
+    async def damaged(self) -> frozenset[str]:
+        """See `WeightPublisher.damaged`."""
+        return frozenset(self.lost)
+
+    async def restore(self, chunks: Sequence[ChunkCopy]) -> None:
+        """See `WeightPublisher.restore`."""
+        self.lost -= {ref.digest for ref, _ in chunks}
 
     async def fetch(self, version: int) -> Iterator[Shard]:
         """See `WeightPublisher.fetch`."""

@@ -10,7 +10,7 @@ from typing import Protocol
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.bus import START
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.publisher import ChunkCopy, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,15 @@ class WeightPublisher(Protocol):
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         """Return True if a committed version holds exactly these tensors; None if it is no longer retained."""
+
+    async def damaged(self) -> frozenset[str]:
+        """Return the digests of chunks that the store has lost and workers ask for, also those of other jobs.
+
+        Empty while the store is unavailable.
+        """
+
+    async def restore(self, chunks: Sequence[ChunkCopy]) -> None:
+        """Upload chunks again."""
 
     async def fetch(self, version: int) -> Iterator[Shard]:
         """Download a committed version and return its tensors, which are read while they are iterated.

@@ -1,0 +1,96 @@
+"""The system under test: `rlboost up` in its own folder, and a worker that joins from a network of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rlboost.local.state import StateDir
+from tests.support.black_box import RLBOOST, BlackBox
+from tests.support.dial_out_only import Outside, possible
+
+TOKEN = "chaos"
+DISK_BYTES = 1 << 30
+_DIALED = ("manager", "standby", "redis", "weight-store")
+"""The processes that a worker connects to."""
+
+
+class Site:
+    """Use with `with`."""
+
+    def __init__(self, directory: Path, *, workers: int, kinds: set[str]) -> None:
+        """Prepare; `kinds` loses the faults that this machine does not permit."""
+        self._directory, self._workers = directory, workers
+        self.skipped: dict[str, str] = {}
+        """Kind of fault -> why it is not possible here."""
+        self._kinds = kinds
+        self._mounted = False
+        self.remote: Outside | None = None
+        self.restarts = 0
+        """How often the whole system was started again after it had ended by itself."""
+
+    def __enter__(self) -> Self:
+        os.environ["RLBOOST_TOKEN"] = TOKEN
+        state = self._directory / "state"
+        state.mkdir()
+        if "disk_full" in self._kinds:
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "rlboost-chaos", str(state)]
+            self._mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+            if not self._mounted:
+                self._skip("disk_full", "this user may not mount a small disk")
+        if "partition" in self._kinds and not possible():
+            self._skip("partition", "this machine lets no process have a network of its own")
+        try:
+            self.box = BlackBox(state, workers=self._workers, standby=True)
+            self.restart_ended()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _skip(self, kind: str, why: str) -> None:
+        self._kinds.discard(kind)
+        self.skipped[kind] = why
+
+    @property
+    def chunks(self) -> Path:
+        """The folder of the weight store's chunks."""
+        return self.box.state / "weights" / "chunks"
+
+    def restart_ended(self) -> None:
+        """Start what has ended, as a user or an orchestrator would: the system after a full disk, the remote worker."""
+        if not StateDir(self.box.state).running():
+            self.restarts += 1
+            self.box.up()
+        if "partition" not in self._kinds or (self.remote is not None and self.remote.process.poll() is None):
+            return
+        if self.remote is not None:
+            self.remote.close()
+        ports = StateDir(self.box.state).ports()
+        dialed = [port for name, port in ports.items() if name in _DIALED]
+        command = [*RLBOOST, "worker", "join", "--url", self.box.url, "--token", TOKEN]
+        self.remote = Outside(command, dialed, self.box.state / "logs" / "remote.log")
+
+    def kill_all(self) -> None:
+        """SIGKILL all processes at once, the supervisor first, and start the system again on the same folder."""
+        state = StateDir(self.box.state)
+        pids = [state.supervisor(), *(process["pid"] for process in self.box.processes())]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.box.up()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.remote is not None:
+            self.remote.close()
+        if hasattr(self, "box"):
+            self.box.down()
+        if self._mounted:
+            subprocess.run(["umount", "--lazy", str(self._directory / "state")], check=True)
