@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rlboost.local import die_with_parent
 from rlboost.local.cpu_time import session_cpu_s
-from rlboost.local.fork_server_process import NUMBER, SERVICES, ForkRequest
+from rlboost.local.fork_server_process import MAX_REQUEST_BYTES, NUMBER, SERVICES, ForkRequest
 
 FORK_SERVER = "fork-server"
 """Its name in logs and measurements."""
@@ -95,7 +95,7 @@ class ForkServer:
     async def until_ready(self, limit_s: float) -> None:
         """Return when it is ready or has ended, at the latest after the limit."""
         limit = time.monotonic() + limit_s
-        while not self.is_ready() and self._socket is not None and time.monotonic() < limit:  # noqa: ASYNC110 - a socket
+        while not self.is_ready() and self._socket is not None and time.monotonic() < limit:  # noqa: ASYNC110 - no event says so
             await asyncio.sleep(_ASK_AGAIN_S)
 
     def is_ready(self, patience_s: float = 0.0) -> bool:
@@ -158,9 +158,9 @@ class ForkServer:
             fds=[0, 1, 2, *pass_fds],
             client=os.getpid(),
             dies_with_client=dies_with_caller,
-        )
+        ).encode()
         with self._lock:
-            if not self.is_ready():
+            if not self.is_ready() or len(request) > MAX_REQUEST_BYTES:
                 return None
             try:
                 return self._fork(request, fds)
@@ -168,14 +168,14 @@ class ForkServer:
                 self._restart()
                 return None
 
-    def _fork(self, request: ForkRequest, fds: Sequence[int]) -> int | None:
+    def _fork(self, request: bytes, fds: Sequence[int]) -> int | None:
         assert self._socket is not None
         go_ahead, say_go = os.pipe()
         try:
             # Only now: orphans of other processes are not for us to reap.
             die_with_parent.prctl(_PR_SET_CHILD_SUBREAPER, 1)
             self._socket.settimeout(_FORK_LIMIT_S)
-            socket.send_fds(self._socket, [request.encode()], [*fds, go_ahead])
+            socket.send_fds(self._socket, [request], [*fds, go_ahead])
             answer = self._socket.recv(NUMBER.size)
             if not answer:
                 raise ConnectionResetError("the fork server has ended")

@@ -43,7 +43,7 @@ MODULES = (
 """Nothing of the user: edits of reward functions count at the next start of a process."""
 NUMBER = struct.Struct("!q")
 MAX_FDS = 16
-_MAX_REQUEST_BYTES = 1 << 17
+MAX_REQUEST_BYTES = 1 << 17
 _FIRST_HIGH_FD = 512
 
 
@@ -119,7 +119,7 @@ def serve(channel: socket.socket) -> ForkRequest | None:
 def _fork_until_closed(channel: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     channel.send(NUMBER.pack(os.getpid()))
     while True:
-        text, fds, _, _ = socket.recv_fds(channel, _MAX_REQUEST_BYTES, MAX_FDS)
+        text, fds, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, MAX_FDS)
         if not text:
             return None
         try:
@@ -197,7 +197,7 @@ def main() -> int:
     try:
         import_modules(MODULES)
     except Unforkable as error:
-        print(f"each process is started by itself: {error}", file=sys.stderr)
+        print(f"services are executed, not forked: {error}", file=sys.stderr)
         return 1
     request = serve(channel)
     if request is not None:

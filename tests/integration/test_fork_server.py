@@ -135,6 +135,14 @@ async def test_process_with_other_import_variables_is_executed(tmp_path: Path, f
     assert not (await described(probe(tmp_path, "describe", {"OMP_NUM_THREADS": "7"}), forks))["imported"]
 
 
+async def test_process_with_too_many_variables_is_executed(tmp_path: Path, forks: ForkServer) -> None:
+    env = {"RLBOOST_A": "a" * 100_000, "RLBOOST_B": "b" * 100_000}
+    server = forks.pid
+    _, end = await run(probe(tmp_path, "fail", env), forks)
+    assert end.code == forked_probe.CODE
+    assert forks.pid == server
+
+
 @pytest.mark.parametrize("fault", ["thread", "descriptor"])
 def test_server_with_unforkable_imports_refuses_to_serve(tmp_path: Path, fault: str) -> None:
     log = tmp_path / "fork-server.log"
