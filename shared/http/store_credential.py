@@ -31,23 +31,24 @@ def credential_holder(credential: str, token: str, now: float) -> str | None:
     return worker_id if now < int(expires_at) else None
 
 
-def store_authenticator(token: str, clock: Callable[[], float]) -> Authenticator:
-    """Return the weight store's authenticator: the system's token for everything, credentials to download weights."""
-
-    async def authenticate(given: str) -> Principal | None:
-        return _principal(given, token, clock())
-
-    return authenticate
-
-
-def may_download(authorization: str, token: str, clock: Callable[[], float]) -> bool:
-    """Return True if a request with this `Authorization` header may download weights."""
-    principal = _principal(bearer_token(authorization), token, clock())
-    return principal is not None and principal.may("weights")
-
-
-def _principal(given: str, token: str, now: float) -> Principal | None:
+def store_principal(given: str, token: str, now: float) -> Principal | None:
+    """Return whose bearer token this is: the system's for everything, a credential to download weights; else None."""
     if is_token(given, token):
         return Principal("system", "admin")
     worker_id = credential_holder(given, token, now)
     return None if worker_id is None else Principal(worker_id, "weights")
+
+
+def store_authenticator(token: str, clock: Callable[[], float]) -> Authenticator:
+    """Return the weight store's authenticator."""
+
+    async def authenticate(given: str) -> Principal | None:
+        return store_principal(given, token, clock())
+
+    return authenticate
+
+
+def may_download(authorization: str, *, token: str, clock: Callable[[], float]) -> bool:
+    """Return True if a request with this `Authorization` header may download weights from the weight store."""
+    principal = store_principal(bearer_token(authorization), token, clock())
+    return principal is not None and principal.may("weights")

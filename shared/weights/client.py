@@ -254,7 +254,9 @@ class StoreClient:
                 body = await response.read()
                 if not response.ok:
                     what = _detail(body, f"{method} {response.url.path}", response.status)
-                    self._raise_for_status(response.status, f"weight store at {self.url}: {what}")
+                    self._raise_for_status(
+                        response.status, f"weight store at {self.url}: {what}", redirected=bool(response.history)
+                    )
                 return _Answer(body, response.headers.get("ETag", ""))
 
     def _authorization(self) -> str:
