@@ -22,7 +22,8 @@ TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-long test-browser test-docker check fmt docs bench up down clean
+.PHONY: help install install-vllm demo test test-long test-browser test-docker check audit fmt docs bench gpu up \
+	down clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -65,6 +66,10 @@ check: $(INSTALLED) ## lint, formatting and types; changes nothing
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+audit: $(INSTALLED) ## compare the images' pinned packages with known vulnerabilities; needs PyPI
+	@set -e; for file in deploy/requirements/*.txt; do \
+		echo "== $$file"; $(BIN)/pip-audit --strict --disable-pip --no-deps -r $$file; done
+
 fmt: $(INSTALLED) ## format the code, and mend what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -84,6 +89,9 @@ bench: $(INSTALLED) ## run every benchmark
 	@set -e; for file in benchmarks/[a-z]*.py benchmarks/*/__main__.py; do \
 		name=$${file%/__main__.py}; name=$$(basename $$name .py); \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+gpu: $(INSTALLED) ## tests and benchmarks that need a GPU, resumable; the results are in build/gpu.json
+	$(BIN)/python -m benchmarks.gpu.run $(ARGS)
 
 up: $(INSTALLED) ## start a whole system on this machine, in the background
 	$(BIN)/rlboost up --detach --engine $(ENGINE) $(ARGS)

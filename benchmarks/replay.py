@@ -90,7 +90,7 @@ async def generate(
         attempts, offsets = pack([1] * n, U32), pack([0] * n, U32)
         await write(bus, [Placed(worker=worker.id, samples=pack(held, U64), attempts=attempts, offsets=offsets)])
     for _ in range(tokens // TOKENS_A_FRAME):
-        frames.write([frame[0] for worker in workers if (frame := worker.frame(TOKENS_A_FRAME))])
+        frames.write([(names.TOKEN_LOG, frame[0]) for worker in workers if (frame := worker.frame(TOKENS_A_FRAME))])
     return ids
 
 

@@ -1,8 +1,8 @@
 """Tokens a second of the manager's token plane, and its ratio to the bare limit on the same frames in the same run.
 
-    python -m benchmarks.token_plane [--samples 64 256] [--tokens 1 4 16] [--seconds 6]
+    python -m benchmarks.token_plane [--samples 64 256] [--tokens 1 4 16] [--seconds 6] [--direct]
 
-A real manager on a real Redis; load workers write frames with logprobs in the workers' wire format, obey assignments,
+A real manager on a real Redis; load workers write frames as real workers do, obey assignments,
 finish samples; a trainer takes what is delivered and asks for as much again, so that work in flight stays constant
 while ledger, delivery, restating and trimming all run. One JSON line per case (samples a frame x tokens a sample in
 it), then a table.
@@ -19,12 +19,13 @@ Measure with two idle cores at least: load, Redis and manager share them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from rich.table import Table
 
 from benchmarks.support.system import System, cpu_s
 from benchmarks.support.trainer import GROUP_SIZE, AskingTrainer
-from benchmarks.support.workers import Fleet, FrameWriter, entry_position
+from benchmarks.support.workers import Fleet, Frame, FrameWriter, Join, Sent
 
 SLOTS = 1024
 """Of the whole fleet."""
@@ -62,6 +63,8 @@ class Case:
     """Of a sample in a frame."""
     seconds: float
     url: str
+    join: Join | None
+    """Gives a worker an identity, so that the manager relays its frames; None if it writes to the token log."""
 
 
 def trainer(case: Case, pipe: Connection) -> None:
@@ -82,52 +85,51 @@ class Load:
 
     def __init__(self, case: Case) -> None:
 
-        self._fleet = Fleet(case.url, SLOTS // case.samples, case.samples)
+        self._fleet = Fleet(case.url, SLOTS // case.samples, case.samples, join=case.join)
         self._tokens, self._burst = case.tokens, BURST_ROWS // case.samples
         self.sent = self.frames = self.tokens = 0
-        self.recent: list[bytes] = []
+        self.recent: list[Frame] = []
         """The last burst."""
 
     def run(self, seconds: float) -> None:
         """Send as fast as the manager takes it."""
         limit = time.monotonic() + seconds
-        burst: list[tuple[bytes, int]] = []
-        sent_to = (0, 0)
+        burst: list[Frame] = []
+        sent: Sent | None = None
         while time.monotonic() < limit:
             made = self._fleet.step(self._tokens) if len(burst) < self._burst else []
             burst += made
-            if len(burst) >= self._burst and self._fleet.manager_cursor() >= sent_to:
-                sent_to = entry_position(self._send(burst))
-                self.recent = [body for body, _ in burst]
+            if len(burst) >= self._burst and (sent is None or self._fleet.is_taken(sent)):
+                sent = self._send(burst)
+                self.recent = burst
                 burst = []
             elif not made:
                 time.sleep(0.0005)
-        while self._fleet.manager_cursor() < sent_to:
+        while sent and not self._fleet.is_taken(sent):
             time.sleep(0.0005)
 
     def run_paced(self, seconds: float, frames_per_s: float) -> list[float]:
         """Send frames one by one at a rate; return the seconds from each one's sending to the stored state."""
         began, sent, latencies = time.monotonic(), 0, list[float]()
-        ahead: deque[tuple[tuple[int, int], float]] = deque()
-        ready: deque[tuple[bytes, int]] = deque()
+        ahead: deque[tuple[Sent, float]] = deque()
+        ready: deque[Frame] = deque()
         while (now := time.monotonic()) - began < seconds or ahead:
             if now - began < seconds and sent < (now - began) * frames_per_s:
                 ready = ready or deque(self._fleet.step(self._tokens))
                 if ready:
                     at = time.monotonic()
-                    ahead.append((entry_position(self._send([ready.popleft()])), at))
+                    ahead.append((self._send([ready.popleft()]), at))
                     sent += 1
             else:
                 time.sleep(0.0003)
-            cursor = self._fleet.manager_cursor()
-            while ahead and ahead[0][0] <= cursor:
+            while ahead and self._fleet.is_taken(ahead[0][0]):
                 latencies.append(time.monotonic() - ahead.popleft()[1])
             if now - began > seconds + 10.0:
                 raise RuntimeError(f"the manager has not taken {len(ahead)} frames in 10 s")
         return latencies
 
-    def _send(self, frames: list[tuple[bytes, int]]) -> bytes:
-        self.sent += sum(tokens for _, tokens in frames)
+    def _send(self, frames: list[Frame]) -> Sent:
+        self.sent += sum(frame.tokens for frame in frames)
         self.frames += len(frames)
         return self._fleet.send(frames)
 
@@ -152,12 +154,12 @@ def bare(url: str, pipe: Connection) -> None:
     pipe.send((tokens, cpu_used, wall))
 
 
-def measure(samples: int, tokens: int, seconds: float) -> dict[str, Any]:
+def measure(samples: int, tokens: int, seconds: float, *, relayed: bool = True) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, System(Path(directory)) as system:
-        case = Case(samples, tokens, seconds, system.url)
+        case = Case(samples, tokens, seconds, system.url, system.join if relayed else None)
         pid = system.start_manager()
         ours, theirs = multiprocessing.Pipe()
-        asking = multiprocessing.Process(target=trainer, args=(case, theirs), daemon=True)
+        asking = multiprocessing.Process(target=trainer, args=(replace(case, join=None), theirs), daemon=True)
         asking.start()
         ours.recv()
         load = Load(case)
@@ -180,6 +182,7 @@ def measure(samples: int, tokens: int, seconds: float) -> dict[str, Any]:
         return {
             "samples": samples,
             "tokens": tokens,
+            "relayed": relayed,
             "tokens_per_cpu_s": round(sent / cpu),
             "bare_tokens_per_cpu_s": round(bare_tokens / bare_cpu),
             "ratio": round(sent / cpu / (bare_tokens / bare_cpu), 3),
@@ -196,11 +199,11 @@ def measure(samples: int, tokens: int, seconds: float) -> dict[str, Any]:
         }
 
 
-def measure_bare(url: str, frames: list[bytes]) -> tuple[int, float, float]:
+def measure_bare(url: str, frames: list[Frame]) -> tuple[int, float, float]:
     """Return tokens, processor seconds and wall seconds of the bare reader over these frames."""
-    writer = FrameWriter(url, BARE_STREAM)
+    writer = FrameWriter(url)
     for _ in range(BARE_FRAMES // len(frames)):
-        writer.write(frames)
+        writer.write([(BARE_STREAM, frame.body) for frame in frames])
     ours, theirs = multiprocessing.Pipe()
     reading = multiprocessing.Process(target=bare, args=(url, theirs), daemon=True)
     reading.start()
@@ -214,12 +217,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[64, 256], help="samples a frame")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16], help="tokens of a sample in a frame")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--direct", action="store_true", help="also measure with frames written to the token log")
     args = parser.parse_args()
     rows = []
-    for samples in args.samples:
-        for tokens in args.tokens:
-            rows.append(measure(samples, tokens, args.seconds))
-            print(json.dumps(rows[-1]), flush=True)
+    for samples, tokens, relayed in itertools.product(args.samples, args.tokens, [True, False][: 1 + args.direct]):
+        rows.append(measure(samples, tokens, args.seconds, relayed=relayed))
+        print(json.dumps(rows[-1]), flush=True)
     print_table(rows)
 
 
@@ -237,7 +240,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     }
     table = Table("frame", *columns)
     for row in rows:
-        table.add_row(f"{row['samples']} x {row['tokens']}", *(f"{row[key]:,}" for key in columns.values()))
+        frame = f"{row['samples']} x {row['tokens']}" + ("" if row["relayed"] else ", direct")
+        table.add_row(frame, *(f"{row[key]:,}" for key in columns.values()))
     Console(width=120).print(table)
 
 

@@ -15,7 +15,6 @@ import structlog
 from rlboost.client import Client
 from rlboost.export_folder import NewFolder, copy_files, write_adapter, write_model
 from rlboost.shared.errors import ConfigError, NotFound
-from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
 
 _PULL_LIMIT_S = 3600.0
 _NEEDS = "needs torch and transformers on this machine: pip install 'rlboost[worker]'"
@@ -78,8 +77,7 @@ def from_store(
 
     """
     spec = client.jobs.spec(request.job_id)
-    protocol = {PROTOCOL_HEADER: str(PROTOCOL)}
-    url = store_url or client.request("GET", "/join", headers=protocol).json()["weight_store_url"]
+    url = store_url or client.request("GET", "/weights").json()["store_url"]
     base = None if request.adapter else _base(model, spec["model"])
     with _warnings_only():
         version = asyncio.run(_pulled(url, token, request, base, to))

@@ -7,7 +7,7 @@ retries silently, so every caller is idempotent on its own ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,15 @@ class Entry:
     stream: str
     id: str
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class RawEntry:
+    """One entry of a stream whose message is not decoded."""
+
+    stream: str
+    id: str
+    body: bytes
 
 
 def after(entry_id: str) -> str:
@@ -48,6 +57,23 @@ class Append:
     stream: str
     message: Message
     max_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AppendRaw:
+    """Like `Append`, for an encoded message."""
+
+    stream: str
+    body: bytes
+    max_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Delete these entries of a stream."""
+
+    stream: str
+    ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +133,7 @@ class Renew:
     ttl_s: float
 
 
-Op = Append | Ack | Trim | HashSet | HashDelete | Expire | Delete | Renew
+Op = Append | AppendRaw | Remove | Ack | Trim | HashSet | HashDelete | Expire | Delete | Renew
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +167,11 @@ class Bus(Protocol):
         An entry that does not decode is omitted, and copied to the dead-letter stream once per reader. It stays in its
         stream, where a newer release can read it.
         """
+
+    async def read_with_raw(
+        self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
+    ) -> tuple[list[Entry], list[RawEntry]]:
+        """Read like `read`, together with the entries of `raw_streams` from their start on, which are not decoded."""
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0

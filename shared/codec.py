@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 from pydantic import ValidationError
 
@@ -16,6 +18,26 @@ def encode(msg: Message) -> bytes:
     return packed
 
 
+def fields_of(data: bytes) -> dict[str, Any]:
+    """Return the message's fields, not validated, with its tag as `t`.
+
+    Raises:
+        Undecodable: the bytes are not a msgpack map.
+
+    """
+    try:
+        body = _unpack(data)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise Undecodable(f"not a message: {error!r}") from error
+    if not isinstance(body, dict):
+        raise Undecodable(f"not a message: it is a {type(body).__name__}")
+    return body
+
+
+def _unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, raw=False)
+
+
 def decode(data: bytes) -> Message:
     """Return the message in `data`.
 
@@ -24,7 +46,7 @@ def decode(data: bytes) -> Message:
 
     """
     try:
-        body = msgpack.unpackb(data, raw=False)
+        body = _unpack(data)
         return class_of(body.pop("t")).model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]

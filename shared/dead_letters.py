@@ -22,7 +22,9 @@ def report_dead_letter(stream: str, entry_id: str, reason: str) -> None:
     _COUNT.inc()
 
 
-def dead_letter_op(stream: str, entry_id: str, consumer: str, reason: str, body: bytes, at: float) -> Append:
+def dead_letter_op(
+    stream: str, entry_id: str, consumer: str, reason: str, body: bytes, at: float, to: str = names.DEAD_LETTERS
+) -> Append:
     """Return the operation that stores an entry among the dead letters.
 
     Args:
@@ -32,7 +34,8 @@ def dead_letter_op(stream: str, entry_id: str, consumer: str, reason: str, body:
         reason: why it cannot.
         body: the entry's bytes.
         at: the time, in Unix seconds.
+        to: the stream of dead letters, or one from which they are relayed to it.
 
     """
     letter = DeadLetter(stream=stream, entry_id=entry_id, consumer=consumer, reason=reason, body=body, at=at)
-    return Append(names.DEAD_LETTERS, letter, MAX_DEAD_LETTERS)
+    return Append(to, letter, MAX_DEAD_LETTERS if to == names.DEAD_LETTERS else None)

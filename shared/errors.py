@@ -30,6 +30,10 @@ class BusUnavailable(Retryable):
     """Redis did not answer; the last write may or may not have taken effect."""
 
 
+class CredentialRejected(BusUnavailable):
+    """Redis does not know the user, or its password is another; a Redis that restarted gets its users again."""
+
+
 class StoreUnavailable(Retryable):
     """The weight store did not answer, or closed the connection during a transfer."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -13,6 +13,7 @@ from rlboost.shared.bus import (
     START,
     Ack,
     Append,
+    AppendRaw,
     Delete,
     Entry,
     Expire,
@@ -20,6 +21,8 @@ from rlboost.shared.bus import (
     HashDelete,
     HashSet,
     Op,
+    RawEntry,
+    Remove,
     Renew,
     Trim,
     position,
@@ -96,13 +99,18 @@ class MemoryBus:
             self.lose_next_reply = False
             raise BusUnavailable("the reply was lost")
 
-    def _apply(self, op: Op) -> None:  # noqa: C901 - one flat table
+    def _apply(self, op: Op) -> None:  # noqa: C901, PLR0912 - one flat table
         match op:
             case Append(stream, message, max_len):
+                self._apply(AppendRaw(stream, encode(message), max_len))
+            case AppendRaw(stream, body, max_len):
                 entries = self._streams[stream].entries
-                self._streams[stream].add(encode(message))
+                self._streams[stream].add(body)
                 while max_len is not None and len(entries) > max_len:
                     entries.pop(next(iter(entries)))
+            case Remove(stream, ids):
+                for entry_id in ids:
+                    self._streams[stream].entries.pop(entry_id, None)
             case Ack(stream, group, ids):
                 for entry_id in ids:
                     self._streams[stream].pending[group].pop(entry_id, None)
@@ -178,6 +186,17 @@ class MemoryBus:
             return found
 
         return await self._wait(find, block_s)
+
+    async def read_with_raw(
+        self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
+    ) -> tuple[list[Entry], list[RawEntry]]:
+        """See `Bus.read_with_raw`."""
+        raw = [
+            RawEntry(stream, entry_id, body)
+            for stream in raw_streams
+            for entry_id, body in islice(self._streams[stream].entries.items(), count)
+        ]
+        return await self.read(cursors, count=count, block_s=0.0 if raw else block_s), raw
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0

@@ -31,7 +31,9 @@ MANAGER_LEASE = PREFIX + "manager.lease"
 MANAGER_EPOCH = PREFIX + "manager.epoch"
 """Counter: incremented by each acquisition of the lease; fences every transaction of a leader."""
 WEIGHT_PEERS = PREFIX + "weights.peers"
-"""Hash: peer -> empty; the peers that may hold a lease `weight_peer`."""
+"""Hash: worker -> empty; the workers that may hold a lease `weight_peer`. Written only by the manager."""
+WORKER_IDENTITIES = PREFIX + "workers.identities"
+"""Hash: worker id -> its identity (JSON), from its join until its reports are relayed and its Redis user is removed."""
 FLEET = PREFIX + "fleet"
 """Hash: worker id -> its last record (JSON), from which a restarted manager recovers the fleet."""
 
@@ -122,6 +124,16 @@ def weight_claim(digest: str) -> str:
 def worker_commands(worker: str) -> str:
     """Stream, manager -> one worker incarnation."""
     return f"{PREFIX}worker:{worker}:commands"
+
+
+def worker_reports(worker: str) -> str:
+    """Stream, one worker incarnation -> manager: all that it reports, in order; the manager relays and removes it."""
+    return f"{PREFIX}worker:{worker}:reports"
+
+
+def worker_redis_user(worker: str) -> str:
+    """Return the name of the Redis user of one worker incarnation."""
+    return f"rlboost-worker-{worker}"
 
 
 def worker_lease(worker: str) -> str:

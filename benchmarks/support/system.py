@@ -11,11 +11,14 @@ import urllib.request
 from pathlib import Path
 from typing import Self
 
+import httpx
 import redis
 
 from rlboost.local import redis_server
 from rlboost.local.ports import Ports
+from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
 
+TOKEN = "benchmark"
 _START_LIMIT_S = 30.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -39,16 +42,24 @@ class System:
     def start_manager(self) -> int:
         """Start `python -m rlboost.services.rollout_manager`; return its process id when it is ready."""
         port = self._ports.of("manager")
+        self.manager_url = f"http://127.0.0.1:{port}"
         self.manager = self._start(
             "manager",
             [sys.executable, "-m", "rlboost.services.rollout_manager"],
             RLBOOST_REDIS_URL=self.url,
-            RLBOOST_TOKEN="benchmark",
+            RLBOOST_TOKEN=TOKEN,
             RLBOOST_MANAGER_PORT=str(port),
             OMP_NUM_THREADS="1",
         )
         self._wait_for("manager", lambda: _is_ready(port))
         return self.manager.pid
+
+    def join(self, name: str) -> str:
+        """Join a worker of this name; return its id."""
+        headers = {"Authorization": f"Bearer {TOKEN}", PROTOCOL_HEADER: str(PROTOCOL)}
+        request = {"name": name, "role": "preemptible"}
+        answer = httpx.post(f"{self.manager_url}/v1/join", json=request, headers=headers).raise_for_status()
+        return str(answer.json()["worker"])
 
     def stop_manager(self) -> None:
         """End the manager in order.

@@ -10,6 +10,8 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -204,12 +206,42 @@ class LoadWorker:
         return body
 
 
+class Frame(NamedTuple):
+    stream: str
+    body: bytes
+    tokens: int
+
+
+@dataclass
+class Sent:
+    """Frames on their way to the manager."""
+
+    streams: set[str]
+    position: tuple[int, int] | None
+    """Of the last in the token log; None until all were relayed."""
+
+
+Join = Callable[[str], str]
+
+
 class Fleet:
     """Many load workers on one connection."""
 
-    def __init__(self, url: str, workers: int, slots: int, prefix: str = "load") -> None:
+    def __init__(self, url: str, workers: int, slots: int, prefix: str = "load", join: Join | None = None) -> None:
+        """Let workers join.
+
+        Args:
+            url: of Redis.
+            workers: how many.
+            slots: of each.
+            prefix: of their ids.
+            join: makes an identity, returns its id: the worker then writes to its own stream. When None, all write
+                where the manager would relay that to.
+
+        """
         self._client = redis.Redis.from_url(url)
-        self._log = FrameWriter(url)
+        self._writer = FrameWriter(url)
+        self._join = join
         self._serial, self._prefix, self._slots = 0, prefix, slots
         self.workers: dict[str, LoadWorker] = {}
         self._cursors: dict[str, str] = {}
@@ -219,11 +251,12 @@ class Fleet:
 
     def join(self) -> None:
         """Let one more worker come."""
-        worker = LoadWorker(f"{self._prefix}-{os.getpid()}-{self._serial}", self._slots)
+        name = f"{self._prefix}-{os.getpid()}-{self._serial}"
+        worker = LoadWorker(self._join(name) if self._join else name, self._slots)
         self._serial += 1
         self.workers[worker.id] = worker
         self._cursors[names.worker_commands(worker.id)] = "0-0"
-        self._append(names.WORKER_HEARTBEATS, worker.joined())
+        self._append(self._heartbeats(worker), worker.joined())
         self._beat([worker])
 
     def leave(self, worker: LoadWorker, *, silently: bool) -> None:
@@ -231,28 +264,41 @@ class Fleet:
         del self.workers[worker.id], self._cursors[names.worker_commands(worker.id)]
         self._client.delete(names.worker_lease(worker.id))
         if not silently:
-            self._append(names.WORKER_HEARTBEATS, WorkerLeft(worker=worker.id, reason="load", at=time.time()))
+            left = WorkerLeft(worker=worker.id, reason="load", at=time.time())
+            self._append(self._heartbeats(worker), left)
 
-    def step(self, n: int) -> list[tuple[bytes, int]]:
+    def _heartbeats(self, worker: LoadWorker) -> str:
+        return names.worker_reports(worker.id) if self._join else names.WORKER_HEARTBEATS
+
+    def step(self, n: int) -> list[Frame]:
         """Beat and obey when it is time; return a frame of each worker."""
         now = time.monotonic()
         if now - self._beat_at > BEAT_S:
             self._beat_at = now
             self._beat(list(self.workers.values()))
         self._obey()
-        return [frame for worker in self.workers.values() if (frame := worker.frame(n))]
+        frames = [(worker.id, frame) for worker in self.workers.values() if (frame := worker.frame(n))]
+        return [
+            Frame(names.worker_reports(worker) if self._join else names.TOKEN_LOG, body, tokens)
+            for worker, (body, tokens) in frames
+        ]
 
-    def send(self, frames: list[tuple[bytes, int]]) -> bytes:
-        """Write frames to the token log; return the entry id of the last."""
-        return self._log.write([body for body, _ in frames])
+    def send(self, frames: list[Frame]) -> Sent:
+        """Write frames."""
+        last = self._writer.write([(frame.stream, frame.body) for frame in frames])
+        return Sent({frame.stream for frame in frames}, None if self._join else entry_position(last))
 
-    def manager_cursor(self) -> tuple[int, int]:
-        """Return how far into the log the manager's stored state goes."""
-        return entry_position(self._client.hget(names.MANAGER_CURSORS, names.TOKEN_LOG) or b"0-0")
+    def is_taken(self, sent: Sent) -> bool:
+        """Return True if the manager's stored state covers these frames."""
+        if sent.position is None:
+            if any(self._client.xlen(stream) for stream in sent.streams):
+                return False
+            sent.position = entry_position(self._client.xinfo_stream(names.TOKEN_LOG)["last-generated-id"])
+        return sent.position <= entry_position(self._client.hget(names.MANAGER_CURSORS, names.TOKEN_LOG) or b"0-0")
 
     def close(self) -> None:
         self._client.close()
-        self._log.close()
+        self._writer.close()
 
     def _obey(self) -> None:
         for stream, entries in self._client.xread(self._cursors, count=4096) or ():
@@ -267,7 +313,7 @@ class Fleet:
         pipe = self._client.pipeline(transaction=False)
         for worker in workers:
             pipe.set(names.worker_lease(worker.id), "1", px=LEASE_MS)
-            pipe.xadd(names.WORKER_HEARTBEATS, {"m": encode(worker.beat())}, maxlen=100_000)
+            pipe.xadd(self._heartbeats(worker), {"m": encode(worker.beat())})
             commands = names.worker_commands(worker.id)
             pipe.xtrim(commands, minid=after(self._cursors[commands]), approximate=False)
         pipe.execute()
@@ -277,20 +323,19 @@ class Fleet:
 
 
 class FrameWriter:
-    """XADDs to one stream, many in flight at once, without a client library's cost per command."""
+    """XADDs, many in flight at once, without a client library's cost per command."""
 
-    def __init__(self, url: str, stream: str = names.TOKEN_LOG) -> None:
+    def __init__(self, url: str) -> None:
         where = urlsplit(url)
         assert where.hostname
         self._socket = socket.create_connection((where.hostname, where.port or 6379))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._head = b"*5\r\n$4\r\nXADD\r\n$%d\r\n%b\r\n$1\r\n*\r\n$1\r\nm\r\n$" % (len(stream), stream.encode())
 
-    def write(self, bodies: list[bytes]) -> bytes:
-        """Append messages; return the last one's entry id when Redis has all of them."""
-        self._socket.sendall(b"".join([b"%b%d\r\n%b\r\n" % (self._head, len(body), body) for body in bodies]))
+    def write(self, messages: list[tuple[str, bytes]]) -> bytes:
+        """Append messages to streams; return the last one's entry id when Redis has all of them."""
+        self._socket.sendall(b"".join([_xadd(stream.encode(), body) for stream, body in messages]))
         answer = b""
-        while answer.count(b"\r\n") < 2 * len(bodies):
+        while answer.count(b"\r\n") < 2 * len(messages):
             answer += self._socket.recv(1 << 16)
         if b"-ERR" in answer or b"-OOM" in answer:
             raise RuntimeError(answer.decode())
@@ -298,6 +343,11 @@ class FrameWriter:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _xadd(stream: bytes, body: bytes) -> bytes:
+    head = b"*5\r\n$4\r\nXADD\r\n$%d\r\n%b\r\n$1\r\n*\r\n$1\r\nm\r\n" % (len(stream), stream)
+    return b"%b$%d\r\n%b\r\n" % (head, len(body), body)
 
 
 def entry_position(entry_id: Any) -> tuple[int, int]:

@@ -62,7 +62,12 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
         float | None, typer.Option(help="Fraction of a trainer's GPU for the reserved workers on it; default 0.4.")
     ] = None,
     state: StateOption = DEFAULT_STATE,
-    port: Annotated[int | None, typer.Option(help="Port of the REST API; default: a free one.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="This machine's address for workers on other machines; default: none can join.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the REST API; default: a free one, with --host 8700.")
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; the system stays.")] = False,
     as_json: JsonOption = False,
     standby: Annotated[
@@ -99,6 +104,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
         "trainer_gpus": trainer_gpus,
         "tensor_parallel": tensor_parallel,
         "gpu_memory_utilization": gpu_memory_utilization,
+        "host": host,
         "port": port,
     }
     StateDir(state).require_free()

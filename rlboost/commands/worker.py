@@ -116,7 +116,7 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
     gpus: GpusOption = None,
     tensor_parallel: TensorParallelOption = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Fraction of each GPU's memory for its engine; default: the engine's own.")
+        float | None, typer.Option(help="Fraction of each GPU for its engine; default: the engine's own, reserved 0.4.")
     ] = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
@@ -154,10 +154,10 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
         "DEVICE": device,
         "GPU_MEMORY_UTILIZATION": None if fraction is None else f"{fraction:g}",
     }
-    spec.require_tensor_parallel()
+    spec.require_vllm_for_its_options()
     own = {f"RLBOOST_WORKER_{key}": value for key, value in settings.items() if value is not None}
     arguments = [sys.executable, "-m", "rlboost.services.rollout_worker"]
-    os.execve(sys.executable, arguments, {**os.environ, **spec.env, **own, **connection})  # noqa: S606 - the worker takes this process's place, and its signals
+    os.execve(sys.executable, arguments, {**os.environ, **spec.settings, **own, **connection})  # noqa: S606 - the worker takes this process's place, and its signals
 
 
 def _run_node(spec: NodeSpec, name: str, connection: Mapping[str, str], state: Path) -> None:
@@ -168,11 +168,10 @@ def _run_node(spec: NodeSpec, name: str, connection: Mapping[str, str], state: P
     spec.require_engine()
     layout = node.place(spec, list_gpus(), name)
     folder = node.state_of(state, name)
-    grace_s = float({**os.environ, **spec.env}.get("RLBOOST_WORKER_GRACE_S", 10))
     specs = node.worker_specs(spec, layout, folder, connection, os.environ, n_cpus())
     for worker in specs:
         typer.echo(f"rlboost: {worker.name}: GPU {worker.gpus}, log {worker.log}", err=True)
-    node.serve(specs, folder, grace_s, print_event)
+    node.serve(specs, folder, node.grace_s({**os.environ, **spec.settings}), print_event)
 
 
 def requested_endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:

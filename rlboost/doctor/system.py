@@ -17,6 +17,7 @@ from rlboost.local import redis_server
 from rlboost.shared.errors import Conflict
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
+from rlboost.shared.tls import client_context
 
 _TIMEOUT_S = 5.0
 
@@ -24,7 +25,8 @@ _TIMEOUT_S = 5.0
 def findings(url: str, token: str, transport: httpx.BaseTransport | None = None) -> Iterator[Finding]:
     """Yield what a worker on this machine would find at a manager's URL; tests give a transport."""
     headers = {"Authorization": f"Bearer {token}", PROTOCOL_HEADER: str(PROTOCOL)}
-    with httpx.Client(timeout=_TIMEOUT_S, headers=headers, transport=transport) as client:
+    verify = client_context() or True
+    with httpx.Client(timeout=_TIMEOUT_S, headers=headers, transport=transport, verify=verify) as client:
         began = time.time()
         try:
             response = _get_from_leader(client, f"{url}/v1/join")

@@ -86,7 +86,7 @@ class LocalCluster:
             async with AsyncExitStack() as stack:
                 stack.enter_context(self.state.owned())
                 stack.push(self._record_end)
-                self._ports = stack.enter_context(Ports(self.state.ports()))
+                self._ports = stack.enter_context(Ports(self.state.ports(), self.options.host))
                 self._site = self._survey()
                 specs = [self._spec_of(self._site, name, role) for name, role in roster(self.options)]
                 self._forks = _fork_server(specs, self.state)
@@ -132,7 +132,8 @@ class LocalCluster:
     def _survey(self) -> Site:
         redis_port = self._ports.of("redis", self.options.redis_port)
         self._ports.of("manager", self.options.port)
-        redis_argv, redis_url = redis_server.configure(self.state, redis_port)
+        self._ports.of("weight-store", self.options.weight_store_port)
+        redis_argv, redis_url = redis_server.configure(self.state, redis_port, self.options.host)
         return Site(
             options=self.options,
             state_dir=self.state.path,

@@ -58,13 +58,13 @@ def worker_specs(
         ConfigError: a setting in the environment can belong to one worker only.
 
     """
-    settings = {**inherited, **spec.env}
+    settings = {**inherited, **spec.settings}
     if len(layout.placements) > 1 and settings.get(f"{_PREFIX}PEER_URL", "off") != "off":
         raise ConfigError(
             f"{_PREFIX}PEER_URL is the URL of one worker, and this machine has {len(layout.placements)}: set "
             f"{_PREFIX}HOST and {_PREFIX}PORT, from which each has its own"
         )
-    first_port = int(settings.get(f"{_PREFIX}PORT") or 0)
+    first_port = int(_number(settings, "PORT", 0))
     specs = []
     for i, (name, placement) in enumerate(layout.placements.items()):
         own = {"ROLE": spec.role, "NAME": name, "ENGINE": spec.engine_name}
@@ -72,7 +72,7 @@ def worker_specs(
         env = {
             **connection,
             **environment(placement, _PREFIX, layout.threads(n_cpus), settings),
-            **spec.env,
+            **spec.settings,
             **{_PREFIX + key: value for key, value in own.items()},
         }
         specs.append(
@@ -87,6 +87,24 @@ def worker_specs(
             )
         )
     return specs
+
+
+def grace_s(settings: Mapping[str, str]) -> float:
+    """Return a worker's time to hand off after SIGTERM.
+
+    Raises:
+        ConfigError: the setting is not a number.
+
+    """
+    return _number(settings, "GRACE_S", 10)
+
+
+def _number(settings: Mapping[str, str], name: str, default: float) -> float:
+    text = settings.get(_PREFIX + name) or default
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{_PREFIX}{name} is {text!r}: it should be a number") from error
 
 
 def serve(

@@ -14,16 +14,17 @@ from rlboost.shared.http.server import bind
 
 
 class Ports:
-    """Loopback ports by process name, reserved until closed.
+    """Ports of one address by process name, reserved until closed.
 
     A bound socket that does not listen reserves the port. On Linux the kernel then does not hand out the port as a free
     one, while the process itself, which sets SO_REUSEADDR, can listen on it. On other systems the second bind would
     fail, so the port is chosen but not reserved.
     """
 
-    def __init__(self, preferred: Mapping[str, int] | None = None) -> None:
+    def __init__(self, preferred: Mapping[str, int] | None = None, host: str = LOOPBACK) -> None:
         """Start with none; `preferred` are ports by name to take again if they are free."""
         self._preferred = dict(preferred or {})
+        self._host = host
         self._ports: dict[str, int] = {}
         self._sockets: dict[str, socket.socket] = {}
 
@@ -35,7 +36,7 @@ class Ports:
 
         """
         if name not in self._ports:
-            sock = bind(LOOPBACK, requested) if requested else self._free(name)
+            sock = bind(self._host, requested) if requested else self._free(name)
             self._ports[name] = sock.getsockname()[1]
             if sys.platform == "linux":
                 self._sockets[name] = sock
@@ -45,9 +46,9 @@ class Ports:
 
     def _free(self, name: str) -> socket.socket:
         try:
-            return bind(LOOPBACK, self._preferred.get(name, 0))
+            return bind(self._host, self._preferred.get(name, 0))
         except ConfigError:
-            return bind(LOOPBACK, 0)
+            return bind(self._host, 0)
 
     def by_name(self) -> dict[str, int]:
         """Return all reserved ports."""

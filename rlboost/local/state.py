@@ -146,7 +146,12 @@ class StateDir:
 
     def _forget(self) -> None:
         """Remove the records of an earlier supervisor; the data of its processes stays."""
-        for record in (self.path / "config.json", self.path / "processes.json", *(self.path / "drained").iterdir()):
+        for record in (
+            self.path / "config.json",
+            self.path / "devices.json",
+            self.path / "processes.json",
+            *(self.path / "drained").iterdir(),
+        ):
             record.unlink(missing_ok=True)
 
     def _allocate_end(self) -> None:

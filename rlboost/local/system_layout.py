@@ -8,11 +8,13 @@ from pathlib import Path
 
 from rlboost.local import layout
 from rlboost.local.gpus import Gpu, list_gpus, select
-from rlboost.local.processes import LocalOptions, reserved_names, spot_names, trainer_names, trainer_of
+from rlboost.local.processes import LOOPBACK, LocalOptions, reserved_names, spot_names, trainer_names, trainer_of
 from rlboost.local.spec_file import SystemSpec
 from rlboost.shared.errors import ConfigError
 
 _DEFAULT_WORKERS = 3
+_PORT, _WEIGHT_STORE_PORT, _REDIS_PORT = 8700, 8701, 6379
+"""Where other machines find a system; deploy/README.md names them for firewalls."""
 
 
 def local_options(spec: SystemSpec, state: Path) -> LocalOptions:
@@ -40,8 +42,11 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
         reserved=1 if spec.reserved is None else spec.reserved,
         workers=_DEFAULT_WORKERS if spec.workers is None else spec.workers,
         engine=spec.engine_name,
-        port=spec.port,
-        env=spec.env,
+        host=spec.host or LOOPBACK,
+        port=spec.port or (_PORT if spec.host else 0),
+        weight_store_port=spec.weight_store_port or (_WEIGHT_STORE_PORT if spec.host else 0),
+        redis_port=spec.redis_port or (_REDIS_PORT if spec.host else 0),
+        env=spec.settings,
         standby=spec.standby,
         trainers=spec.trainers,
     )

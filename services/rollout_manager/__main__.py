@@ -7,8 +7,12 @@ import socket
 import sys
 from functools import partial
 
+import structlog
+
+from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
 from rlboost.services.rollout_manager.adapters.model_files import load_model_files
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
+from rlboost.services.rollout_manager.adapters.redis_users import RedisWorkerUsers
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
@@ -17,9 +21,12 @@ from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.page.routes import add_page
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.store_credentials import StoreCredentials
+from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
 from rlboost.shared.http import server
 from rlboost.shared.lifecycle import run_service, supervise
-from rlboost.shared.redis.bus import connect
+from rlboost.shared.redis.bus import RedisBus, connect
+
+log = structlog.get_logger(__name__)
 
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
@@ -30,12 +37,16 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
     record = manager_record(host, port, socket.gethostname(), config.public_url, tls=config.certificate is not None)
+    identities = WorkerIdentities(bus, await _worker_users(bus, config))
+    leader = LeaderConnection()
     manager = Manager(
         bus,
         lease_s=config.lease_s,
         redis_limit_s=config.redis_limit_s,
         record=record.signed(config.token.get_secret_value()),
         leader_lease_s=config.leader_lease_s,
+        identities=identities,
+        leader_watch=leader,
     )
     WorldCollector(manager).register()
     credentials = StoreCredentials(manager, config.token.get_secret_value())
@@ -46,8 +57,18 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         http = server.server_loop(app, sock, config.certificate)
         await supervise({"manage": manager.run, "credentials": credentials.run, "http": http}, stop)
     finally:
+        await leader.close()
         await clients_bus.close()
         await bus.close()
+
+
+async def _worker_users(bus: RedisBus, config: Settings) -> RedisWorkerUsers | None:
+    if config.worker_redis_users == "off":
+        log.warning("worker_redis_users_off", reason="every worker gets the manager's Redis URL: trust all workers")
+        return None
+    users = RedisWorkerUsers(bus)
+    await users.check()
+    return users
 
 
 if __name__ == "__main__":

@@ -7,17 +7,18 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from rlboost.services.rollout_manager.adapters.manifest_key import manifest_public_key
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
 from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
+from rlboost.services.rollout_manager.join import JoinAnswer, JoinRequest, check_protocol, join
 from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.token_routes import add_token_routes
@@ -32,7 +33,6 @@ from rlboost.shared.http.documented import GUARDED, Responses, problems
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
-from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
@@ -210,26 +210,20 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
-    token = settings.token.get_secret_value()
-
-    @router.get("/join", tags=["fleet"], responses=problems(409))
+    @router.post("/join", tags=["fleet"], responses=problems(409))
     @needs("worker")
-    async def join(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> dict[str, str | int]:
-        """Return to a worker that joins what it needs to connect to the other services."""
-        if protocol != PROTOCOL:
-            raise Problem(
-                409,
-                "Protocol mismatch",
-                f"the worker speaks protocol {protocol} and this manager {PROTOCOL}: install the same version of "
-                "rlboost on both",
-            )
-        return {
-            "protocol": PROTOCOL,
-            "redis_url": settings.advertised_redis_url or settings.redis_url,
-            "weight_store_url": settings.weight_store_url,
-            "store_credential": issue_store_credential(token, "a joining worker", time.time()),
-            "manifest_key": manifest_public_key(token),
-        }
+    async def join_fleet(
+        body: JoinRequest, protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED
+    ) -> JoinAnswer:
+        """Give a worker that joins its identity, and the addresses of the other services."""
+        check_protocol(protocol)
+        return await join(body, manager.identities, settings, partial(write, manager))
+
+    @router.get("/join", tags=["fleet"], deprecated=True, responses=problems(409))
+    @needs("worker")
+    async def join_with_get(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> None:
+        """Reject workers of earlier protocols."""
+        check_protocol(min(protocol, PROTOCOL - 1))
 
     @router.get("/workers", tags=["fleet"])
     @needs("read")
@@ -261,6 +255,7 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
             "tokens_per_s": sum(worker.tokens_per_s for worker in workers),
             "target_workers": target_workers(job.window_tuner for job in manager.world.jobs.active()),
             "worth_of_one_more": None,
+            "worker_redis_users": "on" if manager.identities.have_users else "off",
         }
 
 

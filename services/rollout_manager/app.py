@@ -1,9 +1,11 @@
 """The manager's loop.
 
-Consumes: job commands and reports, requested groups, the token log, heartbeats, committed weights.
+Consumes: job commands and reports, requested groups, the token log, heartbeats, committed weights; and the streams of
+    workers, whose entries it first relays to the token log and to the heartbeats.
 Produces: token-log records, worker commands, finished samples, events; each turn writes them in one transaction,
     together with the positions up to which the streams were read.
-Waits for: the next entry or tick, in `Bus.read`; a standby, for the end of the leader's lease, in `try_lead`.
+Waits for: the next entry or tick, in `Bus.read`; a standby, for the end of the leader's process or
+    of its lease, in `_stand_by`.
 Ends when: the stop is set. After a write without a reply, and at the start, the manager acquires leadership and
     rebuilds the world from the log. A superseded manager cannot write: it discards its world and becomes a standby.
 """
@@ -25,7 +27,10 @@ from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches
 from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
+from rlboost.services.rollout_manager.ports import LeaderWatch
 from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, dead_letter, recover
+from rlboost.services.rollout_manager.relay import relay
+from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
 from rlboost.shared import names
 from rlboost.shared.bus import START, Bus, Entry, Op, Trim, after
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
@@ -39,6 +44,8 @@ TURN_S = 0.01
 """Shortest turn: entries that arrive within it are handled together."""
 TRIM_EVERY_S = 1.0
 BATCH = 1024
+MIN_BATCH = 16
+"""Entries that one read takes of each stream, however many workers there are."""
 
 
 class Manager:
@@ -55,6 +62,8 @@ class Manager:
         clock: Callable[[], Now] | None = None,
         record: ManagerRecord | None = None,
         leader_lease_s: float = LEASE_S,
+        identities: WorkerIdentities | None = None,
+        leader_watch: LeaderWatch | None = None,
     ) -> None:
         """Create a standby; the world is empty until it is recovered.
 
@@ -65,13 +74,17 @@ class Manager:
             clock: returns the current time; the system's clocks when None.
             record: describes this manager in the leader's lease; managers on one Redis need different addresses.
             leader_lease_s: how long a leader may be silent until another manager takes over.
+            identities: of workers; without Redis users when None.
+            leader_watch: notices a leader's death sooner.
 
         """
         self._bus = bus
+        self._leader_watch = leader_watch
         self._now = clock or _now
         self._lease_s = lease_s
         self._redis_limit_s = redis_limit_s
         self._leadership = Leadership(bus, record or manager_record("", 0, ""), leader_lease_s)
+        self.identities = identities or WorkerIdentities(bus)
         self.world = World(lease_s)
         self.completion_waiters = CompletionWaiters()
         self.recovered = False
@@ -91,7 +104,7 @@ class Manager:
             try:
                 if not self.recovered and not await self.try_lead():
                     unavailable_since = None
-                    await until_stop(stop, self._leadership.check_every_s)
+                    await self._stand_by(stop)
                     continue
                 unavailable_since = None
                 began = time.monotonic()
@@ -112,6 +125,14 @@ class Manager:
         self.recovered = False
         self.completion_waiters.close("the manager is shutting down")
         await self._leadership.resign()
+
+    async def _stand_by(self, stop: asyncio.Event) -> None:
+        """Wait until it is time to check the lease, or until the leader has died."""
+        leader, wait_s = self._leadership.other_leader, self._leadership.check_every_s
+        if leader is None or self._leader_watch is None:
+            await until_stop(stop, wait_s)
+        elif await self._leader_watch.has_died(leader.url, wait_s):
+            self._leadership.replace_dead(leader)
 
     @property
     def leads(self) -> bool:
@@ -136,6 +157,7 @@ class Manager:
             if self._cursors:
                 self._step_down("another manager became the leader during an outage")
             return False
+        await self.identities.load()
         recovered = await recover(self._bus, self._lease_s, self._now(), self._poison, self._keep_lease)
         self.world, self._cursors = recovered.world, recovered.cursors
         self._audit_texts.clear()
@@ -184,7 +206,7 @@ class Manager:
 
     async def turn(self, block_s: float = 0.0) -> None:
         """Read new entries, waiting up to `block_s` for the first one; decide; write."""
-        entries = await self._bus.read(self._cursors, count=BATCH, block_s=block_s)
+        entries = await self._read(block_s)
         now = self._now()
         try:
             self._take(entries, now)
@@ -204,10 +226,23 @@ class Manager:
             self._trimmed_at = now.mono
             due = self._due_trims()
             self._forget_ended(now)
+            await self.identities.maintain(self.world.fleet, now.mono, self.write)
         await self._commit(advanced)
         self._trims = due
         self.completion_waiters.notify(self.world)
         self._follow_jobs()
+
+    async def _read(self, block_s: float) -> list[Entry]:
+        """Return new entries, among them what workers have reported; relay that first."""
+        roles = self.identities.roles
+        count = max(MIN_BATCH, BATCH // max(1, len(roles)))
+        streams = list(map(names.worker_reports, roles))
+        entries, reports = await self._bus.read_with_raw(self._cursors, streams, count=count, block_s=block_s)
+        if reports:
+            await self._bus.transact(relay(reports, roles), self._leadership.fence)
+            cursors = self._cursors | {entry.stream: entry.id for entry in entries}
+            entries += await self._bus.read(cursors, count=BATCH)
+        return entries
 
     def _take(self, entries: list[Entry], now: Now) -> None:
         world = self.world

@@ -89,12 +89,16 @@ def _state_operations(effect: Effect) -> list[Op]:  # noqa: PLR0911 - one flat t
             key = names.job_lengths(job_id)
             return [HashDelete(key, (prompt,)) if length is None else HashSet(key, {prompt: repr(length)})]
         case SaveWorker(joined):
-            return [HashSet(names.FLEET, {joined.worker: joined.model_dump_json()})]
+            return [
+                HashSet(names.FLEET, {joined.worker: joined.model_dump_json()}),
+                HashSet(names.WEIGHT_PEERS, {joined.worker: ""}),
+            ]
         case ForgetWorker(worker):
             commands = names.worker_commands(worker)
             dismissed = Dismissed(reason="declared lost: no heartbeat and no lease; its samples were reassigned")
             return [
                 HashDelete(names.FLEET, (worker,)),
+                HashDelete(names.WEIGHT_PEERS, (worker,)),
                 Trim(commands, _MAX_ENTRY_ID),  # not deleted, so that ids keep increasing for a reader that returns
                 Append(commands, dismissed),
                 Expire(commands, DISMISSAL_TTL_S),

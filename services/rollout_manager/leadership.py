@@ -87,6 +87,8 @@ class Leadership:
         self._renewed_at = self._recovery_renewed_at = float("-inf")
         self._may_succeed_address = True
         self._leader: ManagerRecord | None = None
+        self._dead = ""
+        """The manager that may be replaced before its lease expires."""
 
     @property
     def leads(self) -> bool:
@@ -122,6 +124,7 @@ class Leadership:
         if not await self._lease.acquire(self._value, replacing=held, ttl_s=self._recovery_lease_s):
             return False
         self._may_succeed_address = False
+        self._dead = ""
         self._renewed_at = self._recovery_renewed_at = float("-inf")
         self._leader = self.record
         log.info("leadership_acquired", epoch=self._lease.epoch, url=self.record.url)
@@ -131,7 +134,12 @@ class Leadership:
         # A process that has bound the leader's address is its successor: the leader is dead. This counts once in a
         # process's life, so that two managers that share an address by mistake do not replace each other for ever.
         same_address = self._may_succeed_address and leader.address == self.record.address
-        return same_address or leader.manager == self.record.manager
+        return same_address or leader.manager in {self.record.manager, self._dead}
+
+    def replace_dead(self, leader: ManagerRecord) -> None:
+        """Let the next `try_acquire` replace a leader whose process has died; if it lives, its writes are fenced."""
+        log.info("leader_died", url=leader.url)
+        self._dead = leader.manager
 
     def renewal(self, now: float) -> list[Op]:
         """Return the operations that renew the lease when it is time, for a transaction under `fence`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,32 @@ class ManagerState(Protocol):
     @property
     def world(self) -> World:
         """Return the manager's world."""
+
+
+class WorkerUsers(Protocol):
+    """The Redis users of workers. Every method raises `BusUnavailable` while Redis is unavailable."""
+
+    async def put(self, worker: str, secret_sha256: str) -> None:
+        """Create or replace a worker's user.
+
+        Args:
+            worker: its id.
+            secret_sha256: the SHA-256 of the user's password, in hexadecimal.
+
+        """
+
+    async def remove(self, workers: Collection[str]) -> None:
+        """Remove the users of workers and close their connections; users that do not exist are ignored."""
+
+    async def present(self) -> set[str]:
+        """Return the workers that have a user."""
+
+
+class LeaderWatch(Protocol):
+    """Notices the death of another manager's process sooner than its lease expires."""
+
+    async def has_died(self, url: str, limit_s: float) -> bool:
+        """Return True as soon as the process that listened at the URL is known to be dead; False after the limit."""
 
 
 # --- the model of a job, for the OpenAI endpoint ----------------------------------------------------------------------

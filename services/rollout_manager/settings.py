@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
@@ -23,11 +23,18 @@ class Settings(ServiceSettings):
     )
     weight_store_url: str = Field("http://127.0.0.1:8701", description="where joining workers find the weight store")
     advertised_redis_url: str = Field("", description="where joining workers find Redis; the manager's own when empty")
+    worker_redis_users: Literal["on", "off"] = Field(
+        "on",
+        description="each worker gets a Redis user that can access only its own keys; off = workers get the manager's "
+        "Redis URL",
+    )
     lease_s: float = Field(
         2.0, gt=0, description="a worker without a lease is lost after this time without a heartbeat"
     )
     leader_lease_s: float = Field(
-        3.0, ge=0.2, description="duration of the leader's lease; a standby takes over when it expires"
+        3.0,
+        ge=0.2,
+        description="duration of the leader's lease; a standby takes over when it expires or the leader's process dies",
     )
     public_url: str = Field(
         "",

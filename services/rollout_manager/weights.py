@@ -29,7 +29,7 @@ async def weights_overview(bus: Bus, store_url: str, token: str, workers: Iterab
         if worker.version >= 0:
             holders.setdefault((worker.job_id, worker.version), []).append(worker.id)
     peers = [{"name": peer.name, "url": peer.url, "host": peer.host} for peer in await list_peers(bus)]
-    return {"models": [_public(model, holders) for model in models], "peers": peers}
+    return {"store_url": store_url, "models": [_public(model, holders) for model in models], "peers": peers}
 
 
 def _public(model: ModelInfo, holders: dict[tuple[str, int], list[str]]) -> dict[str, Any]:

@@ -21,16 +21,14 @@ from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
 from rlboost.services.rollout_worker.app import Worker, WorkerOptions
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from rlboost.services.rollout_worker.ports import EngineFactory, NoticeSource
+from rlboost.services.rollout_worker.ports import EngineFactory, Membership, NoticeSource
 from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
 from rlboost.services.rollout_worker.settings import Settings
 from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
 from rlboost.services.rollout_worker.watchdog import Watchdog
 from rlboost.shared import cpu_affinity
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.ids import new_token
 from rlboost.shared.lifecycle import Loop, run_service
-from rlboost.shared.redis.bus import connect
 from rlboost.shared.threads import run_in_thread
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
@@ -54,15 +52,14 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     startup = StartupTimer(process_age_s())
     startup.end("import")
     cpu_affinity.bind(settings.cpus)
-    token = settings.token.get_secret_value()
-    joined = await join(settings.url, token)
-    bus = await connect(joined.redis_url, f"worker-{settings.worker_name}")
+    token, name = settings.token.get_secret_value(), settings.worker_name
+    first = await join(settings.url, token, name, settings.role)
     waits = Waits()
-    access = WorkerAccess(joined.store_credential, joined.manifest_key)
-    store = StoreClient(joined.weight_store_url, access)
-    cache = Cache(settings.cache_dir.expanduser() / settings.worker_name)
-    transport = PeerTransport(token)
-    directory = PeerDirectory(bus, f"{settings.worker_name}-{new_token()}", socket.gethostname())
+    access = WorkerAccess(first.store_credential, first.manifest_key)
+    store = StoreClient(first.weight_store_url, access)
+    cache = Cache(settings.cache_dir.expanduser() / name)
+    transport = PeerTransport(first.peer_key)
+    directory = PeerDirectory(first.bus, first.worker, socket.gethostname())
     peers = PeerSource(
         directory, transport, StoreSource(store, cache, concurrency=_TRANSFERS), cache, concurrency=_TRANSFERS
     )
@@ -70,7 +67,6 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seed=seed)
     generator = Generator(_engines(settings), dtype=settings.dtype, tolerance=settings.parity_tolerance)
     identity = WorkerIdentity(
-        name=settings.worker_name,
         role=settings.role,
         kind=settings.worker_kind,
         slots=settings.slots,
@@ -79,17 +75,24 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         pid=os.getpid(),
         trainer=settings.trainer,
     )
-    connection = ManagerConnection(bus, generator, identity, settings.lease_s, waits, MemoryProbe(settings.device))
+
+    async def join_again() -> Membership:
+        membership = await join(settings.url, token, name, settings.role)
+        directory.use(membership.bus, membership.worker)
+        return membership
+
+    memory = MemoryProbe(settings.device)
+    connection = ManagerConnection(first, join_again, generator, identity, settings.lease_s, waits, memory)
     options = WorkerOptions(
         settings.flush_interval_s,
         settings.heartbeat_interval_s,
         settings.grace_s,
         drain_on_rebalance=settings.rebalance == "drain",
     )
-    worker = Worker(stop, bus, connection, generator, StoreWeights(puller, access), options, waits, startup)
+    worker = Worker(stop, connection, generator, StoreWeights(puller, access), options, waits, startup)
     metadata = Metadata(settings.metadata_url)
     try:
-        serve = _http(settings, connection, generator, worker, waits, cache, peers)
+        serve = _http(settings, connection, generator, worker, waits, cache, peers, first.peer_key)
         watch = _preemption_watch(settings, metadata, worker)
         progress = Watchdog(generator, settings.stall_limit_s)
         loops = {"http": serve, "peers": peers.announce, "notices": watch.run, "progress": progress.run}
@@ -99,7 +102,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         puller.close()
         await transport.close()
         await store.close()
-        await bus.close()
+        await connection.incarnation.bus.close()
 
 
 def _engines(settings: Settings) -> EngineFactory:
@@ -108,6 +111,8 @@ def _engines(settings: Settings) -> EngineFactory:
             raise ConfigError(
                 f"tensor_parallel {settings.tensor_parallel} needs the vllm engine: set RLBOOST_WORKER_ENGINE to vllm"
             )
+        if settings.vllm_args:
+            raise ConfigError("vllm_args needs the vllm engine: set RLBOOST_WORKER_ENGINE to vllm, or remove it")
         return TorchFactory(
             slots=settings.slots,
             device=settings.device,
@@ -123,6 +128,7 @@ def _engines(settings: Settings) -> EngineFactory:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         tensor_parallel=settings.tensor_parallel,
         enable_sleep=settings.role == "reserved",
+        vllm_args=settings.vllm_args,
     )
 
 
@@ -142,6 +148,7 @@ def _http(
     waits: Waits,
     cache: Cache,
     peers: PeerSource,
+    peer_key: str,
 ) -> Loop:
     def serve() -> Loop:
         # The web framework is imported while the other loops run, so that the worker joins sooner.
@@ -163,8 +170,8 @@ def _http(
         app = create(connection, generator, guard=guard, waits=waits)
         app.include_router(notice_routes(worker.on_preemption_notice, guard))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
-        app.include_router(blob_routes(cache, token, sent, slots))
-        return server_loop(app, sock, settings.certificate, blob_files(cache, token, sent, slots))
+        app.include_router(blob_routes(cache, peer_key, sent, slots))
+        return server_loop(app, sock, settings.certificate, blob_files(cache, peer_key, sent, slots))
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

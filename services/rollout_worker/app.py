@@ -26,8 +26,7 @@ from rlboost.services.rollout_worker.manager_connection import REDIS_LIMIT_S, RE
 from rlboost.services.rollout_worker.ports import EngineFailed, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.services.rollout_worker.weight_updates import WeightUpdates
-from rlboost.shared.bus import Bus
-from rlboost.shared.errors import BusUnavailable, Fatal, leaves
+from rlboost.shared.errors import BusUnavailable, CredentialRejected, Fatal, leaves
 from rlboost.shared.lifecycle import Loop, stop_cause, supervise, until_stop
 from rlboost.shared.waiting import Waits
 
@@ -41,6 +40,9 @@ _CLOSE_LIMIT_S = 1.0
 """How long the shutdown waits for the engine to close, after the hand-off."""
 _FAILURE_REPORT_LIMIT_S = 2.0
 """How long a failed worker tries to tell the manager why."""
+
+_REJECTION_LIMIT_S = 10.0
+"""A worker that Redis rejects for this long joins again. After a restart of Redis, the manager restores its user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,6 @@ class Worker:
 
     Args:
         stop: the process's stop event; the worker also sets it when it decides to drain.
-        bus: Redis.
         connection: writes heartbeats, tokens and events.
         generator: owns the engine.
         weights: provides weights.
@@ -76,7 +77,6 @@ class Worker:
     def __init__(
         self,
         stop: asyncio.Event,
-        bus: Bus,
         connection: ManagerConnection,
         generator: Generator,
         weights: WeightSource,
@@ -96,7 +96,6 @@ class Worker:
         """Set when `WorkerLeft` has been sent."""
         self._updates = WeightUpdates(connection, generator, weights, waits, self._startup, options.finish_limit_s)
         self._commands = CommandLoop(
-            bus,
             connection,
             generator,
             self._updates,
@@ -105,6 +104,7 @@ class Worker:
             on_state_changed=self._heartbeat_now.set,
         )
         self._redis_answered_at = time.monotonic()
+        self._rejected_since: float | None = None
         self._drain_reason = ""
         self._notice = Notice("")
 
@@ -151,7 +151,7 @@ class Worker:
             await self._send_heartbeat()
 
     async def _send_heartbeat(self) -> bool:
-        """Send one heartbeat; return False if Redis is unavailable.
+        """Send one heartbeat; return False if Redis is unavailable. Join again if Redis no longer knows the worker.
 
         Raises:
             Fatal: Redis has been unavailable for too long.
@@ -159,11 +159,18 @@ class Worker:
         """
         try:
             await self._connection.send_heartbeat()
+        except CredentialRejected as error:
+            self._rejected_since = self._rejected_since or time.monotonic()
+            if time.monotonic() - self._rejected_since > _REJECTION_LIMIT_S:
+                self._rejected_since = None
+                await self._commands.rejoin_rejected(str(error))
+            return False
         except BusUnavailable as error:
+            self._rejected_since = None
             if time.monotonic() - self._redis_answered_at > REDIS_LIMIT_S:
                 raise Fatal(f"{error}; gave up after {REDIS_LIMIT_S:.0f} s: start Redis, then the worker") from error
             return False
-        self._redis_answered_at = time.monotonic()
+        self._redis_answered_at, self._rejected_since = time.monotonic(), None
         return True
 
     async def _flush_until_stop(self) -> None:

@@ -36,7 +36,7 @@ from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S,
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.services.rollout_worker.weight_updates import Outcome, WeightUpdates
 from rlboost.shared import names
-from rlboost.shared.bus import Bus, Entry
+from rlboost.shared.bus import Entry
 from rlboost.shared.columns import ints
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import Assignment
@@ -60,8 +60,7 @@ class CommandLoop:
     """Executes the manager's commands.
 
     Args:
-        bus: provides the commands.
-        connection: whose session decides.
+        connection: provides the commands; its session decides.
         generator: the engine.
         updates: replaces the engine's weights.
         startup: times the first version and the first assignment.
@@ -72,7 +71,6 @@ class CommandLoop:
 
     def __init__(
         self,
-        bus: Bus,
         connection: ManagerConnection,
         generator: Generator,
         updates: WeightUpdates,
@@ -81,7 +79,6 @@ class CommandLoop:
         on_drain: Callable[[str], None],
         on_state_changed: Callable[[], None],
     ) -> None:
-        self._bus = bus
         self._connection = connection
         self._generator = generator
         self._updates = updates
@@ -97,7 +94,7 @@ class CommandLoop:
             incarnation = self._connection.incarnation
             stream = names.worker_commands(incarnation.worker)
             try:
-                entries = await self._bus.read({stream: incarnation.cursor}, block_s=_BLOCK_S)
+                entries = await incarnation.bus.read({stream: incarnation.cursor}, block_s=_BLOCK_S)
             except BusUnavailable as error:
                 log.warning("redis_unavailable", error=str(error), during="read commands")
                 await asyncio.sleep(RETRY_INTERVAL_S)
@@ -160,10 +157,15 @@ class CommandLoop:
             case ResumeEngine():
                 await self._generator.resume("suspended")
 
-    async def _rejoin(self, reason: str) -> None:
+    async def rejoin_rejected(self, reason: str) -> None:
+        """Join again because Redis no longer accepts this incarnation."""
+        async with self._executing:
+            await self._rejoin(reason, is_rejected=True)
+
+    async def _rejoin(self, reason: str, *, is_rejected: bool = False) -> None:
         await self._updates.cancel()
         self._generator.abort(list(self._connection.session.held.items()))
-        await self._connection.rejoin(reason)
+        await self._connection.rejoin(reason, is_rejected=is_rejected)
         await self._generator.resume("suspended")
 
 

@@ -1,7 +1,7 @@
 """The worker's connection to the manager: everything that it writes to Redis, as its current incarnation.
 
-Flushes never overlap, so frames reach the token log in order. Writes to `workers.heartbeats` never overlap, so no
-heartbeat follows the `WorkerLeft` of its incarnation.
+Everything goes to the incarnation's own stream, from which the manager relays it. Flushes never overlap, so frames
+arrive in order. Heartbeats never overlap, so none follows the `WorkerLeft` of its incarnation.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.rollout_worker.domain.session import Session, Weights
 from rlboost.services.rollout_worker.domain.throughput import Throughput
 from rlboost.services.rollout_worker.generator import Generator
-from rlboost.services.rollout_worker.ports import Memory
+from rlboost.services.rollout_worker.ports import Join, Membership, Memory
 from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Bus, Entry, Trim, after
 from rlboost.shared.codec import encode
 from rlboost.shared.columns import I32, U64, length, pack
-from rlboost.shared.dead_letters import dead_letter_op, report_dead_letter
+from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import BusUnavailable
-from rlboost.shared.ids import new_token
 from rlboost.shared.messages import (
     FINISH_RELEASED,
     Assignment,
-    Event,
+    DeadLetter,
+    Message,
     PreemptionNotice,
     Role,
+    WorkerEvent,
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
@@ -49,14 +50,14 @@ RETRY_INTERVAL_S = 0.25
 STARTING_LEASE_S = 20.0
 """Lease while there is no engine: importing a large library may block the whole process for seconds, and a worker that
 holds no samples need not be missed quickly."""
-_MAX_HEARTBEATS = 100_000
+_MAX_UNREAD = 10_000
+"""No more heartbeats are sent while the manager has this many of the worker's messages unread."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
     """The fields of `WorkerJoined` that do not change."""
 
-    name: str
     role: Role
     kind: str
     slots: int
@@ -73,6 +74,7 @@ class Incarnation:
 
     session: Session
     outbox: Outbox
+    bus: Bus
     cursor: str = START
     """Entry id of the last command read."""
     joined: bool = False
@@ -81,6 +83,11 @@ class Incarnation:
     def worker(self) -> str:
         """Return the incarnation's id."""
         return self.session.worker
+
+    @property
+    def reports(self) -> str:
+        """Return the stream of everything that the incarnation reports."""
+        return names.worker_reports(self.worker)
 
 
 @dataclass(slots=True)
@@ -92,12 +99,13 @@ class FlushTimes:
 
 
 class ManagerConnection:
-    """Writes heartbeats, tokens, events and dead letters of one worker.
+    """Writes heartbeats, tokens, events and dead letters of one worker, in order, to the worker's own stream.
 
     Every method raises `BusUnavailable` when Redis does not answer, and may then be called again.
 
     Args:
-        bus: Redis.
+        membership: the first incarnation.
+        join: returns the next one.
         generator: provides emissions and load.
         identity: what the worker reports when it joins.
         lease_s: the worker counts as lost this long after its last heartbeat.
@@ -108,14 +116,15 @@ class ManagerConnection:
 
     def __init__(
         self,
-        bus: Bus,
+        membership: Membership,
+        join: Join,
         generator: Generator,
         identity: WorkerIdentity,
         lease_s: float,
         waits: Waits,
         memory: Callable[[], Memory] = Memory,
     ) -> None:
-        self._bus = bus
+        self._join = join
         self._memory = memory
         self._generator = generator
         self._identity = identity
@@ -128,17 +137,13 @@ class ManagerConnection:
         self.flush_times = FlushTimes()
         self.tokens_per_s = 0.0
         self.memory = Memory()
-        self.incarnation = self._new_incarnation(None)
+        self.incarnation = _new_incarnation(membership, None)
         self._reported: tuple[WorkerState, Weights | None] | None = None
 
     @property
     def session(self) -> Session:
         """Return the session of the current incarnation."""
         return self.incarnation.session
-
-    def _new_incarnation(self, serving: Weights | None) -> Incarnation:
-        worker = f"{self._identity.name}-{new_token()}"
-        return Incarnation(Session(worker, serving), Outbox(worker))
 
     async def retry_until_ok(self, what: str, call: Callable[[], Awaitable[object]]) -> None:
         """Repeat an idempotent call while Redis is unavailable.
@@ -165,10 +170,10 @@ class ManagerConnection:
                 with attempt:
                     await call()
 
-    # --- the token log ------------------------------------------------------------------------------------------------
+    # --- tokens -------------------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Send every emission that the token log does not have yet."""
+        """Send every emission that Redis does not have yet."""
         async with self._flush_lock:
             began, incarnation = time.monotonic(), self.incarnation
             emissions = self._generator.drain()
@@ -176,7 +181,7 @@ class ManagerConnection:
                 incarnation.session.on_emissions(emissions)
                 incarnation.outbox.add(emissions)
             while batch := incarnation.outbox.batch():
-                await self._bus.transact([Append(names.TOKEN_LOG, message) for message in batch])
+                await incarnation.bus.transact([Append(incarnation.reports, message) for message in batch])
                 incarnation.outbox.sent(len(batch))
             if emissions:
                 self.flush_times.count += 1
@@ -194,7 +199,7 @@ class ManagerConnection:
             if self._left:
                 return
             incarnation, stats, now = self.incarnation, self._generator.stats(), time.time()
-            session = incarnation.session
+            session, bus = incarnation.session, incarnation.bus
             self.tokens_per_s = self._throughput.update(stats.tokens_generated_total, time.monotonic())
             self.memory = self._memory()
             job_id, version = session.serving or ("", -1)
@@ -214,11 +219,13 @@ class ManagerConnection:
                 **self._generator.kv,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
-            await self._bus.renew(names.worker_lease(incarnation.worker), session.state, lease_s)
-            joined = [] if incarnation.joined else [self._append(self._joined(incarnation.worker, now))]
+            await bus.renew(names.worker_lease(incarnation.worker), session.state, lease_s)
+            if incarnation.joined and await bus.length(incarnation.reports) > _MAX_UNREAD:
+                return  # no manager reads them; the newest heartbeat counts, and the first after it has read
+            joined = [] if incarnation.joined else [self._joined(incarnation.worker, now)]
             # Only this worker reads its commands, so those read may be trimmed.
             read = Trim(names.worker_commands(incarnation.worker), after(incarnation.cursor))
-            await self._bus.transact([*joined, self._append(heartbeat), read])
+            await bus.transact([*(Append(incarnation.reports, message) for message in (*joined, heartbeat)), read])
             if not incarnation.joined:
                 log.info("joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots)
                 incarnation.joined = True
@@ -228,9 +235,6 @@ class ManagerConnection:
     def state_changed(self) -> bool:
         """Return True if state or weights differ from the last heartbeat."""
         return self._reported != (self.session.state, self.session.serving)
-
-    def _append(self, message: WorkerJoined | WorkerHeartbeat) -> Append:
-        return Append(names.WORKER_HEARTBEATS, message, _MAX_HEARTBEATS)
 
     def _joined(self, worker: str, now: float) -> WorkerJoined:
         identity = self._identity
@@ -250,7 +254,7 @@ class ManagerConnection:
     async def send_preemption_notice(self, reason: str, lead_s: float) -> None:
         """Report that this machine will be gone in `lead_s` seconds."""
         notice = PreemptionNotice(worker=self.incarnation.worker, lead_s=lead_s, reason=reason, at=time.time())
-        await self._bus.append(names.WORKER_HEARTBEATS, notice, _MAX_HEARTBEATS)
+        await self._report(notice)
 
     async def leave(self, reason: str, *, engine_failed: bool = False) -> None:
         """Send `WorkerLeft`, the worker's last message.
@@ -266,26 +270,37 @@ class ManagerConnection:
             self._left = True
             await self._send_left(reason, sorted(sample for sample, _ in ran))
 
-    async def rejoin(self, reason: str) -> None:
+    async def rejoin(self, reason: str, *, is_rejected: bool = False) -> None:
         """End this incarnation, whose requests the engine has aborted, and start the next. Retries until Redis answers.
+
+        Args:
+            reason: shown to users.
+            is_rejected: Redis no longer accepts this incarnation, so its unsent tokens are discarded.
 
         Raises:
             Timeout: see `retry_until_ok`.
+            ConfigError: see `Join`.
 
         """
-        log.warning("worker_rejoining", worker=self.incarnation.worker, reason=reason)
-        await self.retry_until_ok("flush before rejoining", self.flush)
+        old = self.incarnation
+        log.warning("worker_rejoining", worker=old.worker, reason=reason)
+        if not is_rejected:
+            await self.retry_until_ok("flush before rejoining", self.flush)
         async with self._flush_lock, self._heartbeat_lock:
-            await self.retry_until_ok("leave before rejoining", lambda: self._send_left(reason))
-            self.incarnation = self._new_incarnation(self.session.serving)
+            if is_rejected:
+                self._generator.drain()
+            else:
+                await self.retry_until_ok("leave before rejoining", lambda: self._send_left(reason))
+            self.incarnation = _new_incarnation(await self._join(), old.session.serving)
             self._reported = None
+        await old.bus.close()
 
     async def _send_left(self, reason: str, running_at_failure: Sequence[int] = ()) -> None:
         worker = self.incarnation.worker
         left = WorkerLeft(
             worker=worker, reason=reason, at=time.time(), running_at_failure=pack(running_at_failure, U64)
         )
-        await self._bus.append(names.WORKER_HEARTBEATS, left, _MAX_HEARTBEATS)
+        await self._report(left)
         log.info("left", worker=worker, reason=reason)
 
     # --- events and dead letters --------------------------------------------------------------------------------------
@@ -294,7 +309,11 @@ class ManagerConnection:
         """Dead-letter a command that violates the protocol, or that cannot be executed."""
         report_dead_letter(entry.stream, entry.id, reason)
         worker, body = self.incarnation.worker, encode(entry.message)
-        await self._bus.transact([dead_letter_op(entry.stream, entry.id, worker, reason, body, time.time())])
+        await self._report(
+            DeadLetter(
+                stream=entry.stream, entry_id=entry.id, consumer=worker, reason=reason, body=body, at=time.time()
+            )
+        )
 
     async def report_weights_unavailable(self, weights: Weights, reason: str) -> None:
         """Emit an event: the assigned weights cannot be pulled."""
@@ -314,8 +333,15 @@ class ManagerConnection:
             await self._emit_event(self.session.target[0], "rebalance_recommended", reason=reason)
 
     async def _emit_event(self, job_id: str, kind: str, **fields: str | float) -> None:
-        event = Event(kind=kind, at=time.time(), source=self.incarnation.worker, fields=fields)
-        await self._bus.append(names.job_events(job_id), event, names.MAX_EVENTS)
+        worker = self.incarnation.worker
+        await self._report(WorkerEvent(worker=worker, job_id=job_id, kind=kind, at=time.time(), fields=fields))
+
+    async def _report(self, message: Message) -> None:
+        await self.incarnation.bus.append(self.incarnation.reports, message)
+
+
+def _new_incarnation(membership: Membership, serving: Weights | None) -> Incarnation:
+    return Incarnation(Session(membership.worker, serving), Outbox(membership.worker), membership.bus)
 
 
 def _unstarted(sample: Assignment) -> Emission:

@@ -5,12 +5,13 @@ Importing this module imports no inference library.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.shared.bus import Bus
 from rlboost.shared.errors import Fatal
 from rlboost.shared.model.parity import ParityReference
 
@@ -204,6 +205,27 @@ class Memory:
     device_used_bytes: int = 0
     """On the engine's device, by all processes."""
     device_total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One incarnation of this worker, as the manager has accepted it."""
+
+    worker: str
+    """Its id."""
+    bus: Bus
+    """Connected to Redis as this incarnation, which can access its own keys only."""
+    weight_store_url: str = ""
+    store_credential: str = ""
+    """For the weight store; the manager sends new ones."""
+    manifest_key: str = ""
+    """The public key under which manifests are signed."""
+    peer_key: str = ""
+    """Signs requests for weights to other workers."""
+
+
+Join = Callable[[], Awaitable[Membership]]
+"""Joins the manager as a new incarnation; raises `ConfigError` if that is not possible."""
 
 
 class WeightSource(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -47,6 +47,10 @@ class Settings(ServiceSettings):
         description="fraction of each GPU's memory for the engine; 0 = vllm's default, 0.92, or what is free (torch)",
     )
     tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs that the model is split over")
+    vllm_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description='vllm: more engine arguments as JSON, such as {"max_num_batched_tokens": 8192}',
+    )
     cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; empty = all")
     cache_dir: Path = Field(_CACHE, description="cache of pulled weights, with one folder per worker name")
 

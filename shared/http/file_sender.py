@@ -73,9 +73,11 @@ class FileSender:
         self.slots = slots or asyncio.Semaphore(1 << 30)
         self.threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="send-file")
         self.connections: set[FileConnection] = set()
+        self.is_closed = False
 
     async def close(self) -> None:
         """Let active responses finish within some seconds, and close all connections."""
+        self.is_closed = True
         sending = [connection.task for connection in self.connections if connection.task]
         if sending:
             await asyncio.wait(sending, timeout=_STOP_S)
@@ -102,6 +104,8 @@ class FileConnection(asyncio.Protocol):
         self._transport = transport
         self._sender.connections.add(self)
         self._idle = asyncio.get_running_loop().call_later(_IDLE_S, transport.close)
+        if self._sender.is_closed:
+            self.abort()
 
     def connection_lost(self, _: Exception | None) -> None:
         """See `asyncio.BaseProtocol`."""
@@ -167,10 +171,7 @@ class FileConnection(asyncio.Protocol):
         found = await loop.run_in_executor(self._sender.threads, self._sender.find, request)
         if found is None:
             return False
-        # A descriptor of its own, because a thread may still use it after the transport has closed its own.
-        descriptor = os.dup(self._transport.get_extra_info("socket").fileno())
-        with found.file as file, socket.socket(fileno=descriptor) as self._sock:
-            self._sock.setblocking(False)
+        with found.file as file, self._own_socket() as self._sock:
             n_bytes = os.fstat(file.fileno()).st_size
             await loop.sock_sendall(self._sock, _head(n_bytes, found.etag))
             at = 0
@@ -182,6 +183,12 @@ class FileConnection(asyncio.Protocol):
                     async with asyncio.timeout(_STALL_S):
                         await _writable(self._sock)
         return True
+
+    def _own_socket(self) -> socket.socket:
+        """Duplicate the descriptor: a thread may still use it after the transport has closed its own."""
+        sock = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
+        sock.setblocking(False)
+        return sock
 
 
 def _head(n_bytes: int, etag: str) -> bytes:

@@ -193,11 +193,11 @@ def server_loop(
         try:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
+            if files is not None:
+                await files.close()
             await serving
         finally:
             stopping.cancel()
-            if files is not None:
-                await files.close()
 
     return loop
 

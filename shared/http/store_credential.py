@@ -48,7 +48,7 @@ def store_authenticator(token: str, clock: Callable[[], float]) -> Authenticator
     return authenticate
 
 
-def may_download(authorization: str, *, token: str, clock: Callable[[], float]) -> bool:
-    """Return True if a request with this `Authorization` header may download weights from the weight store."""
+def may_download(authorization: str, token: str, clock: Callable[[], float]) -> bool:
+    """Return True if a request with this `Authorization` header may download weights."""
     principal = store_principal(bearer_token(authorization), token, clock())
     return principal is not None and principal.may("weights")

@@ -11,14 +11,20 @@ import hmac
 import json
 from typing import Literal
 
-Purpose = Literal["chunk", "leader", "job-command", "weights"]
+Purpose = Literal["chunk", "leader", "job-command", "peers", "weights"]
 """`chunk`: read one blob of weights from a peer; `leader`: be the manager at one URL; `job-command`: have a trainer
-execute one command; `weights`: download weights from the store, as one worker and until one time."""
+execute one command; `peers`: the key that all workers share; `weights`: download weights from the store, as one worker
+and until one time."""
 
 
 def sign(token: str, purpose: Purpose, subject: str) -> str:
     """Return the signature: HMAC-SHA256, in hexadecimal."""
     return hmac.digest(token.encode(), json.dumps(["rlboost", purpose, subject]).encode(), "sha256").hex()
+
+
+def peer_key(token: str) -> str:
+    """Return the key with which workers sign requests to each other; it reveals nothing about the token."""
+    return sign(token, "peers", "")
 
 
 def is_valid_signature(signature: str, token: str, purpose: Purpose, subject: str) -> bool:

@@ -109,3 +109,5 @@ class Restated(Message):
     failures: Count = 0
     failed_on: list[str] = Field(default_factory=list)
     """Names of the workers on which it failed."""
+    attempt_worker: str = ""
+    """The worker of the current attempt, also after it lost the sample; empty if not known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -171,3 +171,14 @@ class WorkerLeft(Message):
     at: Finite
     running_at_failure: Column64 = b""
     """uint64 column: samples that the engine ran when it died or hung; empty otherwise."""
+
+
+@message
+class WorkerEvent(Message):
+    """Worker -> manager: an event of a job, for the job's events. Best effort; no decision depends on it."""
+
+    worker: str
+    job_id: str
+    kind: str
+    at: Finite
+    fields: dict[str, Any] = Field(default_factory=dict)

@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -28,10 +28,26 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from rlboost.shared.bus import START, Ack, Append, Delete, Entry, Expire, Fence, HashDelete, HashSet, Op, Renew, Trim
+from rlboost.shared.bus import (
+    START,
+    Ack,
+    Append,
+    AppendRaw,
+    Delete,
+    Entry,
+    Expire,
+    Fence,
+    HashDelete,
+    HashSet,
+    Op,
+    RawEntry,
+    Remove,
+    Renew,
+    Trim,
+)
 from rlboost.shared.codec import decode, encode
 from rlboost.shared.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
-from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Undecodable
+from rlboost.shared.errors import BusUnavailable, ConfigError, CredentialRejected, Fatal, Undecodable
 from rlboost.shared.messages import Message
 from rlboost.shared.names import DEAD_LETTERS
 from rlboost.shared.redis.fenced_connection import FencedConnection
@@ -70,15 +86,17 @@ T = TypeVar("T")
 class RedisBus:
     """`shared.bus.Bus` on one Redis server."""
 
-    def __init__(self, url: str, name: str = "rlboost") -> None:
+    def __init__(self, url: str, name: str = "rlboost", *, dead_letters: str = DEAD_LETTERS) -> None:
         """Create a connection pool; no connection is opened yet.
 
         Args:
-            url: `redis://[:password@]host:port/db`, or `rediss://` for TLS.
+            url: `redis://[[user]:password@]host:port/db`, or `rediss://` for TLS.
             name: identifies this client in Redis's `CLIENT LIST` and in dead letters.
+            dead_letters: the stream that receives what this client cannot decode.
 
         """
         self._name = name
+        self._dead_letters = dead_letters
         try:
             self.address = urlsplit(url).netloc.rpartition("@")[2]
             # redis-py's own retries are off: they would repeat an XADD whose reply was lost.
@@ -109,7 +127,7 @@ class RedisBus:
         except (RedisConnectionError, RedisTimeoutError, OSError) as error:
             text = str(error)
             if "invalid username-password" in text or "Authentication" in type(error).__name__:
-                raise ConfigError(f"Redis at {self.address} rejected the password: {text}") from error
+                raise CredentialRejected(f"Redis at {self.address} rejected the password: {text}") from error
             raise BusUnavailable(f"Redis at {self.address}: {text or type(error).__name__}") from error
         except ResponseError as error:
             if isinstance(error, ReadOnlyError):
@@ -144,13 +162,27 @@ class RedisBus:
 
     async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
         """See `Bus.read`."""
+        return (await self.read_with_raw(cursors, (), count=count, block_s=block_s))[0]
+
+    async def read_with_raw(
+        self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
+    ) -> tuple[list[Entry], list[RawEntry]]:
+        """See `Bus.read_with_raw`."""
         block_ms = _block_ms(block_s)
         while True:
-            reply = await self._call(self._redis.xread(cast("Any", dict(cursors)), count=count, block=block_ms))
-            if (entries := await self._entries(reply)) or not reply:
-                return entries
+            positions: Any = {**dict.fromkeys(raw_streams, START), **cursors}
+            reply = list(_streams(await self._call(self._redis.xread(positions, count=count, block=block_ms))))
+            raw = [
+                RawEntry(stream, _text(raw_id), fields.get(_FIELD, b""))
+                for stream, rows in reply
+                if stream not in cursors
+                for raw_id, fields in rows
+            ]
+            decodable = [(stream, rows) for stream, rows in reply if stream in cursors]
+            if (entries := await self._entries(decodable)) or raw or not reply:
+                return entries, raw
             # No entry of this batch decoded; the streams may have more after them.
-            cursors = {**cursors, **_last_ids(reply)}
+            cursors = {**cursors, **{stream: _text(rows[-1][0]) for stream, rows in reply}}
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
@@ -165,7 +197,7 @@ class RedisBus:
                 raise
             await self._create_group(stream, group)
             return await self.consume(stream, group, consumer, count=count, block_s=block_s)
-        return await self._entries(reply, group)
+        return await self._entries(_streams(reply), group)
 
     async def claim(
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, count: int = 64
@@ -176,7 +208,7 @@ class RedisBus:
             self._redis.xautoclaim(stream, group, consumer, int(min_idle_s * 1000), START, count=count)
         )
         rows = [row for row in reply[1] if row[1]]
-        entries = await self._entries([[stream.encode(), rows]], group)
+        entries = await self._entries([(stream, rows)], group)
         if not entries:
             return []
         pending = await self._call(
@@ -188,7 +220,7 @@ class RedisBus:
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
         """See `Bus.dead_letter`."""
         report_dead_letter(stream, entry.id, reason)
-        letter = dead_letter_op(stream, entry.id, self._name, reason, encode(entry.message), time.time())
+        letter = self._letter(stream, entry.id, encode(entry.message), reason)
         await self.transact([letter, Ack(stream, group, (entry.id,))])
 
     async def trim(self, stream: str, min_id: str) -> None:
@@ -253,9 +285,17 @@ class RedisBus:
         new_epoch = await self._call(self._redis.eval(_ACQUIRE_FENCED, 2, *arguments))
         return None if new_epoch is None else int(new_epoch)
 
+    async def command(self, *words: str) -> Any:
+        """Execute one command that `Bus` has no method for, and return redis-py's reply."""
+        client: Any = self._redis  # redis-py gives this method no types
+        return await self._call(client.execute_command(*words))
+
     async def close(self) -> None:
         """See `Bus.close`."""
         await self._redis.aclose()
+
+    def _letter(self, stream: str, entry_id: str, body: bytes, reason: str) -> Append:
+        return dead_letter_op(stream, entry_id, self._name, reason, body, time.time(), to=self._dead_letters)
 
     async def _create_group(self, stream: str, group: str) -> None:
         try:
@@ -264,9 +304,9 @@ class RedisBus:
             if "BUSYGROUP" not in str(error):
                 raise
 
-    async def _entries(self, reply: Any, group: str | None = None) -> list[Entry]:
+    async def _entries(self, streams: Iterable[tuple[str, Any]], group: str | None = None) -> list[Entry]:
         found: list[Entry] = []
-        for stream, rows in _streams(reply):
+        for stream, rows in streams:
             for raw_id, fields in rows:
                 entry_id, body = _text(raw_id), fields.get(_FIELD, b"")
                 try:
@@ -280,35 +320,46 @@ class RedisBus:
         ops: list[Op] = [Ack(stream, group, (entry_id,))] if group is not None else []
         if (stream, entry_id) not in self._undecodable:
             report_dead_letter(stream, entry_id, reason)
-            ops.append(dead_letter_op(stream, entry_id, self._name, reason, body, time.time()))
+            ops.append(self._letter(stream, entry_id, body, reason))
         await self.transact(ops)
         self._undecodable[stream, entry_id] = None
         if len(self._undecodable) > MAX_DEAD_LETTERS:
             self._undecodable.popitem(last=False)
 
 
-async def connect(url: str, name: str, limit_s: float = 60.0) -> RedisBus:
+async def connect(url: str, name: str, limit_s: float = 60.0, *, dead_letters: str = DEAD_LETTERS) -> RedisBus:
     """Return a connected bus, waiting up to `limit_s` for the server to answer.
 
     Raises:
-        ConfigError: the server did not answer within the limit; the text names its address.
+        ConfigError: the server rejected the password, or did not answer within the limit; the text names its address.
 
     """
-    bus = RedisBus(url, name)
+    bus = RedisBus(url, name, dead_letters=dead_letters)
     try:
-        async for attempt in stamina.retry_context(on=BusUnavailable, timeout=limit_s, attempts=None, wait_max=1.0):
+        async for attempt in stamina.retry_context(on=_may_answer_later, timeout=limit_s, attempts=None, wait_max=1.0):
             with attempt:
-                await bus.length(DEAD_LETTERS)
+                await bus.command("PING")
+    except CredentialRejected as error:
+        await bus.close()
+        raise ConfigError(f"{error}: correct the Redis URL") from error
     except BusUnavailable as error:
         await bus.close()
         raise ConfigError(f"{error}; no answer for {limit_s:.0f} s: start Redis, or correct the Redis URL") from error
     return bus
 
 
-def _queue(pipe: Any, op: Op) -> None:
+def _may_answer_later(error: Exception) -> bool:
+    return isinstance(error, BusUnavailable) and not isinstance(error, CredentialRejected)
+
+
+def _queue(pipe: Any, op: Op) -> None:  # noqa: C901 - one flat table
     match op:
         case Append(stream, message, max_len):
             pipe.xadd(stream, {_FIELD: encode(message)}, maxlen=max_len)
+        case AppendRaw(stream, body, max_len):
+            pipe.xadd(stream, {_FIELD: body}, maxlen=max_len)
+        case Remove(stream, ids):
+            pipe.xdel(stream, *ids)
         case Ack(stream, group, ids):
             pipe.xack(stream, group, *ids)
         case Trim(stream, min_id):
@@ -331,10 +382,6 @@ def _streams(reply: Any) -> Iterator[tuple[str, Any]]:
         # redis-py nests the rows once more under RESP3.
         is_nested = rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list | tuple)
         yield _text(stream), rows[0] if is_nested else rows
-
-
-def _last_ids(reply: Any) -> dict[str, str]:
-    return {stream: _text(rows[-1][0]) for stream, rows in _streams(reply) if rows}
 
 
 def _trusted(url: str) -> dict[str, Any]:

@@ -108,6 +108,8 @@ class BlobDownloader:
             self._get(transfer, url, {"Authorization": authorization})
         except (OSError, http.client.HTTPException) as error:
             raise DownloadFailed(str(error) or type(error).__name__) from error
+        except ValueError as error:
+            raise Unreachable(f"{url}: {error}") from error
 
     def _get(self, transfer: _Transfer, url: str, headers: Mapping[str, str], *, redirected: bool = False) -> None:
         start = transfer.download.n_bytes

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from tests.contract.test_ranks_offload import three_steps as three_steps_of_rank
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits
 from tests.support import rank_policies
+from tests.support.fork_server import output_of
 from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
 from tests.support.saved_bytes import saved_bytes
@@ -206,9 +205,8 @@ def test_rounded_weights_of_a_layer_are_freed(models: list[Path]) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
 def test_rank_with_checkpointing_saves_only_layer_inputs(kind: str, models: list[Path]) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.saved_bytes_of_rank", kind, *map(str, models)]
     env = {**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
-    output = subprocess.run(command, env=env, check=True, capture_output=True, timeout=120).stdout
+    output = output_of("tests.support.saved_bytes_of_rank", env, kind, *map(str, models))
     saved = json.loads(output.splitlines()[-1])
     assert per_layer(saved["true"]) == INPUT_BYTES
     assert per_layer(saved["false"]) > 10 * INPUT_BYTES

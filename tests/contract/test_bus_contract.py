@@ -12,17 +12,20 @@ from rlboost.shared.bus import (
     START,
     Ack,
     Append,
+    AppendRaw,
     Bus,
     Delete,
     Expire,
     Fence,
     HashDelete,
     HashSet,
+    Remove,
     Renew,
     Trim,
     after,
     position,
 )
+from rlboost.shared.codec import encode
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Fenced
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import DeadLetter, Event, Resume, Suspend
@@ -63,6 +66,30 @@ async def test_read_returns_up_to_count_entries_per_stream(bus: Bus) -> None:
         await bus.append("b", Suspend(step=i))
     entries = await bus.read({"a": START, "b": START, "missing": START}, count=3)
     assert sorted(e.stream for e in entries) == ["a"] * 3 + ["b"] * 3
+
+
+async def test_read_with_raw_returns_raw_streams_from_their_start(bus: Bus) -> None:
+    await bus.append(S, Resume(step=1))
+    await raw_append(bus, "raw", b"not a message")
+    await bus.append("raw", Resume(step=2))
+    entries, raw = await bus.read_with_raw({S: START}, ["raw", "empty"])
+    assert [(e.stream, e.message) for e in entries] == [(S, Resume(step=1))]
+    assert [(e.stream, e.body) for e in raw] == [("raw", b"not a message"), ("raw", encode(Resume(step=2)))]
+    assert await bus.read({DEAD_LETTERS: START}) == []
+
+
+async def test_blocking_read_returns_when_a_raw_entry_arrives(bus: Bus) -> None:
+    reading = asyncio.create_task(bus.read_with_raw({S: START}, ["raw"], block_s=2.0))
+    await eventually(lambda: not reading.done())
+    await bus.append("raw", Resume(step=1))
+    assert [e.body for e in (await reading)[1]] == [encode(Resume(step=1))]
+
+
+async def test_raw_entry_moves_to_another_stream_unchanged(bus: Bus) -> None:
+    ids = [await bus.append("raw", Resume(step=i)) for i in range(3)]
+    await bus.transact([AppendRaw(S, encode(Resume(step=0))), Remove("raw", (ids[0], ids[2]))])
+    assert [e.message for e in await bus.read({S: START})] == [Resume(step=0)]
+    assert [e.id for e in await bus.read({"raw": START})] == [ids[1]]
 
 
 async def test_blocking_read_returns_when_an_entry_arrives(bus: Bus) -> None:

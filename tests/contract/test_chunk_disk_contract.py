@@ -13,6 +13,7 @@ from rlboost.services.weight_store.adapters.disk import DiskChunks, StoreDirecto
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.wire import NONCE_FILE
 
 DATA = b"some weights" * 1000
 
@@ -25,7 +26,7 @@ def directory(tmp_path: Path) -> Iterator[StoreDirectory]:
 
 
 def files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file() and path.name != "lock")
+    return sorted(path for path in root.rglob("*") if path.is_file() and path.name not in {"lock", NONCE_FILE})
 
 
 @pytest.mark.parametrize("call", ["fsync", "utime"])

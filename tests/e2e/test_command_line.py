@@ -188,7 +188,7 @@ def test_following_a_job_shows_its_warnings(system: tuple[CommandLine, dict[str,
             assert following.stderr.readline().startswith(f"rlboost: {job_id}: warning: sampling.top_p below 1 ")
             rlboost("cancel", job_id)
             assert following.wait(60) == 1
-            assert f"\nrlboost: {job_id} cancelled after " in following.stderr.read()
+            assert f"\nrlboost: {job_id} cancelled after " in "\n" + following.stderr.read()
         finally:
             following.kill()
 

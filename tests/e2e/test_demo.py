@@ -37,9 +37,11 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
 
 
 def test_a_signal_stops_everything(tmp_path: Path) -> None:
-    """All processes start as they do for users, with their imports."""
+    """Without the fork server, which lacks a package: all processes start as they do elsewhere, with their imports."""
     state, log = tmp_path / "state", tmp_path / "log"
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    (tmp_path / "setproctitle.py").write_text("raise ImportError('no setproctitle')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with log.open("wb") as out:
         process = subprocess.Popen([*RLBOOST, "demo", "--state", str(state)], cwd=ROOT, env=env, stdout=out, stderr=out)
     limit = time.monotonic() + 300
@@ -47,6 +49,7 @@ def test_a_signal_stops_everything(tmp_path: Path) -> None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < limit, log.read_text()
         time.sleep(0.2)
+    assert "no setproctitle" in (state / "logs/fork-server.log").read_text()
     pids = [entry["pid"] for entry in json.loads((state / "processes.json").read_text())]
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130, log.read_text()

@@ -1,4 +1,7 @@
-"""`rlboost up cluster.yaml` on a machine whose `nvidia-smi` lists two GPUs: real services, engines on the CPU."""
+"""`rlboost up cluster.yaml` on a machine whose `nvidia-smi` lists two GPUs: real services, engines on the CPU.
+
+Workers with vLLM are started as programs, so the kernel shows their environment; forked ones hide it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ import pytest
 from rlboost.client import Client
 from rlboost.doctor import system
 from rlboost.shared.ids import worker_name
-from tests.support import fake_gpus
+from tests.support import fake_gpus, vllm_engines
 from tests.support.black_box import RLBOOST, ROOT
 from tests.support.eventually import eventually
+from tests.support.ports import reserved_port
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,8 +31,9 @@ gpus: 0-1
 trainer_gpus: 0
 reserved: 1
 workers: 1
-engine: torch
+engine: vllm
 gpu_memory_utilization: 0.3
+host: 127.0.0.2
 env: {RLBOOST_WORKER_DEVICE: cpu, RLBOOST_TRAINER_DEVICE: cpu, RLBOOST_WORKER_SLOTS: 4}
 """
 
@@ -38,11 +43,14 @@ def environment(pid: int) -> dict[str, str]:
 
 
 async def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path) -> None:
+    vllm_engines.require_installed()
     path = f"{fake_gpus.install(tmp_path / 'bin', 2)}:{os.environ['PATH']}"
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     env = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT)}
     file, state = tmp_path / "cluster.yaml", f"--state={tmp_path / 'state'}"
-    file.write_text(CLUSTER)
+    with reserved_port() as port, reserved_port() as weight_store_port, reserved_port() as redis_port:
+        ports = f"port: {port}\nweight_store_port: {weight_store_port}\nredis_port: {redis_port}\n"
+        file.write_text(CLUSTER + ports)
 
     def rlboost(*arguments: str) -> str:
         command = [*RLBOOST, *arguments, state]
@@ -67,6 +75,7 @@ async def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path
         assert "RLBOOST_WORKER_GPU_MEMORY_UTILIZATION" not in found["worker-1"]
         assert found["trainer"]["CUDA_VISIBLE_DEVICES"] == "0"
         assert "CUDA_VISIBLE_DEVICES" not in found["manager"]
+        assert config["url"] == f"http://127.0.0.2:{port}"
         with Client(config["url"], config["token"]) as client:
             await join_and_drain(tmp_path, env, client.workers.list)
         checks = await asyncio.to_thread(lambda: list(system.findings(config["url"], config["token"])))

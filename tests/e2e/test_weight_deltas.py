@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlboost.shared.weights.wire import NONCE_FILE
 from tests.support.black_box import Observer, black_box
 from tests.support.small_job import check, small_job
 
@@ -19,6 +20,8 @@ def test_workers_pull_deltas_and_the_job_completes(tmp_path: Path) -> None:
     # What is usual for large models: few of the rounded values move in a step.
     spec["optimizer"]["lr"], spec["trainer"]["dtype"] = 1e-6, "bfloat16"
     with black_box(tmp_path / "state", workers=1) as box:
+        # Without it the workers are on other machines, as far as they know.
+        (tmp_path / "state" / "weights" / NONCE_FILE).unlink()
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
             box.until_completed(job_id)

@@ -59,7 +59,7 @@ class System:
         monkeypatch.setattr(client, "Client", partial(client.Client, transport=self.rest))
         monkeypatch.setenv("RLBOOST_URL", "http://api.test")
         monkeypatch.setenv("RLBOOST_TOKEN", TOKEN)
-        self.rest.on("GET /v1/join", ok({"redis_url": "redis://x", "weight_store_url": store.url}))
+        self.rest.on("GET /v1/weights", ok({"store_url": store.url}))
         self.is_job(model=str(base))
 
     def is_job(self, model: str) -> None:

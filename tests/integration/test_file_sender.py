@@ -19,7 +19,7 @@ from rlboost.shared.http import file_sender
 from rlboost.shared.http.file_sender import FileRequest, FileSender, FoundFile
 from rlboost.shared.http.server import bind, server_loop
 from rlboost.shared.weights.download import Buffers, Download
-from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed
+from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed, Unreachable
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from tests.support.eventually import eventually
 
@@ -79,7 +79,7 @@ async def test_file_is_sent_past_the_app_on_one_connection(site: Site) -> None:
         for _ in range(3):
             response = await http.get(f"{site.url}/file")
             assert (response.status_code, response.content, response.headers["ETag"]) == (200, DATA, '"tag"')
-    assert site.n_sent == 3 * len(DATA)
+    await eventually(lambda: site.n_sent == 3 * len(DATA))  # counted after the last byte has left
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,13 @@ async def test_credential_does_not_follow_a_redirect(site: Site) -> None:
         assert download.data[: download.n_bytes] == b"from the app", "the file needs the credential"
         with pytest.raises(BadStatus, match="404"):
             await http.download(f"{site.url}/absent", "Bearer t", Download(BLOB, Buffers()))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "http://127.0.0.1:9", "http://a..b"])
+async def test_download_from_an_unusable_url_is_unreachable(url: str) -> None:
+    async with downloader() as http:
+        with pytest.raises(Unreachable):
+            await http.download(f"{url}/file", "", Download(BLOB, Buffers()))
 
 
 async def test_file_truncated_while_it_is_sent_breaks_the_download_off(site: Site) -> None:

@@ -19,6 +19,7 @@ from rlboost.services.rollout_worker.domain.kv_capacity import round_up
 from rlboost.shared.columns import I32, length
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import SampleDropped
+from rlboost.shared.names import worker_reports
 from rlboost.shared.protocol import PROTOCOL
 from tests.support import dial_out_only, published_model
 from tests.support.dial_out_only import Outside
@@ -93,17 +94,19 @@ async def test_too_long_prompt_is_dropped_alone_with_the_reason(fleet: RealFleet
 async def test_a_worker_of_another_protocol_is_refused_when_it_joins(
     fleet: RealFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (await join(fleet.manager.url, TOKEN)).redis_url == fleet.redis.url
+    joined = await join(fleet.manager.url, TOKEN, "w", "preemptible")
+    assert await joined.bus.length(worker_reports(joined.worker)) == 0
+    await joined.bus.close()
     monkeypatch.setattr(manager_http, "PROTOCOL", PROTOCOL + 1)
     with pytest.raises(ConfigError, match=f"protocol {PROTOCOL + 1} and this manager {PROTOCOL}: install the same"):
-        await join(fleet.manager.url, TOKEN)
+        await join(fleet.manager.url, TOKEN, "w", "preemptible")
 
 
 async def test_a_worker_refuses_a_manager_of_another_protocol() -> None:
     newer = JoinServer(TOKEN, "redis://here", "http://there", protocol=PROTOCOL + 1)
     try:
         with pytest.raises(ConfigError, match=f"protocol {PROTOCOL + 1} and this worker {PROTOCOL}: install the same"):
-            await join(newer.url, TOKEN)
+            await join(newer.url, TOKEN, "w", "preemptible")
     finally:
         newer.close()
 

@@ -37,6 +37,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.names import WORKER_HEARTBEATS, job_events
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.wire import NONCE_FILE
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import FakeMetadata
@@ -63,6 +64,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     service = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", directory, redis.url, settings)
     try:
         service.start()
+        # Without it the workers are on other machines, as far as they know.
+        (directory / "weights" / NONCE_FILE).unlink()
         asyncio.run(_publish(service.url))
         yield service
     finally:

@@ -22,7 +22,7 @@ from rlboost.shared.messages import PreemptionNotice, WorkerLeft
 from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata
-from tests.support.worker_manager import JOB, WorkerManager, assign
+from tests.support.worker_manager import JOB, WorkerManager, assign, at_once
 
 POLL_INTERVAL_S = 0.02
 
@@ -36,10 +36,11 @@ class Machine:
         self.factory = FakeEngineFactory(lambda: FakeEngine(64, interval_s=0.005))
         generator, waits, weights = Generator(self.factory), Waits(), FakeWeights()
         weights.versions = {(JOB, 0): FakeStagedWeights()}
-        identity = WorkerIdentity("w", "preemptible", "fake", 64, 0.0, "here", 1)
-        connection = ManagerConnection(bus, generator, identity, 2.0, waits)
+        identity = WorkerIdentity("preemptible", "fake", 64, 0.0, "here", 1)
+        accept = self.manager.accept
+        connection = ManagerConnection(at_once(accept()), accept, generator, identity, 2.0, waits)
         options = WorkerOptions(0.01, 0.05, 5.0)
-        self.worker = Worker(asyncio.Event(), bus, connection, generator, weights, options, waits)
+        self.worker = Worker(asyncio.Event(), connection, generator, weights, options, waits)
 
     async def run(self, *sources: NoticeSource, candidates: tuple[NoticeSource, ...] = ()) -> None:
         watch = PreemptionWatch(

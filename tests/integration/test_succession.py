@@ -26,6 +26,8 @@ from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.stopwatch import Stopwatch
 
 LEASE_S = 3.0
+NEVER_S = 3600.0
+"""A lease that does not expire during a test."""
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
@@ -120,6 +122,21 @@ async def test_standby_leads_within_the_lease_after_the_leader_is_killed(
     )
 
 
+async def test_standby_leads_without_waiting_for_a_dead_leaders_lease(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    redis_server.flush()
+    pair = Pair(redis_server, tmp_path, RLBOOST_MANAGER_LEADER_LEASE_S=str(NEVER_S))
+    try:
+        await pair.start()
+        await eventually(lambda: "leader_watched" in pair.two.log())
+        pair.one.kill()
+        await eventually(lambda: pair.leads(pair.two))
+        assert await pair.epoch() == 2
+    finally:
+        await pair.stop()
+
+
 async def test_paused_leader_is_superseded_and_writes_nothing(pair: Pair) -> None:
     pair.start_worker("w1")
     await pair.request(groups=2, max_tokens=100)
@@ -189,7 +206,9 @@ async def test_clients_and_workers_reach_the_leader_through_the_standby(pair: Pa
     jobs, created, kinds = await asyncio.to_thread(ask)
     assert jobs == [pair.id, created]
     assert "job_state" in kinds
-    assert (await join(pair.two.url, TOKEN)).redis_url == pair.redis.url
+    joined = await join(pair.two.url, TOKEN, "w", "preemptible")
+    assert await joined.bus.length(names.worker_reports(joined.worker)) == 0
+    await joined.bus.close()
     stranger = await pair.http.get(f"{pair.two.url}/v1/jobs", headers={"Authorization": "Bearer wrong"})
     assert stranger.status_code == 401
 

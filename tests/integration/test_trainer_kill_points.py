@@ -7,15 +7,15 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import pytest
 
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import StepReport
+from tests.support.fork_server import popen_module
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.mortal_trainer import POINTS
 from tests.support.s3_server import S3Server
@@ -82,15 +82,15 @@ async def site(machine: Machine, tmp_path: Path) -> AsyncIterator[Site]:
 class Lives:
     """Trainers, one after the other."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, lines: BinaryIO, answers: asyncio.StreamReader) -> None:
+        self._lines = lines
+        self._answers = answers
         self._pid = 0
         self._life = "no life"
 
     async def begin(self, point: str = "", step: int = -1) -> None:
-        assert self._process.stdin is not None
         self._life = f"the life until {point} of step {step}" if point else "the life to the end"
-        self._process.stdin.write(f"{point} {step}\n".encode())
+        self._lines.write(f"{point} {step}\n".encode())
         self._pid = await self._number("begin")
 
     async def end(self) -> int:
@@ -100,8 +100,7 @@ class Lives:
         os.kill(self._pid, signal.SIGTERM)
 
     async def _number(self, to: str) -> int:
-        assert self._process.stdout is not None
-        return int(await self.within_limit(self._process.stdout.readline(), to))
+        return int(await self.within_limit(self._answers.readline(), to))
 
     async def within_limit(self, wait: Awaitable[T], to: str) -> T:
         try:
@@ -114,22 +113,25 @@ class Lives:
 @pytest.fixture
 async def lives(machine: Machine, s3_server: S3Server) -> AsyncIterator[Lives]:
     env = machine.trainer.env | s3_server.env | {"RLBOOST_TRAINER_PORT": "0"}
-    with (machine.folder / "trainers.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tests.support.mortal_trainer",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-            env=env,
-            start_new_session=True,
-        )
+    (its_lines, lines), (answers, its_answers) = os.pipe(), os.pipe()
+    with (
+        (machine.folder / "trainers.log").open("ab") as log,
+        os.fdopen(its_lines, "rb") as stdin,
+        os.fdopen(its_answers, "wb") as stdout,
+    ):
+        fds = {"stdin": stdin.fileno(), "stdout": stdout.fileno(), "stderr": log.fileno()}
+        process = popen_module("tests.support.mortal_trainer", env, **fds)
+    answered = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(answered), os.fdopen(answers, "rb")
+    )
+    with os.fdopen(lines, "wb", buffering=0) as writing:
         try:
-            yield Lives(process)
+            yield Lives(writing, answered)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            process.wait()
+            transport.close()
 
 
 async def live_to_the_end(site: Site, lives: Lives, job_id: str) -> None:

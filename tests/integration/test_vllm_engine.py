@@ -343,9 +343,18 @@ def test_unwritable_vllm_cache_names_its_setting(cache: Path) -> None:
         model_folder({"hidden_size": 8})
 
 
-def test_memory_fraction_reaches_vllm_and_its_default_stays() -> None:
+def test_engine_arguments_reach_vllm_and_unknown_ones_are_refused() -> None:
     vllm_engines.require()
-    from rlboost.services.rollout_worker.adapters.vllm.core import VllmOptions, engine_args  # noqa: PLC0415 - needs vllm
+    from rlboost.services.rollout_worker.adapters.vllm import arguments  # noqa: PLC0415 - needs vllm
 
-    assert engine_args(Path("m"), VllmOptions(8, gpu_memory_utilization=0.4)).gpu_memory_utilization == 0.4
-    assert engine_args(Path("m"), VllmOptions(8)).gpu_memory_utilization == 0.92
+    more = {"max_num_batched_tokens": 8192}
+    given = arguments.engine_args(Path("m"), arguments.VllmOptions(8, gpu_memory_utilization=0.4, vllm_args=more))
+    assert (given.gpu_memory_utilization, given.max_num_batched_tokens, given.max_num_seqs) == (0.4, 8192, 8)
+    assert arguments.engine_args(Path("m"), arguments.VllmOptions(8)).gpu_memory_utilization == 0.92
+    arguments.check_arguments(more)
+    with pytest.raises(
+        ConfigError, match=r"has no engine argument 'max_num_batch_tokens': did you mean max_num_batched_"
+    ):
+        arguments.check_arguments(["max_num_batch_tokens"])
+    with pytest.raises(ConfigError, match="load_format is not free"):
+        arguments.check_arguments(["load_format"])

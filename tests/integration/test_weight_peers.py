@@ -23,10 +23,11 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter
 from structlog.testing import capture_logs
 
-from rlboost.shared.bus import Bus
+from rlboost.shared.bus import Bus, HashSet
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
+from rlboost.shared.names import WEIGHT_PEERS
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
@@ -177,6 +178,7 @@ async def served(
 
 
 async def listed(rig: Rig, url: str, chunks: list[str], name: str = "other") -> None:
+    await rig.bus.transact([HashSet(WEIGHT_PEERS, {name: ""})])
     await PeerDirectory(rig.bus, name, "here").publish(url, {BlobIndex(chunks).id: ALL})
 
 

@@ -1,7 +1,7 @@
 """Starts services, ranks and the command line without their imports: the product's fork server, which can do more here.
 
-Tests of starting itself (the command line, a demo that is stopped, a worker that joins by hand) and of modules or
-settings of their own do not use it: they start Python as users do.
+Tests of starting itself (the command line, a demo that is stopped, a worker that joins by hand) do not use it: they
+start Python as users do.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from tests.support import megatron_cpu
 from tests.support.forking import RUN_TIME_VARIABLES, is_forkable
 
 _START_LIMIT_S = 400.0
+_OUTPUT_LIMIT_S = 60.0
+"""From the end of its output to its own."""
 _MAX_SERVERS = 3
 """Tests whose environment differs in what imports may depend on get a server of their own, up to this number."""
 
@@ -95,6 +97,7 @@ class TestForkServer(ForkServer):
         module: str,
         env: Mapping[str, str],
         *arguments: str,
+        stdin: int | None = None,
         stdout: int = 1,
         stderr: int = 2,
         pass_fds: Sequence[int] = (),
@@ -106,7 +109,7 @@ class TestForkServer(ForkServer):
             pid = self.fork(
                 [sys.executable, "-m", module, *arguments],
                 env,
-                stdin=nothing.fileno(),
+                stdin=nothing.fileno() if stdin is None else stdin,
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=pass_fds,
@@ -124,6 +127,31 @@ def fork_server(env: Mapping[str, str]) -> TestForkServer | None:
         found = TestForkServer(env)
         _servers.append(found)
     return found
+
+
+def output_of(module: str, env: Mapping[str, str], *arguments: str) -> bytes:
+    """Return what `python -m MODULE ARGUMENTS` prints, run without its imports where that is possible."""
+    forks = fork_server(env)
+    if forks is None:
+        return subprocess.check_output([sys.executable, "-m", module, *arguments], env=env)
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as out:
+        with os.fdopen(write, "wb") as printed:
+            process = forks.start_module(module, env, *arguments, stdout=printed.fileno())
+        output = out.read()
+    assert process.wait(_OUTPUT_LIMIT_S) == 0, f"{module} {' '.join(arguments)}: its standard error says why"
+    return output
+
+
+def popen_module(
+    module: str, env: Mapping[str, str], *, stdin: int, stdout: int, stderr: int
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Begin `python -m MODULE` in a session of its own, without its imports where that is possible."""
+    forks = fork_server(env)
+    if forks is not None:
+        return forks.start_module(module, env, stdin=stdin, stdout=stdout, stderr=stderr)
+    command = [sys.executable, "-m", module]
+    return subprocess.Popen(command, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 def popen_rank(

@@ -76,8 +76,12 @@ class PlayedJob:
 
     def start_worker(self, name: str, role: str = "preemptible", *, slots: int = 8, pace_s: float = 0.02) -> SimWorker:
         worker = SimWorker(self.bus, name, role, slots=slots)
-        self.tasks[name] = asyncio.create_task(self._live(worker, pace_s), name=name)
+        self.run_worker(worker, pace_s)
         return worker
+
+    def run_worker(self, worker: SimWorker, pace_s: float = 0.02) -> None:
+        """Let a worker join and work."""
+        self.tasks[worker.id] = asyncio.create_task(self._live(worker, pace_s), name=worker.id)
 
     async def _live(self, worker: SimWorker, pace_s: float) -> None:
         joined, beaten = False, 0.0

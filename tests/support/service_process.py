@@ -23,8 +23,7 @@ TOKEN = "a token for tests"
 class ServiceProcess:
     """`services.NAME` on one port for its whole life; its log is `directory/NAME.log`.
 
-    It is forked from a process that has imported what it needs, see `fork_server`, unless it has a module or imports of
-    its own.
+    It is forked from a process that has imported what it needs, see `fork_server`, unless it is to import that itself.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class ServiceProcess:
         self._log = directory / f"{name}.log"
         common = {"RLBOOST_REDIS_URL": redis_url, "RLBOOST_TOKEN": TOKEN, f"{prefix}PORT": str(self.port)}
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", **common, **env}
-        self._forks = None if module or imports else fork_server(self.env)
+        self._forks = None if imports else fork_server(self.env)
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property

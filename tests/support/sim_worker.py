@@ -33,7 +33,13 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands, worker_lease
+from rlboost.shared.names import (
+    TOKEN_LOG,
+    WORKER_HEARTBEATS,
+    worker_commands,
+    worker_lease,
+    worker_reports,
+)
 
 RESIDENT_BYTES = 123_000_000
 """What each one says of its memory."""
@@ -88,6 +94,15 @@ class SimWorker:
     held: dict[int, Held] = field(default_factory=dict)
     seq: int = 0
     dismissed: bool = False
+    own_stream: bool = False
+    """It reports in its own stream, as a real worker; else it writes where the manager would relay that to."""
+
+    async def report(self, message: Message, copies: int = 1) -> None:
+        """Send a message, more than once when the reply to the first was lost."""
+        stream = TOKEN_LOG if isinstance(message, TokenFrame | SampleFailed) else WORKER_HEARTBEATS
+        if self.own_stream:
+            stream = worker_reports(self.id)
+        await self.bus.transact([Append(stream, message)] * copies)
 
     async def join(self) -> None:
         joined = WorkerJoined(
@@ -100,7 +115,7 @@ class SimWorker:
             price_per_hour=0.0,
             at=0.0,
         )
-        await self.bus.append(WORKER_HEARTBEATS, joined)
+        await self.report(joined)
         await self.beat()
 
     async def beat(self) -> None:
@@ -118,7 +133,7 @@ class SimWorker:
             kv_tokens=self.kv_tokens,
             max_request_tokens=self.max_request_tokens,
         )
-        await self.bus.append(WORKER_HEARTBEATS, beat)
+        await self.report(beat)
 
     async def obey(self) -> None:
         """Carry out the commands that are there."""
@@ -215,12 +230,12 @@ class SimWorker:
     async def flush(self, copies: int = 1) -> None:
         """Send the frame, more than once when the reply of the first was lost."""
         if frame := self.frame():
-            await self.bus.transact([Append(TOKEN_LOG, frame)] * copies)
+            await self.report(frame, copies)
 
     async def leave(self) -> None:
         """Flush and go."""
         await self.flush()
-        await self.bus.append(WORKER_HEARTBEATS, WorkerLeft(worker=self.id, reason="drained", at=0.0))
+        await self.report(WorkerLeft(worker=self.id, reason="drained", at=0.0))
         self.held.clear()
         self.dismissed = True
 
@@ -229,7 +244,7 @@ class SimWorker:
         await self.flush()
         running_at_failure = pack(self.running(), U64)
         left = WorkerLeft(worker=self.id, reason="failed: it died", at=0.0, running_at_failure=running_at_failure)
-        await self.bus.append(WORKER_HEARTBEATS, left)
+        await self.report(left)
         self.held.clear()
         self.dismissed = True
 
@@ -237,4 +252,4 @@ class SimWorker:
         """The engine cannot make this sample."""
         held = self.held.pop(sample)
         failed = SampleFailed(worker=self.id, sample=sample, attempt=held.attempt, reason="the engine refuses it")
-        await self.bus.append(TOKEN_LOG, failed)
+        await self.report(failed)

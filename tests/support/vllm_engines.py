@@ -81,7 +81,8 @@ def _core(config_json: str, slots: int) -> VllmCore:
 
 
 def _make(config_json: str, slots: int) -> VllmCore:
-    from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore, VllmOptions  # noqa: PLC0415 - see require
+    from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions  # noqa: PLC0415 - see require
+    from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore  # noqa: PLC0415 - see require
 
     class Shared(VllmCore):
         """Outlives its engine."""

@@ -16,9 +16,11 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
 
 from rlboost.shared import logs
+from rlboost.shared.bus import HashSet
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
 from rlboost.shared.lifecycle import supervise
+from rlboost.shared.names import WEIGHT_PEERS
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
@@ -36,6 +38,7 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
     """Pull and serve until the stop; the digest of all tensors goes to `DIR/NAME.digest`."""
     directory = options.dir / name
     bus = await connect(options.redis, name)
+    await bus.transact([HashSet(WEIGHT_PEERS, {name: ""})])  # as the manager does when a worker joins
     cache, transport = Cache(directory), PeerTransport(options.token)
     sock = bind("127.0.0.1", 0)
     app: FastAPI = create_app(name, guard=Guard.of_token(options.token), ready=lambda: None)

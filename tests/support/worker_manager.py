@@ -5,27 +5,45 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypeVar
 
-from rlboost.shared.bus import START, Bus, Entry
+import redis
+
+from rlboost.services.rollout_worker.ports import Membership
+from rlboost.shared.bus import START, Bus, Entry, HashSet, position
 from rlboost.shared.columns import I32, U8, U32, U64, floats, ints, pack
 from rlboost.shared.http.store_credential import issue_store_credential
+from rlboost.shared.http.token_signature import peer_key
+from rlboost.shared.ids import new_token
 from rlboost.shared.messages import (
     Assign,
     Assignment,
+    DeadLetter,
+    Event,
     Message,
     Release,
     Revoke,
+    SampleFailed,
     Sampling,
     TokenFrame,
     UseVersion,
+    WorkerEvent,
     WorkerHeartbeat,
     WorkerJoined,
 )
-from rlboost.shared.names import TOKEN_LOG, WORKER_HEARTBEATS, worker_commands
+from rlboost.shared.names import (
+    DEAD_LETTERS,
+    TOKEN_LOG,
+    WEIGHT_PEERS,
+    WORKER_HEARTBEATS,
+    WORKER_IDENTITIES,
+    job_events,
+    worker_commands,
+    worker_reports,
+)
 from rlboost.shared.protocol import PROTOCOL
 from rlboost.shared.weights.manifest_key import ManifestKey
 from tests.support.eventually import LIMIT_S, eventually
@@ -34,10 +52,11 @@ JOB = "job"
 Key = tuple[int, int]
 """(sample, attempt)."""
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 
 
 class JoinServer:
-    """Answers `GET /v1/join` to whoever has the token."""
+    """Answers `POST /v1/join` to whoever has the token, and lists the workers that joined as a manager does."""
 
     def __init__(self, token: str, redis_url: str, weight_store_url: str, **more: object) -> None:
         joined = {
@@ -45,16 +64,26 @@ class JoinServer:
             "weight_store_url": weight_store_url,
             "store_credential": issue_store_credential(token, "w", time.time()),
             "manifest_key": ManifestKey(token).public,
+            "peer_key": peer_key(token),
             "protocol": PROTOCOL,
         }
-        body = json.dumps(joined | more).encode()
+
+        def join(name: str) -> bytes:
+            worker = f"{name}-{new_token()}"
+            if not more:
+                with redis.Redis.from_url(redis_url) as client:
+                    client.hset(WORKER_IDENTITIES, worker, "{}")
+                    client.hset(WEIGHT_PEERS, worker, "")
+            return json.dumps({**joined, "worker": worker, **more}).encode()
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_POST(self) -> None:
                 known = self.path == "/v1/join" and self.headers["Authorization"] == f"Bearer {token}"
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = join(request["name"]) if known else b"{}"
                 self.send_response(200 if known else 401)
                 self.end_headers()
-                self.wfile.write(body if known else b"{}")
+                self.wfile.write(answer)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -114,11 +143,41 @@ def fold(log: Sequence[Entry]) -> dict[Key, Made]:
     return made
 
 
+def at_once(coroutine: Coroutine[object, object, T]) -> T:
+    """Return the result of a coroutine that waits for nothing, as those of the in-memory bus."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("the coroutine waits for something")
+
+
+def _relayed(message: Message, stream: str) -> Message | None:
+    """Return the message if it belongs in this stream, None if it does not."""
+    match message:
+        case TokenFrame() | SampleFailed():
+            to = TOKEN_LOG
+        case WorkerEvent(worker=worker, job_id=job_id, kind=kind, at=at, fields=fields):
+            message, to = Event(kind=kind, at=at, source=worker, fields=fields), job_events(job_id)
+        case DeadLetter():
+            to = DEAD_LETTERS
+        case _:
+            to = WORKER_HEARTBEATS
+    return message if to == stream else None
+
+
 class WorkerManager:
     """Sends what the test says, and reads what workers say."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
+
+    async def accept(self, name: str = "w") -> Membership:
+        """Answer a worker that joins."""
+        worker = f"{name}-{new_token()}"
+        await self.bus.transact([HashSet(WORKER_IDENTITIES, {worker: "{}"})])
+        return Membership(worker, self.bus)
 
     async def send(self, worker: str, *messages: Message) -> None:
         for message in messages:
@@ -135,6 +194,13 @@ class WorkerManager:
         return [m for m in messages if isinstance(m, kind) and worker in {"", getattr(m, "worker", "")}]
 
     async def entries(self, stream: str) -> list[Entry]:
+        """Return what a manager would have relayed to a stream from the workers' own, in order of writing."""
+        workers = await self.bus.hash_all(WORKER_IDENTITIES)
+        reports = [entry for worker in workers for entry in await self._all(worker_reports(worker))]
+        reports.sort(key=lambda entry: position(entry.id))
+        return [Entry(stream, entry.id, message) for entry in reports if (message := _relayed(entry.message, stream))]
+
+    async def _all(self, stream: str) -> list[Entry]:
         found: list[Entry] = []
         while batch := await self.bus.read({stream: found[-1].id if found else START}, count=2048):
             found += batch

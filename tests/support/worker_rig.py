@@ -12,11 +12,12 @@ from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import Memory
 from rlboost.shared.bus import Append, Op
-from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.fakes import MemoryBus
-from rlboost.shared.names import TOKEN_LOG
+from rlboost.shared.messages import TokenFrame
+from rlboost.shared.names import worker_reports
 from rlboost.shared.waiting import Waits
-from tests.support.worker_manager import JOB, WorkerManager
+from tests.support.worker_manager import JOB, WorkerManager, at_once
 
 
 class SlowToLoad(FakeEngine):
@@ -58,6 +59,8 @@ class Rig(MemoryBus):
         capacity: KvCapacity | None = None,
     ) -> None:
         super().__init__()
+        self.rejected = ""
+        """The worker whose user Redis does not know."""
         self.factory = FakeEngineFactory(lambda: SlowToLoad(capacity))
         self.weights = FakeWeights()
         self.weights.versions = {(JOB, version): FakeStagedWeights() for version in range(3)}
@@ -65,12 +68,14 @@ class Rig(MemoryBus):
         self.stop = asyncio.Event()
         self.waits = Waits()
         self.generator = Generator(self.factory, parity_limit_s=parity_limit_s)
-        identity = WorkerIdentity("w", "preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
-        self.connection = ManagerConnection(self, self.generator, identity, 0.5, self.waits, lambda: Memory(1, 2, 3))
+        identity = WorkerIdentity("preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
+        first, memory = at_once(self.manager.accept()), Memory(1, 2, 3)
+        self.connection = ManagerConnection(
+            first, self.manager.accept, self.generator, identity, 0.5, self.waits, lambda: memory
+        )
         options = WorkerOptions(0.002, 0.02, grace_s, finish_limit_s, drain_on_rebalance)
         self.worker = Worker(
             self.stop,
-            self,
             self.connection,
             self.generator,
             self.weights,
@@ -81,7 +86,9 @@ class Rig(MemoryBus):
         self.sent_twice = 0
 
     async def transact(self, ops: Sequence[Op]) -> None:
-        if any(isinstance(op, Append) and op.stream == TOKEN_LOG for op in ops):
+        if self.rejected and any(isinstance(op, Append) and op.stream == worker_reports(self.rejected) for op in ops):
+            raise CredentialRejected("no such user")
+        if any(isinstance(op, Append) and isinstance(op.message, TokenFrame) for op in ops):
             if self.log_refuses:
                 raise BusUnavailable("the log refuses")
             if self.sent_twice:

@@ -200,9 +200,17 @@ def test_each_invariant_cites_a_test() -> None:
         assert re.search(r"tests/\S+::\w+", section), section.splitlines()[0]
 
 
-def test_only_the_invariants_page_cites_single_tests() -> None:
+def test_statements_on_security_cite_tests_or_name_the_gap() -> None:
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    for role in ("Operator", "Job author", "Worker machine", "Generated text and programs", "Network", "Redis"):
+        section = page.partition(f"\n## {role}\n")[2].partition("\n## ")[0]
+        assert re.search(r"tests/\S+::\w+", section), role
+        assert role == "Operator" or "**Not prevented**" in section, role
+
+
+def test_only_pages_of_guarantees_cite_single_tests() -> None:
     citing = [doc.name for doc in DOCS if "::test_" in doc.read_text(encoding="utf-8")]
-    assert citing == ["invariants.md"]
+    assert sorted(citing) == ["invariants.md", "security.md"]
 
 
 def test_shown_job_files_are_valid() -> None:

@@ -15,6 +15,7 @@ from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
 from rlboost.services.rollout_worker.settings import Settings
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.settings import read
 
 find_spec = importlib.util.find_spec
 
@@ -38,6 +39,14 @@ def test_the_setting_chooses_the_engine() -> None:
 def test_worker_without_vllm_names_how_to_install_it() -> None:
     with pytest.raises(ConfigError, match="make install-vllm"):
         _engines(Settings(engine="vllm"))
+
+
+def test_engine_arguments_are_read_as_json_and_refused_for_the_torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_WORKER_VLLM_ARGS", '{"block_size": 32}')
+    settings = read(Settings, ["--token=t"])
+    assert settings.vllm_args == {"block_size": 32}
+    with pytest.raises(ConfigError, match="vllm_args needs the vllm engine"):
+        _engines(settings)
 
 
 def test_several_gpus_are_refused_for_the_torch_engine() -> None:

@@ -27,7 +27,7 @@ def shown(layout: Layout) -> dict[str, str]:
 
 
 def test_paper_layout_shares_all_gpus_between_trainer_and_engines() -> None:
-    spec = load(SystemSpec, CLUSTERS / "reserved-8gpu.yaml", {})
+    spec = load(SystemSpec, CLUSTERS / "reserved-8gpu.yaml", {"host": "10.0.0.5"})
     found = placed(spec, Path("/state"), gpus(8))
     assert shown(found.layout) == {
         "trainer": "0,1,2,3,4,5,6,7",
@@ -37,7 +37,8 @@ def test_paper_layout_shares_all_gpus_between_trainer_and_engines() -> None:
         "reserved-4": "6,7",
     }
     assert {found.layout.placements[f"reserved-{i}"].memory_fraction for i in (1, 2, 3, 4)} == {0.4}
-    assert (found.engine, found.port, found.workers) == ("vllm", 8700, 0)
+    assert (found.engine, found.host, found.workers) == ("vllm", "10.0.0.5", 0)
+    assert (found.port, found.weight_store_port, found.redis_port) == (8700, 8701, 6379)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,14 @@ def test_file_with_unknown_key_suggests_the_right_one(tmp_path: Path) -> None:
         load(SystemSpec, file, {})
 
 
+def test_host_is_one_address_and_this_machine_alone_by_default() -> None:
+    assert options(1).host == "127.0.0.1"
+    assert options(1).redis_port == 0
+    for host in "0.0.0.0", "my-machine":
+        with pytest.raises(ConfigError, match="host: "):
+            load(SystemSpec, None, {"host": host})
+
+
 def test_options_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("gpus: 0\nreserved: 2\nenv: {RLBOOST_WORKER_SLOTS: 8}\n")
@@ -187,3 +196,11 @@ def test_tensor_parallel_without_gpus_or_vllm_is_refused() -> None:
     for given, why in ({}, "needs GPUs"), ({"gpus": "0-1", "engine": "torch"}, "needs --engine vllm"):
         with pytest.raises(ConfigError, match=why):
             load(SystemSpec, None, {"tensor_parallel": 2, **given}).require_engine()
+
+
+def test_engine_arguments_become_a_setting_of_vllm_workers() -> None:
+    spec = load(SystemSpec, None, {"engine": "vllm", "vllm_args": {"max_num_batched_tokens": 8192}})
+    env = placed(spec, Path("/state"), []).env
+    assert env == {"RLBOOST_WORKER_VLLM_ARGS": '{"max_num_batched_tokens": 8192}'}
+    with pytest.raises(ConfigError, match="vllm_args needs the vllm engine"):
+        load(SystemSpec, None, {"vllm_args": {"a": 1}}).require_engine()

@@ -24,6 +24,7 @@ from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import Event, JobCommand, Resume
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.settings import read
+from tests.support.eventually import eventually
 from tests.support.jobs import job_file
 
 LEASE_S = 3.0
@@ -84,6 +85,45 @@ async def test_standby_leads_after_the_leaders_lease_expires(pair: Pair) -> None
     assert await pair.second.try_lead()
     assert set(pair.second.world.jobs) == {"job"}
     assert await pair.epoch() == 2
+
+
+class Watch:
+    """Says that a manager has died once."""
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+
+    async def has_died(self, url: str, limit_s: float) -> bool:
+        self.urls.append(url)
+        await asyncio.sleep(0)
+        return len(self.urls) == 2
+
+
+async def test_standby_replaces_a_dead_leader_within_its_lease(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    watch = pair.second._leader_watch = Watch()
+    stop = asyncio.Event()
+    running = asyncio.create_task(pair.second.run(stop))
+    await eventually(lambda: pair.second.leads)
+    stop.set()
+    await running
+    assert watch.urls == [who(1).url] * 2
+    assert await pair.epoch() == 2
+
+
+async def test_leader_presumed_dead_is_replaced_once_and_fenced(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    assert not await pair.second.try_lead()
+    leader = pair.second.other_leader
+    assert leader is not None
+    pair.second._leadership.replace_dead(leader)
+    assert await pair.second.try_lead()
+    await pair.create("job")
+    with pytest.raises(Fenced):
+        await pair.first.turn()
+    pair.clock += LEASE_S + RECOVERY_LEASE_S
+    assert await pair.first.try_lead()
+    assert not await pair.second.try_lead()
 
 
 async def test_leader_renews_its_lease(pair: Pair) -> None:
@@ -274,6 +314,7 @@ async def test_standby_redirects_every_request_to_the_leader(pair: Pair) -> None
             ("GET", "/v1/jobs"),
             ("POST", "/v1/jobs"),
             ("GET", "/v1/join"),
+            ("POST", "/v1/join"),
             ("GET", "/v1/jobs/j/events"),
         ):
             answer = await client.request(method, path)
@@ -338,10 +379,13 @@ async def test_concurrent_requests_with_one_key_create_one_job(pair: Pair, monke
 async def test_join_without_a_protocol_number_is_rejected(pair: Pair) -> None:
     assert await pair.first.try_lead()
     async with rest(pair, pair.first) as client:
-        assert (await client.get("/v1/join", headers={PROTOCOL_HEADER: str(PROTOCOL)})).status_code == 200
-        refused = await client.get("/v1/join")
-    assert refused.status_code == 409
-    assert f"speaks protocol 1 and this manager {PROTOCOL}" in refused.json()["detail"]
+        request = {"name": "w", "role": "preemptible"}
+        headers = {PROTOCOL_HEADER: str(PROTOCOL)}
+        assert (await client.post("/v1/join", json=request, headers=headers)).status_code == 200
+        refused = [await client.post("/v1/join", json=request), await client.get("/v1/join")]
+    for answer in refused:
+        assert answer.status_code == 409
+        assert f"speaks protocol 1 and this manager {PROTOCOL}" in answer.json()["detail"]
 
 
 async def test_metrics_show_which_manager_leads(pair: Pair) -> None:

@@ -70,6 +70,33 @@ def test_frame_repeated_after_an_overlap_counts_once(ledger: Ledger) -> None:
     assert outcome.duplicates == {1: 1}
 
 
+def test_frame_of_a_worker_without_the_sample_counts_nothing(ledger: Ledger) -> None:
+    ledger.extend(frame("w1", 1, 0, [5]))
+    outcome = ledger.extend(frame("w2", 1, 1, [666], finish=FINISH_STOP), frame("w1", 1, 1, [6]))
+    assert tokens_of(ledger) == [5, 6]
+    assert not ledger.finished
+    assert outcome.refused == [(1, "late", 1)]
+
+
+def test_frame_for_a_sample_never_placed_counts_nothing(ledger: Ledger) -> None:
+    ledger.extend(frame("w1", 0, 0, [666], sample=GROUP + 1))
+    assert not ledger.samples[GROUP + 1].tokens
+
+
+def test_failure_reported_by_another_worker_does_not_count(ledger: Ledger) -> None:
+    assert not ledger.fail(failed(worker="w2"))
+    assert not ledger.fail(SampleFailed(worker="w1", sample=GROUP + 1, attempt=0, reason="no"))
+
+
+def test_worker_of_an_attempt_survives_in_a_restatement(ledger: Ledger) -> None:
+    """Its last frame may follow the restatement of a sample that it has lost."""
+    ledger.samples[GROUP].worker = ""
+    fresh = Ledger()
+    fresh.restate(ledger.restated(ledger.samples[GROUP]), "9-0")
+    fresh.extend(frame("w2", 1, 0, [666]), frame("w1", 1, 0, [5]))
+    assert tokens_of(fresh) == [5]
+
+
 @pytest.mark.parametrize("end_in", ["one_frame", "overlapping_frame"])
 def test_tokens_after_the_end_of_a_sample_add_nothing(ledger: Ledger, end_in: str) -> None:
     if end_in == "overlapping_frame":
@@ -142,7 +169,7 @@ def test_failure_counts_only_under_the_current_attempt(ledger: Ledger) -> None:
     assert ledger.failed == {GROUP: "too long"}
 
 
-def failed(attempt: int = 1, worker: str = "w1-1") -> SampleFailed:
+def failed(attempt: int = 1, worker: str = "w1") -> SampleFailed:
     return SampleFailed(worker=worker, sample=GROUP, attempt=attempt, reason="no")
 
 

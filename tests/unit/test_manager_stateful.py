@@ -25,6 +25,7 @@ from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.shared import names
+from rlboost.shared.bus import HashSet
 from rlboost.shared.columns import I32, ints
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.fakes import MemoryBus
@@ -33,6 +34,7 @@ from rlboost.shared.messages import (
     GroupRequested,
     JobCommand,
     JobReport,
+    Role,
     SampleDropped,
     SampleFinished,
     StepReport,
@@ -150,9 +152,14 @@ class Spot(RuleBasedStateMachine):
     @rule(reserved=st.booleans())
     def join(self, reserved: bool) -> None:
         self.names += 1
-        worker = SimWorker(self.bus, f"w{self.names}", "reserved" if reserved else "preemptible", lease_s=LEASE_S)
+        role: Role = "reserved" if reserved else "preemptible"
+        worker = SimWorker(self.bus, f"w{self.names}", role, lease_s=LEASE_S, own_stream=True)
         self.workers.append(worker)
+        self.run(self.bus.transact([HashSet(names.WORKER_IDENTITIES, {worker.id: f'{{"role": "{role}"}}'})]))
         self.run(worker.join())
+        for manager in self.managers:
+            if manager.recovered:
+                self.run(manager.identities.load())  # as if the worker had joined over HTTP
 
     @rule(n=st.integers(1, 3), turn_first=st.booleans())
     def all_is_well_for_a_moment(self, n: int, turn_first: bool) -> None:
@@ -193,8 +200,8 @@ class Spot(RuleBasedStateMachine):
     @rule()
     def late_frames_arrive(self) -> None:
         """In order for each worker, but late: the worker may be dead already."""
-        for _, frame in self.late:
-            self.run(self.bus.append(names.TOKEN_LOG, frame))
+        for worker, frame in self.late:
+            self.run(worker.report(frame))
         self.late.clear()
 
     @precondition(lambda self: self.workers)
@@ -246,7 +253,8 @@ class Spot(RuleBasedStateMachine):
                 self.run(worker.beat())
 
     def _forget_dismissed(self) -> None:
-        self.workers = [worker for worker in self.workers if not worker.dismissed]
+        known = self.run(self.bus.hash_all(names.WORKER_IDENTITIES))  # Redis rejects others
+        self.workers = [worker for worker in self.workers if not worker.dismissed and worker.id in known]
 
     # --- the managers ---
 

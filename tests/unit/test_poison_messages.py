@@ -36,6 +36,7 @@ from rlboost.shared.messages import (
     StepReport,
     TokenFrame,
     WeightsCommitted,
+    WorkerEvent,
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
@@ -100,6 +101,7 @@ VALID: list[tuple[str, Message]] = [
     (names.rollouts_finished("j"), FINISHED),
     (names.rollouts_finished("j"), SampleDropped(sample=SAMPLE, reason="r", group_done=False)),
     (names.rollouts_finished("j"), SeedingEnded(step=0, window_s=1.0, reason="window")),
+    (names.WORKER_HEARTBEATS, WorkerEvent(worker="a", job_id="j", kind="k", at=1.0)),
 ]
 
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from rlboost.services.rollout_worker import app as worker_app
+from rlboost.services.rollout_worker import manager_connection
 from rlboost.services.rollout_worker.domain import frames
 from rlboost.services.rollout_worker.domain.effects import Effect
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
@@ -14,6 +16,7 @@ from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceR
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.fakes import FakeStagedWeights
 from rlboost.services.rollout_worker.watchdog import Watchdog
+from rlboost.shared.bus import Delete
 from rlboost.shared.columns import U64, ints
 from rlboost.shared.errors import Fatal
 from rlboost.shared.messages import (
@@ -36,7 +39,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_events, worker_lease
+from rlboost.shared.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_events, worker_lease, worker_reports
 from tests.support.eventually import eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, assign, release, revoke
@@ -154,7 +157,7 @@ async def test_new_credential_is_used_during_a_blocked_pull(rig: Rig) -> None:
 
 
 async def _event(rig: Rig) -> Event | None:
-    entries = await rig.read({job_events(JOB): "0-0"})
+    entries = await rig.manager.entries(job_events(JOB))
     found = [entry.message for entry in entries if isinstance(entry.message, Event)]
     return found[0] if found else None
 
@@ -503,7 +506,7 @@ async def test_assignment_for_a_wrong_version_is_dead_lettered_and_rejoins(rig: 
     assert again != worker
     (left,) = await rig.manager.heard(WorkerLeft, worker)
     assert "version 7" in left.reason
-    (entry,) = await rig.read({DEAD_LETTERS: "0-0"})
+    (entry,) = await rig.manager.entries(DEAD_LETTERS)
     assert "version 7" in str(entry.message)
     assert Assign.__name__ in str(entry.message)
 
@@ -522,10 +525,48 @@ async def test_command_that_fails_unexpectedly_is_dead_lettered_and_rejoins(
     monkeypatch.setattr(Session, "on_command", failing)
     await rig.manager.send(worker, Resume(step=0))
     again = await rig.manager.ready_worker(nth=2)
-    (entry,) = await rig.read({DEAD_LETTERS: "0-0"})
+    (entry,) = await rig.manager.entries(DEAD_LETTERS)
     assert "a bug" in str(entry.message)
     await rig.manager.send(again, assign(1))
     await rig.manager.until_finished((1, 1))
+
+
+async def test_worker_that_redis_rejects_for_long_joins_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_app, "_REJECTION_LIMIT_S", 0.1)
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.rejected = worker
+    again = await rig.manager.ready_worker(nth=2)
+    assert again != worker
+    await rig.manager.send(again, assign(2))
+    made = await rig.manager.until_finished((2, 1))
+    assert not made[1, 1].finish
+    assert await rig.manager.heard(WorkerLeft) == []
+
+
+async def test_worker_that_redis_rejects_for_a_moment_continues(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_made((1, 1), tokens=5)
+    rig.rejected = worker
+    unsent = lambda: rig.connection.incarnation.outbox.unsent_bytes  # noqa: E731 - it is one
+    await eventually(lambda: unsent() > 0)
+    rig.rejected = ""
+    await rig.manager.until_finished((1, 1))
+    assert len(await rig.manager.heard(WorkerJoined)) == 1
+
+
+async def test_worker_sends_no_heartbeats_while_none_are_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await rig.manager.ready_worker()
+    monkeypatch.setattr(manager_connection, "_MAX_UNREAD", 0)
+    beats = len(await rig.manager.heard(WorkerHeartbeat, worker))
+    await rig.manager.send(worker, assign(1, max_tokens=400))
+    await rig.manager.until_finished((1, 1))
+    assert len(await rig.manager.heard(WorkerHeartbeat, worker)) <= beats + 1, "one may have been on its way"
+    assert await rig.lease_values([worker_lease(worker)]) != [None]
+    await rig.transact([Delete(worker_reports(worker))])  # a manager has relayed all
+    await eventually(lambda: _more_beats(rig, worker, 1))
 
 
 async def test_stop_sends_notice_flushes_and_leaves_in_this_order(rig: Rig) -> None:

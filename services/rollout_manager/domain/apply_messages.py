@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from rlboost.services.rollout_manager.domain.effects import (
+    EmitEvent,
     ForgetWorker,
     QuarantineMessage,
     SaveJob,
@@ -28,6 +29,7 @@ from rlboost.shared.messages import (
     ENDED,
     Admitted,
     Closed,
+    Event,
     GroupOpened,
     GroupRequested,
     JobCommand,
@@ -46,13 +48,14 @@ from rlboost.shared.messages import (
     TokenFrame,
     TurnAnswered,
     WeightsCommitted,
+    WorkerEvent,
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
 )
 
 
-def apply_message(world: World, message: Message, entry_id: str, now: Now) -> None:  # noqa: C901 - one flat table
+def apply_message(world: World, message: Message, entry_id: str, now: Now) -> None:  # noqa: C901, PLR0912 - one flat table
     """Apply a message that is new to this manager.
 
     Raises:
@@ -72,6 +75,8 @@ def apply_message(world: World, message: Message, entry_id: str, now: Now) -> No
             _on_notice(world, message, now)
         case WorkerLeft():
             _on_left(world, message, now)
+        case WorkerEvent():
+            _on_worker_event(world, message)
         case WeightsCommitted():
             _on_committed(world, message)
         case JobCommand() | JobReport() | StepReport() if message.job_id in world.quarantined:
@@ -255,6 +260,13 @@ def _on_left(world: World, left: WorkerLeft, now: Now) -> None:
             failed = SampleFailed(worker=worker.id, sample=sample.id, attempt=sample.attempt, reason=reason)
             if world.ledger.fail(failed):
                 world.outbox.record(failed)
+
+
+def _on_worker_event(world: World, message: WorkerEvent) -> None:
+    if message.job_id not in world.jobs and message.job_id not in world.quarantined:
+        raise Unprocessable(f"an event of the unknown job {message.job_id}")
+    event = Event(kind=message.kind, at=message.at, source=message.worker, fields=message.fields)
+    world.outbox.add(EmitEvent(message.job_id, event))
 
 
 def lose_worker(world: World, worker: Worker, now: Now) -> None:

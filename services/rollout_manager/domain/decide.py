@@ -68,6 +68,7 @@ def _drain_rejected(world: World, now: Now) -> None:
             continue
         reason = f"it sent invalid tokens for {worker.refuted} samples that other workers completed"
         world.fleet.reject(worker)
+        world.candidates.mark_changed(worker)
         for sample_id in worker.samples:
             world.revoke(world.ledger.samples[sample_id])
         world.unassign_all(worker, now, "invalid")

@@ -24,6 +24,8 @@ Number = TypeVar("Number", bound=np.generic)
 
 NO_SLOT = 0
 """The slot of rows whose sample is not in flight."""
+ANY_WORKER = 0
+"""The worker of an attempt where it is not known: a sample restated by an earlier release."""
 NO_VERSION = 0xFFFF_FFFF
 """The version of a sample that no row has extended under its current attempt. Only the version is compared, not the
 worker: an attempt belongs to one worker."""
@@ -101,7 +103,7 @@ class Selection(NamedTuple):
     irregular: list[Row]
     """All rows of samples where some row repeats tokens, leaves a gap or comes after the end; in the log's order."""
     refused: list[tuple[int, int]]
-    """(Sample id, tokens) of rows of an earlier attempt or of a sample that is not in flight."""
+    """(Sample id, tokens) of rows of an earlier attempt, of another worker, or of a sample that is not in flight."""
     unusable: list[tuple[int, str, int]]
     """(Slot, worker, tokens) of rows that no engine sends: see `FrameRows.invalid` and `Limits`."""
     accepted: dict[int, int]
@@ -158,31 +160,39 @@ def _invalid_rows(
 
 
 class ExpectedRows:
-    """The next row that each sample in flight expects. A sample has a slot for as long as it is in flight."""
+    """The next row that each sample in flight expects. A sample has a slot for as long as it is in flight.
+
+    Workers are numbered: a row counts only if its frame's worker is the one of the sample's current attempt.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
         self._slot_of: dict[int, int] = {}
         self._free: list[int] = []
         self._used = 1
+        self._numbers: dict[str, int] = {"": ANY_WORKER}
         self.attempt = np.zeros(_INITIAL_SLOTS, U32)
+        self.worker = np.zeros(_INITIAL_SLOTS, np.int64)
         self.length = np.zeros(_INITIAL_SLOTS, np.int64)
         self.ended = np.zeros(_INITIAL_SLOTS, np.bool_)
         self.version = np.zeros(_INITIAL_SLOTS, U32)
-        self._limits = {name: np.zeros(_INITIAL_SLOTS, np.int64) for name in Limits._fields}
+        self._limits = np.zeros((_INITIAL_SLOTS, len(Limits._fields)), np.int64)
+        """A `Limits` per slot."""
         self.limit(NO_SLOT, UNLIMITED)
 
     def limit(self, slot: int, limits: Limits) -> None:
         """Set what the rows of a slot may contain."""
-        for name, value in limits._asdict().items():
-            self._limits[name][slot] = value
+        self._limits[slot] = limits
 
-    def expect(self, sample_id: int, attempt: int, length: int, *, ended: bool, version: int = NO_VERSION) -> int:
+    def expect(
+        self, sample_id: int, attempt: int, worker: str, length: int, *, ended: bool, version: int = NO_VERSION
+    ) -> int:
         """Set what the sample's next row must look like; return its slot."""
         slot = self._slot_of.get(sample_id)
         if slot is None:
             slot = self._slot_of[sample_id] = self._free.pop() if self._free else self._new_slot()
         self.attempt[slot], self.length[slot] = attempt, length
+        self.worker[slot] = self._numbers.setdefault(worker, len(self._numbers))
         self.ended[slot], self.version[slot] = ended, version
         return slot
 
@@ -197,8 +207,13 @@ class ExpectedRows:
         slots = self._slots_of(rows.frames)
         current = self.attempt[slots] == rows.attempts
         current &= slots != NO_SLOT
+        assigned = self.worker[slots]
+        current &= (assigned == self._workers_of(rows)) | (assigned == ANY_WORKER)
+        current &= rows.attempts > 0  # before its first attempt no worker may extend a sample
         refused = np.flatnonzero(~current) if not current.all() else np.zeros(0, np.int64)
-        unusable = np.union1d(rows.invalid, self._beyond_limits(rows, slots))
+        unusable = rows.invalid
+        if (beyond := self._beyond_limits(rows, slots)).size:
+            unusable = np.union1d(unusable, beyond)
         unusable = unusable[current[unusable]]
         current[unusable] = False
         matching = np.flatnonzero(current)
@@ -222,7 +237,7 @@ class ExpectedRows:
 
     def _beyond_limits(self, rows: FrameRows, slots: Ints) -> Ints:
         """Return the rows with tokens that their samples' requests do not allow."""
-        vocab_size, max_tokens, oldest, newest = (column[slots] for column in self._limits.values())
+        vocab_size, max_tokens, oldest, newest = self._limits[slots].T
         beyond = rows.offsets + rows.counts > max_tokens
         beyond |= (rows.counts > 0) & ((rows.versions < oldest) | (rows.versions > newest))
         found = np.flatnonzero(beyond)
@@ -283,13 +298,19 @@ class ExpectedRows:
             found.append(slots)
         return np.concatenate(found)
 
+    def _workers_of(self, rows: FrameRows) -> Ints:
+        """Return the number of each row's worker."""
+        numbers = [self._numbers.get(frame.worker, -1) for frame in rows.frames]
+        n_rows = np.diff(rows.first_rows, append=len(rows.samples))
+        return np.repeat(np.array(numbers, np.int64), n_rows)
+
     def _new_slot(self) -> int:
         slot, self._used = self._used, self._used + 1
         if slot == len(self.attempt):
-            for name in ("attempt", "length", "ended", "version"):
+            for name in ("attempt", "worker", "length", "ended", "version"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros_like(column))))
-            self._limits = {name: np.concatenate((each, np.zeros_like(each))) for name, each in self._limits.items()}
+            self._limits = np.concatenate((self._limits, np.zeros_like(self._limits)))
         return slot
 
 

@@ -6,7 +6,7 @@ the same ledger as the live run, whatever the manager had already done:
 - `Admitted` adds a group's samples;
 - `Placed` begins an attempt of a sample at `offset` tokens: the new owner has exactly these, so tokens that an earlier
   owner flushed after them are cut, and frames of earlier attempts no longer count;
-- `TokenFrame` extends samples; a row counts only under the current attempt and where it meets the ledger's length;
+- `TokenFrame` extends samples; a row counts only from the current attempt's worker and where it meets the length;
 - `Closed` ends samples that were delivered or dropped;
 - `Restated` repeats one whole sample, so that the log before it may be trimmed.
 """
@@ -48,8 +48,7 @@ INVALID = (
     "max_tokens tokens, a weight version that was not requested, or an unknown finish"
 )
 """Reason of the failure of a sample with such tokens, which are not accepted."""
-MAX_ATTEMPTS = 1 << 31
-"""Far more than a sample can have; the columns of attempts hold twice as many."""
+MAX_ATTEMPTS = 1 << 31  # far more than a sample can have
 PAST_TOKENS = 16
 """A sample is past the position of its failure after this many more tokens: more than a flush interval may lose."""
 
@@ -81,6 +80,8 @@ class Sample:
     """How many tokens it had at the start of this attempt."""
     placed_at: float = 0.0
     """When it was assigned to its owner (manager's clock)."""
+    attempt_worker: str = ""
+    """The worker of the current attempt, whose tokens count even after it lost the sample; empty if not known."""
 
     @property
     def n_tokens(self) -> int:
@@ -200,7 +201,8 @@ class Ledger:
 
     def _expect(self, sample: Sample, version: int = NO_VERSION) -> int:
         ended = sample.finish != FINISH_NONE
-        return self._expected.expect(sample.id, sample.attempt, sample.n_tokens, ended=ended, version=version)
+        attempt = sample.attempt, sample.attempt_worker
+        return self._expected.expect(sample.id, *attempt, sample.n_tokens, ended=ended, version=version)
 
     def place(self, message: Placed) -> list[tuple[Sample, int]]:
         """Begin attempts; return each sample whose attempt rose, with the number of tokens that were cut.
@@ -217,7 +219,8 @@ class Ledger:
                 continue
             cut = sample.cut(offset)
             self.tokens_live -= cut
-            sample.attempt, sample.worker, sample.offset = attempt, message.worker, offset
+            sample.worker = sample.attempt_worker = message.worker
+            sample.attempt, sample.offset = attempt, offset
             if sample.finish == FINISH_NONE:
                 self.finished.pop(sample_id, None)
             self.failed.pop(sample_id, None)
@@ -297,7 +300,9 @@ class Ledger:
     def fail(self, message: SampleFailed) -> bool:
         """Count a failure of a sample, or one that it may have caused; return True if the message counts."""
         sample = self.samples.get(message.sample)
-        if sample is None or sample.attempt != message.attempt or message.sample in self.failed or sample.finish:
+        if sample is None or not 0 < sample.attempt == message.attempt or message.sample in self.failed:
+            return False
+        if sample.finish or sample.attempt_worker not in {"", message.worker}:
             return False
         if sample.past_failure:
             sample.failed_on = []
@@ -357,6 +362,7 @@ class Ledger:
                 bytearray(message.logprobs),
                 failed_on=list(message.failed_on),
                 failed_at=length(message.tokens),
+                attempt_worker=message.attempt_worker or message.worker,
             )
             start = 0
             for worker, version, n in message.spans:
@@ -383,6 +389,7 @@ class Ledger:
             spans=list(sample.spans),
             failures=len(sample.failed_on),
             failed_on=list(sample.failed_on),
+            attempt_worker=sample.attempt_worker,
         )
 
     def oldest(self, n: int) -> list[Sample]:

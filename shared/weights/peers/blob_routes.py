@@ -1,4 +1,4 @@
-"""Serve the blobs of a cache to peers over HTTP; each request must prove that the client has the token."""
+"""Serve the blobs of a cache to peers over HTTP; each request must prove that the client has the peer key."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MAX_CONCURRENT = 16
 """Concurrent uploads of one peer, which also runs an engine."""
 
 
-def blob_files(cache: Cache, token: str, sent: Counter, slots: asyncio.Semaphore) -> FileSender:
+def blob_files(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaphore) -> FileSender:
     """Return the sender of whole verified blobs; `sent` counts bytes."""
 
     def find(request: FileRequest) -> FoundFile | None:
         digest = requested_digest(request)
-        if digest not in cache.verified or not _is_proof(request.authorization, token, digest):
+        if digest not in cache.verified or not _is_proof(request.authorization, peer_key, digest):
             return None
         try:
             return FoundFile(cache.path(digest).open("rb", buffering=0), digest)
@@ -38,19 +38,19 @@ def blob_files(cache: Cache, token: str, sent: Counter, slots: asyncio.Semaphore
     return FileSender(find, sent, slots=slots)
 
 
-def blob_routes(cache: Cache, token: str, sent: Counter, slots: asyncio.Semaphore | None = None) -> APIRouter:
+def blob_routes(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaphore | None = None) -> APIRouter:
     """Return `GET /v1/chunks/{digest}` for verified blobs, for the requests that `blob_files` does not respond to.
 
     Args:
         cache: whose verified blobs are served.
-        token: a request must prove that its client has it.
+        peer_key: a request must prove that its client has it.
         sent: counts bytes.
         slots: shared with `blob_files`.
 
     """
 
     async def check(digest: Digest, authorization: Annotated[str, Header()] = "") -> None:
-        if not _is_proof(authorization, token, digest):
+        if not _is_proof(authorization, peer_key, digest):
             raise Problem(
                 401, "Unauthorized", "send the header 'Authorization: Bearer <proof>' with the proof of this blob"
             )

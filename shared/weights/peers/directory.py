@@ -1,17 +1,18 @@
-"""The peer directory: which peers serve blobs, their URLs, and what they hold. Entries are leases in Redis.
+"""The peer directory: which workers serve blobs, their URLs, and what they hold. Entries are leases in Redis.
 
-The directory is a hint: an entry of a dead peer costs one failed attempt, and every blob is digest-checked.
+Each worker writes its own entry; the manager maintains the list of workers that may have one. The directory is a hint:
+an entry of a dead peer costs one failed attempt, and every blob is digest-checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from rlboost.shared.bus import Bus, Delete, HashDelete, HashSet, Renew
+from rlboost.shared.bus import Bus, Delete
 from rlboost.shared.names import WEIGHT_PEERS, weight_claim, weight_peer
 
 log = structlog.get_logger(__name__)
@@ -44,20 +45,23 @@ class PeerDirectory:
     """The peer directory as one peer uses it. Every method raises `BusUnavailable` while Redis is unavailable."""
 
     def __init__(self, bus: Bus, name: str, host: str) -> None:
-        """Use an open bus; `name` identifies this process and no other."""
+        """Use an open bus; `name` is the worker's id."""
         self._bus = bus
         self._name = name
         self._host = host
 
+    def use(self, bus: Bus, name: str) -> None:
+        """Continue with another bus, as another incarnation of the worker."""
+        self._bus, self._name = bus, name
+
     async def publish(self, url: str, holds: Mapping[str, str]) -> None:
         """Publish this peer's URL and holdings for another `LEASE_S` seconds."""
         record = Peer(name=self._name, url=url, host=self._host, holds=dict(holds)).model_dump_json()
-        lease = Renew(weight_peer(self._name), record, LEASE_S)
-        await self._bus.transact([HashSet(WEIGHT_PEERS, {self._name: ""}), lease])
+        await self._bus.renew(weight_peer(self._name), record, LEASE_S)
 
     async def withdraw(self) -> None:
         """Remove this peer's entry."""
-        await self._bus.transact([HashDelete(WEIGHT_PEERS, (self._name,)), Delete(weight_peer(self._name))])
+        await self._bus.transact([Delete(weight_peer(self._name))])
 
     async def peers(self) -> list[Peer]:
         """Return the other peers that this machine can reach."""
@@ -81,20 +85,16 @@ class PeerDirectory:
 
 
 async def list_peers(bus: Bus) -> list[Peer]:
-    """Return the peers with a valid lease, and remove the other entries. Raises `BusUnavailable`."""
+    """Return the workers with a valid lease. Raises `BusUnavailable`."""
     names = list(await bus.hash_all(WEIGHT_PEERS))
     records = await bus.lease_values([weight_peer(name) for name in names])
-    gone = tuple(name for name, record in zip(names, records, strict=True) if record is None)
-    if gone:
-        await bus.transact([HashDelete(WEIGHT_PEERS, gone)])
-    return _decoded([record for record in records if record is not None])
+    return [peer for name, record in zip(names, records, strict=True) if record and (peer := _decoded(name, record))]
 
 
-def _decoded(records: Sequence[str]) -> list[Peer]:
-    peers = []
-    for record in records:
-        try:
-            peers.append(Peer.model_validate_json(record))
-        except ValidationError as error:
-            log.warning("peer_record_unreadable", error=str(error))
-    return peers
+def _decoded(name: str, record: str) -> Peer | None:
+    try:
+        peer = Peer.model_validate_json(record)
+    except ValidationError as error:
+        log.warning("peer_record_unreadable", peer=name, error=str(error))
+        return None
+    return peer if peer.name == name else None

@@ -1,6 +1,6 @@
 """Fetch a blob from a peer over HTTP, with one error type for each way in which a peer can fail.
 
-The URLs of peers come from Redis, so no peer is sent the token: each request carries a proof that is valid for one
+The URLs of peers come from Redis, so no peer is sent a credential: each request carries a proof that is valid for one
 blob.
 """
 
@@ -53,9 +53,9 @@ class DigestMismatch(PeerFailed):
 class PeerTransport:
     """Connections to peers."""
 
-    def __init__(self, token: str) -> None:
-        """Connect lazily."""
-        self._token = token
+    def __init__(self, peer_key: str) -> None:
+        """Connect lazily; see `token_signature.peer_key`."""
+        self._peer_key = peer_key
         self._downloader = BlobDownloader(
             connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=False, use_proxies=False
         )
@@ -80,7 +80,7 @@ class PeerTransport:
             if took > _FAIR_S and download.n_bytes < took * self._fair_speed():
                 raise PeerSlow(f"{download.n_bytes / took:.0f} bytes/s")
 
-        proof = f"Bearer {sign(self._token, 'chunk', digest)}"
+        proof = f"Bearer {sign(self._peer_key, 'chunk', digest)}"
         try:
             await self._downloader.download(f"{url}/v1/chunks/{digest}", proof, download, check_speed)
         except Corrupt as error:
@@ -106,7 +106,7 @@ def _error(status: int, digest: str) -> PeerFailed:
             return PeerBusy(digest)
         case 401:
             return PeerUnreachable(
-                "it refuses the proof of the token: it has another token, or another version of rlboost"
+                "it refuses the proof of the peer key: it is of another system, or has another version of rlboost"
             )
         case _:
             return PeerUnreachable(f"status {status}")

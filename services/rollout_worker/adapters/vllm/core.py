@@ -13,50 +13,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from vllm import EngineArgs, SamplingParams, envs
+from vllm import SamplingParams, envs
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.platforms import current_platform
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlboost.services.rollout_worker.adapters.engine.hf_tensors import HfTensors
-from rlboost.services.rollout_worker.adapters.vllm import seeded_sampling, worker_extension
+from rlboost.services.rollout_worker.adapters.vllm import seeded_sampling
+from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions, check_device, engine_args
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import Sampling
 
-_CPU_KV_CACHE_BYTES = 256 << 20
-"""Default on a CPU: vLLM's own default is a large part of the machine's memory."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - Linux's shared memory
-
-
-@dataclass(frozen=True)
-class VllmOptions:
-    """How to start vLLM."""
-
-    slots: int
-    """Maximum number of running requests."""
-    device: str = "cpu"
-    """The device that the installed vLLM was built for: "cpu" or "cuda"."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights, activations and cache; sampling is in float32."""
-    kv_cache_bytes: int = 0
-    """0 = on a GPU vLLM's default, most of the free memory; on a CPU 256 MiB."""
-    gpu_memory_utilization: float = 0.0
-    """Fraction of each GPU's memory for weights, activations and KV cache; 0 = vLLM's default. Unused on a CPU."""
-    tensor_parallel: int = 1
-    """Number of devices over which the model is split."""
-    enable_sleep: bool = False
-    """True if a suspended engine frees device memory, including weights, where vLLM supports it."""
 
 
 class NewToken(NamedTuple):
@@ -282,43 +259,3 @@ def model_folder(config: dict[str, Any]) -> Path:
 
 def _without_nulls(config_json: str) -> dict[str, Any]:
     return {key: value for key, value in json.loads(config_json).items() if value is not None}
-
-
-def check_device(device: str) -> None:
-    """Check that the installed vLLM supports a device.
-
-    Raises:
-        ConfigError: it does not.
-
-    """
-    kind, _, index = device.partition(":")
-    if index:
-        raise ConfigError(f"device {device!r}: vllm uses the first device; set CUDA_VISIBLE_DEVICES={index} instead")
-    if kind != current_platform.device_type:
-        raise ConfigError(
-            f"device {device!r}: the installed vllm runs on {current_platform.device_type or 'no device'}"
-        )
-
-
-def engine_args(directory: Path, options: VllmOptions) -> EngineArgs:
-    """Return the arguments of an engine whose model is in a directory."""
-    on_cpu = options.device == "cpu"
-    return EngineArgs(
-        model=str(directory),
-        load_format="dummy",  # weights come through `load`
-        dtype=options.dtype,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        max_num_seqs=options.slots,
-        gpu_memory_utilization=options.gpu_memory_utilization or EngineArgs.gpu_memory_utilization,
-        kv_cache_memory_bytes=options.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
-        enforce_eager=on_cpu,  # compilation costs more time than it saves
-        async_scheduling=False,  # a step that began before a load would end after it
-        tensor_parallel_size=options.tensor_parallel,
-        distributed_executor_backend="uni" if options.tensor_parallel == 1 else "mp",
-        enable_sleep_mode=options.enable_sleep and not on_cpu,
-        logits_processors=[seeded_sampling.CLASS],
-        logprobs_mode="processed_logits",  # see `seeded_sampling`
-        worker_extension_cls=worker_extension.CLASS,
-        disable_log_stats=True,
-    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
 from rlboost.shared.errors import ConfigError
@@ -29,7 +30,7 @@ _CPU_DEFAULTS = {
 
 
 class VllmFactory:
-    """`ports.EngineFactory` of `VllmEngine`s; for the parameters see `core.VllmOptions`.
+    """`ports.EngineFactory` of `VllmEngine`s; for the parameters see `arguments.VllmOptions`.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -46,6 +47,7 @@ class VllmFactory:
         gpu_memory_utilization: float = 0.0,
         tensor_parallel: int = 1,
         enable_sleep: bool = False,
+        vllm_args: Mapping[str, Any] | None = None,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
@@ -59,6 +61,7 @@ class VllmFactory:
         self._gpu_memory_utilization = gpu_memory_utilization
         self._tensor_parallel = tensor_parallel
         self._enable_sleep = enable_sleep
+        self._vllm_args = vllm_args or {}
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
@@ -66,13 +69,15 @@ class VllmFactory:
         for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._device == "cpu" else {})}.items():
             os.environ.setdefault(name, value)
         with gc_paused():
-            from rlboost.services.rollout_worker.adapters.vllm.core import check_device  # noqa: PLC0415 - it imports vllm
+            from rlboost.services.rollout_worker.adapters.vllm import arguments, core  # noqa: F401, PLC0415 - they import vllm
 
-        check_device(self._device)
+        arguments.check_device(self._device)
+        arguments.check_arguments(self._vllm_args)
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""
-        from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore, VllmOptions  # noqa: PLC0415 - they import vllm
+        from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions  # noqa: PLC0415 - it imports vllm
+        from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore  # noqa: PLC0415 - it imports vllm
         from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - it imports vllm
 
         options = VllmOptions(
@@ -83,6 +88,7 @@ class VllmFactory:
             gpu_memory_utilization=self._gpu_memory_utilization,
             tensor_parallel=self._tensor_parallel,
             enable_sleep=self._enable_sleep,
+            vllm_args=self._vllm_args,
         )
         thread = EngineThread("vllm-engine")
         try:

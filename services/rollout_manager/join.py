@@ -1,0 +1,80 @@
+"""Answers a worker that joins: its identity, and the addresses and credentials of the other services."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlboost.services.rollout_manager.adapters.manifest_key import manifest_public_key
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.worker_identities import WorkerIdentities, Write
+from rlboost.shared import names
+from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.store_credential import issue_store_credential
+from rlboost.shared.http.token_signature import peer_key
+from rlboost.shared.messages import Role
+from rlboost.shared.protocol import PROTOCOL
+
+
+class JoinRequest(BaseModel):
+    """A worker that wants to join."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,100}$", description="prefix of the worker's id")]
+    role: Role
+
+
+class JoinAnswer(BaseModel):
+    """What a worker needs; it never needs the system's token."""
+
+    model_config = ConfigDict(frozen=True)
+
+    protocol: int
+    worker: str = Field(description="id of this incarnation")
+    redis_url: str = Field(description="with the worker's own user and password, where these exist")
+    weight_store_url: str
+    store_credential: str = Field(description="for the weight store; the manager sends new ones before it expires")
+    manifest_key: str = Field(description="the public key under which manifests are signed")
+    peer_key: str = Field(description="signs requests for weights to other workers")
+
+
+def check_protocol(protocol: int) -> None:
+    """Reject a worker with another protocol.
+
+    Raises:
+        Problem: it must be updated, or the manager.
+
+    """
+    if protocol != PROTOCOL:
+        raise Problem(
+            409,
+            "Protocol mismatch",
+            f"the worker speaks protocol {protocol} and this manager {PROTOCOL}: install the same version of "
+            "rlboost on both",
+        )
+
+
+async def join(request: JoinRequest, identities: WorkerIdentities, settings: Settings, write: Write) -> JoinAnswer:
+    """Create the worker's identity."""
+    worker, secret = await identities.create(request.name, request.role, write)
+    url = settings.advertised_redis_url or settings.redis_url
+    token = settings.token.get_secret_value()
+    return JoinAnswer(
+        protocol=PROTOCOL,
+        worker=worker,
+        redis_url=_as_user(url, names.worker_redis_user(worker), secret) if secret else url,
+        weight_store_url=settings.weight_store_url,
+        store_credential=issue_store_credential(token, worker, time.time()),
+        manifest_key=manifest_public_key(token),
+        peer_key=peer_key(token),
+    )
+
+
+def _as_user(url: str, user: str, password: str) -> str:
+    parts = urlsplit(url)
+    address = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{quote(user, safe='')}:{quote(password, safe='')}@{address}"))

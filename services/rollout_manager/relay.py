@@ -1,0 +1,49 @@
+"""The transaction that relays what workers have reported to the streams that all services may rely on.
+
+A worker can write only to its own stream, so the stream tells who wrote a message. Relayed entries leave the worker's
+stream in the same transaction: each is relayed once, whenever the manager is killed, and a stream needs no cursor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from rlboost.services.rollout_manager.domain.relay import Destination, destination
+from rlboost.shared import names
+from rlboost.shared.bus import AppendRaw, Op, RawEntry, Remove
+from rlboost.shared.codec import fields_of
+from rlboost.shared.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.messages import Role
+
+_STREAMS: dict[Destination, tuple[str, int | None]] = {
+    "token_log": (names.TOKEN_LOG, None),
+    "heartbeats": (names.WORKER_HEARTBEATS, None),
+    "dead_letters": (names.DEAD_LETTERS, MAX_DEAD_LETTERS),
+}
+
+
+def relay(reports: Iterable[RawEntry], roles: Mapping[str, Role]) -> list[Op]:
+    """Return the operations that relay these entries, as they are, and remove them from the workers' streams.
+
+    Args:
+        reports: entries of workers' streams, those of one stream in order.
+        roles: worker id -> its role, of all workers with a stream among these.
+
+    """
+    owners = {names.worker_reports(worker): worker for worker in roles}
+    relayed: defaultdict[str, list[str]] = defaultdict(list)
+    ops: list[Op] = []
+    for report in reports:
+        worker = owners[report.stream]
+        relayed[report.stream].append(report.id)
+        try:
+            stream, max_len = _STREAMS[destination(worker, roles[worker], fields_of(report.body))]
+        except Unprocessable as error:
+            report_dead_letter(report.stream, report.id, str(error))
+            ops.append(dead_letter_op(report.stream, report.id, "manager", str(error), report.body, time.time()))
+        else:
+            ops.append(AppendRaw(stream, report.body, max_len))
+    return [*ops, *(Remove(stream, tuple(ids)) for stream, ids in relayed.items())]

@@ -1,0 +1,107 @@
+"""The options of an engine, and vLLM's arguments for them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm import EngineArgs
+from vllm import __version__ as vllm_version
+from vllm.platforms import current_platform
+
+from rlboost.services.rollout_worker.adapters.vllm import seeded_sampling, worker_extension
+from rlboost.shared.errors import ConfigError
+
+_CPU_KV_CACHE_BYTES = 256 << 20
+"""Default on a CPU: vLLM's own default is a large part of the machine's memory."""
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """How to start vLLM."""
+
+    slots: int
+    """Maximum number of running requests."""
+    device: str = "cpu"
+    """The device that the installed vLLM was built for: "cpu" or "cuda"."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, activations and cache; sampling is in float32."""
+    kv_cache_bytes: int = 0
+    """0 = on a GPU vLLM's default, most of the free memory; on a CPU 256 MiB."""
+    gpu_memory_utilization: float = 0.0
+    """Fraction of each GPU's memory for weights, activations and KV cache; 0 = vLLM's default. Unused on a CPU."""
+    tensor_parallel: int = 1
+    """Number of devices over which the model is split."""
+    enable_sleep: bool = False
+    """True if a suspended engine frees device memory, including weights, where vLLM supports it."""
+    vllm_args: Mapping[str, Any] = field(default_factory=dict)
+    """More of vLLM's `EngineArgs`; see `check_arguments`."""
+
+
+def check_device(device: str) -> None:
+    """Check that the installed vLLM supports a device.
+
+    Raises:
+        ConfigError: it does not.
+
+    """
+    kind, _, index = device.partition(":")
+    if index:
+        raise ConfigError(f"device {device!r}: vllm uses the first device; set CUDA_VISIBLE_DEVICES={index} instead")
+    if kind != current_platform.device_type:
+        raise ConfigError(
+            f"device {device!r}: the installed vllm runs on {current_platform.device_type or 'no device'}"
+        )
+
+
+def check_arguments(names: Iterable[str]) -> None:
+    """Check the names of additional engine arguments; vLLM checks their values when it starts.
+
+    Raises:
+        ConfigError: vLLM has no such argument, or RLBoost sets it.
+
+    """
+    known = {field.name for field in fields(EngineArgs)}
+    owned = _own_arguments(Path(), VllmOptions(1)).keys()
+    for name in names:
+        if name in owned:
+            raise ConfigError(
+                f"RLBOOST_WORKER_VLLM_ARGS: {name} is not free: another setting or RLBoost itself sets it"
+            )
+        if name not in known:
+            similar = difflib.get_close_matches(name, known - owned, 1)
+            raise ConfigError(
+                f"RLBOOST_WORKER_VLLM_ARGS: vllm {vllm_version} has no engine argument {name!r}: "
+                + (f"did you mean {similar[0]}?" if similar else "remove it")
+            )
+
+
+def engine_args(directory: Path, options: VllmOptions) -> EngineArgs:
+    """Return the arguments of an engine whose model is in a directory."""
+    return EngineArgs(**_own_arguments(directory, options), **options.vllm_args)
+
+
+def _own_arguments(directory: Path, options: VllmOptions) -> dict[str, Any]:
+    on_cpu = options.device == "cpu"
+    return {
+        "model": str(directory),
+        "load_format": "dummy",  # weights come through `load`
+        "dtype": options.dtype,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "max_num_seqs": options.slots,
+        "gpu_memory_utilization": options.gpu_memory_utilization or EngineArgs.gpu_memory_utilization,
+        "kv_cache_memory_bytes": options.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
+        "enforce_eager": on_cpu,  # compilation costs more time than it saves
+        "async_scheduling": False,  # a step that began before a load would end after it
+        "tensor_parallel_size": options.tensor_parallel,
+        "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
+        "enable_sleep_mode": options.enable_sleep and not on_cpu,
+        "logits_processors": [seeded_sampling.CLASS],
+        "logprobs_mode": "processed_logits",  # see `seeded_sampling`
+        "worker_extension_cls": worker_extension.CLASS,
+        "disable_log_stats": True,
+    }
