@@ -158,7 +158,7 @@ async def test_recovered_manager_renews_all_credentials() -> None:
 
 def test_files_are_sent_to_holders_of_a_valid_token_only() -> None:
     def may(authorization: str, now: float = NOW) -> bool:
-        return may_download(authorization, token=TOKEN, clock=lambda: now)
+        return may_download(authorization, TOKEN, lambda: now)
 
     assert may(f"Bearer {CREDENTIAL}")
     assert may(f"bearer {TOKEN}")
