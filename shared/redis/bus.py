@@ -17,19 +17,15 @@ import redis.asyncio as aioredis
 import stamina
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import (
-    ClusterDownError,
-    MasterDownError,
-    OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
 )
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rlboost.shared.bus import (
-    LONGEST_LEASE_S,
     START,
     Ack,
     Append,
@@ -52,49 +48,14 @@ from rlboost.shared.errors import BusUnavailable, ConfigError, CredentialRejecte
 from rlboost.shared.messages import Message
 from rlboost.shared.names import DEAD_LETTERS
 from rlboost.shared.redis.fenced_connection import FencedConnection
+from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, JUDGE_LEASES
+from rlboost.shared.redis.remedies import remedy
 from rlboost.shared.tls import CA_VARIABLE
 
 _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0
 MAX_BLOCK_S = 2.0
 """The longest blocking read: well below the socket timeout, or a quiet stream would look like a dead server."""
-
-_SHORTEN = f"""
-local function shorten(lease)
-  if redis.call('PTTL', lease) > {LONGEST_LEASE_S * 1000:.0f} then
-    redis.call('PEXPIRE', lease, {LONGEST_LEASE_S * 1000:.0f})
-  end
-end
-"""
-_JUDGE_LEASES = f"""{_SHORTEN}
-local values = redis.call('MGET', unpack(KEYS))
-for i, lease in ipairs(KEYS) do
-  if values[i] then shorten(lease) end
-end
-return values
-"""
-_ACQUIRE_FENCED = f"""{_SHORTEN}
-local held = redis.call('GET', KEYS[1])
-shorten(KEYS[1])
-if held and held ~= ARGV[3] then return false end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return redis.call('INCR', KEYS[2])
-"""
-"""A script, so that lease and epoch change atomically, in the append-only file too."""
-
-_REMEDIES: dict[type[ResponseError], str] = {
-    OutOfMemoryError: "raise its maxmemory; what consumers have read is trimmed in the meantime",
-    ReadOnlyError: "it is a replica: waiting for the primary",
-    MasterDownError: "waiting for its primary",
-    ClusterDownError: "waiting for the cluster",
-}
-_REMEDIES_BY_CODE = {
-    "LOADING": "it loads its data",
-    "BUSY ": "it runs a script",
-    "MISCONF": "free space on its disk",
-    "NOREPLICAS": "start its replicas",
-}
-"""For the codes of replies that redis-py has no class for; it keeps them in the text."""
 
 T = TypeVar("T")
 
@@ -149,8 +110,8 @@ class RedisBus:
             if isinstance(error, ReadOnlyError):
                 # After a failover: this connection is to the former primary. A new one may reach the new primary.
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
-            if remedy := _remedy(error):
-                raise BusUnavailable(f"Redis at {self.address} accepts no writes: {error}; {remedy}") from error
+            if advice := remedy(error):
+                raise BusUnavailable(f"Redis at {self.address} accepts no writes: {error}; {advice}") from error
             raise Fatal(f"Redis at {self.address} rejected a command: {error}") from error
         except RedisError as error:
             raise BusUnavailable(f"Redis at {self.address}: {error!r}") from error
@@ -297,7 +258,7 @@ class RedisBus:
         """See `Bus.judge_leases`."""
         if not leases:
             return []
-        values = await self._call(self._redis.eval(_JUDGE_LEASES, len(leases), *leases))
+        values = await self._call(self._redis.eval(JUDGE_LEASES, len(leases), *leases))
         return [None if value is None else _text(value) for value in values]
 
     async def acquire_fenced(
@@ -305,7 +266,7 @@ class RedisBus:
     ) -> int | None:
         """See `Bus.acquire_fenced`."""
         arguments = (lease, epoch, value, str(int(ttl_s * 1000)), replacing or "")
-        new_epoch = await self._call(self._redis.eval(_ACQUIRE_FENCED, 2, *arguments))
+        new_epoch = await self._call(self._redis.eval(ACQUIRE_FENCED, 2, *arguments))
         return None if new_epoch is None else int(new_epoch)
 
     async def command(self, *words: str) -> Any:
@@ -411,15 +372,6 @@ def _trusted(url: str) -> dict[str, Any]:
     """Return the option that adds authorities to the system's, for a URL with TLS."""
     authorities = os.environ.get(CA_VARIABLE)
     return {"ssl_ca_certs": authorities} if authorities and url.startswith("rediss:") else {}
-
-
-def _remedy(error: ResponseError) -> str | None:
-    """Return what makes Redis accept the command later, None if it never will."""
-    if found := _REMEDIES.get(type(error)):
-        return found
-    # For a command in a transaction, redis-py puts the reply after a description of the command.
-    reply = str(error).rpartition("caused error: ('")[2]
-    return next((remedy for code, remedy in _REMEDIES_BY_CODE.items() if reply.startswith(code)), None)
 
 
 def _block_ms(block_s: float) -> int | None:

@@ -10,7 +10,7 @@ import yaml
 
 from rlboost.jobs import check as jobcheck
 from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered
-from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.columns import I32, pack

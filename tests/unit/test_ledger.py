@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.ledger import PAST_TOKENS, Ledger
+from rlboost.services.rollout_manager.domain.ledger import Ledger
+from rlboost.services.rollout_manager.domain.sample import PAST_TOKENS
 from rlboost.shared.columns import U32, ints, pack
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP, Placed, SampleFailed, TokenFrame

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.audit import Audit
-from rlboost.services.rollout_manager.domain.ledger import FAILURES_LIMIT, WORKERS_LIMIT
+from rlboost.services.rollout_manager.domain.sample import FAILURES_LIMIT, WORKERS_LIMIT
 from rlboost.services.rollout_manager.domain.scheduler import reclaim
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record

@@ -56,5 +56,5 @@ def test_requirements_contain_what_the_roles_extras_name(role: str) -> None:
 def test_image_installs_its_requirements_with_hashes(role: str) -> None:
     stage = (ROOT / "deploy/docker/Dockerfile").read_text(encoding="utf-8").partition(f"AS {role}\n")[2]
     stage = stage.partition("\nFROM ")[0]
-    assert f"pip install --require-hashes --no-deps -r deploy/requirements/{role}.txt" in stage
-    assert f'".[{",".join(ROLES[role])}]"' in stage
+    assert f"pip install --require-hashes --no-deps -r requirements/{role}.txt" in stage
+    assert f'.whl)[{",".join(ROLES[role])}]"' in stage

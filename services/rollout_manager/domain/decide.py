@@ -12,7 +12,7 @@ from rlboost.services.rollout_manager.domain.apply_messages import dismiss_misma
 from rlboost.services.rollout_manager.domain.cost import charge_workers
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
 from rlboost.services.rollout_manager.domain.fleet import MAX_REFUTED
-from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
 from rlboost.services.rollout_manager.domain.serving import NO_CLIENTS, Clients, close_served
 from rlboost.services.rollout_manager.domain.step_windows import advance_window, begin_step

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlboost.services.rollout_manager.domain.command_check import CommandCheck
 from rlboost.services.rollout_manager.domain.kv_usage import KvUsage
-from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.throughput_model import Profile, speed_after
 from rlboost.shared.messages import WorkerHeartbeat, WorkerJoined
 

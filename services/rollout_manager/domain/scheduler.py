@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.kv_usage import tokens_of
-from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.candidates import (
     CandidatePool,
     admits,

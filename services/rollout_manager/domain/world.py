@@ -15,7 +15,8 @@ from rlboost.services.rollout_manager.domain.effects import FAILED, EmitEvent, F
 from rlboost.services.rollout_manager.domain.fleet import Fleet, Worker
 from rlboost.services.rollout_manager.domain.job_progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob
-from rlboost.services.rollout_manager.domain.ledger import Ledger, Outcome, Sample
+from rlboost.services.rollout_manager.domain.ledger import Ledger, Outcome
+from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
 from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of

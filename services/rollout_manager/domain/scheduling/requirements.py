@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlboost.services.rollout_manager.domain.ledger import Sample
+from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.shared.columns import length
 from rlboost.shared.ids import is_served
 
