@@ -9,6 +9,7 @@ import secrets
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import redis.asyncio
 import redis.exceptions
@@ -72,10 +73,12 @@ def configure(state: StateDir, port: int, host: str = LOOPBACK) -> tuple[tuple[s
 
 
 async def complaint(url: str) -> str | None:
-    """Return None if the server answers PING, else the reason."""
+    """Return None if the server answers PING or asks for the password that the URL lacks, else the reason."""
     client = redis.asyncio.from_url(url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S)
     try:
         await client.ping()
+    except redis.exceptions.AuthenticationError as error:
+        return str(error) if urlsplit(url).password else None
     except (redis.exceptions.RedisError, OSError) as error:
         return str(error) or repr(error)
     finally:

@@ -18,7 +18,14 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
 from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
-from rlboost.services.rollout_manager.join import JoinAnswer, JoinRequest, check_protocol, join
+from rlboost.services.rollout_manager.join import (
+    JoinAddresses,
+    JoinAnswer,
+    JoinRequest,
+    check_protocol,
+    join,
+    join_addresses,
+)
 from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.token_routes import add_token_routes
@@ -38,7 +45,7 @@ from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import Drain, JobCommand, JobState
-from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.protocol import PROTOCOL_HEADER, UNNUMBERED
 
 JOB_COMMANDS_MAX_LEN = 100_000
 IDEMPOTENCY_TTL_S = 24 * 3600.0
@@ -219,11 +226,12 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
         check_protocol(protocol)
         return await join(body, manager.identities, settings, partial(write, manager))
 
-    @router.get("/join", tags=["fleet"], deprecated=True, responses=problems(409))
+    @router.get("/join", tags=["fleet"], responses=problems(409))
     @needs("worker")
-    async def join_with_get(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> None:
-        """Reject workers of earlier protocols."""
-        check_protocol(min(protocol, PROTOCOL - 1))
+    async def addresses(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> JoinAddresses:
+        """Return the addresses that a worker which joins connects to; nothing joins."""
+        check_protocol(protocol)
+        return join_addresses(settings)
 
     @router.get("/workers", tags=["fleet"])
     @needs("read")

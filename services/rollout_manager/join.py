@@ -42,6 +42,16 @@ class JoinAnswer(BaseModel):
     peer_key: str = Field(description="signs requests for weights to other workers")
 
 
+class JoinAddresses(BaseModel):
+    """The addresses of the other services, without credentials."""
+
+    model_config = ConfigDict(frozen=True)
+
+    protocol: int
+    redis_url: str
+    weight_store_url: str
+
+
 def check_protocol(protocol: int) -> None:
     """Reject a worker with another protocol.
 
@@ -56,6 +66,13 @@ def check_protocol(protocol: int) -> None:
             f"the worker speaks protocol {protocol} and this manager {PROTOCOL}: install the same version of "
             "rlboost on both",
         )
+
+
+def join_addresses(settings: Settings) -> JoinAddresses:
+    """Return what a worker that joins connects to."""
+    parts = urlsplit(settings.advertised_redis_url or settings.redis_url)
+    redis_url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return JoinAddresses(protocol=PROTOCOL, redis_url=redis_url, weight_store_url=settings.weight_store_url)
 
 
 async def join(request: JoinRequest, identities: WorkerIdentities, settings: Settings, write: Write) -> JoinAnswer:

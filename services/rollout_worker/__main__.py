@@ -171,7 +171,7 @@ def _http(
         app.include_router(notice_routes(worker.on_preemption_notice, guard))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, peer_key, sent, slots))
-        return server_loop(app, sock, settings.certificate, blob_files(cache, peer_key, sent, slots))
+        return server_loop(app, sock, settings.certificate, files=blob_files(cache, peer_key, sent, slots))
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

@@ -70,7 +70,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {
                 **origin.loops,
-                "http": server_loop(app, sock, settings.certificate, files),
+                "http": server_loop(app, sock, settings.certificate, files=files),
                 "announce": store.announcements.announce,
                 "collect": store.collect,
                 "compose": deltas.compose,

@@ -160,7 +160,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def server_loop(
-    app: FastAPI, sock: socket.socket, certificate: ServerCertificate | None = None, files: FileSender | None = None
+    app: FastAPI, sock: socket.socket, certificate: ServerCertificate | None = None, *, files: FileSender | None = None
 ) -> Loop:
     """Return a loop that serves `app` on `sock` until the stop; active requests get 5 s to finish.
 

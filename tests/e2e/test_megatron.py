@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlboost.shared.weights.wire import NONCE_FILE
 from tests.support.black_box import BlackBox, Observer, black_box
 from tests.support.megatron_cpu import python_path
 from tests.support.ranks import ranks_of
@@ -25,6 +26,7 @@ def test_megatron_job_of_two_ranks_survives_a_killed_rank(tmp_path: Path, monkey
     # As with large models, few of the rounded values change in a step.
     spec["optimizer"]["lr"] = 1e-6
     with black_box(tmp_path / "state", workers=1) as box:
+        (box.state / "weights" / NONCE_FILE).unlink()  # its worker pulls as on another machine
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
             checkpoint = box.state / "runs" / job_id / "checkpoints" / "step-000002"

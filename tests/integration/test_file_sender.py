@@ -61,7 +61,7 @@ class Site:
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site, stop = Site(tmp_path / "file"), asyncio.Event()
-    serving = asyncio.create_task(server_loop(site.app, site.sock, site.files)(stop), name="site")
+    serving = asyncio.create_task(server_loop(site.app, site.sock, files=site.files)(stop), name="site")
     yield site
     stop.set()
     await serving
@@ -134,7 +134,7 @@ async def test_stop_ends_a_download_that_the_client_does_not_read(
     monkeypatch.setattr(file_sender, "_STOP_S", 0.2)
     site, stop = Site(tmp_path / "file"), asyncio.Event()
     os.truncate(site.path, 1 << 30)
-    serving = asyncio.create_task(server_loop(site.app, site.sock, site.files)(stop), name="site")
+    serving = asyncio.create_task(server_loop(site.app, site.sock, files=site.files)(stop), name="site")
     with socket.create_connection(site.sock.getsockname()) as sock:
         sock.sendall(b"GET /file HTTP/1.1\r\nAuthorization: Bearer t\r\n\r\n")
         await asyncio.to_thread(sock.recv, 100)

@@ -24,6 +24,7 @@ from rlboost.shared.columns import F32, I32, ints, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_STOP, GroupRequested, SampleFinished, SeedingEnded
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.puller import Puller, Transfer
@@ -97,7 +98,7 @@ class EngineManager:
         """Pull, load and verify a version, as a worker does."""
         if version in self.transfers:
             return
-        staged = await StoreWeights(self._puller).pull(self.weights_of, version)
+        staged = await StoreWeights(self._puller, WorkerAccess("", "")).pull(self.weights_of, version)
         self.transfers[version] = self._puller.last
         await self._generator.load(staged, version, lambda: None)
         await self._generator.resume("loading")

@@ -62,7 +62,9 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
             (options.dir / f"{name}.new").rename(options.dir / f"{name}.digest")
             await stop.wait()
 
-        await supervise({"http": server_loop(app, sock, files), "announce": peer_source.announce, "pull": pull}, stop)
+        await supervise(
+            {"http": server_loop(app, sock, files=files), "announce": peer_source.announce, "pull": pull}, stop
+        )
     await transport.close()
     await bus.close()
 
