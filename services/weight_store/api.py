@@ -67,11 +67,14 @@ def create(
     """
     app = create_app("RLBoost weight store", guard=guard, ready=ready, waits=waits)
     chunks = guard.router(prefix="/v1/chunks", tags=["chunks"], responses=GUARDED)
-    _add_chunks(chunks, store, directory, metrics)
+    _add_chunks(chunks, store, metrics)
+    lists = guard.router(prefix="/v1", tags=["chunks"], responses=GUARDED)
+    _add_chunk_lists(lists, store, directory)
     models = guard.router(prefix="/v1/models", tags=["models"], responses=GUARDED | problems(404, 409))
     _add_versions(models, store)
     _add_publishing(models, store)
     app.include_router(chunks)
+    app.include_router(lists)
     app.include_router(models)
 
     @app.exception_handler(StoreFull)
@@ -82,20 +85,7 @@ def create(
     return app
 
 
-def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory | None, metrics: Metrics) -> None:
-    @router.get("/directory", responses=problems(404))
-    @needs("weights")
-    async def chunk_directory() -> ChunkDirectory:
-        """Return where chunks are, for clients on the same file system; 404 if they are in an object store."""
-        if directory is None:
-            raise NotFound("the chunks of this weight store are not files")
-        return directory
-
-    @router.get("/damaged")
-    async def damaged() -> MissingChunks:
-        """Return the chunks that retained versions need and that are damaged or lost."""
-        return MissingChunks(missing=tuple(store.damaged.lacking()))
-
+def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None:
     @router.post("/{digest}/verify", responses=problems(404))
     @needs("weights")
     async def verify(digest: Digest) -> ChunkState:
@@ -122,6 +112,21 @@ def _add_chunks(router: APIRouter, store: WeightStore, directory: ChunkDirectory
     async def apply(body: EdgeBatch) -> MissingChunks:
         """Make chunks from uploaded deltas; return the chunks that cannot be made, to be uploaded whole."""
         return MissingChunks(missing=tuple(await store.apply(body.edges)))
+
+
+def _add_chunk_lists(router: APIRouter, store: WeightStore, directory: ChunkDirectory | None) -> None:
+    @router.get("/chunk-directory", responses=problems(404))
+    @needs("weights")
+    async def chunk_directory() -> ChunkDirectory:
+        """Return where chunks are, for clients on the same file system; 404 if they are in an object store."""
+        if directory is None:
+            raise NotFound("the chunks of this weight store are not files")
+        return directory
+
+    @router.get("/damaged-chunks")
+    async def damaged() -> MissingChunks:
+        """Return the chunks that retained versions need and that are damaged or lost."""
+        return MissingChunks(missing=tuple(store.damaged.lacking()))
 
 
 def _add_versions(router: APIRouter, store: WeightStore) -> None:

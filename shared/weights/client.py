@@ -160,7 +160,7 @@ class StoreClient:
     async def directory(self) -> ChunkDirectory | None:
         """Return where the store has its chunks, None if they are not files."""
         try:
-            answer = await self._request("GET", "/v1/chunks/directory")
+            answer = await self._request("GET", "/v1/chunk-directory")
         except NotFound:
             return None
         return ChunkDirectory.model_validate_json(answer.body)
@@ -179,7 +179,7 @@ class StoreClient:
 
     async def damaged(self) -> frozenset[str]:
         """Return the digests of chunks that retained versions need and the store lacks, and that were asked for."""
-        answer = await self._request("GET", "/v1/chunks/damaged")
+        answer = await self._request("GET", "/v1/damaged-chunks")
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
     async def verify(self, digest: str) -> bool:

@@ -49,7 +49,7 @@ def check(url: str, folder: Path, job_id: str, *, max_examples: int) -> None:
     for route in RULES_BEYOND_THE_SCHEMA:
         config += ["[[operations]]", f'include-name = "{route}"', "checks.positive_data_acceptance.enabled = false"]
     # Their paths are also those of chunks, whose digest is checked first.
-    for route in ("POST /v1/chunks/missing", "POST /v1/chunks/apply", "GET /v1/chunks/directory"):
+    for route in ("POST /v1/chunks/missing", "POST /v1/chunks/apply", "GET /v1/chunk-directory"):
         config += ["[[operations]]", f'include-name = "{route}"']
         config += ["checks.unsupported_method.enabled = false", "checks.allow_header_conformance.enabled = false"]
     file = folder / "schemathesis.toml"

@@ -103,7 +103,7 @@ async def test_client_connects_only_if_it_trusts_the_authority(
     with pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
         await jobs(system)
     with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
-        await join(system.manager.url, TOKEN, limit_s=0.1)
+        await join(system.manager.url, TOKEN, "w", "preemptible", limit_s=0.1)
     with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
         await models(system)
     with pytest.raises(BusUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
@@ -113,7 +113,9 @@ async def test_client_connects_only_if_it_trusts_the_authority(
             await http.get(system.manager.url.replace("https", "http") + "/healthz")
     monkeypatch.setenv("RLBOOST_TLS_CA", str(certificates.ca))
     assert await jobs(system) == []
-    assert (await join(system.manager.url, TOKEN)).weight_store_url == system.store.url
+    joined = await join(system.manager.url, TOKEN, "w", "preemptible")
+    await joined.bus.close()
+    assert joined.weight_store_url == system.store.url
     assert (await models(system)).models == ()
     assert await length(rediss_url) == 0
 

@@ -32,7 +32,7 @@ TOKEN = "token"
 NOW, LIFE_S = 1000.0, 100.0
 CREDENTIAL = issue_store_credential(TOKEN, "spot:1-ab", NOW, LIFE_S)
 DOWNLOADS = {
-    "GET /v1/chunks/directory",
+    "GET /v1/chunk-directory",
     "GET /v1/chunks/{digest}",
     "HEAD /v1/chunks/{digest}",
     "POST /v1/chunks/{digest}/verify",
@@ -49,7 +49,7 @@ OTHERS = {
     "PUT /v1/chunks/{digest}",
     "POST /v1/chunks/missing",
     "POST /v1/chunks/apply",
-    "GET /v1/chunks/damaged",
+    "GET /v1/damaged-chunks",
     "DELETE /v1/models/{job_id}",
     "PUT /v1/models/{job_id}/versions/{version}/parts/{rank}",
     "POST /v1/models/{job_id}/versions/{version}/commit",
