@@ -83,6 +83,7 @@ class Played:
         self.rig.bus = self.bus  # type: ignore[assignment]  # a rig only uses it as a bus
         self.rig.manager = _Nobody()  # type: ignore[assignment]  # a rig only runs it
         self.rig.reward = _by_row
+        self.rig.vocab_size = 1 << 24  # of simulated workers
         self.rig.weights = AnnouncedWeights(self.bus)
 
     def score_late(self, worker: SimWorker) -> None:

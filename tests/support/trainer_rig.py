@@ -104,6 +104,7 @@ class Rig:
         self.outage_limit_s = 20.0
         self.waits = Waits()
         self._trainers = 0
+        self.vocab_size = 100
 
     def build(self, _spec: JobSpec, _job_id: str) -> JobResources:
         prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(self.first_row, self.first_row + 10)]
@@ -113,7 +114,12 @@ class Rig:
             model=Path("m"),
             loss=_no_loss,
             data=Data(
-                prompts, prompts[:3], (2,), lambda ids, _skip: " ".join(map(str, ids)), self.n_too_long, vocab_size=100
+                prompts,
+                prompts[:3],
+                (2,),
+                lambda ids, _skip: " ".join(map(str, ids)),
+                self.n_too_long,
+                vocab_size=self.vocab_size,
             ),
             rewards=FakeRewards(self.reward),
             checkpoints=self.checkpoints,
