@@ -130,8 +130,7 @@ def until(condition: Any) -> None:
 
 
 def test_models_are_the_jobs_that_run(system: System) -> None:
-    models = {model.id: model for model in system.openai.models.list()}
-    assert set(models) == {system.job, system.remote}
+    until(lambda: {model.id for model in system.openai.models.list()} == {system.job, system.remote})
     assert system.openai.models.retrieve("tiny").id == system.job
 
 
