@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 
 # Test processes: one per core. Each runs whole files, in the order of tests/conftest.py.
 TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/browser
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo test test-long test-browser test-docker check audit fmt docs chaos bench gpu \
@@ -49,14 +49,14 @@ demo: $(INSTALLED) ## train a small model here while spot workers come and go
 	$(BIN)/rlboost demo --engine $(ENGINE) $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no accelerator: unit, contract, integration, e2e
-	$(PYTEST) -m 'not gpu and not long and not browser and not docker' $(ARGS)
+	$(PYTEST) -m 'not gpu and not long and not docker' $(ARGS)
 
 test-long: $(INSTALLED) ## run the soak and the longest end-to-end tests, which `make test` leaves out
 	$(PYTEST) -m 'long and not gpu' $(ARGS)
 
 test-browser: $(INSTALLED) ## run the tests of the web page; they need Chromium
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
-	$(BIN)/python -m pytest -m browser $(ARGS)
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 test-docker: $(INSTALLED) ## build the images and run a job in containers; needs a Docker engine
 	$(BIN)/python -m pytest -m docker $(ARGS)
