@@ -99,7 +99,8 @@ def _run(command: list[str], environment: dict[str, str], limit_s: float) -> str
 def compose() -> Iterator[Compose]:
     if shutil.which("docker") is None or not _engine_answers():
         pytest.skip("no Docker engine answers")
-    project = Compose("rlboost-test", {"RLBOOST_TOKEN": secrets.token_hex(24), "REDIS_PASSWORD": secrets.token_hex(24)})
+    named = ("RLBOOST_TOKEN", "RLBOOST_JOIN_TOKEN", "REDIS_PASSWORD")
+    project = Compose("rlboost-test", {name: secrets.token_hex(24) for name in named})
     arguments = (
         [f"--build-arg=TORCH_INDEX={os.environ['RLBOOST_TEST_TORCH_INDEX']}"]
         if ("RLBOOST_TEST_TORCH_INDEX" in os.environ)
