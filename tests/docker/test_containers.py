@@ -41,6 +41,10 @@ class Compose:
         """Run `docker compose ARGUMENTS` and return what it prints."""
         return _run([*self._command, *arguments], self._environment, limit_s)
 
+    def close(self) -> None:
+        """Close the connections to the manager."""
+        self._http.close()
+
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's running containers."""
         return self("ps", "--quiet", service).split()
@@ -111,6 +115,7 @@ def compose() -> Iterator[Compose]:
         project("up", "--detach", "--wait", "--scale", "spot=3", limit_s=UP_LIMIT_S)
         yield project
     finally:
+        project.close()
         project("down", "--volumes", "--timeout", "5", limit_s=UP_LIMIT_S)
 
 
