@@ -30,10 +30,10 @@ FRAMES_PER_WORKER = 64
 
 async def relay_all(bus: RedisBus, roles: dict[str, Role], fence: Fence) -> float:
     """Move every waiting frame to the token log; return microseconds of processor time per frame."""
-    streams = list(map(names.worker_reports, roles))
+    owners = {names.worker_reports(worker): worker for worker in roles}
     began, n_frames = time.process_time(), 0
-    while reports := (await bus.read_with_raw({}, streams, count=FRAMES_PER_WORKER))[1]:
-        await bus.transact(relay(reports, roles), fence)
+    while reports := (await bus.read_with_raw({}, owners, count=FRAMES_PER_WORKER))[1]:
+        await bus.transact(relay(reports, owners, roles), fence)
         n_frames += len(reports)
     return (time.process_time() - began) / n_frames * 1e6
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -32,7 +33,7 @@ from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, dead_lette
 from rlboost.services.rollout_manager.relay import relay
 from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
 from rlboost.shared import names
-from rlboost.shared.bus import START, Bus, Entry, Op, Trim, after
+from rlboost.shared.bus import START, Bus, Entry, Op, RawEntry, Trim, after
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
 from rlboost.shared.lifecycle import until_stop
 
@@ -45,7 +46,7 @@ TURN_S = 0.01
 TRIM_EVERY_S = 1.0
 BATCH = 1024
 MIN_BATCH = 16
-"""Entries that one read takes of each stream, however many workers there are."""
+"""The least that one read takes of each stream, however many workers there are."""
 
 
 class Manager:
@@ -206,7 +207,7 @@ class Manager:
 
     async def turn(self, block_s: float = 0.0) -> None:
         """Read new entries, waiting up to `block_s` for the first one; decide; write."""
-        entries = await self._read(block_s)
+        entries, is_caught_up = await self._read(block_s)
         now = self._now()
         try:
             self._take(entries, now)
@@ -218,7 +219,7 @@ class Manager:
         suspects = self.world.fleet.suspects(now.mono)
         leases = await self._bus.judge_leases([names.worker_lease(worker) for worker in suspects])
         dead = [worker for worker, lease in zip(suspects, leases, strict=True) if lease is None]
-        mismatched = await self._mismatched(caught_up=len(entries) < BATCH)
+        mismatched = await self._mismatched(caught_up=is_caught_up)
         decide(self.world, now, dead, self.completion_waiters.clients, mismatched)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in entries}
         await self._trim()
@@ -233,17 +234,19 @@ class Manager:
         self.completion_waiters.notify(self.world)
         self._follow_jobs()
 
-    async def _read(self, block_s: float) -> list[Entry]:
-        """Return new entries, among them what workers have reported; relay that first."""
+    async def _read(self, block_s: float) -> tuple[list[Entry], bool]:
+        """Return new entries, among them what workers have reported, which it relays; and whether that is all."""
         roles = self.identities.roles
+        owners = {names.worker_reports(worker): worker for worker in roles}
         count = max(MIN_BATCH, BATCH // max(1, len(roles)))
-        streams = list(map(names.worker_reports, roles))
-        entries, reports = await self._bus.read_with_raw(self._cursors, streams, count=count, block_s=block_s)
+        entries, reports = await self._bus.read_with_raw(self._cursors, owners, count=count, block_s=block_s)
+        is_all = _are_below(count, reports)
         if reports:
-            await self._bus.transact(relay(reports, roles), self._leadership.fence)
+            await self._bus.transact(relay(reports, owners, roles), self._leadership.fence)
             cursors = self._cursors | {entry.stream: entry.id for entry in entries}
-            entries += await self._bus.read(cursors, count=BATCH)
-        return entries
+            more = await self._bus.read(cursors, count=BATCH)
+            return entries + more, is_all and _are_below(BATCH, more)
+        return entries, is_all and _are_below(count, entries)
 
     def _take(self, entries: list[Entry], now: Now) -> None:
         world = self.world
@@ -310,6 +313,11 @@ class Manager:
             if stream in self.TRIMMED_WHEN_READ or stream not in SHARED_STREAMS:
                 trims.append(Trim(stream, after(cursor)))
         return trims
+
+
+def _are_below(count: int, entries: Sequence[Entry] | Sequence[RawEntry]) -> bool:
+    """Return True if a read of at most `count` entries of each stream left none behind."""
+    return len(entries) < count or max(Counter(entry.stream for entry in entries).values()) < count
 
 
 def _apply_order(entry: Entry) -> int:

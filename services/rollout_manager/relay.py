@@ -25,15 +25,15 @@ _STREAMS: dict[Destination, tuple[str, int | None]] = {
 }
 
 
-def relay(reports: Iterable[RawEntry], roles: Mapping[str, Role]) -> list[Op]:
+def relay(reports: Iterable[RawEntry], owners: Mapping[str, str], roles: Mapping[str, Role]) -> list[Op]:
     """Return the operations that relay these entries, as they are, and remove them from the workers' streams.
 
     Args:
         reports: entries of workers' streams, those of one stream in order.
-        roles: worker id -> its role, of all workers with a stream among these.
+        owners: workers' streams -> their owners, of all streams among these.
+        roles: worker id -> its role, of all owners.
 
     """
-    owners = {names.worker_reports(worker): worker for worker in roles}
     relayed: defaultdict[str, list[str]] = defaultdict(list)
     ops: list[Op] = []
     for report in reports:

@@ -8,13 +8,13 @@ from typing import Any
 import msgpack
 import pytest
 
-from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.app import BATCH, MIN_BATCH, Manager
 from rlboost.services.rollout_manager.domain.departures import ABSENT_RETENTION_S, LEFT_RETENTION_S
 from rlboost.services.rollout_manager.domain.relay import destination
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all
-from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
+from rlboost.services.rollout_manager.worker_identities import IdentityRecord, WorkerIdentities
 from rlboost.shared import names
 from rlboost.shared.bus import Entry, Fence, HashSet, Op, RawEntry
 from rlboost.shared.codec import encode, fields_of
@@ -180,6 +180,24 @@ async def test_manager_killed_at_any_call_relays_everything_once(system: System,
     audit = system.manager.world.audits["j"]
     assert (audit.tokens_generated, audit.duplicates, audit.tokens_regenerated) == (16, 0, {})
     assert await system.bus.length(names.worker_reports(worker.id)) == 0
+
+
+@pytest.mark.parametrize("stream", [names.WORKER_HEARTBEATS, names.worker_reports("w-1")])
+async def test_commands_are_not_compared_while_a_short_read_left_entries(
+    system: System, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(BATCH // MIN_BATCH):  # so many workers that each read is short
+        record = IdentityRecord(role="preemptible").model_dump_json()
+        await system.bus.transact([HashSet(names.WORKER_IDENTITIES, {f"w-{number}": record})])
+    await system.manager.recover()
+    postponed: list[bool] = []
+    monkeypatch.setattr(system.manager.world.fleet, "restart_command_checks", lambda: postponed.append(True))
+    await system.manager.turn()
+    assert not postponed
+    for _ in range(MIN_BATCH):
+        await system.bus.append(stream, EVENT)
+    await system.manager.turn()
+    assert postponed
 
 
 async def test_superseded_manager_relays_nothing(system: System) -> None:
