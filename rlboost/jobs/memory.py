@@ -31,20 +31,7 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     `tensor_parallel` x `pipeline_parallel`, and moments and master copies also by `data_parallel` with
     `distributed_optimizer`.
     """
-    half = spec.dtype == "bfloat16"
-    if model.frozen:
-        per_parameter, sharded = (2.0 if half else 4.0), 0.0
-    elif spec.backend == "megatron" and half:
-        per_parameter, sharded = 6.0, 12.0
-    else:
-        per_parameter, sharded = 8.0, (4.0 if model.muon else 8.0)
-    if model.has_reference:
-        per_parameter += 2.0 if spec.backend == "megatron" and half else 4.0
-    if spec.backend == "torch":
-        return math.ceil(model.n_parameters * (per_parameter + sharded) / spec.data_parallel)
-    n_replicas = spec.data_parallel if spec.distributed_optimizer else 1
-    n_splits = spec.tensor_parallel * spec.pipeline_parallel
-    return math.ceil(model.n_parameters * (per_parameter + sharded / n_replicas) / n_splits)
+    return math.ceil(model.n_parameters * _on_each_gpu(*_per_parameter(model, spec), spec))
 
 
 def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
@@ -54,12 +41,32 @@ def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     """
     if spec.offload == "all":
         return 0
-    moments = 4.0 if model.muon else 12.0 if spec.backend == "megatron" and spec.dtype == "bfloat16" else 8.0
-    freed = 0.0 if model.frozen or spec.backend == "megatron" else 4.0
-    if spec.offload == "optimizer" and not model.frozen:
-        freed += moments
-    n_ranks = spec.data_parallel if spec.backend == "torch" else spec.tensor_parallel * spec.pipeline_parallel
-    return max(0, state_bytes(model, spec) - math.floor(model.n_parameters * freed / n_ranks))
+    gradients = 0.0 if model.frozen or spec.backend == "megatron" else 4.0
+    optimizer = _per_parameter(model, spec)[1] if spec.offload == "optimizer" else 0.0
+    freed = math.floor(model.n_parameters * _on_each_gpu(gradients, optimizer, spec))
+    return max(0, state_bytes(model, spec) - freed)
+
+
+def _per_parameter(model: TrainedModel, spec: TrainerSpec) -> tuple[float, float]:
+    """Return bytes per parameter: of weights and gradients, and of the optimizer (moments and master copies)."""
+    half = spec.dtype == "bfloat16"
+    if model.frozen:
+        weights, optimizer = (2.0 if half else 4.0), 0.0
+    elif spec.backend == "megatron" and half:
+        weights, optimizer = 6.0, 12.0
+    else:
+        weights, optimizer = 8.0, (4.0 if model.muon else 8.0)
+    if model.has_reference:
+        weights += 2.0 if spec.backend == "megatron" and half else 4.0
+    return weights, optimizer
+
+
+def _on_each_gpu(weights: float, optimizer: float, spec: TrainerSpec) -> float:
+    """Return bytes on each GPU of a model with one parameter."""
+    if spec.backend == "torch":
+        return (weights + optimizer) / spec.data_parallel
+    n_replicas = spec.data_parallel if spec.distributed_optimizer else 1
+    return (weights + optimizer / n_replicas) / (spec.tensor_parallel * spec.pipeline_parallel)
 
 
 def kv_token_bytes(n_layers: int, n_kv_heads: int, head_dim: int, element_bytes: int = 2) -> int:

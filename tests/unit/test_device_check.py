@@ -144,6 +144,13 @@ def test_offload_leaves_the_documented_bytes_while_engines_generate(offload: Any
     assert memory.generating_bytes(TrainedModel(BILLION), TrainerSpec(offload=offload)) == per_parameter * BILLION
 
 
+def test_offloaded_optimizer_frees_only_its_share_on_each_gpu() -> None:
+    spec = TrainerSpec(
+        backend="megatron", dtype="bfloat16", data_parallel=4, distributed_optimizer=True, offload="optimizer"
+    )
+    assert memory.generating_bytes(TrainedModel(BILLION), spec) == 6 * BILLION
+
+
 def test_devices_of_a_running_system_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = placed(SystemSpec(gpus="all", tensor_parallel=2), tmp_path, gpus(8)).layout.summary()
     assert summary == DeviceSummary(8, 81559 << 20, 2, int(0.4 * (81559 << 20)), int(0.4 * (81559 << 20)))
