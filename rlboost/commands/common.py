@@ -105,6 +105,24 @@ def endpoint(state: Path) -> tuple[str, str]:
     return config.url, token or config.token
 
 
+def requested_endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:
+    """Return URL and token of the system that options, the environment or the state folder name.
+
+    Raises:
+        ConfigError: none names one, or its token is unknown.
+
+    """
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
+
+    token = token or os.environ.get("RLBOOST_TOKEN")
+    if url is None:
+        found_url, _ = endpoint(state)
+        return found_url, token or StateDir(state).join_token()
+    if not token:
+        raise ConfigError(f"the token of {url} is unknown: pass --token, or set RLBOOST_TOKEN")
+    return checked_url("--url", url), token
+
+
 def checked_url(given_by: str, url: str) -> str:
     """Return a URL without a trailing slash.
 

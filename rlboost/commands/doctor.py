@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlboost.commands.checking import progress
-from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, endpoint, print_json
+from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, print_json, requested_endpoint
 from rlboost.shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,13 +56,11 @@ def _findings(url: str | None, token: str | None, state: Path, *, as_json: bool)
 
 def _named(url: str | None, token: str | None, state: Path) -> tuple[str, str] | None:
     """Return URL and token of the system to check, None if there is none."""
-    from rlboost.commands.worker import requested_endpoint  # noqa: PLC0415 - keeps --help quick
-
-    if url is not None:
-        return requested_endpoint(url, token, state)
     try:
-        return endpoint(state)
+        return requested_endpoint(url, token, state)
     except ConfigError:
+        if url is not None:
+            raise
         return None
 
 

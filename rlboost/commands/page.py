@@ -18,7 +18,7 @@ def page(
     state: StateOption = DEFAULT_STATE,
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
-    """Print a link to the web page of the system, which logs in with the token: whoever has the link has the token."""
+    """Print a link to the web page of the system. The link contains the token: do not share it."""
     url, token = endpoint(state)
     link = f"{url}/#token={token}"
     typer.echo(link)

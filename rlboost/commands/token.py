@@ -55,7 +55,7 @@ def create(
         print_json(created)
         return
     typer.echo(created["secret"])
-    expiry = _time(created["expires_at"]) if created["expires_at"] else "never"
+    expiry = _expiry(created["expires_at"])
     typer.echo(f"token {created['id']}, scope {created['scope']}, expires: {expiry}; it is not shown again", err=True)
 
 

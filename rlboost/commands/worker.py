@@ -16,12 +16,11 @@ from rlboost.commands.common import (
     DEFAULT_STATE,
     JsonOption,
     StateOption,
-    checked_url,
     connect,
-    endpoint,
     new_app,
     print_json,
     print_table,
+    requested_endpoint,
 )
 from rlboost.commands.up import Engine, GpusOption, TensorParallelOption, print_event
 from rlboost.shared.errors import ConfigError, Conflict
@@ -172,24 +171,6 @@ def _run_node(spec: NodeSpec, name: str, connection: Mapping[str, str], state: P
     for worker in specs:
         typer.echo(f"rlboost: {worker.name}: GPU {worker.gpus}, log {worker.log}", err=True)
     node.serve(specs, folder, node.grace_s({**os.environ, **spec.settings}), print_event)
-
-
-def requested_endpoint(url: str | None, token: str | None, state: Path) -> tuple[str, str]:
-    """Return URL and token of the system that options, the environment or the state folder name.
-
-    Raises:
-        ConfigError: none names one, or its token is unknown.
-
-    """
-    from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
-
-    token = token or os.environ.get("RLBOOST_TOKEN")
-    if url is None:
-        found_url, _ = endpoint(state)
-        return found_url, token or StateDir(state).join_token()
-    if not token:
-        raise ConfigError(f"the token of {url} is unknown: pass --token, or set RLBOOST_TOKEN")
-    return checked_url("--url", url), token
 
 
 def _named(given: str, workers: Sequence[Mapping[str, Any]]) -> str:

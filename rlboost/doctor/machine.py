@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from rlboost.local import redis_server
 from rlboost.local.gpus import Gpu, list_gpus
 from rlboost.local.processes import LOOPBACK
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.http.server import bind
 
 _PORTS = (6379, 8700, 8701)
 """Redis, manager and weight store, as in docker-compose.yml."""
@@ -92,10 +92,8 @@ def _redis_server() -> Finding:
 
 
 def _is_in_use(port: int) -> bool:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((LOOPBACK, port))
-        except OSError:
-            return True
+    try:
+        bind(LOOPBACK, port).close()
+    except ConfigError:
+        return True
     return False

@@ -17,7 +17,7 @@ from rlboost.local import redis_server
 from rlboost.shared.errors import Conflict
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
-from rlboost.shared.tls import client_context
+from rlboost.shared.tls import client_verification
 
 _TIMEOUT_S = 5.0
 
@@ -25,7 +25,7 @@ _TIMEOUT_S = 5.0
 def findings(url: str, token: str, transport: httpx.BaseTransport | None = None) -> Iterator[Finding]:
     """Yield what a worker on this machine would find at a manager's URL; tests give a transport."""
     headers = {"Authorization": f"Bearer {token}", PROTOCOL_HEADER: str(PROTOCOL)}
-    verify = client_context() or True
+    verify = client_verification()
     with httpx.Client(timeout=_TIMEOUT_S, headers=headers, transport=transport, verify=verify) as client:
         began = time.time()
         try:

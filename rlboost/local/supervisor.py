@@ -162,7 +162,8 @@ class Supervisor:
             self._emit("left", slot, f"{slot.note}: {end}")
             return True
         if end.code == EXIT_OK and not slot.spec.restart_after_success:
-            self._emit("left", slot, str(end))
+            slot.note = str(end)
+            self._emit("left", slot, slot.note)
             return True
         if end.code == EXIT_CONFIG:
             slot.note = next(iter(slot.child.output(1)), str(end))

@@ -208,7 +208,9 @@ class Trainer:
     async def _claim(self, entry: Entry, *, contested: bool) -> ActiveJob | None:
         command = self._command(entry)
         if command is None:
-            reason = "no manager has signed this command: give managers and trainers the same RLBOOST_TOKEN"
+            reason = f"a {entry.message.tag} does not belong in this stream"
+            if isinstance(entry.message, JobCommand):
+                reason = "no manager has signed this command: give managers and trainers the same RLBOOST_TOKEN"
             await self._bus(lambda bus: bus.dead_letter(entry.stream, names.TRAINER_GROUP, entry, reason))
             return None
         if not self._table.creates(entry.id, command):
