@@ -53,6 +53,8 @@ class VersionPublisher:
         self.head = -1
         """The newest committed version."""
         self._exporting = asyncio.Lock()
+        self._searched: tuple[int, frozenset[str]] = (-1, frozenset())
+        """(head, damaged chunks) of the last search for them in the engine's weights."""
 
     async def refresh_head(self) -> None:
         """Ask the weight store for the newest version."""
@@ -93,8 +95,8 @@ class VersionPublisher:
         A chunk is known by its digest: while a step changes the weights, none matches, and a later call finds them.
         """
         damaged = await self._weights.damaged()
-        if not damaged:
-            return
+        if not damaged or (self._searched[0] == self.head and damaged <= self._searched[1]):
+            return  # the engine does not have them: they are of other jobs or of earlier versions
         async with self._exporting:
             for what in self._published():
                 export = partial(self._engine.export_shards, what)
@@ -102,6 +104,7 @@ class VersionPublisher:
                 if chunks:
                     await self._weights.restore(chunks)
                     log.warning("weights_restored_in_store", version=self.head, chunks=len(chunks))
+            self._searched = self.head, damaged
 
     def _published(self) -> tuple[Exported, ...]:
         return ("base", "adapter") if self._engine.adapter_json else ("base",)
