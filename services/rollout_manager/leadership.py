@@ -13,6 +13,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import Bus, Fence, Op
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.fenced_lease import FencedLease
+from rlboost.shared.http.server_url import server_url
 from rlboost.shared.http.token_signature import is_valid_signature, sign
 from rlboost.shared.ids import new_token
 
@@ -61,8 +62,7 @@ def manager_record(host: str, port: int, machine: str, public_url: str = "", *, 
 
     """
     url_host = machine if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
-    scheme = "https" if tls else "http"
-    url = public_url or f"{scheme}://{f'[{url_host}]' if ':' in url_host else url_host}:{port}"
+    url = public_url or server_url(url_host, port, tls=tls)
     return ManagerRecord(manager=new_token(8), address=f"{machine}/{host}/{port}", url=url.rstrip("/"))
 
 

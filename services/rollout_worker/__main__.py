@@ -162,8 +162,8 @@ def _http(
         host = listen_address(settings.host, settings.url)
         sock = bind(host, settings.port)
         port = sock.getsockname()[1]
-        tls = settings.certificate is not None
-        peers.url = peer_url(settings.peer_url, host, port, settings.url, tls=tls)
+        certificate = settings.certificate
+        peers.url = peer_url(settings.peer_url, host, port, settings.url, tls=certificate is not None)
         log.info("listening", host=host, port=port, peer_url=peers.url)
         token, slots = settings.token.get_secret_value(), asyncio.Semaphore(MAX_CONCURRENT)
         guard = Guard.of_token(token)
@@ -171,7 +171,7 @@ def _http(
         app.include_router(notice_routes(worker.on_preemption_notice, guard))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, peer_key, sent, slots))
-        return server_loop(app, sock, settings.certificate, files=blob_files(cache, peer_key, sent, slots))
+        return server_loop(app, sock, certificate, files=blob_files(cache, peer_key, sent, slots))
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

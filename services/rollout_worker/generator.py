@@ -1,7 +1,7 @@
 """Owns the inference engine of this process: none before the first weights, a new one after a change of model.
 
 Consumes: requests (`submit`) and staged weights (`load`).
-Produces: emissions (`drain`), which the flush loop writes to the token log.
+Produces: emissions (`drain`), which the flush loop reports to the manager.
 Waits for: the engine's thread, which acts between two decode steps. The engine decodes only while no `PauseReason` is
     set. `pause(reason)` returns once it has stopped; the `resume(reason)` that removes the last reason lets it decode
     again, after the parity check of weights that have not passed it yet. Each reason has one owner, who resumes it:

@@ -6,7 +6,7 @@ Importing this module imports no inference library.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
@@ -215,12 +215,12 @@ class Membership:
     """Its id."""
     bus: Bus
     """Connected to Redis as this incarnation, which can access its own keys only."""
-    weight_store_url: str = ""
-    store_credential: str = ""
+    weight_store_url: str
+    store_credential: str = field(repr=False)
     """For the weight store; the manager sends new ones."""
-    manifest_key: str = ""
+    manifest_key: str
     """The public key under which manifests are signed."""
-    peer_key: str = ""
+    peer_key: str = field(repr=False)
     """Signs requests for weights to other workers."""
 
 

@@ -6,8 +6,9 @@ Three loops, each until the stop:
   for Redis, and ends at the stop. A commit is valid before it is announced; every head is announced again at start, in
   case a crash came between.
 - `compose` composes longer deltas: see `deltas`.
-- `collect` consumes nothing and, once a minute, removes the chunks that no version and no upload in progress needs. It
-  waits for the chunk and document stores, and ends at the stop.
+- `collect` consumes nothing and, once a minute or at the limit of the store's size, retires the versions of ended jobs
+  and removes the chunks that no version and no upload in progress needs. It waits for Redis and for the chunk and
+  document stores, and ends at the stop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP client of the weight store: one method per route, one attempt per call, aiohttp's errors translated."""
+"""HTTP client of the weight store: one method per route, one attempt per call, transport errors translated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     Undecodable,
 )
-from rlboost.shared.tls import client_context
+from rlboost.shared.tls import client_verification
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
 from rlboost.shared.weights.download import Download
@@ -247,7 +247,7 @@ class StoreClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=_TIMEOUT,
-                connector=aiohttp.TCPConnector(limit=0, ssl=client_context() or True),
+                connector=aiohttp.TCPConnector(limit=0, ssl=client_verification()),
                 trust_env=True,
             )
         return self._session

@@ -36,20 +36,23 @@ class DirectorySource:
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
         """See `Source.fetch`."""
-        directory, rest = await self._shared(), list[ChunkRef]()
+        if not blobs:
+            return
+        if (directory := await self._shared()) is None:
+            await self._other.fetch(blobs, traffic, arrived)
+            return
+        rest: list[ChunkRef] = []
 
         async def take(blob: ChunkRef) -> None:
-            is_taken = directory is not None and await asyncio.to_thread(self._take, blob, directory)
-            if is_taken:
+            if await asyncio.to_thread(self._cache.adopt, blob, directory.chunk(blob.digest)):
                 traffic.from_directory += blob.n_bytes
                 await arrived(blob, None)
             else:
                 rest.append(blob)
 
         await for_each(blobs, take, concurrency=_MAX_CONCURRENT, name="weights-directory")
-        if directory and rest:
-            log.warning("chunks_not_in_directory", path=directory.path, chunks=len(rest))
         if rest:
+            log.warning("chunks_not_in_directory", path=directory.path, chunks=len(rest))
             await self._other.fetch(rest, traffic, arrived)
 
     async def has_chunks_at_hand(self) -> bool:
@@ -70,6 +73,3 @@ class DirectorySource:
             return None
         is_shared = await asyncio.to_thread(directory.is_shared)
         return directory if is_shared else None
-
-    def _take(self, blob: ChunkRef, directory: ChunkDirectory) -> bool:
-        return self._cache.adopt(blob, directory.chunk(blob.digest))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Set
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class Shard(NamedTuple):
     data: memoryview | bytes | bytearray
 
 
-def chunks_among(shards: Iterable[Shard], digests: Set[str]) -> list[ChunkCopy]:
+def chunks_among(shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
     """Return copies of the chunks with these digests, as one rank's `Publisher.publish` splits its shards."""
     chunks = _split(shards, CHUNK_BYTES, [])
     return [(chunk.ref, bytes(chunk.data)) for chunk in chunks if chunk.ref.digest in digests]

@@ -93,6 +93,7 @@ class Puller:
 
         Raises:
             NotFound: the store does not have it (any more).
+            BadSignature: the version's manifest is not signed with this system's key.
             Corrupt: the store sent a blob twice with another digest.
             Timeout: the pull took longer than the limit.
             Fatal: the cache's disk is full.

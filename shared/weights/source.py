@@ -74,8 +74,10 @@ class StoreSource:
             try:
                 await retry_unavailable(lambda: self._client.fetch(download))  # noqa: B023 - awaited at once
             except Corrupt as error:
+                download.release()
                 log.warning("chunk_unusable", chunk=blob.digest, reason=str(error))
             except (NotFound, Unprocessable) as error:
+                download.release()
                 return error
             else:
                 is_stored = await asyncio.to_thread(self._cache.store, blob, download.data)

@@ -40,6 +40,11 @@ class EdgeBatch(_Body):
     edges: tuple[Edge, ...]
 
 
+def chunk_path(root: Path, digest: str) -> Path:
+    """Return the path of a chunk below a store's directory; it may not exist."""
+    return root / "chunks" / digest[:2] / digest
+
+
 class ChunkDirectory(_Body):
     """Where the store has its files, for clients on the same file system."""
 
@@ -50,7 +55,7 @@ class ChunkDirectory(_Body):
 
     def chunk(self, digest: str) -> Path:
         """Return the path of a chunk, which may not exist."""
-        return Path(self.path) / "chunks" / digest[:2] / digest
+        return chunk_path(Path(self.path), digest)
 
     def is_shared(self) -> bool:
         """Return True if this machine reads the store's files at the same path. Blocks on files."""

@@ -33,7 +33,7 @@ from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.peers.blob_index import ALL, BlobIndex
-from rlboost.shared.weights.peers.blob_routes import blob_routes
+from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.peers.transport import PeerTransport
@@ -199,7 +199,8 @@ async def test_chunks_held_by_peers_are_not_fetched_from_the_store(client: Store
 async def real_peer(cache: Cache) -> AsyncIterator[httpx.AsyncClient]:
     """What a worker serves of its cache, and its metrics."""
     app = create_app("worker", guard=Guard.of_token(TOKEN), ready=lambda: None)
-    app.include_router(blob_routes(cache, TOKEN, Counter("sent", "bytes", registry=CollectorRegistry())))
+    sent = Counter("sent", "bytes", registry=CollectorRegistry())
+    app.include_router(blob_routes(cache, TOKEN, sent, asyncio.Semaphore(MAX_CONCURRENT)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://worker") as http:
         yield http
 

@@ -177,7 +177,7 @@ class WorkerManager:
         """Answer a worker that joins."""
         worker = f"{name}-{new_token()}"
         await self.bus.transact([HashSet(WORKER_IDENTITIES, {worker: "{}"})])
-        return Membership(worker, self.bus)
+        return Membership(worker, self.bus, weight_store_url="", store_credential="", manifest_key="", peer_key="")
 
     async def send(self, worker: str, *messages: Message) -> None:
         for message in messages:

@@ -13,7 +13,7 @@ from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.messages import Role
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 from rlboost.shared.redis.bus import connect
-from rlboost.shared.tls import client_context
+from rlboost.shared.tls import client_verification
 
 JOIN_LIMIT_S = 300.0
 """How long a worker retries while the manager does not answer."""
@@ -68,7 +68,7 @@ async def _request(url: str, token: str, body: dict[str, str], limit_s: float) -
     address = f"{url.rstrip('/')}/v1/join"
     headers = {"Authorization": f"Bearer {token}", PROTOCOL_HEADER: str(PROTOCOL)}
     try:
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=headers, verify=client_context() or True) as client:
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=headers, verify=client_verification()) as client:
             async for attempt in stamina.retry_context(
                 on=_ManagerUnavailable, attempts=None, timeout=limit_s, wait_max=2.0
             ):

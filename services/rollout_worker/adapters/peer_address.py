@@ -6,6 +6,8 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
+from rlboost.shared.http.server_url import server_url
+
 OFF = "off"
 _ANY_PORT = 9  # discard; connecting a UDP socket sends nothing
 
@@ -27,8 +29,7 @@ def peer_url(setting: str, host: str, port: int, manager_url: str, *, tls: bool 
         host = _outbound(urlsplit(manager_url).hostname or "", host)
     if not host:
         return ""
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return server_url(host, port, tls=tls)
 
 
 def listen_address(setting: str, manager_url: str) -> str:

@@ -82,7 +82,7 @@ def frames(
 
 
 class Outbox:
-    """The unsent messages of one incarnation to the token log, in order."""
+    """The unsent messages of one incarnation for the token log, in order; the manager relays them."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker

@@ -33,7 +33,7 @@ from rlboost.shared.atomic_file import replace_file, sync_path, temporary_file
 from rlboost.shared.errors import Fatal, NotFound
 from rlboost.shared.weights.directory_lock import lock_directory
 from rlboost.shared.weights.manifest import ChunkRef
-from rlboost.shared.weights.wire import NONCE_FILE, ChunkDirectory
+from rlboost.shared.weights.wire import NONCE_FILE, ChunkDirectory, chunk_path
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -104,7 +104,7 @@ class DiskChunks:
 
     def path(self, digest: str) -> Path:
         """Return the path of a chunk, which may not exist."""
-        return self._directory.chunks / digest[:2] / digest
+        return chunk_path(self._directory.root, digest)
 
     async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
         """See `Chunks.put`. The digest is checked before anything is written."""

@@ -38,7 +38,7 @@ def blob_files(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaph
     return FileSender(find, sent, slots=slots)
 
 
-def blob_routes(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaphore | None = None) -> APIRouter:
+def blob_routes(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaphore) -> APIRouter:
     """Return `GET /v1/chunks/{digest}` for verified blobs, for the requests that `blob_files` does not respond to.
 
     Args:
@@ -56,26 +56,25 @@ def blob_routes(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semap
             )
 
     router = APIRouter(prefix="/v1/chunks", tags=["weights"], dependencies=[Depends(check)])
-    in_use = slots or asyncio.Semaphore(MAX_CONCURRENT)
 
     @router.get("/{digest}", response_class=Response)
     async def get(digest: Digest) -> Response:
         if digest not in cache.verified:
             raise NotFound(f"this peer does not hold blob {digest}")
-        if in_use.locked():
+        if slots.locked():
             raise Problem(BUSY_STATUS, "Busy", f"{MAX_CONCURRENT} blobs are being sent: ask another peer")
         path = cache.path(digest)
         try:
             status = await asyncio.to_thread(os.stat, path)
         except FileNotFoundError as error:
             raise NotFound(f"this peer no longer holds blob {digest}") from error
-        return _InSlot(in_use, BlobResponse(path, status, digest, sent))
+        return _InSlot(slots, BlobResponse(path, status, digest, sent))
 
     return router
 
 
-def _is_proof(authorization: str, token: str, digest: str) -> bool:
-    return is_valid_signature(authorization.removeprefix("Bearer "), token, "chunk", digest)
+def _is_proof(authorization: str, peer_key: str, digest: str) -> bool:
+    return is_valid_signature(authorization.removeprefix("Bearer "), peer_key, "chunk", digest)
 
 
 class _InSlot(Response):

@@ -151,15 +151,15 @@ class PeerSource:
         download = Download(pull.blobs[fetch.digest], self._buffers)
         try:
             await self._transport.fetch(peer.url, download)
-            is_intact = await asyncio.to_thread(self._cache.store, download.blob, download.data)
-            download.release()
-            if not is_intact:
+            if not await asyncio.to_thread(self._cache.store, download.blob, download.data):
                 raise DigestMismatch(f"blob {fetch.digest} came with another digest")
         except PeerFailed as error:
+            download.release()
             _record_failure(pull.selection, fetch, error)
             if not isinstance(error, PeerBusy):
                 log.warning("peer_failed", peer=peer.name, url=peer.url, kind=type(error).__name__, error=str(error))
         else:
+            download.release()
             pull.selection.on_arrived(fetch)
             await pull.arrived(download.blob, None)
         finally:
