@@ -25,7 +25,7 @@ import httpx
 from rlboost.shared.errors import Conflict, RLBoostError
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.ids import new_token
-from rlboost.shared.tls import client_context
+from rlboost.shared.tls import client_verification
 
 Json = dict[str, Any]
 Rows = list[Json]
@@ -95,7 +95,7 @@ class Client:
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(silence_s, connect=_CONNECT_S),
             trust_env=through_proxy,
-            verify=client_context() or True,
+            verify=client_verification(),
             transport=transport,
         )
         self.jobs = Jobs(self)

@@ -12,8 +12,8 @@ import httpx
 
 from rlboost.client import Client, ClientError
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.messages import ENDED
 
-ENDED = frozenset({"completed", "failed", "cancelled"})
 OUTAGE_LIMIT_S = 600.0
 """How long to try again while the manager does not answer: longer than 'rlboost down' and 'up'."""
 LAST_STEPS = 5

@@ -26,16 +26,12 @@ def fields_of(data: bytes) -> dict[str, Any]:
 
     """
     try:
-        body = _unpack(data)
+        body = msgpack.unpackb(data, raw=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise Undecodable(f"not a message: {error!r}") from error
     if not isinstance(body, dict):
         raise Undecodable(f"not a message: it is a {type(body).__name__}")
     return body
-
-
-def _unpack(data: bytes) -> Any:
-    return msgpack.unpackb(data, raw=False)
 
 
 def decode(data: bytes) -> Message:
@@ -45,11 +41,11 @@ def decode(data: bytes) -> Message:
         Undecodable: the bytes are not msgpack, the tag is unknown, or a field is missing or has the wrong type.
 
     """
+    body = fields_of(data)
     try:
-        body = _unpack(data)
         return class_of(body.pop("t")).model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
         raise Undecodable(f"{error.title}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise Undecodable(f"not a message: {error!r}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import ssl
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rlboost.shared.errors import ConfigError
 
@@ -43,6 +43,11 @@ def server_certificate(certificate: str, key: str) -> ServerCertificate | None:
             "and its unencrypted key as PEM files"
         ) from error
     return ServerCertificate(certificate, key)
+
+
+def client_verification() -> ssl.SSLContext | Literal[True]:
+    """Return what an HTTP client checks servers with: the context of `client_context`, or the library's default."""
+    return client_context() or True
 
 
 def client_context() -> ssl.SSLContext | None:

@@ -22,9 +22,9 @@ from rlboost.local.cluster import LocalCluster
 from rlboost.local.spec_file import SystemSpec
 from rlboost.local.system_layout import local_options
 from rlboost.shared.job.spec import load
+from rlboost.shared.messages import ENDED
 
 _JOB = "examples/countdown/job.yaml"
-_ENDED = {"completed", "failed", "cancelled"}
 _ASK_AGAIN_S = 1.0
 _LIMIT_S = 420.0
 _TIMES = ("time/step_s", "time/seeding_s", "time/wait_s", "time/train_s", "time/publish_s")
@@ -55,7 +55,7 @@ async def measure(spec: SystemSpec, overrides: list[str]) -> dict[str, Any]:
 async def _ended(client: Client, job_id: str) -> dict[str, Any]:
     while True:
         shown: dict[str, Any] = await asyncio.to_thread(client.jobs.show, job_id)
-        if shown["state"] in _ENDED:
+        if shown["state"] in ENDED:
             return shown
         await asyncio.sleep(_ASK_AGAIN_S)
 

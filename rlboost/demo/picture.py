@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlboost.demo.news import EventLine
-from rlboost.follow import ENDED
 from rlboost.report.record import Observation, Record, SeenWorker
 from rlboost.shared.ids import worker_name
+from rlboost.shared.messages import ENDED
 
 NEWS_SHOWN = 12
 """Most events shown, however high the terminal is."""

@@ -26,12 +26,12 @@ from rlboost.demo.job import countdown
 from rlboost.demo.live import view_of
 from rlboost.demo.recorder import Recorder, observation, this_machine
 from rlboost.demo.schedule import plan
-from rlboost.follow import ENDED
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.record import Change, Observation, Record, Settings
 from rlboost.shared.errors import Fatal
+from rlboost.shared.messages import ENDED
 
 LOOK_EVERY_S = 0.5
 STALL_LIMIT_S = 300.0

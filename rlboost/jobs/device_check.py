@@ -66,7 +66,7 @@ def _check_engines(
 
 def _check_trainer(spec: JobSpec, n_parameters: int, devices: DeviceSummary, found: Fit) -> None:
     trainer = spec.trainer
-    n_ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    n_ranks = trainer.n_ranks
     if n_ranks > devices.trainer_gpus:
         found.problems.append(
             f"trainer.data_parallel: the job trains in {n_ranks} processes with a GPU each, and the trainer has "

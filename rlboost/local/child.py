@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -96,9 +95,13 @@ class Child:
 
 
 def _execute(argv: Sequence[str], env: Mapping[str, str], stdin: BinaryIO, out: BinaryIO) -> int:
-    guard = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
     process = subprocess.Popen(  # noqa: S603 - the specs are ours
-        (*guard, *argv), env=env, stdin=stdin, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        die_with_parent.guarded(*argv),
+        env=env,
+        stdin=stdin,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     process.returncode = 0  # the caller reaps it
     return process.pid

@@ -27,6 +27,11 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
+def guarded(*command: str) -> tuple[str, ...]:
+    """Return the command that runs `command` and dies with the calling process."""
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), *command)
+
+
 def main() -> int:
     """Replace this process with the command; return an exit code only on failure."""
     parent, command = int(sys.argv[1]), sys.argv[2:]

@@ -79,11 +79,10 @@ class ForkServer:
             self._process = self._launch(theirs.fileno())
 
     def _launch(self, channel: int) -> subprocess.Popen[bytes]:
-        guard = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
         self._log.touch(mode=0o600)
         with self._log.open("ab") as log:
             return subprocess.Popen(  # noqa: S603 - our own program
-                (*guard, sys.executable, "-m", MODULE, str(channel)),
+                die_with_parent.guarded(sys.executable, "-m", MODULE, str(channel)),
                 env=self._env,
                 pass_fds=[channel],
                 stdin=subprocess.DEVNULL,

@@ -31,12 +31,13 @@ log = structlog.get_logger(__name__)
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the manager until the stop."""
+    certificate = config.certificate
     sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")
     # Clients have connections of their own: however many there are, the manager's loop gets one.
     clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
-    record = manager_record(host, port, socket.gethostname(), config.public_url, tls=config.certificate is not None)
+    record = manager_record(host, port, socket.gethostname(), config.public_url, tls=certificate is not None)
     identities = WorkerIdentities(bus, await _worker_users(bus, config))
     leader = LeaderConnection()
     manager = Manager(
@@ -54,7 +55,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     app = build(manager, clients_bus, config, extensions=[routes], error_format_besides=openai_error_format)
     add_page(app)
     try:
-        http = server.server_loop(app, sock, config.certificate)
+        http = server.server_loop(app, sock, certificate)
         await supervise({"manage": manager.run, "credentials": credentials.run, "http": http}, stop)
     finally:
         await leader.close()

@@ -28,28 +28,23 @@ class JoinRequest(BaseModel):
     role: Role
 
 
-class JoinAnswer(BaseModel):
-    """What a worker needs; it never needs the system's token."""
+class JoinAddresses(BaseModel):
+    """The addresses of the other services."""
 
     model_config = ConfigDict(frozen=True)
 
     protocol: int
-    worker: str = Field(description="id of this incarnation")
-    redis_url: str = Field(description="with the worker's own user and password, where these exist")
+    redis_url: str = Field(description="for a worker that joined with its own user and password, where these exist")
     weight_store_url: str
+
+
+class JoinAnswer(JoinAddresses):
+    """What a worker needs; it never needs the system's token."""
+
+    worker: str = Field(description="id of this incarnation")
     store_credential: str = Field(description="for the weight store; the manager sends new ones before it expires")
     manifest_key: str = Field(description="the public key under which manifests are signed")
     peer_key: str = Field(description="signs requests for weights to other workers")
-
-
-class JoinAddresses(BaseModel):
-    """The addresses of the other services, without credentials."""
-
-    model_config = ConfigDict(frozen=True)
-
-    protocol: int
-    redis_url: str
-    weight_store_url: str
 
 
 def check_protocol(protocol: int) -> None:
@@ -69,21 +64,20 @@ def check_protocol(protocol: int) -> None:
 
 
 def join_addresses(settings: Settings) -> JoinAddresses:
-    """Return what a worker that joins connects to."""
-    parts = urlsplit(settings.advertised_redis_url or settings.redis_url)
-    redis_url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    """Return what a worker that joins connects to, without credentials."""
+    redis_url = _with_login(_redis_url(settings), "")
     return JoinAddresses(protocol=PROTOCOL, redis_url=redis_url, weight_store_url=settings.weight_store_url)
 
 
 async def join(request: JoinRequest, identities: WorkerIdentities, settings: Settings, write: Write) -> JoinAnswer:
     """Create the worker's identity."""
     worker, secret = await identities.create(request.name, request.role, write)
-    url = settings.advertised_redis_url or settings.redis_url
-    token = settings.token.get_secret_value()
+    url, token = _redis_url(settings), settings.token.get_secret_value()
+    login = f"{quote(names.worker_redis_user(worker), safe='')}:{quote(secret, safe='')}@"
     return JoinAnswer(
         protocol=PROTOCOL,
         worker=worker,
-        redis_url=_as_user(url, names.worker_redis_user(worker), secret) if secret else url,
+        redis_url=_with_login(url, login) if secret else url,
         weight_store_url=settings.weight_store_url,
         store_credential=issue_store_credential(token, worker, time.time()),
         manifest_key=manifest_public_key(token),
@@ -91,7 +85,11 @@ async def join(request: JoinRequest, identities: WorkerIdentities, settings: Set
     )
 
 
-def _as_user(url: str, user: str, password: str) -> str:
+def _redis_url(settings: Settings) -> str:
+    return settings.advertised_redis_url or settings.redis_url
+
+
+def _with_login(url: str, login: str) -> str:
+    """Return the URL with another `user:password@`, or without any."""
     parts = urlsplit(url)
-    address = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{quote(user, safe='')}:{quote(password, safe='')}@{address}"))
+    return urlunsplit(parts._replace(netloc=login + parts.netloc.rpartition("@")[2]))

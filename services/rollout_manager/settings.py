@@ -39,7 +39,7 @@ class Settings(ServiceSettings):
     public_url: str = Field(
         "",
         pattern=r"^(https?://\S+)?$",
-        description="where a standby sends clients of this manager; http://HOST:PORT when empty",
+        description="where a standby sends clients of this manager; http(s)://HOST:PORT when empty",
     )
     serve_limit_s: float = Field(600.0, gt=0, description="time limit of a completion requested over REST")
     redis_limit_s: float = Field(300.0, gt=0, description="exit after Redis has not answered for this time")

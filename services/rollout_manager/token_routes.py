@@ -10,7 +10,7 @@ from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.access_tokens import AccessToken, digest_of_secret
+from rlboost.services.rollout_manager.domain.access_tokens import SECRET_BYTES, AccessToken, digest_of_secret
 from rlboost.services.rollout_manager.leader_routes import write
 from rlboost.services.rollout_manager.token_table import TokenTable
 from rlboost.shared import names
@@ -22,7 +22,6 @@ from rlboost.shared.ids import new_token
 from rlboost.shared.scopes import TokenScope
 
 _ID = r"^[0-9a-f]{8,32}$"
-_SECRET_BYTES = 32
 TokenId = Annotated[str, PathParameter(pattern=_ID)]
 
 
@@ -44,7 +43,7 @@ def add_token_routes(router: APIRouter, manager: Manager, table: TokenTable) -> 
     @needs("admin")
     async def create_token(body: TokenBody) -> dict[str, Any]:
         """Create an access token of a scope. The answer is the only one that has its secret."""
-        secret, now = f"rlb_{new_token(_SECRET_BYTES)}", time.time()
+        secret, now = f"rlb_{new_token(SECRET_BYTES)}", time.time()
         token = AccessToken(
             id=body.id or new_token(8),
             scope=body.scope,

@@ -6,12 +6,12 @@ Redis; the users follow them, since Redis forgets its users when it restarts.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rlboost.services.rollout_manager.domain.access_tokens import SECRET_BYTES, digest_of_secret
 from rlboost.services.rollout_manager.domain.departures import Departures
 from rlboost.services.rollout_manager.domain.fleet import Fleet
 from rlboost.services.rollout_manager.ports import WorkerUsers
@@ -22,7 +22,6 @@ from rlboost.shared.messages import Role
 
 log = structlog.get_logger(__name__)
 
-_SECRET_BYTES = 32
 Write = Callable[[Sequence[Op]], Awaitable[None]]
 """Applies operations as the leader."""
 
@@ -79,8 +78,8 @@ class WorkerIdentities:
     async def create(self, name: str, role: Role, write: Write) -> tuple[str, str]:
         """Return the id of a new worker and the password of its Redis user, empty if it has none."""
         worker = f"{name}-{new_token()}"
-        secret = new_token(_SECRET_BYTES) if self._users else ""
-        record = IdentityRecord(role=role, secret_sha256=hashlib.sha256(secret.encode()).hexdigest() if secret else "")
+        secret = new_token(SECRET_BYTES) if self._users else ""
+        record = IdentityRecord(role=role, secret_sha256=digest_of_secret(secret) if secret else "")
         self._records[worker] = record  # first, so that a concurrent update does not remove the new user
         await write([HashSet(names.WORKER_IDENTITIES, {worker: record.model_dump_json()})])
         if self._users:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from rlboost.services.trainer.domain.rewards import origin_of
+from rlboost.services.trainer.domain.origins import origin_of
 from rlboost.shared.settings import ServiceSettings
 
 

@@ -1,4 +1,6 @@
-"""Message authentication codes that prove possession of the system's token without revealing it.
+"""Message authentication codes that prove possession of a key without revealing it.
+
+The key is the system's token; of workers among themselves it is one derived from the token, since they do not have it.
 
 The token grants full access, so it is sent only to configured addresses and to those named by a holder of the token. An
 address read from Redis is neither. There, a signature under the token is used instead: it is valid for one purpose and
@@ -12,14 +14,14 @@ import json
 from typing import Literal
 
 Purpose = Literal["chunk", "leader", "job-command", "peers", "weights"]
-"""`chunk`: read one blob of weights from a peer; `leader`: be the manager at one URL; `job-command`: have a trainer
-execute one command; `peers`: the key that all workers share; `weights`: download weights from the store, as one worker
-and until one time."""
+"""`chunk`: read one blob of weights from a peer, under the peer key; `leader`: be the manager at one URL;
+`job-command`: have a trainer execute one command; `peers`: the key that all workers share; `weights`: download weights
+from the store, as one worker and until one time."""
 
 
-def sign(token: str, purpose: Purpose, subject: str) -> str:
+def sign(key: str, purpose: Purpose, subject: str) -> str:
     """Return the signature: HMAC-SHA256, in hexadecimal."""
-    return hmac.digest(token.encode(), json.dumps(["rlboost", purpose, subject]).encode(), "sha256").hex()
+    return hmac.digest(key.encode(), json.dumps(["rlboost", purpose, subject]).encode(), "sha256").hex()
 
 
 def peer_key(token: str) -> str:
@@ -27,6 +29,6 @@ def peer_key(token: str) -> str:
     return sign(token, "peers", "")
 
 
-def is_valid_signature(signature: str, token: str, purpose: Purpose, subject: str) -> bool:
-    """Return True if the signature is valid, in constant time; with an empty token, none is."""
-    return bool(token) and hmac.compare_digest(signature.encode(), sign(token, purpose, subject).encode())
+def is_valid_signature(signature: str, key: str, purpose: Purpose, subject: str) -> bool:
+    """Return True if the signature is valid, in constant time; with an empty key, none is."""
+    return bool(key) and hmac.compare_digest(signature.encode(), sign(key, purpose, subject).encode())

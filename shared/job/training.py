@@ -77,6 +77,11 @@ class TrainerSpec(Section):
         return self.resume not in RESUME_WORDS
 
     @property
+    def n_ranks(self) -> int:
+        """Return how many processes train the model, with a device each."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
     def in_one_process(self) -> bool:
         """Return True if the trainer's process trains by itself, without ranks."""
         return self.backend == "torch" and self.data_parallel == 1

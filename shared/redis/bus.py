@@ -135,7 +135,7 @@ class RedisBus:
     async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
         """See `Bus.append`."""
         entry_id = await self._call(self._redis.xadd(stream, {_FIELD: encode(message)}, maxlen=max_len))
-        return _text(entry_id)
+        return as_text(entry_id)
 
     async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
         """See `Bus.read`."""
@@ -150,7 +150,7 @@ class RedisBus:
             positions: Any = {**dict.fromkeys(raw_streams, START), **cursors}
             reply = list(_streams(await self._call(self._redis.xread(positions, count=count, block=block_ms))))
             raw = [
-                RawEntry(stream, _text(raw_id), fields.get(_FIELD, b""))
+                RawEntry(stream, as_text(raw_id), fields.get(_FIELD, b""))
                 for stream, rows in reply
                 if stream not in cursors
                 for raw_id, fields in rows
@@ -159,7 +159,7 @@ class RedisBus:
             if (entries := await self._entries(decodable)) or raw or not reply:
                 return entries, raw
             # No entry of this batch decoded; the streams may have more after them.
-            cursors = {**cursors, **{stream: _text(rows[-1][0]) for stream, rows in reply}}
+            cursors = {**cursors, **{stream: as_text(rows[-1][0]) for stream, rows in reply}}
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
@@ -191,7 +191,7 @@ class RedisBus:
         pending = await self._call(
             self._redis.xpending_range(stream, group, entries[0].id, entries[-1].id, max(count, len(entries)), consumer)
         )
-        times = {_text(row["message_id"]): int(row["times_delivered"]) for row in pending}
+        times = {as_text(row["message_id"]): int(row["times_delivered"]) for row in pending}
         return [(entry, times.get(entry.id, 1)) for entry in entries]
 
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
@@ -211,7 +211,7 @@ class RedisBus:
     async def first_id(self, stream: str) -> str | None:
         """See `Bus.first_id`."""
         rows = await self._call(self._redis.xrange(stream, count=1))
-        return _text(rows[0][0]) if rows else None
+        return as_text(rows[0][0]) if rows else None
 
     async def last_id(self, stream: str) -> str:
         """See `Bus.last_id`."""
@@ -221,7 +221,7 @@ class RedisBus:
             if "no such key" in str(error):
                 return START
             raise
-        return _text(info["last-generated-id"])
+        return as_text(info["last-generated-id"])
 
     async def increment(self, key: str) -> int:
         """See `Bus.increment`."""
@@ -230,12 +230,12 @@ class RedisBus:
     async def hash_get(self, key: str, field: str) -> str | None:
         """See `Bus.hash_get`."""
         value = await self._call(cast("Awaitable[Any]", self._redis.hget(key, field)))
-        return None if value is None else _text(value)
+        return None if value is None else as_text(value)
 
     async def hash_all(self, key: str) -> dict[str, str]:
         """See `Bus.hash_all`."""
         fields = await self._call(cast("Awaitable[dict[Any, Any]]", self._redis.hgetall(key)))
-        return {_text(name): _text(value) for name, value in fields.items()}
+        return {as_text(name): as_text(value) for name, value in fields.items()}
 
     async def renew(self, lease: str, value: str, ttl_s: float) -> None:
         """See `Bus.renew`."""
@@ -251,15 +251,13 @@ class RedisBus:
         """See `Bus.lease_values`."""
         if not leases:
             return []
-        values = await self._call(self._redis.mget(list(leases)))
-        return [None if value is None else _text(value) for value in values]
+        return _as_texts(await self._call(self._redis.mget(list(leases))))
 
     async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
         """See `Bus.judge_leases`."""
         if not leases:
             return []
-        values = await self._call(self._redis.eval(JUDGE_LEASES, len(leases), *leases))
-        return [None if value is None else _text(value) for value in values]
+        return _as_texts(await self._call(self._redis.eval(JUDGE_LEASES, len(leases), *leases)))
 
     async def acquire_fenced(
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
@@ -292,7 +290,7 @@ class RedisBus:
         found: list[Entry] = []
         for stream, rows in streams:
             for raw_id, fields in rows:
-                entry_id, body = _text(raw_id), fields.get(_FIELD, b"")
+                entry_id, body = as_text(raw_id), fields.get(_FIELD, b"")
                 try:
                     found.append(Entry(stream, entry_id, decode(body)))
                 except Undecodable as error:
@@ -365,7 +363,7 @@ def _streams(reply: Any) -> Iterator[tuple[str, Any]]:
     for stream, rows in reply.items() if isinstance(reply, dict) else reply or ():
         # redis-py nests the rows once more under RESP3.
         is_nested = rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list | tuple)
-        yield _text(stream), rows[0] if is_nested else rows
+        yield as_text(stream), rows[0] if is_nested else rows
 
 
 def _trusted(url: str) -> dict[str, Any]:
@@ -378,6 +376,11 @@ def _block_ms(block_s: float) -> int | None:
     return max(1, int(min(block_s, MAX_BLOCK_S) * 1000)) if block_s > 0 else None
 
 
-def _text(value: Any) -> str:
+def _as_texts(values: Sequence[Any]) -> list[str | None]:
+    return [None if value is None else as_text(value) for value in values]
+
+
+def as_text(value: Any) -> str:
+    """Return a reply as text."""
     # Invalid UTF-8 means a damaged value: its parser rejects it.
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SETTING = "RLBOOST_TRAINER_USER_MODULES"
+USER_MODULES_SETTING = "RLBOOST_TRAINER_USER_MODULES"
 """Installed packages that job files may name, separated by commas."""
 OUR_PACKAGES = ("rlboost.rewards", "rlboost.environments", "rlboost.examples")
 _WHERE = (
@@ -45,11 +45,13 @@ def check_module(name: str) -> None:
         return
     if top in sys.stdlib_module_names:
         raise ForbiddenFunction(f"{top} is in the standard library: {_WHERE}; write a function that calls it")
-    if top in os.environ.get(SETTING, "").replace(" ", "").split(","):
+    if top in os.environ.get(USER_MODULES_SETTING, "").replace(" ", "").split(","):
         return
     for origin in _origins(top):
         if any(origin.is_relative_to(folder) for folder in _installed()):
-            raise ForbiddenFunction(f"{top} is an installed package: {_WHERE}; to allow it, set {SETTING}={top} there")
+            raise ForbiddenFunction(
+                f"{top} is an installed package: {_WHERE}; to allow it, set {USER_MODULES_SETTING}={top} there"
+            )
         if any(origin.is_relative_to(folder) for folder in _ours()):
             raise ForbiddenFunction(f"{top} is internal to rlboost: {_WHERE}")
 

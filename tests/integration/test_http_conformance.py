@@ -26,15 +26,6 @@ RULES_BEYOND_THE_SCHEMA = (
 
 
 @pytest.fixture
-def store(tmp_path: Path, redis_url: str) -> Iterator[ServiceProcess]:
-    env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "weights")}
-    process = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
-    process.start()
-    yield process
-    process.kill()
-
-
-@pytest.fixture
 def manager(tmp_path: Path, redis_url: str, store: ServiceProcess) -> Iterator[ServiceProcess]:
     env = {"RLBOOST_MANAGER_WEIGHT_STORE_URL": store.url}
     process = ServiceProcess("rollout_manager", "RLBOOST_MANAGER_", tmp_path, redis_url, env)

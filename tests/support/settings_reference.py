@@ -36,7 +36,8 @@ def _section(title: str, settings: type[ServiceSettings], names: set[str]) -> st
     for name, field in settings.model_fields.items():
         if name in names:
             text = "; ".join(part for part in (field.description, _choices(field.annotation)) if part)
-            lines.append(f"| `{settings.prefix}{name.upper()}` | {_default(field.default)} | {text} |")
+            default = _default(field.get_default(call_default_factory=True))
+            lines.append(f"| `{settings.prefix}{name.upper()}` | {default} | {text} |")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlboost.shared.job.environment import environment_factory
 from rlboost.shared.user_code import allowed
-from rlboost.shared.user_code.allowed import SETTING, ForbiddenFunction
+from rlboost.shared.user_code.allowed import USER_MODULES_SETTING, ForbiddenFunction
 from rlboost.shared.user_code.functions import load_user_function
 from rlboost.shared.user_code.reward_call import describe_import_error, load
 
@@ -54,7 +54,7 @@ def test_forbidden_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(Exception, match="installed package"):
         load_user_function("curriculum.function", "installed_here:f", ())
     assert not (tmp_path / "installed_here.py.imported").exists()
-    monkeypatch.setenv(SETTING, "other, installed_here")
+    monkeypatch.setenv(USER_MODULES_SETTING, "other, installed_here")
     with pytest.raises(Exception, match="has no 'f'"):
         load("installed_here:f")
 
@@ -95,4 +95,4 @@ def test_refusal_names_the_setting_that_allows_the_function() -> None:
     except ForbiddenFunction as error:
         text = describe_import_error("torch:save", "reward function", error)
     assert "torch:save is not allowed" in text
-    assert f"{SETTING}=torch" in text
+    assert f"{USER_MODULES_SETTING}=torch" in text

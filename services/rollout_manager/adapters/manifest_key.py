@@ -1,4 +1,4 @@
-"""The public key of manifests. The only module that imports its library, which takes a while to import."""
+"""The public key of manifests. The only module of the manager that imports its library, which takes a while."""
 
 from __future__ import annotations
 

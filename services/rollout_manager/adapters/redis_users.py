@@ -6,13 +6,12 @@ No user may write to a stream that another service or worker reads: XADD can als
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import structlog
 
 from rlboost.shared import names
 from rlboost.shared.errors import ConfigError, Fatal
-from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.redis.bus import RedisBus, as_text
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +70,7 @@ class RedisWorkerUsers:
 
     async def present(self) -> set[str]:
         """See `WorkerUsers.present`."""
-        found = [_text(user) for user in await self._bus.command("ACL", "USERS")]
+        found = [as_text(user) for user in await self._bus.command("ACL", "USERS")]
         prefix = names.worker_redis_user("")
         return {user.removeprefix(prefix) for user in found if user.startswith(prefix)}
 
@@ -100,7 +99,3 @@ def _rules_without_selectors(worker: str) -> Sequence[str]:
     )
     commands = ("+xread", "+xtrim", "+xadd", "+xlen", "+set", "+get", "+mget", "+del", "+hgetall")
     return (*_CONNECTION, *commands, *(f"~{key}" for key in keys))
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

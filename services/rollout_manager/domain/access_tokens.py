@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from rlboost.shared.scopes import Principal, TokenScope
 
+SECRET_BYTES = 32
+
 
 class AccessToken(BaseModel):
     """The stored record of a token. Times are Unix seconds."""

@@ -18,7 +18,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def machine_of(spec: JobSpec, model: Path, device: str) -> Machine:
     """Return the devices, peak FLOP/s and FLOP per token, as far as known; `device` is torch's name."""
     trainer = spec.trainer
-    n_devices = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+    n_devices = trainer.n_ranks
     peak = None
     if torch.device(device).type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(device), trainer.dtype)

@@ -15,7 +15,7 @@ import msgpack
 
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.user_code.allowed import SETTING
+from rlboost.shared.user_code.allowed import USER_MODULES_SETTING
 from rlboost.shared.user_code.errors import MAX_CHARS
 from rlboost.shared.waiting import Waits
 
@@ -222,4 +222,8 @@ async def start_all(processes: Iterable[UserCodeProcess], waits: Waits, subject:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_") or name == SETTING}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RLBOOST_") or name == USER_MODULES_SETTING
+    }
