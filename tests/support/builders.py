@@ -7,7 +7,7 @@ from typing import Any
 
 from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.spec import JobSpec, parse, to_json
+from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import (
     GroupRequested,
     JobCommand,
@@ -20,15 +20,16 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
+from tests.support.jobs import parse_rl
 
 Row = tuple[int, int, int, int, int, int]
 """Sample, attempt, offset, number of tokens, version, finish."""
 
 
-def job_spec(**changes: Any) -> JobSpec:
+def job_spec(**changes: Any) -> RlJob:
     """Return the smallest job, with changes."""
     spec = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 9}
-    return parse({**spec, **changes})
+    return parse_rl({**spec, **changes})
 
 
 def job_created(job_id: str = "j", no: int = 1, spec: JobSpec | None = None) -> JobCommand:

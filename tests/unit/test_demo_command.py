@@ -15,7 +15,7 @@ from rlboost.local.state import StateDir
 from rlboost.report import page
 from rlboost.report.record import Record
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import parse
+from rlboost.shared.job.spec import RlJob, parse
 from tests.support.synthetic_record import AUDIT, record
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +25,7 @@ def test_the_full_job_is_the_example_as_its_file_describes_it() -> None:
     job, goal = countdown(None, seed=3)
     spec = parse(job)
     assert (spec.steps, spec.trainer.seed, goal) == (60, 3, GOAL)
+    assert isinstance(spec, RlJob)
     assert spec.eval is not None
     assert spec.eval.every == 10
     for path in (spec.model, spec.data.train, str(spec.data.eval)):

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from rlboost.services.rollout_manager import app, recovery
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.apply_messages import apply_frames
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.shared import names
 from rlboost.shared.bus import START
@@ -201,7 +202,7 @@ async def test_entry_that_fails_unexpectedly_is_dead_lettered_once(monkeypatch: 
     """A handler that fails half way: the world is rebuilt, and everything but the entry takes effect."""
     rig = Rig()
     await rig.start("a")
-    frames = app.apply_frames
+    frames = apply_frames
 
     def failing(world: Any, batch: Any, **more: Any) -> None:
         frames(world, batch, **more)
