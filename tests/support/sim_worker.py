@@ -87,6 +87,7 @@ class SimWorker:
     slots: int = 4
     lease_s: float = 2.0
     kv_tokens: int = 0
+    kv_block_tokens: int = 0
     max_request_tokens: int = 0
     cursor: str = START
     state: str = "joining"
@@ -133,6 +134,7 @@ class SimWorker:
             at=0.0,
             resident_bytes=RESIDENT_BYTES,
             kv_tokens=self.kv_tokens,
+            kv_block_tokens=self.kv_block_tokens,
             max_request_tokens=self.max_request_tokens,
             command_digest=self.command_digest(),
             last_command=self.cursor,

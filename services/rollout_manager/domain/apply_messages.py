@@ -127,6 +127,9 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
 
     """
     outcome: Outcome = world.ledger.extend(*frames)
+    for worker_id, tokens in outcome.grown.items():
+        if worker := world.fleet.workers.get(worker_id):
+            worker.kv.held += tokens
     if counted:
         world.audit_frames(outcome)
     for sample_id in outcome.failed:
@@ -227,8 +230,11 @@ def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
         # It was unreachable until its dismissal expired: dismissed again, it joins as a new incarnation.
         world.outbox.add(ForgetWorker(heartbeat.worker))
         return
+    block_tokens = worker.kv.block_tokens
     before = world.fleet.on_heartbeat(worker, heartbeat, now.mono)
-    world.recount(worker)
+    if worker.kv.block_tokens != block_tokens:
+        world.recount_kv(worker)
+    world.update_batch_cap(worker)
     if heartbeat.last_command and worker.assigned_version and worker.state != "draining":
         worker.commands.observe(
             world.command_digest(worker), heartbeat.command_digest, heartbeat.last_command, now.mono

@@ -40,6 +40,8 @@ class Worker:
     """One incarnation of a worker."""
 
     joined: WorkerJoined
+    id: str = field(init=False)
+    """Of the incarnation."""
     last_seen_at: float
     """When its last heartbeat was read (manager's clock)."""
     state: State = "joining"
@@ -87,13 +89,8 @@ class Worker:
     _last_running: int = 0
 
     def __post_init__(self) -> None:
-        """Take the capacity from the join message."""
-        self.kv.capacity = self.joined.kv_tokens
-
-    @property
-    def id(self) -> str:
-        """Return the incarnation's id."""
-        return self.joined.worker
+        """Take the id and the capacity from the join message."""
+        self.id, self.kv.capacity = self.joined.worker, self.joined.kv_tokens
 
     @property
     def reserved(self) -> bool:
@@ -134,9 +131,20 @@ class Worker:
 
     def add(self, sample: Sample) -> None:
         """Take a sample, and count its tokens."""
-        request = sample.request
-        self.kv.add(sample, has_sibling=not self.samples.isdisjoint(range(request.group, request.group + request.n)))
+        self.kv.add(sample, has_sibling=self._has_sibling(sample))
         self.samples.add(sample.id)
+
+    def remove(self, sample: Sample) -> None:
+        """Remove a sample that it has, and its tokens."""
+        self.samples.remove(sample.id)
+        self.releasing.pop(sample.id, None)
+        self.kv.remove(sample, has_sibling=self._has_sibling(sample))
+
+    def _has_sibling(self, sample: Sample) -> bool:
+        request = sample.request
+        return bool(self.kv.block_tokens) and not self.samples.isdisjoint(
+            range(request.group, request.group + request.n)
+        )
 
     def on_heartbeat(self, heartbeat: WorkerHeartbeat, now: float) -> State | None:
         """Apply a heartbeat; return the previous state if the heartbeat changed it."""
@@ -204,6 +212,8 @@ class Fleet:
         """Kind -> throughput of its workers, departed ones included."""
         self.fallback_profile = Profile()
         """For workers of a kind without a profile: the most observed profile of another kind."""
+        self.distrusted: list[Worker] = []
+        """Workers that other workers have refuted too often, to be rejected."""
         self.revision = 0
         """Rises with every change of who is present, in which state, serving what."""
         self._suspects_at = -math.inf
@@ -242,7 +252,10 @@ class Fleet:
         for worker in self.workers.values():
             if sample.id in worker.invalid_samples:
                 worker.invalid_samples.discard(sample.id)
-                worker.refuted += sample.worker != worker.id
+                if sample.worker != worker.id:
+                    worker.refuted += 1
+                    if worker.refuted == MAX_REFUTED:
+                        self.distrusted.append(worker)
 
     def assign(self, worker: Worker, serving: Serving) -> None:
         """Note that a worker is commanded to use a version."""
