@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -33,7 +32,7 @@ class Cost(BaseModel):
     """By role and kind."""
 
     def charge(self, role: str, kind: str, price_per_hour: float, seconds: float) -> None:
-        """Add time of workers with one price."""
+        """Add the time of one worker."""
         time = self.workers.setdefault(f"{role} {kind}", WorkerTime(role=role, kind=kind))
         time.seconds += seconds
         time.dollars += seconds / _HOUR_S * price_per_hour
@@ -54,18 +53,15 @@ def charge_workers(world: World, now: Now) -> None:
     if last is not None and now.mono - last < CHARGE_EVERY_S:
         return
     world.periodic.charged_at = now.mono
-    workers = Counter(
-        (worker.job or worker.job_id, worker.joined.role, worker.joined.kind, worker.joined.price_per_hour)
-        for worker in world.fleet.workers.values()
-    )
     for job in world.jobs.active():
         cost = world.audits[job.id].cost
         # Within one manager's life the monotonic clock counts: the system's may be set.
         elapsed_s = now.mono - last if last is not None else max(0.0, now.wall - cost.charged_until)
         if cost.charged_until:
-            for (job_id, role, kind, price_per_hour), n in workers.items():
-                if job_id == job.id:
-                    cost.charge(role, kind, price_per_hour, n * elapsed_s)
+            for worker in world.fleet.workers.values():
+                if (worker.job or worker.job_id) == job.id:
+                    joined = worker.joined
+                    cost.charge(joined.role, joined.kind, joined.price_per_hour, elapsed_s)
         cost.charged_until = now.wall
 
 
