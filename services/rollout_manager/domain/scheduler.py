@@ -56,7 +56,7 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> None:
         sample.worker, sample.placed_at = worker.id, now.mono
         assigned.setdefault(worker.id, []).append(sample)
         worker.add(sample)
-        world.candidates.on_assigned(worker)
+        world.candidates.update(worker.id)
     for sample in postponed:
         world.enqueue(sample)
     if not requirement.is_serving:

@@ -143,11 +143,7 @@ class CandidatePools:
         self._refresh()
         return self._pools
 
-    def on_assigned(self, worker: Worker) -> None:
-        """Rank a worker again that was assigned a sample."""
-        self._pools[worker.job_id, worker.version].update(worker, self._fleet.fallback_profile)
-
-    def _update(self, worker_id: str) -> None:
+    def update(self, worker_id: str) -> None:
         """Put a worker into the pool that it belongs to now, with its current rank."""
         worker = self._fleet.workers.get(worker_id)
         serving = (worker.job_id, worker.version) if worker is not None and worker.generates else None
@@ -164,4 +160,4 @@ class CandidatePools:
     def _refresh(self) -> None:
         changed, self._changed = self._changed, {}
         for worker_id in changed:
-            self._update(worker_id)
+            self.update(worker_id)
