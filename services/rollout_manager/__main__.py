@@ -23,6 +23,7 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
 from rlboost.shared.http import server
+from rlboost.shared.importing import collect_garbage_rarely
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import RedisBus, connect
 
@@ -31,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the manager until the stop."""
+    collect_garbage_rarely()
     certificate = config.certificate
     sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")

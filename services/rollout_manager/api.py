@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
+from rlboost.services.rollout_manager.domain.worker_worth import worth_of_one_more
 from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
 from rlboost.services.rollout_manager.join import (
     JoinAddresses,
@@ -253,7 +254,10 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.get("/fleet", tags=["fleet"])
     @needs("read")
     async def fleet() -> dict[str, Any]:
-        """Return counts of workers, throughput and the number of workers worth having."""
+        """Return counts of workers, throughput, the number of workers worth having and what one more is worth.
+
+        `worth_of_one_more` is null until a step was measured; `preemptions_per_hour` is of one worker of each kind.
+        """
         workers = list(manager.world.fleet.workers.values())
         preemptible = [worker for worker in workers if not worker.reserved]
         return {
@@ -262,7 +266,11 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
             "by_state": {state: sum(w.state == state for w in workers) for state in sorted({w.state for w in workers})},
             "tokens_per_s": sum(worker.tokens_per_s for worker in workers),
             "target_workers": target_workers(job.window_tuner for job in manager.world.jobs.active()),
-            "worth_of_one_more": None,
+            "worth_of_one_more": worth_of_one_more(manager.world),
+            "preemptions_per_hour": {
+                kind: manager.world.fleet.preemptions_per_s(kind) * 3600.0
+                for kind in sorted({worker.joined.kind for worker in preemptible})
+            },
             "worker_redis_users": "on" if manager.identities.have_users else "off",
         }
 

@@ -19,7 +19,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.ledger import Outcome
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
 from rlboost.services.rollout_manager.domain.seeding import Window
-from rlboost.services.rollout_manager.domain.step_windows import end_step
+from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.columns import U64, ints
 from rlboost.shared.errors import ConfigError, Unprocessable
@@ -127,6 +127,9 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
 
     """
     outcome: Outcome = world.ledger.extend(*frames)
+    for worker_id, tokens in outcome.grown.items():
+        if worker := world.fleet.workers.get(worker_id):
+            worker.kv.held += tokens
     if counted:
         world.audit_frames(outcome)
     for sample_id in outcome.failed:
@@ -227,8 +230,12 @@ def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
         # It was unreachable until its dismissal expired: dismissed again, it joins as a new incarnation.
         world.outbox.add(ForgetWorker(heartbeat.worker))
         return
+    credit_generation(world, worker, now)
+    block_tokens = worker.kv.block_tokens
     before = world.fleet.on_heartbeat(worker, heartbeat, now.mono)
-    world.recount(worker)
+    if worker.kv.block_tokens != block_tokens:
+        world.recount_kv(worker)
+    world.update_batch_cap(worker)
     if heartbeat.last_command and worker.assigned_version and worker.state != "draining":
         worker.commands.observe(
             world.command_digest(worker), heartbeat.command_digest, heartbeat.last_command, now.mono
@@ -295,6 +302,7 @@ def remove_worker(world: World, worker: Worker, now: Now, *, lost: bool, reason:
 
 
 def _count_preemption(world: World, worker: Worker, kind: str) -> None:
+    world.fleet.on_preempted(worker)
     for job in world.jobs.active():
         if job.state in {"running", "paused"} and worker.job in {job.id, ""}:
             world.audits[job.id].preemptions[kind] += 1
