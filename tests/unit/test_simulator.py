@@ -141,7 +141,7 @@ def test_lengths_grow_with_training_up_to_their_cap() -> None:
 @pytest.mark.parametrize("machine", [MACHINE, FULL_CACHES], ids=["large caches", "full caches"])
 def test_simulation_delivers_every_sample_and_respects_the_bound(machine: Machine, policy: Policy) -> None:
     result = simulate(JOB, machine, UNSTEADY, policy, seed=1)
-    assert len(result.steps) > 1
+    assert result.steps
     for step in result.steps:
         groups = JOB.groups(step.step, seed=1)
         assert step.generated_tokens == sum(sum(group.lengths) for group in groups)

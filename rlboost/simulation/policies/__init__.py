@@ -15,7 +15,7 @@ ones, in which case the reserved cluster only trains."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One policy. Switches that are off by default in no policy are for ablations."""
+    """One policy, with switches for its parts."""
 
     name: str
     rule: Rule
@@ -52,20 +52,18 @@ _ALL = (
     Policy(name="polyrl", rule="polyrl", bytes_factor=2.36),
     Policy(name="paper", rule="paper"),
     _OURS,
-    Policy(name="rlboost-stale", rule="rlboost", weights="delta", peers=True, notices=True, staleness=1),
+    replace(_OURS, name="rlboost-stale", staleness=1),
 )
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in _ALL}
 
-ABLATIONS: dict[str, Policy] = {
-    name: replace(_OURS, name=name, **off)
-    for name, off in {
-        "no-seeding": {"seeding": False},
-        "no-memory": {"memory": False},
-        "no-migration": {"migration": False},
-        "no-balancing": {"balancing": False},
-        "no-order": {"order": False},
-        "no-notices": {"notices": False},
-        "no-deltas": {"weights": "full", "peers": False},
-    }.items()
-}
+_PARTS = (
+    replace(_OURS, name="no-seeding", seeding=False),
+    replace(_OURS, name="no-memory", memory=False),
+    replace(_OURS, name="no-migration", migration=False),
+    replace(_OURS, name="no-balancing", balancing=False),
+    replace(_OURS, name="no-order", order=False),
+    replace(_OURS, name="no-notices", notices=False),
+    replace(_OURS, name="no-deltas", weights="full", peers=False),
+)
+ABLATIONS: dict[str, Policy] = {policy.name: policy for policy in _PARTS}
 """Ours without one of its parts."""
