@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, get_args
 
-from rlboost.simulation import POLICIES, Policy, simulate
+from benchmarks.step_bound import shortest_steps
+from rlboost.simulation import POLICIES, Machine, Policy, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.presets import FITS, GBIT, SHAPES, Answers, Fit, Model, preset
 from rlboost.simulation.summary import summarize
@@ -158,8 +159,15 @@ def over_segments(args: argparse.Namespace, policies: dict[str, Policy]) -> Iter
         fleet = segment.limited(SHAPES[model].useful_instances)
         for policy in args.policies or policies:
             runs = [simulate(job, machine, fleet, policies[policy], seed=seed) for seed in range(args.seeds)]
-            where = {"model": model, "answers": answers, "segment": name, "present": round(fleet.mean_instances, 2)}
-            yield where | summarize(runs).public()
+            row: Row = {"model": model, "answers": answers, "segment": name, "present": round(fleet.mean_instances, 2)}
+            if policies[policy].fleet == "spot":
+                row["step_over_bound"] = round(fmean(_over_bound(job, machine, fleet, run) for run in runs), 3)
+            yield row | summarize(runs).public()
+
+
+def _over_bound(job: SimulatedJob, machine: Machine, fleet: FleetTrace, run: SimulationResult) -> float:
+    """Return the time of all steps relative to the shortest that they could take one by one."""
+    return sum(step.duration_s for step in run.steps) / sum(shortest_steps(job, machine, fleet, run))
 
 
 def against_verl(rows: Iterable[Row]) -> Iterator[Row]:

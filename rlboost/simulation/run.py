@@ -7,7 +7,6 @@ The manager sees what the real one sees, and nothing else: messages of `shared.m
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -94,9 +93,7 @@ class Simulation:
         self.manager = manager_of(env.job, env.machine, env.policy)
         self.trainer = SimTrainer(env)
         self.workers: dict[str, SimWorker] = {}
-        self.manager_s = 0.0
-        """Processor time of the manager."""
-        self.migrations = self.placements = self.preemptions = 0
+        self.migrations = self.preemptions = 0
         self._decoded_tokens = 0.0
         """As of the end of the last complete step."""
         self._warm_up_steps = warm_up_steps
@@ -186,13 +183,10 @@ class Simulation:
             return  # replaced by an earlier one
         self._last_turn = self.env.now
         inbox, self._inbox = self._inbox, []
-        began = time.perf_counter()
         turn = self.manager.turn(inbox, self.env.now, self._has_lease)
-        self.manager_s += time.perf_counter() - began
         arrives_at = self.env.now + LATENCY_S
         for worker, command in turn.commands:
             if isinstance(command, Assign):
-                self.placements += len(command.samples)
                 self.migrations += sum(assignment.attempt > 1 for assignment in command.samples)
             if worker in self.workers:
                 self.env.at(arrives_at, partial(self.workers[worker].receive, command))
