@@ -243,15 +243,15 @@ def report(wait_s: float) -> StepReport:
 def test_paper_window_follows_the_waits_and_returns_with_the_fleet_size() -> None:
     paper = PaperManager(JOB, MACHINE, POLICIES["paper"])
     paper.window_s = 100.0
-    paper.fleet.update(3, 0.0)
+    paper.fleet.update(3)
     paper.learn(report(wait_s=30.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(110.0)
     paper.fleet.begin(1.0)
-    paper.fleet.update(2, 2.0)  # the fleet changes: this step is not remembered
+    paper.fleet.update(2)  # the fleet changes: this step is not remembered
     paper.learn(report(wait_s=60.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(130.0)
     paper.fleet.begin(3.0)
-    paper.fleet.update(3, 4.0)
+    paper.fleet.update(3)
     paper.learn(report(wait_s=0.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(110.0)
 
@@ -259,7 +259,7 @@ def test_paper_window_follows_the_waits_and_returns_with_the_fleet_size() -> Non
 def test_polyrl_window_is_in_whole_seconds_and_at_least_five() -> None:
     polyrl = PolyRLManager(JOB, MACHINE, POLICIES["polyrl"])
     polyrl.window_s = 10.0
-    polyrl.fleet.update(3, 0.0)
+    polyrl.fleet.update(3)
     polyrl.learn(report(wait_s=0.0), remote_wait_s=300.0)
     assert polyrl.window_s == 5.0
 
