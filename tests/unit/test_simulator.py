@@ -17,6 +17,7 @@ from rlboost.simulation.job import Group
 from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.policies.paper import PaperManager, balance, select
 from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.traces import FleetEvent, FleetTrace
 from tests.support.simulated import FULL_CACHES, JOB, MACHINE, STEADY, UNSTEADY, simulated
 
 SPEC = EngineSpec(step_s=0.01, per_sample_s=0.001, per_kv_token_s=1e-5, prefill_tokens_per_s=1e9, slots=4)
@@ -174,6 +175,20 @@ def test_simulation_bills_instances_from_their_request_to_their_end() -> None:
         (80.0 * result.duration_s + 5.0 * sum(instance.billed_s for instance in result.instances)) / 3600
     )
     assert simulated(POLICIES["verl"]).instance_dollars == 0.0
+
+
+@pytest.mark.parametrize("policy", ["paper", "rlboost"])
+def test_instance_reclaimed_before_it_joins_is_billed(policy: str) -> None:
+    short_life = (
+        FleetEvent(50.0, "add", "node9"),
+        FleetEvent(70.0, "remove", "node9"),
+        FleetEvent(80.0, "add", "node9"),
+    )
+    trace = FleetTrace((*STEADY.events, *short_life), STEADY.duration_s)
+    result = simulated(POLICIES[policy], trace=trace)
+    first, second = (instance for instance in result.instances if instance.instance.startswith("node9."))
+    assert (first.start_s, first.billed_s) == pytest.approx((50.0, 20.0))
+    assert second.end_s == pytest.approx(result.duration_s)
 
 
 def test_fleet_of_a_result_follows_the_trace() -> None:
