@@ -14,7 +14,7 @@ from rlboost.simulation.policies import Policy
 LATENCY_S = 0.02
 """Of a message through Redis, either way."""
 LEASE_S = 2.0
-"""A worker that is gone without notice counts as lost after this time."""
+"""A worker that was killed without notice is lost after this time."""
 
 
 class Environment:
