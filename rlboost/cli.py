@@ -21,6 +21,7 @@ from rlboost.commands import (
     ps,
     report,
     samples,
+    simulate,
     token,
     up,
     worker,
@@ -41,6 +42,7 @@ evaluation.register(app)
 export.register(app)
 ps.register(app)
 doctor.register(app)
+simulate.register(app)
 app.add_typer(worker.app, name="worker")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
