@@ -15,12 +15,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
-from benchmarks.scheduling.cases import LOGNORMAL
-from benchmarks.scheduling.ours import Ours
-from benchmarks.scheduling.trainer import JOB_ID
-from benchmarks.scheduling.workload import JOB_NO
 from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
@@ -34,19 +29,23 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
+from rlboost.simulation import POLICIES, Lengths, SimulatedJob
+from rlboost.simulation.job import JOB_ID, JOB_NO
+from rlboost.simulation.policies.rlboost import DomainManager
 
 GROUP_SIZE = 8
 TOKENS = 16
 """Of each sample when it ends: few, as their bytes are not what is measured."""
 TURN_S = 0.02
-NEVER_S = 1e9
 
 
 class Load:
     """A manager, workers that are full, and what one turn brings."""
 
     def __init__(self, workers: int, samples_each: int) -> None:
-        self.manager = Ours(replace(LOGNORMAL, lease_s=NEVER_S, prompts=workers * samples_each // GROUP_SIZE))
+        prompts = workers * samples_each // GROUP_SIZE
+        job = SimulatedJob(lengths=Lengths(cap=5120, median=1200, sigma=0.7), train_s_per_token=0.0, prompts=prompts)
+        self.manager = DomainManager(job, POLICIES["rlboost"])
         self.now = 0.0
         self.held: dict[int, tuple[str, int]] = {}
         """Sample -> (owner, attempt)."""

@@ -1,11 +1,11 @@
 """An inference engine in closed form: continuous batching with slots, prefill and a bounded KV cache.
 
-One decode step of a batch of n samples that hold k tokens of KV takes `a + b n + c k` seconds (roofline: weights are
-read once, each sample costs some arithmetic, each token held is read once). All running samples get one token a step,
-so between two events the time of m steps is `m (a + b n + c k) + c n m^2 / 2`, and nothing needs simulating.
+One decode step of n samples with k tokens of KV takes `a + b n + c k` seconds (roofline: each step reads the weights
+once and each cached token once, and each sample costs some arithmetic). All running samples get one token per step, so
+m steps between two events take `m (a + b n + c k) + c n m^2 / 2`: no step is simulated on its own.
 
-Prefill comes before decoding and stops it. When the KV cache is full, the sample that was admitted last is retracted:
-it keeps its tokens, waits at the head of the queue and is prefilled again (as vLLM recomputes).
+Prefill comes before decoding and stops it. A full KV cache retracts the sample that was admitted last: it keeps its
+tokens, waits at the head of the queue and is prefilled again, as in vLLM.
 """
 
 from __future__ import annotations
@@ -15,45 +15,9 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-ADMIT_UP_TO = 0.99
-"""Part of the KV cache that an admission may fill; vLLM's watermark."""
+from rlboost.simulation.machine import ADMIT_UP_TO, EngineSpec
+
 _EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """What an engine of speed 1 does; a slower one takes longer for everything by the same factor."""
-
-    step_s: float
-    """a: of one decode step, whatever it holds."""
-    per_sample_s: float
-    """b: more for each sample of the batch."""
-    per_kv_token_s: float
-    """c: more for each token of KV that is held."""
-    prefill_tokens_per_s: float
-    slots: int
-    kv_tokens: int = 0
-    """How many tokens the KV cache holds; 0: enough."""
-
-    def decode_s(self, batch: float, kv_tokens: float) -> float:
-        """Return the seconds of one decode step."""
-        return self.step_s + self.per_sample_s * batch + self.per_kv_token_s * kv_tokens
-
-    def fits(self, kv_per_sample: float) -> int:
-        """Return how many samples of this size run at once."""
-        if not self.kv_tokens:
-            return self.slots
-        return max(1, min(self.slots, int(ADMIT_UP_TO * self.kv_tokens / kv_per_sample)))
-
-    def tokens_per_s(self, batch: float, kv_per_sample: float) -> float:
-        """Return the speed with a batch of samples of this size."""
-        return batch / self.decode_s(batch, batch * kv_per_sample)
-
-    def plateau(self, kv_per_sample: float, part: float) -> int:
-        """Return the smallest batch that reaches `part` of the best speed that fits (the paper's B)."""
-        most = self.fits(kv_per_sample)
-        best = self.tokens_per_s(most, kv_per_sample)
-        return next(n for n in range(1, most + 1) if self.tokens_per_s(n, kv_per_sample) >= part * best)
 
 
 @dataclass(slots=True)
@@ -66,23 +30,23 @@ class Held:
     prompt: int
     """Tokens of the prompt."""
     length: int
-    """Tokens that it will have when it ends; only the engine knows."""
+    """Tokens of the complete sample; only the engine knows."""
     base: float
-    """Tokens that it had when it was admitted last."""
+    """Tokens at its last admission."""
     flushed: int
     """Tokens that were reported."""
     admitted_at: float = 0.0
-    """The engine's count of decode steps then."""
+    """The engine's count of decode steps at its last admission."""
     ends_at: float = 0.0
     """The engine's count of decode steps when it is complete."""
     running: bool = False
     prefill_s: float = 0.0
-    """What its last admission took to prefill, at speed 1."""
+    """Prefill of its last admission, at speed 1."""
 
 
 @dataclass(slots=True)
 class Engine:
-    """The state of one engine; it is where it was at `now` until `advance` is called."""
+    """The state of one engine as of `now`; `advance` moves it."""
 
     spec: EngineSpec
     speed: float = 1.0
@@ -91,12 +55,12 @@ class Engine:
     """In order of admission."""
     pending: deque[Held] = field(default_factory=deque)
     done: list[Held] = field(default_factory=list)
-    """Complete and not yet taken by the caller."""
+    """Complete samples; the caller takes them."""
     busy_s: float = 0.0
     decoded: float = 0.0
-    """Tokens, counting those of complete samples too."""
-    prefilled_again: float = 0.0
-    """Completion tokens that were prefilled: of samples that came from elsewhere or were retracted."""
+    """Generated tokens."""
+    reprefilled: float = 0.0
+    """Completion tokens that were prefilled: of migrated and retracted samples."""
     retractions: int = 0
     _steps: float = 0.0
     _kv: float = 0.0
@@ -111,7 +75,7 @@ class Engine:
         self._admit()
 
     def remove(self, sample: int) -> Held | None:
-        """Take a sample out, whether it runs or waits."""
+        """Remove a running or pending sample; None if it is not here."""
         held = self.running.pop(sample, None)
         if held is not None:
             self._stop(held)
@@ -123,34 +87,34 @@ class Engine:
                 return held
         return None
 
-    def clear(self) -> list[Held]:
-        """Take everything out that is not complete."""
-        everything = [*self.running.values(), *self.pending]
+    def clear(self) -> None:
+        """Remove all samples that are not complete."""
         for held in self.running.values():
             self._stop(held)
         self.running.clear()
         self.pending.clear()
         self._ends.clear()
         self._kv = self._prefill_s = 0.0
-        return everything
 
-    def forget_prefixes(self) -> None:
-        """Note that the weights changed: no cached prompt is of use any more."""
+    def load_weights(self, seconds: float) -> None:
+        """Stand still to load weights; then recompute the KV cache of running samples (`in_flight: recompute`)."""
         self._prefixes.clear()
+        if self.running:
+            self._prefill_s += seconds * self.speed + self._kv / self.spec.prefill_tokens_per_s
 
-    def made(self, held: Held) -> int:
-        """Return how many tokens a sample has."""
+    def tokens_of(self, held: Held) -> int:
+        """Return how many tokens a sample has now."""
         more = self._steps - held.admitted_at if held.running else 0.0
         return min(held.length, int(held.base + more + _EPSILON))
 
     def next_event_at(self) -> float:
-        """Return when something happens by itself: a sample ends, or the KV cache is full; infinity if never."""
+        """Return when the next sample ends or the KV cache is full; infinity if the engine is idle."""
         if not self.running:
             return math.inf
         return self.now + (self._prefill_s + self._seconds(self._steps_to_event())) / self.speed
 
     def advance(self, now: float) -> None:
-        """Go on to `now`."""
+        """Move to `now`."""
         left = (now - self.now) * self.speed
         self.now = max(self.now, now)
         while left > 0 and self.running:
@@ -160,7 +124,7 @@ class Engine:
             else:
                 steps = self._steps_to_event()
                 used = self._seconds(steps)
-                if used > left + _EPSILON:  # a caller who comes for an event has it, in spite of rounding
+                if used > left + _EPSILON:  # the tolerance lets an event happen at the time that was announced
                     self._progress(self._steps_in(left))
                     used = left
                 else:
@@ -183,10 +147,10 @@ class Engine:
         return (math.sqrt(first * first + 2 * slope * seconds) - first) / slope
 
     def _progress(self, steps: float) -> None:
-        made = steps * len(self.running)
+        tokens = steps * len(self.running)
         self._steps += steps
-        self._kv += made
-        self.decoded += made
+        self._kv += tokens
+        self.decoded += tokens
 
     def _steps_to_event(self) -> float:
         ends = self._ends
@@ -232,12 +196,12 @@ class Engine:
             self._prefixes.add(held.group)
             held.prefill_s = (held.base + (0 if cached else held.prompt)) / self.spec.prefill_tokens_per_s
             self._prefill_s += held.prefill_s
-            self.prefilled_again += held.base
+            self.reprefilled += held.base
             self._kv += size
 
     def _stop(self, held: Held) -> None:
-        if held.admitted_at == self._steps:  # what was not read in yet of an aborted sample never is
+        if held.admitted_at == self._steps:  # the rest of the prefill of a removed sample does not happen
             self._prefill_s = max(0.0, self._prefill_s - held.prefill_s)
-        held.base = self.made(held)
+        held.base = self.tokens_of(held)
         held.running = False
         self._kv = max(0.0, self._kv - held.prompt - held.base) if self.running else 0.0

@@ -1,7 +1,7 @@
-"""What the two baselines share: a manager's bookkeeping, without a line of our own domain code.
+"""What the baselines share: a manager's bookkeeping, without any of our own domain code.
 
-A baseline follows the same messages as ours and has the same notice of deaths. Which worker gets a sample, what a move
-takes along, and how long the seeding window is, its subclass decides.
+A baseline follows the same messages as ours and learns of lost workers in the same way. Which worker gets a sample,
+what a migration takes along and how long the seeding window is, its subclass decides.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from benchmarks.scheduling.cases import Case
-from benchmarks.scheduling.simulation import Turn
-from benchmarks.scheduling.trainer import JOB_ID
 from rlboost.shared.columns import I32, U8, U32, U64, ints, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
@@ -38,6 +35,11 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from rlboost.simulation.environment import LEASE_S
+from rlboost.simulation.job import JOB_ID, SimulatedJob
+from rlboost.simulation.machine import Machine, typical_kv
+from rlboost.simulation.policies import Policy
+from rlboost.simulation.policies.turn import Turn
 
 
 @dataclass(slots=True)
@@ -49,10 +51,10 @@ class Tracked:
     tokens: int = 0
     attempt: int = 0
     worker: str = ""
-    """Its owner; empty while it waits."""
+    """Its owner; empty while it is queued."""
     finish: int = FINISH_NONE
-    released: bool = False
-    """Its owner was asked to give it back and has not yet."""
+    releasing: bool = False
+    """Its owner was asked to release it."""
 
 
 @dataclass(slots=True)
@@ -70,17 +72,17 @@ class Instance:
     held: dict[int, Tracked] = field(default_factory=dict)
     """In order of assignment."""
     queue: int = 0
-    """How many waited at its engine when it last beat."""
-    fresh: int = 0
-    """How many were assigned since."""
-    asked_back: int = 0
-    """How many were asked back since."""
+    """Pending samples at its last heartbeat."""
+    assigned: int = 0
+    """Samples assigned since then."""
+    releasing: int = 0
+    """Samples that it was asked to release since then."""
     idle_since: float = 0.0
 
     @property
-    def queued(self) -> int:
-        """Return how many are known to wait at its engine."""
-        return max(0, self.queue - self.asked_back)
+    def pending(self) -> int:
+        """Return how many samples are known to wait for a slot."""
+        return max(0, self.queue - self.releasing)
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class Window:
 
 @dataclass(slots=True)
 class FleetMean:
-    """How many preemptible workers there were in a step."""
+    """The number of preemptible workers during a step."""
 
     since: float = 0.0
     at: float = 0.0
@@ -103,8 +105,8 @@ class FleetMean:
     changed: bool = False
     last: int = -1
 
-    def see(self, n: int, now: float) -> None:
-        """Take the present number."""
+    def update(self, n: int, now: float) -> None:
+        """Note the present number."""
         self.worker_s += max(self.last, 0) * (now - self.at)
         self.changed |= self.last not in {-1, n}
         self.at, self.last = now, n
@@ -115,38 +117,38 @@ class FleetMean:
         self.worker_s, self.changed = 0.0, False
 
 
-class Rules:
-    """A manager; subclasses say `select`, `after` and `learn`."""
+class Baseline:
+    """A manager; subclasses implement `schedule` and `learn`."""
 
-    def __init__(self, case: Case) -> None:
-        """Start with nobody and nothing."""
-        self.case = case
+    def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
+        """Start without workers and samples."""
+        self.job, self.machine, self.policy = job, machine, policy
         self.now = 0.0
         self.workers: dict[str, Instance] = {}
         self.samples: dict[int, Tracked] = {}
-        self.waiting: dict[int, Tracked] = {}
-        """Without an owner, in the order in which they should go."""
+        self.queued: dict[int, Tracked] = {}
+        """Without an owner, in the order in which they start."""
         self.window: Window | None = None
-        self.window_s = case.first_window_s
+        self.window_s = _first_window_s(job, machine) if policy.seeding else 0.0
         self.fleet = FleetMean()
         self.version = -1
         self.steps_done = 0
         self._out = Turn()
 
-    # --- what a rule decides ------------------------------------------------------------------------------------------
+    # --- what a subclass decides --------------------------------------------------------------------------------------
 
     def schedule(self) -> None:
-        """Hand out what waits, and move what should move."""
+        """Assign queued samples, and migrate running ones."""
         raise NotImplementedError
 
     def learn(self, report: StepReport, remote_wait_s: float) -> None:
         """Set `window_s` for the next step."""
         raise NotImplementedError
 
-    def orphaned(self, samples: Iterable[Tracked]) -> None:
-        """Let samples wait that have lost their owner: before all others, with their tokens."""
+    def requeue(self, samples: Iterable[Tracked]) -> None:
+        """Queue samples that have lost their owner: before all others, with their tokens."""
         first = {sample.id: sample for sample in samples if not sample.finish}
-        self.waiting = {**first, **self.waiting}
+        self.queued = {**first, **self.queued}
 
     def finished(self, sample: Tracked) -> None:
         """Deliver a sample that is complete."""
@@ -154,24 +156,24 @@ class Rules:
 
     @property
     def ends_early(self) -> bool:
-        """Return True if the window ends as soon as everything is generated."""
+        """Return True if the window ends once everything is generated."""
         return True
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
-    def turn(self, messages: Collection[Message], now: float, leases: Callable[[str], bool]) -> Turn:
-        """Read, decide, write."""
+    def turn(self, messages: Collection[Message], now: float, has_lease: Callable[[str], bool]) -> Turn:
+        """Take one turn: read, decide, write."""
         self.now, self._out = now, Turn()
-        beats = [m for m in messages if isinstance(m, WorkerHeartbeat | WorkerLeft | PreemptionNotice)]
+        reports = [m for m in messages if isinstance(m, WorkerHeartbeat | WorkerLeft | PreemptionNotice)]
         for message in messages:
             if not isinstance(message, WorkerHeartbeat | WorkerLeft | PreemptionNotice):
                 self._take(message)
-        for message in beats:
-            self._hear(message)
+        for message in reports:
+            self._on_report(message)
         for worker in list(self.workers.values()):
-            if now - worker.last_seen_at > self.case.lease_s and not leases(worker.id):
+            if now - worker.last_seen_at > LEASE_S and not has_lease(worker.id):
                 self._remove(worker)
-        self.fleet.see(len(self._preemptible()), now)
+        self.fleet.update(len(self._preemptible()), now)
         self._advance_window()
         for worker in self.workers.values():
             self._instruct(worker)
@@ -190,7 +192,8 @@ class Rules:
                 idle = [self.now - w.idle_since for w in self._preemptible() if not w.held]
                 n = len(self._preemptible())
                 self.steps_done += 1
-                self.learn(message, sum(idle) / n if n else 0.0)
+                if self.policy.seeding:
+                    self.learn(message, sum(idle) / n if n else 0.0)
                 self.fleet.begin(self.now)
             case WorkerJoined():
                 self.workers[message.worker] = Instance(
@@ -205,7 +208,7 @@ class Rules:
             self.window = Window(step, self.window_s)
         for i in range(request.n):
             sample = Tracked(request.group + i, request)
-            self.samples[sample.id] = self.waiting[sample.id] = sample
+            self.samples[sample.id] = self.queued[sample.id] = sample
 
     def _frame(self, frame: TokenFrame) -> None:
         worker = self.workers.get(frame.worker)
@@ -224,33 +227,34 @@ class Rules:
             assert offset == sample.tokens, "tokens are missing"
             sample.tokens += count
             if finish == FINISH_RELEASED:
-                self._let_go(sample)
-                self.orphaned([sample])
+                self.unassign(sample)
+                self.requeue([sample])
             elif finish:
                 sample.finish = finish
-                self._let_go(sample)
+                self.unassign(sample)
                 self.finished(sample)
 
-    def _let_go(self, sample: Tracked) -> None:
+    def unassign(self, sample: Tracked) -> None:
+        """Take a sample from its owner."""
         worker = self.workers.get(sample.worker)
         if worker is not None:
             worker.held.pop(sample.id, None)
             if not worker.held:
                 worker.idle_since = self.now
-        sample.worker, sample.released = "", False
+        sample.worker, sample.releasing = "", False
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def _hear(self, message: Message) -> None:
+    def _on_report(self, message: Message) -> None:
         match message:
             case WorkerHeartbeat() if message.worker in self.workers:
                 worker = self.workers[message.worker]
                 before = worker.state
                 worker.last_seen_at, worker.version = self.now, message.version
                 worker.state = "draining" if worker.noticed else message.state
-                worker.queue, worker.fresh, worker.asked_back = message.pending, 0, 0
+                worker.queue, worker.assigned, worker.releasing = message.pending, 0, 0
                 if worker.state == "suspended" != before:
-                    self._orphan_all(worker)
+                    self._unassign_all(worker)
             case PreemptionNotice() if message.worker in self.workers:
                 worker = self.workers[message.worker]
                 worker.noticed, worker.state = True, "draining"
@@ -258,14 +262,17 @@ class Rules:
                 self._remove(self.workers[message.worker])
 
     def _remove(self, worker: Instance) -> None:
-        self._orphan_all(worker)
+        if not self.policy.migration:
+            for sample in worker.held.values():
+                sample.tokens = 0
+        self._unassign_all(worker)
         del self.workers[worker.id]
 
-    def _orphan_all(self, worker: Instance) -> None:
+    def _unassign_all(self, worker: Instance) -> None:
         samples = list(worker.held.values())
         for sample in samples:
-            self._let_go(sample)
-        self.orphaned(samples)
+            self.unassign(sample)
+        self.requeue(samples)
 
     def _preemptible(self) -> list[Instance]:
         return [worker for worker in self.workers.values() if not worker.reserved and worker.state != "draining"]
@@ -312,21 +319,21 @@ class Rules:
             window.phase, window.began_at = "open", self.now
             self._out.deliveries.append(SeedingReopened(step=window.step))
 
-    # --- actions ------------------------------------------------------------------------------------------------------
+    # --- commands and deliveries --------------------------------------------------------------------------------------
 
     def _send(self, worker: Instance, message: Message) -> None:
         self._out.commands.append((worker.id, message))
 
     def assign(self, worker: Instance, samples: Collection[Tracked]) -> None:
-        """Give waiting samples to a worker."""
+        """Assign queued samples to a worker."""
         if self.window is not None:
             self.window.began_at = min(self.window.began_at, self.now)
         for sample in samples:
-            del self.waiting[sample.id]
+            del self.queued[sample.id]
             sample.attempt += 1
             sample.worker = worker.id
             worker.held[sample.id] = sample
-        worker.fresh += len(samples)
+        worker.assigned += len(samples)
         assignments = [
             Assignment(
                 sample=sample.id,
@@ -341,24 +348,32 @@ class Rules:
         self._send(worker, Assign(job_id=JOB_ID, version=self.version, samples=assignments))
 
     def release(self, worker: Instance, samples: Collection[Tracked]) -> None:
-        """Ask a worker to give samples back."""
+        """Ask a worker to release samples."""
         for sample in samples:
-            sample.released = True
-        worker.asked_back += len(samples)
+            sample.releasing = True
+        worker.releasing += len(samples)
         columns = [sample.id for sample in samples], [sample.attempt for sample in samples]
         self._send(worker, Release(samples=pack(columns[0], U64), attempts=pack(columns[1], U32)))
 
     def deliver(self, sample: Tracked) -> None:
-        """Hand a complete sample to the trainer."""
+        """Deliver a complete sample to the trainer."""
         del self.samples[sample.id]
         self._out.deliveries.append(
             SampleFinished(
                 sample=sample.id,
                 tokens=bytes(I32.itemsize * sample.tokens),
                 logprobs=b"",
-                finish="stop" if sample.tokens < self.case.lengths.cap else "length",
+                finish="stop" if sample.tokens < self.job.lengths.cap else "length",
                 spans=[],
                 attempts=sample.attempt,
                 group_done=False,
             )
         )
+
+
+def _first_window_s(job: SimulatedJob, machine: Machine) -> float:
+    """Return half of the time in which the reserved engines alone would generate a step."""
+    middle = job.lengths.quantile(0.5)
+    kv = typical_kv(job.mean_prompt_tokens, middle)
+    rate = machine.engine.tokens_per_s(machine.engine.max_batch(kv), kv)
+    return job.samples * middle / (rate * max(1, machine.reserved_engines)) / 2

@@ -1,0 +1,227 @@
+"""Runs a job on a spot fleet in virtual time: messages with their latency, a manager that takes turns, a cloud.
+
+The manager sees what the real one sees, and nothing else: messages of `shared.messages`, and which leases are held.
+`turn` is one turn of `services/rollout_manager/app.py`: read, decide, write.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from functools import partial
+
+from rlboost.shared.messages import Assign, Message
+from rlboost.simulation.environment import LATENCY_S, LEASE_S, Environment
+from rlboost.simulation.job import SimulatedJob
+from rlboost.simulation.machine import Machine
+from rlboost.simulation.policies import Policy
+from rlboost.simulation.policies.paper import PaperManager
+from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.policies.rlboost import DomainManager
+from rlboost.simulation.policies.turn import Manager
+from rlboost.simulation.result import Counters, InstanceResult, SimulationResult
+from rlboost.simulation.traces import FleetEvent, FleetTrace
+from rlboost.simulation.trainer import SimTrainer
+from rlboost.simulation.worker import SimWorker
+
+WARM_UP_STEPS = 3
+"""Steps with the first fleet before the trace and the measurement begin: windows and throughput models settle."""
+RESOLUTION_S = 0.25
+MAX_STEP_S = 6 * 3600.0
+"""A step that takes longer never ends."""
+
+
+def simulate(
+    job: SimulatedJob,
+    machine: Machine,
+    trace: FleetTrace,
+    policy: Policy,
+    *,
+    seed: int,
+    warm_up_steps: int = WARM_UP_STEPS,
+    resolution_s: float = RESOLUTION_S,
+) -> SimulationResult:
+    """Run a job over a trace, and return its complete steps. The same arguments give the same result.
+
+    Args:
+        job: what is generated and trained.
+        machine: what it runs on.
+        trace: when instances are requested and reclaimed. Those of time 0 are present in the warm-up as well.
+        policy: who decides, and how.
+        seed: of the lengths.
+        warm_up_steps: steps before the measured ones.
+        resolution_s: shortest time between two turns of the manager; a coarse one is faster.
+
+    Raises:
+        RuntimeError: a step does not end, or a sample was lost or changed.
+
+    """
+    if policy.nodes > 1:
+        machine, job = machine.nodes(policy.nodes), replace(job, train_s_per_token=job.train_s_per_token / policy.nodes)
+    if policy.fleet == "dedicated":
+        machine = machine.dedicated()
+        adds = [FleetEvent(0.0, "add", f"dedicated-{i}") for i in range(machine.dedicated_engines)]
+        trace = FleetTrace(tuple(adds), trace.duration_s)
+    elif policy.fleet == "none":
+        trace = FleetTrace((), trace.duration_s)
+    environment = Environment(job, machine, policy, seed, resolution_s)
+    return Simulation(environment, trace, warm_up_steps).run()
+
+
+def manager_of(job: SimulatedJob, machine: Machine, policy: Policy) -> Manager:
+    """Return the manager of a policy."""
+    match policy.rule:
+        case "rlboost":
+            return DomainManager(job, policy)
+        case "paper":
+            return PaperManager(job, machine, policy)
+        case "polyrl":
+            return PolyRLManager(job, machine, policy)
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, env: Environment, trace: FleetTrace, warm_up_steps: int) -> None:
+        """Prepare a run; instances of time 0 join at once."""
+        self.env, self.trace = env, trace
+        self.manager = manager_of(env.job, env.machine, env.policy)
+        self.trainer = SimTrainer(env)
+        self.workers: dict[str, SimWorker] = {}
+        self.manager_s = 0.0
+        """Processor time of the manager."""
+        self.migrations = self.placements = self.preemptions = 0
+        self._warm_up_steps = warm_up_steps
+        self._instances: dict[str, SimWorker] = {}
+        """Present instance of the trace -> its worker."""
+        self._billed: list[tuple[SimWorker, float, float]] = []
+        """(worker, start, end) of each instance; the end is infinite while it runs. Virtual time."""
+        self._trace_at = math.inf
+        """Virtual time at which the trace begins."""
+        self._inbox: list[Message] = []
+        self._turn_at = 0.0
+        self._last_turn = -1.0
+        env.send = lambda message: env.at(env.now + LATENCY_S, partial(self._arrive, message))
+
+    def run(self) -> SimulationResult:
+        """Run to the end of the trace."""
+        for i in range(self.env.machine.reserved_engines):
+            self._join(SimWorker(self.env, f"reserved-{i}", "reserved"), 0.0)
+        for event in self.trace.events:
+            if event.at_s <= 0.0:
+                self._apply(event, startup_s=0.0)
+        self.trainer.start()
+        while self.env.now < self._trace_at + self.trace.duration_s:
+            self.env.next_event()()
+            if self._trace_at == math.inf and self.trainer.step >= self._warm_up_steps:
+                self._begin_trace()
+            if self.env.now - self.trainer.step_began_at > MAX_STEP_S:
+                raise RuntimeError(
+                    f"step {self.trainer.step} of policy {self.env.policy.name} does not end: "
+                    f"{self.trainer.missing} samples are missing after {MAX_STEP_S:g} s"
+                )
+        return self._result()
+
+    # --- the cloud ----------------------------------------------------------------------------------------------------
+
+    def _begin_trace(self) -> None:
+        now = self._trace_at = self.trainer.step_began_at
+        for event in self.trace.events:
+            if event.at_s > 0.0:
+                self.env.at(now + event.at_s, partial(self._apply, event, self.env.machine.startup_s))
+                if event.kind == "remove" and self.env.policy.notices:
+                    notice_at = now + event.at_s - self.env.machine.notice_s
+                    self.env.at(notice_at, partial(self._give_notice, event.instance))
+
+    def _apply(self, event: FleetEvent, startup_s: float) -> None:
+        if event.kind == "add":
+            worker = SimWorker(self.env, f"{event.instance}.{len(self._billed)}", "preemptible")
+            self._instances[event.instance] = worker
+            self._billed.append((worker, self.env.now, math.inf))
+            self._join(worker, startup_s)
+        elif worker_or_none := self._instances.pop(event.instance, None):
+            worker_or_none.kill()
+            self.preemptions += 1
+            at = next(i for i, (worker, _, _) in enumerate(self._billed) if worker is worker_or_none)
+            self._billed[at] = (worker_or_none, self._billed[at][1], self.env.now)
+
+    def _give_notice(self, instance: str) -> None:
+        if instance in self._instances:
+            self._instances[instance].give_notice()
+
+    def _join(self, worker: SimWorker, startup_s: float) -> None:
+        self.workers[worker.id] = worker
+        # Workers do not report at the same moments.
+        phase_s = self.env.heartbeat_s * (len(self.workers) * 0.618 % 1.0) / 4
+        self.env.at(self.env.now + startup_s + phase_s, worker.join)
+
+    def _has_lease(self, worker_id: str) -> bool:
+        worker = self.workers.get(worker_id)
+        return worker is not None and (worker.alive or self.env.now - worker.engine.now < LEASE_S)
+
+    # --- the manager --------------------------------------------------------------------------------------------------
+
+    def _arrive(self, message: Message) -> None:
+        self._inbox.append(message)
+        self._schedule_turn(self._last_turn + self.env.turn_s)
+
+    def _schedule_turn(self, at: float) -> None:
+        if at < self._turn_at or self._turn_at <= self._last_turn:
+            self._turn_at = max(at, self.env.now)
+            self.env.at(self._turn_at, self._turn)
+
+    def _turn(self) -> None:
+        if self.env.now < self._turn_at or self._last_turn >= self._turn_at:
+            return  # replaced by an earlier one
+        self._last_turn = self.env.now
+        inbox, self._inbox = self._inbox, []
+        began = time.perf_counter()
+        turn = self.manager.turn(inbox, self.env.now, self._has_lease)
+        self.manager_s += time.perf_counter() - began
+        arrives_at = self.env.now + LATENCY_S
+        for worker, command in turn.commands:
+            if isinstance(command, Assign):
+                self.placements += len(command.samples)
+                self.migrations += sum(assignment.attempt > 1 for assignment in command.samples)
+            if worker in self.workers:
+                self.env.at(arrives_at, partial(self.workers[worker].receive, command))
+        for message in turn.deliveries:
+            self.env.at(arrives_at, partial(self.trainer.receive, message))
+        self._schedule_turn(self.env.now + 2 * self.env.turn_s)
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+
+    def _result(self) -> SimulationResult:
+        zero = self._trace_at
+        steps = tuple(
+            replace(
+                step,
+                start_s=step.start_s - zero,
+                end_s=step.end_s - zero,
+                training=tuple((start - zero, end - zero) for start, end in step.training),
+            )
+            for step in self.trainer.steps[self._warm_up_steps :]
+        )
+        end = zero + (steps[-1].end_s if steps else 0.0)
+        price = self.env.machine.instance_price_per_hour
+        engines = [worker.engine for worker in self.workers.values()]
+        return SimulationResult(
+            policy=self.env.policy.name,
+            seed=self.env.seed,
+            steps=steps,
+            instances=tuple(
+                InstanceResult(worker.id, max(0.0, start - zero), min(stop, end) - zero, price)
+                for worker, start, stop in self._billed
+                if start < end and stop > zero
+            ),
+            reserved_price_per_hour=self.env.machine.reserved_price_per_hour,
+            counters=Counters(
+                delivered_tokens=self.trainer.delivered_tokens,
+                decoded_tokens=sum(engine.decoded for engine in engines),
+                reprefilled_tokens=sum(engine.reprefilled for engine in engines),
+                migrations=self.migrations,
+                retractions=sum(engine.retractions for engine in engines),
+                preemptions=self.preemptions,
+            ),
+        )
