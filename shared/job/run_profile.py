@@ -25,6 +25,6 @@ class RunProfile(BaseModel):
     completion_quantiles: tuple[tuple[float, float], ...]
     """(probability, tokens) of the completions' lengths, both rising, from probability 0 to 1."""
     train_s_per_token: PositiveFloat
-    """Computing on the trainer's device, for each trained token, prompts included."""
+    """Computing on the trainer's device, for each token of the step's samples, prompts included."""
     update_s: NonNegativeFloat
     """From the last micro-batch of a step to its end: committing the weights, and what the trainer does besides."""

@@ -33,7 +33,7 @@ def tally(*, train_s: float = 2.0, engines: tuple[EngineProfile, ...] = (ENGINE,
     samples = tuple(sample_finished(tokens) for tokens in range(1, lengths + 1))
     groups = [ScoredGroup(samples, (0.0,) * lengths, prompt=pack([1] * tokens, I32)) for tokens in (3, 4)]
     times = Durations(seeding_s=1.0, wait_s=3.0, train_s=train_s, step_s=10.0)
-    return StepTally(scored=groups, loss_sums={"all_tokens": 100.0}, durations=times, engines=engines)
+    return StepTally(scored=groups, durations=times, engines=engines)
 
 
 def sample_finished(n_tokens: int) -> SampleFinished:
@@ -47,7 +47,7 @@ def test_profile_has_the_measurements_of_the_steps() -> None:
     profile = ProfileRecorder().observe(tally())
     assert profile is not None
     assert profile.engines == (ENGINE,)
-    assert profile.train_s_per_token == 0.02
+    assert profile.train_s_per_token == 2.0 / (2 * 15 + 5 * (3 + 4))
     assert (profile.step_s, profile.update_s) == (10.0, 4.0)
     assert profile.prompt_tokens == (3, 4)
     quantiles = dict(profile.completion_quantiles)

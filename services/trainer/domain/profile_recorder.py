@@ -21,7 +21,8 @@ _PROBABILITIES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 class _Step:
     prompts: tuple[int, ...]
     completions: tuple[int, ...]
-    trained_tokens: float
+    tokens: int
+    """Of all samples, prompts included."""
     train_s: float
     update_s: float
     step_s: float
@@ -39,14 +40,16 @@ class ProfileRecorder:
     def observe(self, tally: StepTally) -> RunProfile | None:
         """Take a complete step; return the profile, None while a throughput or a training time is unknown."""
         self._engines |= {(engine.role, engine.kind): engine for engine in tally.engines}
-        trained, times = tally.loss_sums.get("all_tokens", 0.0), tally.durations
-        if trained and times.train_s and not tally.requested_before:
+        times = tally.durations
+        if tally.scored and times.train_s and not tally.requested_before:
             waited_s = times.seeding_s + times.wait_s
+            completions = tuple(length(s.tokens, I32) for group in tally.scored for s in group.samples)
+            prompts_tokens = sum(length(group.prompt, I32) * len(group.samples) for group in tally.scored)
             self._steps.append(
                 _Step(
                     prompts=tuple(length(group.prompt, I32) for group in tally.scored),
-                    completions=tuple(length(s.tokens, I32) for group in tally.scored for s in group.samples),
-                    trained_tokens=trained,
+                    completions=completions,
+                    tokens=sum(completions) + prompts_tokens,
                     train_s=times.train_s,
                     update_s=max(0.0, times.step_s - waited_s - times.train_s),
                     step_s=times.step_s,
@@ -64,6 +67,6 @@ class ProfileRecorder:
             engines=tuple(engine for _, engine in sorted(self._engines.items())),
             prompt_tokens=(min(prompts), max(prompts)),
             completion_quantiles=tuple((p, float(np.quantile(completions, p))) for p in _PROBABILITIES),
-            train_s_per_token=sum(step.train_s for step in steps) / sum(step.trained_tokens for step in steps),
+            train_s_per_token=sum(step.train_s for step in steps) / sum(step.tokens for step in steps),
             update_s=float(np.mean([step.update_s for step in steps])),
         )
