@@ -15,9 +15,9 @@ from rlboost.planning.simulated_run import read_profile, simulated_machine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob, parse
-from rlboost.shared.messages import EngineProfile
 from rlboost.simulation.prices import SHIPPED, Prices, read_prices
 from rlboost.simulation.traces import FleetEvent, FleetTrace
+from tests.support.builders import engine_profile
 
 JOB = {
     "model": "m",
@@ -27,22 +27,11 @@ JOB = {
     "sampling": {"max_tokens": 128},
     "steps": 6,
 }
-ENGINE = EngineProfile(
-    kind="spot",
-    role="preemptible",
-    workers=1,
-    slots=8,
-    kv_tokens=0,
-    price_per_hour=1.0,
-    step_s=0.02,
-    per_sample_s=0.004,
-    per_kv_token_s=0.0,
-    update_s=0.1,
-)
+ENGINE = engine_profile("spot")
 PROFILE = RunProfile(
     steps=5,
     step_s=10.0,
-    engines=(ENGINE, ENGINE.model_copy(update={"role": "reserved", "kind": "own", "price_per_hour": 4.0})),
+    engines=(ENGINE, engine_profile("own", role="reserved", price_per_hour=4.0)),
     prompt_tokens=(8, 16),
     completion_quantiles=((0.0, 10.0), (0.5, 40.0), (1.0, 128.0)),
     train_s_per_token=0.001,
@@ -93,7 +82,7 @@ def test_run_without_reserved_engines_is_planned_from_one_worker() -> None:
 
 
 def test_missing_price_is_refused() -> None:
-    free = ENGINE.model_copy(update={"price_per_hour": 0.0})
+    free = engine_profile("spot", price_per_hour=0.0)
     with pytest.raises(ConfigError, match="the price of workers of kind 'spot' is missing"):
         simulated_machine(free, PROFILE, Prices(), startup_s=0.0)
     alone = PROFILE.model_copy(update={"engines": (ENGINE,)})

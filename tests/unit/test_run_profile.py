@@ -12,20 +12,9 @@ from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS, Profi
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile, SampleFinished
-from tests.support.builders import heartbeat, worker_joined
+from tests.support.builders import engine_profile, heartbeat, worker_joined
 
-ENGINE = EngineProfile(
-    kind="sim",
-    role="preemptible",
-    workers=2,
-    slots=8,
-    kv_tokens=0,
-    price_per_hour=1.5,
-    step_s=0.02,
-    per_sample_s=0.001,
-    per_kv_token_s=0.0,
-    update_s=0.5,
-)
+ENGINE = engine_profile("sim")
 
 
 def tally(*, train_s: float = 2.0, engines: tuple[EngineProfile, ...] = (ENGINE,), lengths: int = 5) -> StepTally:
@@ -66,7 +55,7 @@ def test_profile_covers_the_recent_steps_only() -> None:
 
 
 def test_profile_keeps_the_throughput_of_a_kind_that_is_gone() -> None:
-    other = ENGINE.model_copy(update={"kind": "other"})
+    other = engine_profile("other")
     recorder = ProfileRecorder()
     recorder.observe(tally())
     profile = recorder.observe(tally(engines=(other,)))
