@@ -6,8 +6,8 @@ For each fleet it runs a local system with real processes, and then simulates th
 that the run wrote. `2-preempted` starts with two preemptible workers; every 8 s one is killed without notice, and
 another one joins. The mean step time of the run's last 20 steps is compared with the simulated one.
 
-One JSON line per fleet. `error` is the relative difference with the run's own profile, `cross_error` with the profile of
-the first fleet: it shows what the model does not know, here that all workers share the machine's processors.
+One JSON line per fleet. `error` is the relative difference with the run's own profile, `cross_error` with the profile
+of the first fleet, as `rlboost plan` predicts: on one machine it includes that workers share its processors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rlboost.simulation.traces import FleetEvent, FleetTrace
 PREEMPT_EVERY_S = 8.0
 LOOK_EVERY_S = 0.1
 LIMIT_S = 1200.0
-SEEDS = 5
+SEEDS = 3
 FREE = Prices(reserved=0.0, workers={"torch-cpu": 0.0})
 
 
@@ -94,7 +94,7 @@ class Run:
         """Return the mean duration of as many simulated steps, over several seeds."""
         startup_s = statistics.mean(self.startup_s) if self.startup_s else 0.0
         machine = simulated_machine(worker_kinds(profile)[0], profile, FREE, startup_s=startup_s)
-        trace = FleetTrace(tuple(self.events), 3 * RECENT_STEPS * self.step_s)
+        trace = FleetTrace(tuple(self.events), 1.5 * RECENT_STEPS * self.step_s)
         runs = [simulate_run(self.spec(), profile, machine, trace, seed) for seed in range(SEEDS)]
         return statistics.mean(statistics.mean(s.duration_s for s in run.steps[:RECENT_STEPS]) for run in runs)
 
