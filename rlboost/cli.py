@@ -22,6 +22,7 @@ from rlboost.commands import (
     ps,
     report,
     samples,
+    simulate,
     token,
     up,
     worker,
@@ -43,6 +44,7 @@ export.register(app)
 plan.register(app)
 ps.register(app)
 doctor.register(app)
+simulate.register(app)
 app.add_typer(worker.app, name="worker")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")

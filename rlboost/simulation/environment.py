@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import Message
 from rlboost.simulation.job import Group, SimulatedJob
-from rlboost.simulation.machine import DELTA_SHARE, Machine
+from rlboost.simulation.machine import DELTA_SHARE, Machine, typical_kv
 from rlboost.simulation.policies import Policy
 
 LATENCY_S = 0.02
@@ -73,3 +73,11 @@ class Environment:
     def sent_share(self) -> float:
         """Return the bytes sent for one version, per byte of the bf16 model."""
         return DELTA_SHARE if self.policy.weights == "delta" else self.policy.bytes_factor
+
+
+def generation_s(job: SimulatedJob, machine: Machine) -> float:
+    """Return about how long the reserved engines alone generate a step; one engine where there are none."""
+    middle = job.lengths.quantile(0.5)
+    kv = typical_kv(job.mean_prompt_tokens, middle)
+    tokens_per_s = machine.engine.tokens_per_s(machine.engine.max_batch(kv), kv)
+    return job.samples * middle / (tokens_per_s * max(1, machine.reserved_engines))

@@ -78,8 +78,6 @@ class SimulatedJob:
     """Samples that are trained at once."""
     reward_s: float = 0.2
     """Time to score one group."""
-    first_window_s: float | None = None
-    """Seeding window with which the baselines start; None: derived from the job. Ours measures its first one."""
 
     @property
     def samples(self) -> int:

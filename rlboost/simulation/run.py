@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from rlboost.shared.messages import Assign, Message
-from rlboost.simulation.environment import LATENCY_S, LEASE_S, Environment
+from rlboost.simulation.environment import LATENCY_S, LEASE_S, Environment, generation_s
 from rlboost.simulation.job import SimulatedJob
 from rlboost.simulation.machine import Machine
 from rlboost.simulation.policies import Policy
@@ -27,7 +27,9 @@ from rlboost.simulation.worker import SimWorker
 
 WARM_UP_STEPS = 3
 """Steps with the first fleet before the trace and the measurement begin: windows and throughput models settle."""
-RESOLUTION_S = 0.25
+TURNS_PER_STEP = 200
+"""Turns of the manager within the time in which the reserved engines alone would generate a step."""
+MAX_RESOLUTION_S = 1.0
 MAX_STEP_S = 6 * 3600.0
 """A step that takes longer never ends."""
 
@@ -40,7 +42,7 @@ def simulate(
     *,
     seed: int,
     warm_up_steps: int = WARM_UP_STEPS,
-    resolution_s: float = RESOLUTION_S,
+    resolution_s: float | None = None,
 ) -> SimulationResult:
     """Run a job over a trace, and return its complete steps. The same arguments give the same result.
 
@@ -51,7 +53,8 @@ def simulate(
         policy: who decides, and how.
         seed: of the lengths.
         warm_up_steps: steps before the measured ones.
-        resolution_s: shortest time between two turns of the manager; a coarse one is faster.
+        resolution_s: shortest time between two turns of the manager; a coarse one is faster. None: derived from the
+            job. Between a fifth and twice the derived value, throughput differs by less than 3 %.
 
     Raises:
         RuntimeError: a step does not end, or a sample was lost or changed.
@@ -65,6 +68,8 @@ def simulate(
         trace = FleetTrace(tuple(adds), trace.duration_s)
     elif policy.fleet == "none":
         trace = FleetTrace((), trace.duration_s)
+    if resolution_s is None:
+        resolution_s = min(MAX_RESOLUTION_S, generation_s(job, machine) / TURNS_PER_STEP)
     environment = Environment(job, machine, policy, seed, resolution_s)
     return Simulation(environment, trace, warm_up_steps).run()
 
@@ -100,8 +105,7 @@ class Simulation:
         self._trace_at = math.inf
         """Virtual time at which the trace begins."""
         self._inbox: list[Message] = []
-        self._turn_at = 0.0
-        self._last_turn = -1.0
+        self._turn_at = self._last_turn = -math.inf
         env.send = lambda message: env.at(env.now + LATENCY_S, partial(self._arrive, message))
 
     def run(self) -> SimulationResult:

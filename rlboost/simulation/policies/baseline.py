@@ -35,9 +35,9 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.simulation.environment import LEASE_S
+from rlboost.simulation.environment import LEASE_S, generation_s
 from rlboost.simulation.job import JOB_ID, SimulatedJob
-from rlboost.simulation.machine import Machine, typical_kv
+from rlboost.simulation.machine import Machine
 from rlboost.simulation.policies import Policy
 from rlboost.simulation.policies.turn import Turn
 
@@ -129,7 +129,7 @@ class Baseline:
         self.queued: dict[int, Tracked] = {}
         """Without an owner, in the order in which they start."""
         self.window: Window | None = None
-        self.window_s = _first_window_s(job, machine) if policy.seeding else 0.0
+        self.window_s = generation_s(job, machine) / 2 if policy.seeding else 0.0
         self.fleet = FleetMean()
         self.version = -1
         self.steps_done = 0
@@ -369,11 +369,3 @@ class Baseline:
                 group_done=False,
             )
         )
-
-
-def _first_window_s(job: SimulatedJob, machine: Machine) -> float:
-    """Return half of the time in which the reserved engines alone would generate a step."""
-    middle = job.lengths.quantile(0.5)
-    kv = typical_kv(job.mean_prompt_tokens, middle)
-    rate = machine.engine.tokens_per_s(machine.engine.max_batch(kv), kv)
-    return job.samples * middle / (rate * max(1, machine.reserved_engines)) / 2
