@@ -13,14 +13,10 @@ from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import EngineProfile
 from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.prices import Prices
-from rlboost.simulation.run import RESOLUTION_S
 from rlboost.simulation.traces import FleetTrace
 
 PREFILL_FACTOR = 8.0
 """How many times faster prefill is than the decoding of a full batch; the rollout manager assumes the same."""
-_TURNS_PER_STEP = 200
-"""The simulated manager takes about this many turns in a step, so that its delays do not count in short steps."""
-_MIN_RESOLUTION_S = 0.01
 
 
 def read_profile(path: Path) -> RunProfile:
@@ -108,8 +104,7 @@ def simulate_run(spec: RlJob, profile: RunProfile, machine: Machine, trace: Flee
     """Simulate the job on a fleet, with the decisions of the rollout manager."""
     elastic = spec.elastic
     policy = replace(POLICIES["rlboost"], staleness=elastic.max_staleness, seeding=elastic.seeding != "off")
-    resolution_s = min(RESOLUTION_S, max(_MIN_RESOLUTION_S, profile.step_s / _TURNS_PER_STEP))
-    return simulate(simulated_job(spec, profile), machine, trace, policy, seed=seed, resolution_s=resolution_s)
+    return simulate(simulated_job(spec, profile), machine, trace, policy, seed=seed)
 
 
 def _worker_price(kind: EngineProfile, prices: Prices) -> float:
