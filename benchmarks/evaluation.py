@@ -1,15 +1,13 @@
 """The paper's evaluation in simulation: calibration, its table, ablations and sweeps.
 
-    python -m benchmarks.evaluation fit [--seeds 2]
-    python -m benchmarks.evaluation table --trace ../g4dn-trace.csv [--models 8b 14b] [--policies verl paper rlboost]
-    python -m benchmarks.evaluation constant [--models 8b 14b]
-    python -m benchmarks.evaluation ablations --trace ../g4dn-trace.csv [--models 14b]
-    python -m benchmarks.evaluation sweep [--models 14b]
+    python -m benchmarks.evaluation fit
+    python -m benchmarks.evaluation table --trace g4dn-trace.csv [--models 8b] [--answers short]
+    python -m benchmarks.evaluation ablations --trace ... --models 14b
+    python -m benchmarks.evaluation sweep --models 14b
 
-One JSON line for each run or fit. `fit` uses the paper's numbers for constant fleets only: of 8B, 10, 12, 14, 16 and 18
+One JSON line for each fit or run. `fit` uses the paper's numbers for constant fleets only: of 8B, 10, 12, 14, 16 and 18
 thousand tokens/s with 0 to 4 instances; of 14B, 1.37 times veRL with one instance, and 1.64 times that with six.
-`table` uses what was not fitted: traces, and 32B. The trace is Bamboo's g4dn log, of which half of the instances are
-sampled and three segments of two hours are taken; without --trace, one is generated from its statistics.
+`rlboost/simulation/presets.py` has its results. `table` shows what was not fitted: traces, and 32B.
 """
 
 from __future__ import annotations
@@ -17,16 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, get_args
 
+from benchmarks.step_bound import shortest_steps
 from rlboost.simulation import POLICIES, Machine, Policy, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.policies import ABLATIONS
-from rlboost.simulation.presets import FITS, SHAPES, Answers, Fit, Model, preset
+from rlboost.simulation.presets import FITS, GBIT, SHAPES, Answers, Fit, Model, preset
+from rlboost.simulation.summary import summarize
 from rlboost.simulation.traces import G4DN, FleetEvent, FleetTrace, generate_trace, read_trace
 
 Row = dict[str, Any]
@@ -41,10 +41,28 @@ TRAIN_GRID: dict[Model, tuple[int, ...]] = {
 }
 """Training rates that are tried, in tokens/s."""
 FIRST_SLOWDOWN = 4.0
-SEGMENTS = {"A": (0.25, 0.9), "B": (0.35, 0.1), "C": (0.6, 0.5)}
+SAMPLED = 0.5
+"""Share of the trace's instances that the paper replays."""
+IMPLIED_MEANS = {4: 3.76, 6: 5.07}
+"""Most instances in use -> mean number that the paper's costs imply, for 8B and 14B."""
+SEGMENT_S = 2 * HOUR_S
+REPORTED = {"8b": (1.66, 1.34), "14b": (1.97, 1.49), "32b": (1.51, 1.28)}
+"""Throughput and tokens per dollar of RLBoost against veRL, means of three segments."""
+SWEEPS: dict[str, tuple[float, ...]] = {
+    "instances": (0, 1, 2, 4, 6, 8),
+    "median_length": (700, 1500, 3000, 6000),
+    "spot_price": (2.66, 5.32, 10.6, 14.7, 20.9),
+    "life_min": (10, 20, 40, 80),
+    "gbit": (1, 5, 50),
+}
 
 
 # --- fit --------------------------------------------------------------------------------------------------------------
+
+
+def constant(instances: int, duration_s: float) -> FleetTrace:
+    """Return a fleet that does not change."""
+    return FleetTrace(tuple(FleetEvent(0.0, "add", f"node{i}") for i in range(instances)), duration_s)
 
 
 def constant_fleet(model: Model, answers: Answers, fit: Fit, instances: int, seeds: int) -> float:
@@ -53,7 +71,7 @@ def constant_fleet(model: Model, answers: Answers, fit: Fit, instances: int, see
     policy = POLICIES["paper" if instances else "verl"]
     step_tokens = sum(group.tokens + sum(group.lengths) for group in job.groups(0, 0))
     duration_s = 6 * step_tokens / (0.9 * fit.train_tokens_per_s)
-    trace = FleetTrace(tuple(FleetEvent(0.0, "add", f"n{i}") for i in range(instances)), duration_s)
+    trace = constant(instances, duration_s)
     runs = [
         simulate(job, machine, trace, policy, seed=seed, warm_up_steps=7 if instances else 1) for seed in range(seeds)
     ]
@@ -108,13 +126,110 @@ def _fit_row(model: Model, answers: Answers, fit: Fit) -> Row:
     return {"fit": model, "answers": answers, **{name: round(value, 4) for name, value in fit._asdict().items()}}
 
 
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def sampled_trace(path: Path | None) -> FleetTrace:
+    """Return the trace of half of the instances; of 20 samples the one with the means that the paper's costs imply."""
+    whole = read_trace(path) if path else generate_trace(G4DN, seed=0)
+
+    def distance(trace: FleetTrace) -> float:
+        return sum(abs(trace.limited(n).mean_instances - mean) for n, mean in IMPLIED_MEANS.items())
+
+    return min((whole.sampled(SAMPLED, seed) for seed in range(20)), key=distance)
+
+
+def segments(trace: FleetTrace) -> dict[str, FleetTrace]:
+    """Return two-hour segments: A has many instances and removals, B the fewest instances, C is between."""
+    starts = range(0, int(trace.duration_s - SEGMENT_S) + 1, int(HOUR_S / 2))
+    found = [trace.between(start, start + SEGMENT_S) for start in starts]
+    rich = [segment for segment in found if segment.mean_instances >= trace.mean_instances]
+    return {
+        "A": max(rich, key=lambda segment: sum(event.kind == "remove" for event in segment.events)),
+        "B": min(found, key=lambda segment: segment.mean_instances),
+        "C": min(found, key=lambda segment: abs(segment.mean_instances - trace.mean_instances)),
+    }
+
+
+def over_segments(args: argparse.Namespace, policies: dict[str, Policy]) -> Iterator[Row]:
+    """Yield throughput and cost of each policy, in each segment."""
+    parts = segments(sampled_trace(args.trace))
+    for model, answers, (name, segment) in product(args.models, args.answers, parts.items()):
+        job, machine = preset(model, answers)
+        fleet = segment.limited(SHAPES[model].useful_instances)
+        for policy in args.policies or policies:
+            runs = [simulate(job, machine, fleet, policies[policy], seed=seed) for seed in range(args.seeds)]
+            row: Row = {"model": model, "answers": answers, "segment": name, "present": round(fleet.mean_instances, 2)}
+            if policies[policy].fleet == "spot":
+                row["step_over_bound"] = round(fmean(_over_bound(job, machine, fleet, run) for run in runs), 3)
+            yield row | summarize(runs).public()
+
+
+def _over_bound(job: SimulatedJob, machine: Machine, fleet: FleetTrace, run: SimulationResult) -> float:
+    """Return the time of all steps relative to the shortest that they could take one by one."""
+    return sum(step.duration_s for step in run.steps) / sum(shortest_steps(job, machine, fleet, run))
+
+
+def against_verl(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield each policy's throughput and tokens per dollar against veRL as reported, means of the segments."""
+    found: dict[tuple[Model, Answers, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["answers"], row["policy"]), []).append(row)
+    for (model, answers, policy), some in found.items():
+        verl = found[model, answers, "verl"]
+        factor = 1.0 if policy.startswith("verl") else 1 / FITS[model, answers].verl_factor
+        faster = [factor * row["tokens_per_s"] / base["tokens_per_s"] for row, base in zip(some, verl, strict=True)]
+        cost = "dollars_per_million_tokens"
+        cheaper = [factor * base[cost] / row[cost] for row, base in zip(some, verl, strict=True)]
+        figures = {"throughput": round(fmean(faster), 3), "tokens_per_dollar": round(fmean(cheaper), 3)}
+        by_segment = {"by_segment": [round(value, 2) for value in faster]}
+        yield {"table": model, "answers": answers, "policy": policy} | figures | by_segment
+
+
+def sweep(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield throughput and cost of our policy over one parameter at a time, and of veRL."""
+    for model, (name, values) in product(args.models, SWEEPS.items()):
+        for value in values:
+            job, machine = preset(model, "short")
+            trace = constant(SHAPES[model].useful_instances, SEGMENT_S)
+            if name == "instances":
+                trace = constant(int(value), SEGMENT_S)
+            elif name == "median_length":
+                job = replace(job, lengths=replace(job.lengths, median=value))
+            elif name == "spot_price":
+                machine = replace(machine, instance_price_per_hour=value)
+            elif name == "life_min":
+                trace = generate_trace(replace(G4DN, median_life_s=60 * value, mean_life_s=90 * value), seed=0)
+                trace = trace.between(HOUR_S, HOUR_S + SEGMENT_S).limited(SHAPES[model].useful_instances)
+            else:
+                machine = replace(machine, instance_bytes_per_s=value * GBIT)
+            for policy in ("verl", "paper", "rlboost"):
+                runs = [simulate(job, machine, trace, POLICIES[policy], seed=seed) for seed in range(args.seeds)]
+                yield {"sweep": name, "value": value, "model": model} | summarize(runs).public()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["fit"])
+    parser.add_argument("command", choices=["fit", "table", "ablations", "sweep"])
+    parser.add_argument("--trace", type=Path, help="Bamboo's g4dn log; generated from its statistics without this")
+    parser.add_argument("--models", nargs="+", choices=get_args(Model), default=get_args(Model))
+    parser.add_argument("--answers", nargs="+", choices=get_args(Answers), default=get_args(Answers))
+    parser.add_argument("--policies", nargs="+")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
-    for row in fits(args.seeds):
+    rows: list[Row] = []
+    found = {
+        "fit": lambda: fits(args.seeds),
+        "table": lambda: over_segments(args, POLICIES),
+        "ablations": lambda: over_segments(args, {"rlboost": POLICIES["rlboost"]} | ABLATIONS),
+        "sweep": lambda: sweep(args),
+    }
+    for row in found[args.command]():
+        rows.append(row)
         print(json.dumps(row), flush=True)
+    if args.command == "table":
+        for row in against_verl(rows):
+            print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rlboost.simulation import SimulationResult
+    from rlboost.simulation.presets import Answers, Model
     from rlboost.simulation.summary import Summary
     from rlboost.simulation.traces import FleetTrace
 
@@ -37,7 +38,7 @@ def register(app: typer.Typer) -> None:
     app.command()(simulate)
 
 
-def simulate(
+def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     policy: Annotated[
         list[str] | None, typer.Option(help="Compare this policy; repeat the option. The first one is the reference.")
     ] = None,
@@ -77,8 +78,9 @@ def simulate(
         _check("--policy", name, known)
     _check("--model", model, SHAPES)
     _check("--answers", answers, ("short", "long"))
-    job, machine = preset(model, answers)  # type: ignore[arg-type] - checked above
-    limit = SHAPES[model].useful_instances if instances is None else instances  # type: ignore[index] - likewise
+    chosen = cast("Model", model)
+    job, machine = preset(chosen, cast("Answers", answers))
+    limit = SHAPES[chosen].useful_instances if instances is None else instances
     fleet = _fleet(trace, sample, start, hours, limit)
     results = {name: [run(job, machine, fleet, known[name], seed=seed) for seed in range(seeds)] for name in names}
     for name, runs in results.items():

@@ -41,7 +41,7 @@ class Held:
     """The engine's count of decode steps when it is complete."""
     running: bool = False
     prefill_s: float = 0.0
-    """Prefill of its last admission, at speed 1."""
+    """Prefill of its last admission."""
 
 
 @dataclass(slots=True)
@@ -49,14 +49,12 @@ class Engine:
     """The state of one engine as of `now`; `advance` moves it."""
 
     spec: EngineSpec
-    speed: float = 1.0
     now: float = 0.0
     running: dict[int, Held] = field(default_factory=dict)
     """In order of admission."""
     pending: deque[Held] = field(default_factory=deque)
     done: list[Held] = field(default_factory=list)
     """Complete samples; the caller takes them."""
-    busy_s: float = 0.0
     decoded: float = 0.0
     """Generated tokens."""
     reprefilled: float = 0.0
@@ -100,7 +98,7 @@ class Engine:
         """Stand still to load weights; then recompute the KV cache of running samples (`in_flight: recompute`)."""
         self._prefixes.clear()
         if self.running:
-            self._prefill_s += seconds * self.speed + self._kv / self.spec.prefill_tokens_per_s
+            self._prefill_s += seconds + self._kv / self.spec.prefill_tokens_per_s
 
     def tokens_of(self, held: Held) -> int:
         """Return how many tokens a sample has now."""
@@ -111,11 +109,11 @@ class Engine:
         """Return when the next sample ends or the KV cache is full; infinity if the engine is idle."""
         if not self.running:
             return math.inf
-        return self.now + (self._prefill_s + self._seconds(self._steps_to_event())) / self.speed
+        return self.now + self._prefill_s + self._seconds(self._steps_to_event())
 
     def advance(self, now: float) -> None:
         """Move to `now`."""
-        left = (now - self.now) * self.speed
+        left = now - self.now
         self.now = max(self.now, now)
         while left > 0 and self.running:
             if self._prefill_s > 0:
@@ -131,7 +129,6 @@ class Engine:
                     self._progress(steps)
                     self._settle()
             left -= used
-            self.busy_s += used / self.speed
 
     # --- between two events -------------------------------------------------------------------------------------------
 

@@ -27,16 +27,6 @@ class EngineSpec:
     kv_tokens: int = 0
     """Capacity of the KV cache in tokens; 0: unlimited. A full cache retracts the sample admitted last."""
 
-    def slowed(self, factor: float) -> EngineSpec:
-        """Return an engine that takes `factor` times as long for everything."""
-        return replace(
-            self,
-            step_s=self.step_s * factor,
-            per_sample_s=self.per_sample_s * factor,
-            per_kv_token_s=self.per_kv_token_s * factor,
-            prefill_tokens_per_s=self.prefill_tokens_per_s / factor,
-        )
-
     def decode_s(self, batch: float, kv_tokens: float) -> float:
         """Return the seconds of one decode step."""
         return self.step_s + self.per_sample_s * batch + self.per_kv_token_s * kv_tokens

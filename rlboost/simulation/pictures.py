@@ -19,7 +19,8 @@ _COLORS = (MUTED, ORANGE, BLUE, GREEN, PINK, RED, SKY, INK)
 _DPI = 160
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Simulation</title>
-<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; }} img {{ width: 100% }}</style>
+<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
+img {{ width: 100% }}</style>
 <h1>Simulation: {policies}</h1>
 {figures}
 </html>
@@ -65,8 +66,9 @@ def throughput(results: Sequence[SimulationResult]) -> Figure:
     above.set_ylim(bottom=0)
     above.legend(loc="lower right", ncols=min(4, len(results)))
     longest = max(results, key=lambda result: (len(result.instances), result.duration_s))
-    moments, counts = zip(*longest.fleet(), strict=True)
-    below.stairs(counts, [*(m / 3600 for m in moments), longest.duration_s / 3600], fill=True, color=PALE)
+    fleet = longest.fleet()
+    hours = [moment / 3600 for moment, _ in fleet] + [longest.duration_s / 3600]
+    below.stairs([count for _, count in fleet], hours, fill=True, color=PALE)
     below.set_ylabel("instances")
     below.set_xlabel("hours")
     return drawn

@@ -60,9 +60,11 @@ class InstanceResult:
 class Counters:
     """Counts over the whole run, the steps before the measured ones included."""
 
-    delivered_tokens: int = 0
+    generated_tokens: int = 0
+    """Of the samples of all complete steps."""
     decoded_tokens: float = 0.0
-    """Including tokens that were generated a second time."""
+    """Until the end of the last complete step: what exceeds `generated_tokens` was regenerated, or, with staleness,
+    belongs to later steps."""
     reprefilled_tokens: float = 0.0
     """Completion tokens that were prefilled, after a migration or a retraction."""
     migrations: int = 0

@@ -7,7 +7,6 @@ The manager sees what the real one sees, and nothing else: messages of `shared.m
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +26,7 @@ from rlboost.simulation.worker import SimWorker
 
 WARM_UP_STEPS = 3
 """Steps with the first fleet before the trace and the measurement begin: windows and throughput models settle."""
-TURNS_PER_STEP = 200
+TURNS_PER_STEP = 150
 """Turns of the manager within the time in which the reserved engines alone would generate a step."""
 MAX_RESOLUTION_S = 1.0
 MAX_STEP_S = 6 * 3600.0
@@ -54,7 +53,7 @@ def simulate(
         seed: of the lengths.
         warm_up_steps: steps before the measured ones.
         resolution_s: shortest time between two turns of the manager; a coarse one is faster. None: derived from the
-            job. Between a fifth and twice the derived value, throughput differs by less than 3 %.
+            job. Measured from 0.2 s to 2 s for 8B (0.7 s is derived), throughput differs by less than 3 %.
 
     Raises:
         RuntimeError: a step does not end, or a sample was lost or changed.
@@ -94,9 +93,9 @@ class Simulation:
         self.manager = manager_of(env.job, env.machine, env.policy)
         self.trainer = SimTrainer(env)
         self.workers: dict[str, SimWorker] = {}
-        self.manager_s = 0.0
-        """Processor time of the manager."""
-        self.migrations = self.placements = self.preemptions = 0
+        self.migrations = self.preemptions = 0
+        self._decoded_tokens = 0.0
+        """As of the end of the last complete step."""
         self._warm_up_steps = warm_up_steps
         self._instances: dict[str, SimWorker] = {}
         """Present instance of the trace -> its worker."""
@@ -116,10 +115,14 @@ class Simulation:
             if event.at_s <= 0.0:
                 self._apply(event, startup_s=0.0)
         self.trainer.start()
+        step = 0
         while self.env.now < self._trace_at + self.trace.duration_s:
             self.env.next_event()()
-            if self._trace_at == math.inf and self.trainer.step >= self._warm_up_steps:
-                self._begin_trace()
+            if self.trainer.step > step:
+                step = self.trainer.step
+                self._decoded_tokens = sum(worker.engine.decoded for worker in self.workers.values())
+                if step == self._warm_up_steps:
+                    self._begin_trace()
             if self.env.now - self.trainer.step_began_at > MAX_STEP_S:
                 raise RuntimeError(
                     f"step {self.trainer.step} of policy {self.env.policy.name} does not end: "
@@ -180,13 +183,10 @@ class Simulation:
             return  # replaced by an earlier one
         self._last_turn = self.env.now
         inbox, self._inbox = self._inbox, []
-        began = time.perf_counter()
         turn = self.manager.turn(inbox, self.env.now, self._has_lease)
-        self.manager_s += time.perf_counter() - began
         arrives_at = self.env.now + LATENCY_S
         for worker, command in turn.commands:
             if isinstance(command, Assign):
-                self.placements += len(command.samples)
                 self.migrations += sum(assignment.attempt > 1 for assignment in command.samples)
             if worker in self.workers:
                 self.env.at(arrives_at, partial(self.workers[worker].receive, command))
@@ -221,8 +221,8 @@ class Simulation:
             ),
             reserved_price_per_hour=self.env.machine.reserved_price_per_hour,
             counters=Counters(
-                delivered_tokens=self.trainer.delivered_tokens,
-                decoded_tokens=sum(engine.decoded for engine in engines),
+                generated_tokens=sum(step.generated_tokens for step in self.trainer.steps),
+                decoded_tokens=self._decoded_tokens,
                 reprefilled_tokens=sum(engine.reprefilled for engine in engines),
                 migrations=self.migrations,
                 retractions=sum(engine.retractions for engine in engines),

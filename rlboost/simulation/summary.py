@@ -31,7 +31,7 @@ class Summary:
     instances: float
     migrations_per_step: float
     regenerated_share: float
-    """Tokens decoded beyond those delivered, relative to these."""
+    """Tokens decoded in excess of the samples' tokens, relative to these."""
 
     def public(self) -> dict[str, Any]:
         """Return the figures, rounded."""
@@ -50,7 +50,7 @@ def summarize(results: Sequence[SimulationResult]) -> Summary:
     steps = [step for result in results for step in result.steps]
     rates = [result.tokens_per_s for result in results]
     all_steps = sum(result.steps[-1].step + 1 for result in results)
-    delivered = sum(result.counters.delivered_tokens for result in results)
+    generated = sum(result.counters.generated_tokens for result in results)
     decoded = sum(result.counters.decoded_tokens for result in results)
     return Summary(
         policy=results[0].policy,
@@ -65,8 +65,7 @@ def summarize(results: Sequence[SimulationResult]) -> Summary:
         train_wait_s=fmean(step.train_wait_s for step in steps),
         instances=fmean(result.mean_instances for result in results),
         migrations_per_step=sum(result.counters.migrations for result in results) / all_steps,
-        # Samples in flight at the end are decoded and not delivered: at most one step's.
-        regenerated_share=max(0.0, decoded / delivered - 1.0) if delivered else 0.0,
+        regenerated_share=decoded / generated - 1.0,
     )
 
 

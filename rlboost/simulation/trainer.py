@@ -41,7 +41,6 @@ class SimTrainer:
         self._env = env
         self.steps: list[StepResult] = []
         """Complete steps."""
-        self.delivered_tokens = 0
         self.step = -1
         self.step_began_at = 0.0
         self._intakes: dict[int, Intake] = {}
@@ -117,7 +116,6 @@ class SimTrainer:
         if sample in self._delivered or tokens != env.length_of(sample):
             raise RuntimeError(f"sample {SampleId.unpack(sample)} was delivered twice or with {tokens} tokens")
         self._delivered.add(sample)
-        self.delivered_tokens += tokens
         step = SampleId.unpack(sample).step
         intake = self._intakes[step]
         intake.missing[group_id] -= 1

@@ -37,10 +37,10 @@ from rlboost.simulation.environment import Environment
 class SimWorker:
     """One incarnation. A reserved worker is suspended and resumed; a preemptible one may be preempted."""
 
-    def __init__(self, env: Environment, worker: str, role: Role, speed: float = 1.0) -> None:
+    def __init__(self, env: Environment, worker: str, role: Role) -> None:
         """Create a worker that has not joined yet."""
         self.id, self.role = worker, role
-        self.engine = Engine(env.machine.engine, speed, now=env.now)
+        self.engine = Engine(env.machine.engine, now=env.now)
         self.alive = True
         self._env = env
         self._job_id, self._serving, self._assigned = "", -1, -1
@@ -72,7 +72,7 @@ class SimWorker:
             WorkerJoined(
                 worker=self.id,
                 role=self.role,
-                kind=f"speed-{self.engine.speed:g}",
+                kind="simulated",
                 slots=engine.slots,
                 host=self.id,
                 pid=1,

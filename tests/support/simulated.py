@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlboost.simulation import EngineSpec, Lengths, Machine, SimulatedJob
+from rlboost.simulation import EngineSpec, Lengths, Machine, Policy, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 
 JOB = SimulatedJob(
@@ -42,3 +42,10 @@ UNSTEADY = FleetTrace(
     400.0,
 )
 """Preempted within steps; for 30 s no instance is left."""
+
+
+def simulated(
+    policy: Policy, *, machine: Machine = MACHINE, trace: FleetTrace = UNSTEADY, seed: int = 1
+) -> SimulationResult:
+    """Simulate the small job with few turns of the manager."""
+    return simulate(JOB, machine, trace, policy, seed=seed, warm_up_steps=2, resolution_s=0.5)

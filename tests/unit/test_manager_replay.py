@@ -17,9 +17,9 @@ from rlboost.services.rollout_manager.domain.effects import Effect
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.codec import decode, encode
 from rlboost.shared.messages import Message, TokenFrame
-from rlboost.simulation import POLICIES, simulate
+from rlboost.simulation import POLICIES
 from rlboost.simulation.environment import LEASE_S
-from tests.support.simulated import JOB, MACHINE, UNSTEADY
+from tests.support.simulated import simulated
 
 Turn = tuple[list[tuple[bytes, str]], Now, list[str]]
 """What was read, encoded, with its entries' ids; when; whose lease had run out."""
@@ -59,7 +59,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(driver, "apply_frames", recorder.apply_frames)
     monkeypatch.setattr(driver, "apply_message", recorder.apply_message)
     monkeypatch.setattr(driver, "decide", recorder.decide)
-    simulate(JOB, MACHINE, UNSTEADY, POLICIES["rlboost"], seed=0)
+    simulated(POLICIES["rlboost"])
     return recorder
 
 
@@ -78,9 +78,9 @@ def test_recorded_stream_gives_the_same_decisions(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_hash_seed_changes_no_decision(seed: str) -> None:
     program = (
-        "from rlboost.simulation import POLICIES, simulate; "
-        "from tests.support.simulated import JOB, MACHINE, UNSTEADY; "
-        "print(simulate(JOB, MACHINE, UNSTEADY, POLICIES['rlboost'], seed=0))"
+        "from rlboost.simulation import POLICIES; "
+        "from tests.support.simulated import simulated; "
+        "print(simulated(POLICIES['rlboost']))"
     )
     there = subprocess.run(
         [sys.executable, "-c", program],
@@ -91,5 +91,5 @@ def test_hash_seed_changes_no_decision(seed: str) -> None:
         check=True,
         timeout=120,
     )
-    here = simulate(JOB, MACHINE, UNSTEADY, POLICIES["rlboost"], seed=0)
+    here = simulated(POLICIES["rlboost"])
     assert there.stdout.strip() == str(here)

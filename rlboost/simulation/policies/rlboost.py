@@ -135,8 +135,8 @@ class _RegeneratingWorld(World):
 
     def unassign_all(self, worker: Worker, now: Now, cause: str) -> None:
         if cause in {"lost", "left"}:
-            for sample_id in worker.samples:
-                self.ledger.tokens_live -= self.ledger.samples[sample_id].cut(0)
+            for sample in (self.ledger.samples[i] for i in worker.samples):
+                self.ledger.tokens_live -= 0 if sample.finish else sample.cut(0)
         super().unassign_all(worker, now, cause)
 
 
