@@ -174,8 +174,9 @@ class Simulation:
         self._schedule_turn(self._last_turn + self.env.turn_s)
 
     def _schedule_turn(self, at: float) -> None:
+        at = max(at, self.env.now)
         if at < self._turn_at or self._turn_at <= self._last_turn:
-            self._turn_at = max(at, self.env.now)
+            self._turn_at = at
             self.env.at(self._turn_at, self._turn)
 
     def _turn(self) -> None:
