@@ -21,9 +21,9 @@ class EngineProfile(Message):
     kv_tokens: Count
     """The KV cache's capacity in tokens; 0 if unknown."""
     price_per_hour: Finite
-    """Dollars for one worker."""
+    """Dollars for one worker; the median."""
     step_s: Seconds
     per_sample_s: Seconds
     per_kv_token_s: Seconds
     update_s: Seconds
-    """Mean time of their last weight updates."""
+    """Median time of their last weight updates."""

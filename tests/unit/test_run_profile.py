@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
@@ -68,9 +70,9 @@ def test_profile_is_unknown_before_throughput_and_training_time() -> None:
     assert ProfileRecorder().observe(tally(train_s=0.0)) is None
 
 
-def test_engine_profile_averages_the_workers_of_a_kind() -> None:
+def test_engine_profile_has_the_medians_of_the_workers_of_a_kind() -> None:
     world = World(lease_s=2.0)
-    for name, price, update_s in (("a", 1.0, 0.5), ("b", 3.0, 1.5), ("idle", 9.0, 0.0)):
+    for name, price, update_s in (("a", 1.0, 0.5), ("b", 3.0, 1.5), ("wrong", 1e308, 1e308), ("idle", 9.0, 0.0)):
         worker = world.fleet.join(worker_joined(name, kind="sim", price_per_hour=price, slots=8), now=0.0)
         assert worker
         world.fleet.assign(worker, ("j", 0))
@@ -78,7 +80,18 @@ def test_engine_profile_averages_the_workers_of_a_kind() -> None:
             beat = heartbeat(name, state="ready", running=4, tokens_per_s=100.0, update_s=update_s)
             world.fleet.on_heartbeat(worker, beat, 0.0)
     (found,) = engine_profiles(world, "j")
-    assert (found.kind, found.role, found.workers, found.slots) == ("sim", "preemptible", 2, 8)
-    assert (found.price_per_hour, found.update_s) == (2.0, 1.0)
+    assert (found.kind, found.role, found.workers, found.slots) == ("sim", "preemptible", 3, 8)
+    assert (found.price_per_hour, found.update_s) == (3.0, 1.5)
     assert found.step_s + 4 * found.per_sample_s == pytest.approx(4 / 100.0)
     assert engine_profiles(world, "another job") == []
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_engine_profile_that_is_not_finite_is_left_out(value: float) -> None:
+    world = World(lease_s=2.0)
+    worker = world.fleet.join(worker_joined("a"), now=0.0)
+    assert worker
+    world.fleet.assign(worker, ("j", 0))
+    worker.update_s = 1.0
+    worker.profile.observed, worker.profile.each_s = ENOUGH, value
+    assert engine_profiles(world, "j") == []

@@ -44,12 +44,12 @@ class ProfileRecorder:
         if tally.scored and times.train_s and not tally.requested_before:
             waited_s = times.seeding_s + times.wait_s
             completions = tuple(length(s.tokens, I32) for group in tally.scored for s in group.samples)
-            prompts_tokens = sum(length(group.prompt, I32) * len(group.samples) for group in tally.scored)
+            prompt_tokens = sum(length(group.prompt, I32) * len(group.samples) for group in tally.scored)
             self._steps.append(
                 _Step(
                     prompts=tuple(length(group.prompt, I32) for group in tally.scored),
                     completions=completions,
-                    tokens=sum(completions) + prompts_tokens,
+                    tokens=sum(completions) + prompt_tokens,
                     train_s=times.train_s,
                     update_s=max(0.0, times.step_s - waited_s - times.train_s),
                     step_s=times.step_s,
