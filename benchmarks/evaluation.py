@@ -1,7 +1,7 @@
 """The paper's evaluation in simulation: calibration, its table, ablations and sweeps.
 
     python -m benchmarks.evaluation fit
-    python -m benchmarks.evaluation table --trace g4dn-trace.csv [--models 8b] [--answers short]
+    python -m benchmarks.evaluation table --trace g4dn-trace.csv [--models 8b] [--completions short]
     python -m benchmarks.evaluation ablations --trace ... --models 14b
     python -m benchmarks.evaluation sweep --models 14b
 
@@ -25,7 +25,7 @@ from typing import Any, get_args
 from benchmarks.step_bound import shortest_steps
 from rlboost.simulation import POLICIES, Machine, Policy, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.policies import ABLATIONS
-from rlboost.simulation.presets import FITS, GBIT, SHAPES, Answers, Fit, Model, preset
+from rlboost.simulation.presets import FITS, GBIT, SHAPES, Completions, Fit, Model, preset
 from rlboost.simulation.summary import summarize
 from rlboost.simulation.traces import G4DN, FleetEvent, FleetTrace, generate_trace, read_trace
 
@@ -65,9 +65,9 @@ def constant(instances: int, duration_s: float) -> FleetTrace:
     return FleetTrace(tuple(FleetEvent(0.0, "add", f"node{i}") for i in range(instances)), duration_s)
 
 
-def constant_fleet(model: Model, answers: Answers, fit: Fit, instances: int, seeds: int) -> float:
+def constant_fleet(model: Model, completions: Completions, fit: Fit, instances: int, seeds: int) -> float:
     """Return the mean throughput of the paper's policy, or of veRL without instances."""
-    job, machine = preset(model, answers, fit)
+    job, machine = preset(model, completions, fit)
     policy = POLICIES["paper" if instances else "verl"]
     step_tokens = sum(group.tokens + sum(group.lengths) for group in job.groups(0, 0))
     duration_s = 6 * step_tokens / (0.9 * fit.train_tokens_per_s)
@@ -78,15 +78,15 @@ def constant_fleet(model: Model, answers: Answers, fit: Fit, instances: int, see
     return fmean(run.tokens_per_s for run in runs)
 
 
-def fit_8b(answers: Answers, seeds: int) -> tuple[Fit, Row]:
+def fit_8b(completions: Completions, seeds: int) -> tuple[Fit, Row]:
     """Fit training rate and slowdown: nearly all times scale together, so a scale follows from each training rate."""
     best_error, best = math.inf, Fit(FIRST_SLOWDOWN, 0.0, 1.0)
     for train in TRAIN_GRID["8b"]:
-        rates = [constant_fleet("8b", answers, Fit(FIRST_SLOWDOWN, train, 1.0), n, seeds) for n in range(1, 5)]
+        rates = [constant_fleet("8b", completions, Fit(FIRST_SLOWDOWN, train, 1.0), n, seeds) for n in range(1, 5)]
         scale, error = _scale(rates)
         if error < best_error:
             best_error, best = error, Fit(FIRST_SLOWDOWN / scale, train * scale, 1.0)
-    none, *rates = [constant_fleet("8b", answers, best, n, seeds) for n in range(5)]
+    none, *rates = [constant_fleet("8b", completions, best, n, seeds) for n in range(5)]
     fit = best._replace(verl_factor=REPORTED_8B[0] / none)
     return fit, {"tokens_per_s": [round(rate) for rate in (none, *rates)], "error": round(_scale(rates)[1], 3)}
 
@@ -97,12 +97,12 @@ def _scale(rates: Sequence[float]) -> tuple[float, float]:
     return math.exp(fmean(logs)), pstdev(logs)
 
 
-def fit_14b(answers: Answers, slowdown: float, seeds: int) -> tuple[Fit, Row]:
+def fit_14b(completions: Completions, slowdown: float, seeds: int) -> tuple[Fit, Row]:
     """Fit the training rate to the ratio between six instances and one; the slowdown is that of 8B."""
     found = []
     for train in TRAIN_GRID["14b"]:
         fit = Fit(slowdown, train, 1.0)
-        none, one, six = (constant_fleet("14b", answers, fit, n, seeds) for n in (0, 1, 6))
+        none, one, six = (constant_fleet("14b", completions, fit, n, seeds) for n in (0, 1, 6))
         found.append((abs(six / one - REPORTED_14B_SIX), fit, one / none, six / one))
     _, fit, one_to_none, six_to_one = min(found)
     row = {"one_to_none": round(one_to_none, 3), "six_to_one": round(six_to_one, 3)}
@@ -111,19 +111,23 @@ def fit_14b(answers: Answers, slowdown: float, seeds: int) -> tuple[Fit, Row]:
 
 def fits(seeds: int) -> Iterator[Row]:
     """Yield the fit of each model and calibration; that of 32B is extrapolated."""
-    for answers in get_args(Answers):
-        small, shown = fit_8b(answers, seeds)
-        yield _fit_row("8b", answers, small) | shown
-        medium, shown = fit_14b(answers, small.slowdown, seeds)
-        yield _fit_row("14b", answers, medium) | shown
+    for completions in get_args(Completions):
+        small, shown = fit_8b(completions, seeds)
+        yield _fit_row("8b", completions, small) | shown
+        medium, shown = fit_14b(completions, small.slowdown, seeds)
+        yield _fit_row("14b", completions, medium) | shown
         # Training takes time in proportion to the parameters, on twice the nodes.
         train = medium.train_tokens_per_s * SHAPES["14b"].parameters / SHAPES["32b"].parameters * 2
         large = Fit(small.slowdown, train, math.sqrt(small.verl_factor * medium.verl_factor))
-        yield _fit_row("32b", answers, large)
+        yield _fit_row("32b", completions, large)
 
 
-def _fit_row(model: Model, answers: Answers, fit: Fit) -> Row:
-    return {"fit": model, "answers": answers, **{name: round(value, 4) for name, value in fit._asdict().items()}}
+def _fit_row(model: Model, completions: Completions, fit: Fit) -> Row:
+    return {
+        "fit": model,
+        "completions": completions,
+        **{name: round(value, 4) for name, value in fit._asdict().items()},
+    }
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------
@@ -154,12 +158,17 @@ def segments(trace: FleetTrace) -> dict[str, FleetTrace]:
 def over_segments(args: argparse.Namespace, policies: dict[str, Policy]) -> Iterator[Row]:
     """Yield throughput and cost of each policy, in each segment."""
     parts = segments(sampled_trace(args.trace))
-    for model, answers, (name, segment) in product(args.models, args.answers, parts.items()):
-        job, machine = preset(model, answers)
+    for model, completions, (name, segment) in product(args.models, args.completions, parts.items()):
+        job, machine = preset(model, completions)
         fleet = segment.limited(SHAPES[model].useful_instances)
         for policy in args.policies or policies:
             runs = [simulate(job, machine, fleet, policies[policy], seed=seed) for seed in range(args.seeds)]
-            row: Row = {"model": model, "answers": answers, "segment": name, "present": round(fleet.mean_instances, 2)}
+            row: Row = {
+                "model": model,
+                "completions": completions,
+                "segment": name,
+                "present": round(fleet.mean_instances, 2),
+            }
             if policies[policy].fleet == "spot":
                 row["step_over_bound"] = round(fmean(_over_bound(job, machine, fleet, run) for run in runs), 3)
             yield row | summarize(runs).public()
@@ -172,18 +181,18 @@ def _over_bound(job: SimulatedJob, machine: Machine, fleet: FleetTrace, run: Sim
 
 def against_verl(rows: Iterable[Row]) -> Iterator[Row]:
     """Yield each policy's throughput and tokens per dollar against veRL as reported, means of the segments."""
-    found: dict[tuple[Model, Answers, str], list[Row]] = {}
+    found: dict[tuple[Model, Completions, str], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["model"], row["answers"], row["policy"]), []).append(row)
-    for (model, answers, policy), some in found.items():
-        verl = found[model, answers, "verl"]
-        factor = 1.0 if policy.startswith("verl") else 1 / FITS[model, answers].verl_factor
+        found.setdefault((row["model"], row["completions"], row["policy"]), []).append(row)
+    for (model, completions, policy), some in found.items():
+        verl = found[model, completions, "verl"]
+        factor = 1.0 if policy.startswith("verl") else 1 / FITS[model, completions].verl_factor
         faster = [factor * row["tokens_per_s"] / base["tokens_per_s"] for row, base in zip(some, verl, strict=True)]
         cost = "dollars_per_million_tokens"
         cheaper = [factor * base[cost] / row[cost] for row, base in zip(some, verl, strict=True)]
         figures = {"throughput": round(fmean(faster), 3), "tokens_per_dollar": round(fmean(cheaper), 3)}
         by_segment = {"by_segment": [round(value, 2) for value in faster]}
-        yield {"table": model, "answers": answers, "policy": policy} | figures | by_segment
+        yield {"table": model, "completions": completions, "policy": policy} | figures | by_segment
 
 
 def sweep(args: argparse.Namespace) -> Iterator[Row]:
@@ -213,7 +222,7 @@ def main() -> None:
     parser.add_argument("command", choices=["fit", "table", "ablations", "sweep"])
     parser.add_argument("--trace", type=Path, help="Bamboo's g4dn log; generated from its statistics without this")
     parser.add_argument("--models", nargs="+", choices=get_args(Model), default=get_args(Model))
-    parser.add_argument("--answers", nargs="+", choices=get_args(Answers), default=get_args(Answers))
+    parser.add_argument("--completions", nargs="+", choices=get_args(Completions), default=get_args(Completions))
     parser.add_argument("--policies", nargs="+")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rlboost.simulation import SimulationResult
-    from rlboost.simulation.presets import Answers, Model
+    from rlboost.simulation.presets import Completions, Model
     from rlboost.simulation.summary import Summary
     from rlboost.simulation.traces import FleetTrace
 
@@ -43,7 +43,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
         list[str] | None, typer.Option(help="Compare this policy; repeat the option. The first one is the reference.")
     ] = None,
     model: Annotated[str, typer.Option(help="Preset of job and machines: 8b, 14b or 32b.")] = "8b",
-    answers: Annotated[str, typer.Option(help="Calibration of the preset: short or long completions.")] = "short",
+    completions: Annotated[str, typer.Option(help="Calibration of the preset: short or long completions.")] = "short",
     trace: Annotated[
         Path | None, typer.Option(help="Recorded spot trace; without it one is generated from published statistics.")
     ] = None,
@@ -77,9 +77,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     for name in names:
         _check("--policy", name, known)
     _check("--model", model, SHAPES)
-    _check("--answers", answers, ("short", "long"))
+    _check("--completions", completions, ("short", "long"))
     chosen = cast("Model", model)
-    job, machine = preset(chosen, cast("Answers", answers))
+    job, machine = preset(chosen, cast("Completions", completions))
     limit = SHAPES[chosen].useful_instances if instances is None else instances
     fleet = _fleet(trace, sample, start, hours, limit)
     results = {name: [run(job, machine, fleet, known[name], seed=seed) for seed in range(seeds)] for name in names}
@@ -92,7 +92,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     if as_json:
         print_json({"trace_s": fleet.duration_s, "policies": [summary.public() for summary in summaries]})
     else:
-        title = f"{model}, {answers} completions, {fleet.duration_s / 3600:g} hours, {seeds} seeds"
+        title = f"{model}, {completions} completions, {fleet.duration_s / 3600:g} hours, {seeds} seeds"
         print_table(title, _COLUMNS, _rows(summaries))
 
 

@@ -19,7 +19,7 @@ from rlboost.simulation.job import Lengths, SimulatedJob
 from rlboost.simulation.machine import EngineSpec, Machine
 
 Model = Literal["8b", "14b", "32b"]
-Answers = Literal["short", "long"]
+Completions = Literal["short", "long"]
 
 BANDWIDTH_BYTES_PER_S = 6.7e12
 LAUNCH_S = 0.003
@@ -28,7 +28,7 @@ FLOPS = 0.4 * 1.979e15
 MEMORY_BYTES = 0.85 * 160e9
 """Of one engine, for weights and KV cache."""
 GBIT = 1e9 / 8
-LENGTHS: dict[Answers, Lengths] = {
+LENGTHS: dict[Completions, Lengths] = {
     "short": Lengths(cap=14_336, median=1800, sigma=0.7),
     "long": Lengths(cap=14_336, median=4500, sigma=0.6),
 }
@@ -60,7 +60,7 @@ SHAPES: dict[Model, Shape] = {
     "14b": Shape(14.8e9, 163_840, 1, 6),
     "32b": Shape(32.8e9, 262_144, 2, 6),
 }
-FITS: dict[tuple[Model, Answers], Fit] = {
+FITS: dict[tuple[Model, Completions], Fit] = {
     # 32B is not fitted: slowdown of 8B, training in proportion to the parameters of 14B, mean factor of veRL.
     ("8b", "short"): Fit(4.27, 13_115, 0.993),
     ("8b", "long"): Fit(4.278, 18_700, 0.950),
@@ -71,16 +71,16 @@ FITS: dict[tuple[Model, Answers], Fit] = {
 }
 
 
-def preset(model: Model, answers: Answers, fit: Fit | None = None) -> tuple[SimulatedJob, Machine]:
+def preset(model: Model, completions: Completions, fit: Fit | None = None) -> tuple[SimulatedJob, Machine]:
     """Return the job and the machine of one model.
 
     Args:
         model: which one.
-        answers: which calibration.
+        completions: which calibration.
         fit: replaces it.
 
     """
-    shape, fit = SHAPES[model], fit or FITS[model, answers]
+    shape, fit = SHAPES[model], fit or FITS[model, completions]
     weights = 2 * shape.parameters
     flops_s = 2 * shape.parameters / FLOPS
     decode = EngineSpec(
@@ -90,7 +90,7 @@ def preset(model: Model, answers: Answers, fit: Fit | None = None) -> tuple[Simu
         prefill_tokens_per_s=1 / flops_s,
         kv_tokens=round((MEMORY_BYTES - weights) / shape.kv_bytes_per_token),
     )
-    job = SimulatedJob(lengths=LENGTHS[answers], train_s_per_token=1 / fit.train_tokens_per_s, update_s=2.0)
+    job = SimulatedJob(lengths=LENGTHS[completions], train_s_per_token=1 / fit.train_tokens_per_s, update_s=2.0)
     machine = Machine(
         engine=decode,
         reserved_engines=4 * shape.nodes,

@@ -7,7 +7,7 @@ The manager sees what the real one sees, and nothing else: messages of `shared.m
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rlboost.shared.messages import Assign, Message
@@ -84,6 +84,15 @@ def manager_of(job: SimulatedJob, machine: Machine, policy: Policy) -> Manager:
             return PolyRLManager(job, machine, policy)
 
 
+@dataclass(slots=True)
+class _Instance:
+    """One incarnation of an instance; virtual time."""
+
+    worker: SimWorker
+    start_at: float
+    end_at: float = math.inf
+
+
 class Simulation:
     """One run."""
 
@@ -97,10 +106,10 @@ class Simulation:
         self._decoded_tokens = 0.0
         """As of the end of the last complete step."""
         self._warm_up_steps = warm_up_steps
-        self._instances: dict[str, SimWorker] = {}
-        """Present instance of the trace -> its worker."""
-        self._billed: list[tuple[SimWorker, float, float]] = []
-        """(worker, start, end) of each instance; the end is infinite while it runs. Virtual time."""
+        self._present: dict[str, _Instance] = {}
+        """By name in the trace."""
+        self._billed: list[_Instance] = []
+        """All instances."""
         self._trace_at = math.inf
         """Virtual time at which the trace begins."""
         self._inbox: list[Message] = []
@@ -134,28 +143,30 @@ class Simulation:
 
     def _begin_trace(self) -> None:
         now = self._trace_at = self.trainer.step_began_at
+        added_s: dict[str, float] = {}
         for event in self.trace.events:
+            if event.kind == "add":
+                added_s[event.instance] = event.at_s
+            elif event.at_s > 0.0 and self.env.policy.notices:
+                notice_s = max(event.at_s - self.env.machine.notice_s, added_s[event.instance])
+                self.env.at(now + notice_s, partial(self._give_notice, event.instance))
             if event.at_s > 0.0:
                 self.env.at(now + event.at_s, partial(self._apply, event, self.env.machine.startup_s))
-                if event.kind == "remove" and self.env.policy.notices:
-                    notice_at = now + event.at_s - self.env.machine.notice_s
-                    self.env.at(notice_at, partial(self._give_notice, event.instance))
 
     def _apply(self, event: FleetEvent, startup_s: float) -> None:
         if event.kind == "add":
             worker = SimWorker(self.env, f"{event.instance}.{len(self._billed)}", "preemptible")
-            self._instances[event.instance] = worker
-            self._billed.append((worker, self.env.now, math.inf))
+            self._present[event.instance] = _Instance(worker, self.env.now)
+            self._billed.append(self._present[event.instance])
             self._join(worker, startup_s)
-        elif worker_or_none := self._instances.pop(event.instance, None):
-            worker_or_none.kill()
+        else:
+            instance = self._present.pop(event.instance)
+            instance.worker.kill()
+            instance.end_at = self.env.now
             self.preemptions += 1
-            at = next(i for i, (worker, _, _) in enumerate(self._billed) if worker is worker_or_none)
-            self._billed[at] = (worker_or_none, self._billed[at][1], self.env.now)
 
     def _give_notice(self, instance: str) -> None:
-        if instance in self._instances:
-            self._instances[instance].give_notice()
+        self._present[instance].worker.give_notice()
 
     def _join(self, worker: SimWorker, startup_s: float) -> None:
         self.workers[worker.id] = worker
@@ -216,9 +227,9 @@ class Simulation:
             seed=self.env.seed,
             steps=steps,
             instances=tuple(
-                InstanceResult(worker.id, max(0.0, start - zero), min(stop, end) - zero, price)
-                for worker, start, stop in self._billed
-                if start < end and stop > zero
+                InstanceResult(i.worker.id, max(0.0, i.start_at - zero), min(i.end_at, end) - zero, price)
+                for i in self._billed
+                if i.start_at < end and i.end_at > zero
             ),
             reserved_price_per_hour=self.env.machine.reserved_price_per_hour,
             counters=Counters(

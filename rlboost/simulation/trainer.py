@@ -107,7 +107,7 @@ class SimTrainer:
             case SeedingReopened():
                 self._has_device = False
             case _:
-                raise AssertionError(message)
+                raise RuntimeError(f"unexpected message: {message.tag}")
         self._train_next()
 
     def _take(self, message: SampleFinished) -> None:

@@ -128,7 +128,7 @@ class SimWorker:
             case Drain():
                 self._leave("drained")
             case _:
-                raise AssertionError(command)
+                raise RuntimeError(f"unexpected command: {command.tag}")
         if self.alive and self.state != before:
             self._heartbeat()
         self._schedule_wake()

@@ -58,7 +58,7 @@ def test_simulate_command_prints_json_and_writes_pictures(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--policy", "best"), ("--model", "70b"), ("--answers", "none"), ("--start", "99")]
+    ("option", "value"), [("--policy", "best"), ("--model", "70b"), ("--completions", "none"), ("--start", "99")]
 )
 def test_simulate_command_rejects_unknown_values(option: str, value: str) -> None:
     result = command(option, value)

@@ -17,6 +17,7 @@ from rlboost.simulation.job import Group
 from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.policies.paper import PaperManager, balance, select
 from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.traces import FleetEvent, FleetTrace
 from tests.support.simulated import FULL_CACHES, JOB, MACHINE, STEADY, UNSTEADY, simulated
 
 SPEC = EngineSpec(step_s=0.01, per_sample_s=0.001, per_kv_token_s=1e-5, prefill_tokens_per_s=1e9, slots=4)
@@ -176,6 +177,20 @@ def test_simulation_bills_instances_from_their_request_to_their_end() -> None:
     assert simulated(POLICIES["verl"]).instance_dollars == 0.0
 
 
+@pytest.mark.parametrize("policy", ["paper", "rlboost"])
+def test_instance_reclaimed_before_it_joins_is_billed(policy: str) -> None:
+    short_life = (
+        FleetEvent(50.0, "add", "node9"),
+        FleetEvent(70.0, "remove", "node9"),
+        FleetEvent(80.0, "add", "node9"),
+    )
+    trace = FleetTrace((*STEADY.events, *short_life), STEADY.duration_s)
+    result = simulated(POLICIES[policy], trace=trace)
+    first, second = (instance for instance in result.instances if instance.instance.startswith("node9."))
+    assert (first.start_s, first.billed_s) == pytest.approx((50.0, 20.0))
+    assert second.end_s == pytest.approx(result.duration_s)
+
+
 def test_fleet_of_a_result_follows_the_trace() -> None:
     fleet = simulated(POLICIES["paper"]).fleet()
     expected = [(0.0, 3), (40.0, 2), (70.0, 1), (100.0, 2), (150.0, 1), (170.0, 0), (200.0, 1), (230.0, 2)]
@@ -243,15 +258,15 @@ def report(wait_s: float) -> StepReport:
 def test_paper_window_follows_the_waits_and_returns_with_the_fleet_size() -> None:
     paper = PaperManager(JOB, MACHINE, POLICIES["paper"])
     paper.window_s = 100.0
-    paper.fleet.update(3, 0.0)
+    paper.fleet.update(3)
     paper.learn(report(wait_s=30.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(110.0)
     paper.fleet.begin(1.0)
-    paper.fleet.update(2, 2.0)  # the fleet changes: this step is not remembered
+    paper.fleet.update(2)  # the fleet changes: this step is not remembered
     paper.learn(report(wait_s=60.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(130.0)
     paper.fleet.begin(3.0)
-    paper.fleet.update(3, 4.0)
+    paper.fleet.update(3)
     paper.learn(report(wait_s=0.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(110.0)
 
@@ -259,7 +274,7 @@ def test_paper_window_follows_the_waits_and_returns_with_the_fleet_size() -> Non
 def test_polyrl_window_is_in_whole_seconds_and_at_least_five() -> None:
     polyrl = PolyRLManager(JOB, MACHINE, POLICIES["polyrl"])
     polyrl.window_s = 10.0
-    polyrl.fleet.update(3, 0.0)
+    polyrl.fleet.update(3)
     polyrl.learn(report(wait_s=0.0), remote_wait_s=300.0)
     assert polyrl.window_s == 5.0
 

@@ -96,25 +96,22 @@ class Window:
 
 
 @dataclass(slots=True)
-class FleetMean:
+class FleetSize:
     """The number of preemptible workers during a step."""
 
     since: float = 0.0
-    at: float = 0.0
-    worker_s: float = 0.0
+    """When the step began."""
     changed: bool = False
     last: int = -1
 
-    def update(self, n: int, now: float) -> None:
+    def update(self, n: int) -> None:
         """Note the present number."""
-        self.worker_s += max(self.last, 0) * (now - self.at)
         self.changed |= self.last not in {-1, n}
-        self.at, self.last = now, n
+        self.last = n
 
     def begin(self, now: float) -> None:
         """Begin a step."""
-        self.since = self.at = now
-        self.worker_s, self.changed = 0.0, False
+        self.since, self.changed = now, False
 
 
 class Baseline:
@@ -130,9 +127,8 @@ class Baseline:
         """Without an owner, in the order in which they start."""
         self.window: Window | None = None
         self.window_s = generation_s(job, machine) / 2 if policy.seeding else 0.0
-        self.fleet = FleetMean()
+        self.fleet = FleetSize()
         self.version = -1
-        self.steps_done = 0
         self._out = Turn()
 
     # --- what a subclass decides --------------------------------------------------------------------------------------
@@ -173,7 +169,7 @@ class Baseline:
         for worker in list(self.workers.values()):
             if now - worker.last_seen_at > LEASE_S and not has_lease(worker.id):
                 self._remove(worker)
-        self.fleet.update(len(self._preemptible()), now)
+        self.fleet.update(len(self._preemptible()))
         self._advance_window()
         for worker in self.workers.values():
             self._instruct(worker)
@@ -191,7 +187,6 @@ class Baseline:
             case StepReport():
                 idle = [self.now - w.idle_since for w in self._preemptible() if not w.held]
                 n = len(self._preemptible())
-                self.steps_done += 1
                 if self.policy.seeding:
                     self.learn(message, sum(idle) / n if n else 0.0)
                 self.fleet.begin(self.now)
@@ -200,7 +195,7 @@ class Baseline:
                     message.worker, message.role == "reserved", self.now, idle_since=self.now
                 )
             case _:
-                raise AssertionError(message)
+                raise RuntimeError(f"unexpected message: {message.tag}")
 
     def _request(self, request: GroupRequested) -> None:
         step = SampleId.unpack(request.group).step
@@ -224,7 +219,10 @@ class Baseline:
             sample = self.samples.get(sample_id)
             if sample is None or worker is None or attempt != sample.attempt or sample.finish:
                 continue
-            assert offset == sample.tokens, "tokens are missing"
+            if offset != sample.tokens:
+                raise RuntimeError(
+                    f"sample {sample_id} has {sample.tokens} tokens, but its worker continues at {offset}"
+                )
             sample.tokens += count
             if finish == FINISH_RELEASED:
                 self.unassign(sample)
