@@ -18,6 +18,7 @@ from rlboost.commands import (
     init,
     jobs,
     page,
+    plan,
     ps,
     report,
     samples,
@@ -40,6 +41,7 @@ samples.register(app)
 page.register(app)
 evaluation.register(app)
 export.register(app)
+plan.register(app)
 ps.register(app)
 doctor.register(app)
 simulate.register(app)

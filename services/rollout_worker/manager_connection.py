@@ -136,6 +136,8 @@ class ManagerConnection:
         self._left = False
         self.flush_times = FlushTimes()
         self.tokens_per_s = 0.0
+        self.update_s = 0.0
+        """How long the last weight update took; 0 before the first."""
         self.memory = Memory()
         self.incarnation = _new_incarnation(membership, None)
         self._reported: tuple[WorkerState, Weights | None] | None = None
@@ -212,6 +214,7 @@ class ManagerConnection:
                 running=min(stats.running, len(session.held)),
                 pending=stats.pending + session.n_awaiting_weights,
                 tokens_per_s=self.tokens_per_s,
+                update_s=self.update_s,
                 at=now,
                 resident_bytes=self.memory.resident_bytes,
                 device_used_bytes=self.memory.device_used_bytes,

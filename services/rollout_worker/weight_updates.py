@@ -128,6 +128,7 @@ class WeightUpdates:
         )
 
         async def served() -> list[Effect]:
+            self._connection.update_s = time.monotonic() - began
             effects = session.on_weights_loaded(weights)
             await self._generator.resume("loading")
             return effects

@@ -22,6 +22,7 @@ from rlboost.services.trainer.checkpoints import Checkpoints
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
 from rlboost.services.trainer.job_streams import FinishedLog, JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResources, JobResourcesFactory
 from rlboost.services.trainer.ports.storage import TrainState
@@ -101,6 +102,7 @@ class JobRun:
         self._limit_s = limit_s
         self._trainer = trainer
         self._streams = JobStreams(bus, active.job_id)
+        self._profile = ProfileRecorder()
         self._requested_until = -1
         """The last step that an earlier trainer process may have requested."""
         self._checkpoints: Checkpoints
@@ -249,6 +251,8 @@ class JobRun:
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.
         wait_s = times.wait_s - times.resample_s
         await self._log_step(job.resources, step, tally.metrics(), wait_s=wait_s, train_s=times.train_s, tally=tally)
+        if (profile := self._profile.observe(tally)) is not None:
+            await self._device(lambda: job.resources.folder.write_profile(profile))
         if job.resampling is not None:
             await job.resampling.trim(self._checkpoints.covered_step)
 

@@ -13,6 +13,8 @@ Times are Unix seconds, durations seconds, sizes bytes.
 
 from __future__ import annotations
 
+from rlboost.shared.messages.engine_profile import EngineProfile
+from rlboost.shared.messages.fields import Role
 from rlboost.shared.messages.jobs import (
     ENDED,
     DeadLetter,
@@ -57,7 +59,6 @@ from rlboost.shared.messages.workers import (
     Release,
     Resume,
     Revoke,
-    Role,
     StoreCredential,
     Suspend,
     UseVersion,
@@ -81,6 +82,7 @@ __all__ = [
     "DeadLetter",
     "Dismissed",
     "Drain",
+    "EngineProfile",
     "Event",
     "FinishReason",
     "GroupOpened",

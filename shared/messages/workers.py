@@ -6,11 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, EntryId, Finite, JobId, PackedId, Version
+from rlboost.shared.messages.fields import (
+    Attempt,
+    Column32,
+    Column64,
+    Count,
+    EntryId,
+    Finite,
+    JobId,
+    PackedId,
+    Role,
+    Seconds,
+    Version,
+)
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
 
-Role = Literal["reserved", "preemptible"]
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
 InFlight = Literal["recompute", "keep", "finish"]
 """What happens to running samples at a weight update: they continue with the new weights, with their KV cache
@@ -146,6 +157,8 @@ class WorkerHeartbeat(Message):
     device_total_bytes: Count = 0
     kv_tokens: Count = 0
     """How many tokens, prompts included, its engine's KV cache holds at once; 0 where it does not say."""
+    update_s: Seconds = 0.0
+    """How long its last weight update took, from the command until the engine could generate; 0 before the first."""
     kv_block_tokens: Count = 0
     """Size of the KV-cache blocks that samples with a common prefix share; 0 where the engine shares none."""
     max_request_tokens: Count = 0

@@ -65,6 +65,7 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
         *("logs", "samples", "report", "pause", "resume", "cancel"),
     ),
     "Models": ("export",),
+    "Planning": ("plan", "simulate"),
     "Workers": ("worker list", "worker drain", "worker join"),
     "Tokens": ("token create", "token list", "token revoke"),
 }

@@ -28,6 +28,7 @@ WIRE = {
     "shared.job.fleet",
     "shared.messages",
     "shared.job.reward",
+    "shared.job.run_profile",
     "shared.job.training",
     "shared.scopes",
     "shared.weights.delta_graph",

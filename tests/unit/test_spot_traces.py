@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,12 @@ def test_mean_instances_counts_those_available_at_the_end() -> None:
 
 def test_generated_trace_repeats_with_its_seed() -> None:
     assert generate_trace(G4DN, 7) == generate_trace(G4DN, 7) != generate_trace(G4DN, 8)
+
+
+@pytest.mark.parametrize("change", [{"mean_instances": 0.0}, {"mean_instances": 25.0}, {"mean_life_s": 60.0}])
+def test_statistics_that_no_trace_has_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        replace(G4DN, **change)
 
 
 def test_generated_traces_have_the_stated_statistics() -> None:

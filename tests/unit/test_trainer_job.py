@@ -27,6 +27,7 @@ from rlboost.shared.messages import (
     SeedingEnded,
     SeedingReopened,
 )
+from tests.support.builders import engine_profile
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.stopwatch import Stopwatch
@@ -88,6 +89,18 @@ async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) ->
     rows = {report.step: report.metrics for report in await rig.steps()}
     assert [step for step in rows if "eval/reward_mean" in rows[step]] == [0, 2, 4, 5]
     assert "reward/mean" not in rows[5]
+
+
+async def test_run_writes_its_profile_with_the_throughput_of_workers(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=3))
+    rig.manager.engines = [engine_profile()]
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+    profile = rig.folder.profile
+    assert profile is not None
+    assert profile.steps == 3
+    assert profile.engines == (engine_profile(),)
 
 
 class Recording(FakeEngine):

@@ -24,6 +24,18 @@ class TraceStatistics:
     removals_at_once: Mapping[int, int]
     """Number of instances reclaimed at one time -> how often that was seen."""
 
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: no trace has these statistics.
+
+        """
+        if not (0 < self.mean_instances <= self.max_instances and self.duration_s > 0):
+            raise ValueError("mean_instances must be above 0 and at most max_instances, and duration_s above 0")
+        if not 0 < self.median_life_s <= self.mean_life_s:
+            raise ValueError("median_life_s must be above 0, and mean_life_s at least as long")
+
 
 G4DN = TraceStatistics(
     duration_s=10.8 * 3600,
@@ -55,7 +67,7 @@ class _Generator:
         self._end_s: dict[str, float] = {}
         """Available instance -> when its life ends."""
         self._additions_s: list[float] = []
-        """Times of future additions, in order."""
+        """Times of future additions, in order; the last one is after the end."""
 
     def run(self) -> FleetTrace:
         """Generate the events in order of time."""
@@ -67,7 +79,7 @@ class _Generator:
         size = self._burst_size()
         while True:
             removal_s = self._burst_at(size)
-            addition_s = self._additions_s[0] if self._additions_s else math.inf
+            addition_s = self._additions_s[0]
             at_s = min(removal_s, addition_s)
             if at_s >= statistics.duration_s:
                 return FleetTrace(tuple(self._events), statistics.duration_s)

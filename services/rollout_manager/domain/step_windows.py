@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
 from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.job_progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs import Job
@@ -63,7 +64,8 @@ def advance_window(world: World, job: Job, now: Now) -> None:
             world.emit_event("seeding_window_closing", now, job.id, step=window.step, reason=window.reason)
         case "end":
             length_s = window.lasted_s
-            message = SeedingEnded(step=window.step, window_s=length_s, reason=window.reason)
+            engines = engine_profiles(world, job.id)
+            message = SeedingEnded(step=window.step, window_s=length_s, reason=window.reason, engines=engines)
             world.outbox.deliver(job.id, message)
             world.emit_event("seeding_ended", now, job.id, step=window.step, window_s=length_s, reason=window.reason)
         case "reopen":
