@@ -26,6 +26,7 @@ _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily
 _EMITTERS = {"emit_event", "_emit_event"}
 EVENTS: Mapping[str, str] = {
     "adapter_saved": "the LoRA adapter of a completed job is in its folder",
+    "budget_reached": "the job has cost nearly `elastic.max_dollars`: no preemptible worker serves it any more",
     "checkpoint_failed": "a checkpoint could not be written",
     "checkpoint_saved": "a checkpoint is complete",
     "group_dropped": "a group was not trained on: it could not be generated or scored",
@@ -49,6 +50,7 @@ EVENTS: Mapping[str, str] = {
     "warning_cleared": "a warning no longer holds",
     "weights_restored": "a version was published again after a restart",
     "weights_unavailable": "a worker could not get a version",
+    "worker_drained": "the manager commanded a worker to drain: a budget ends, or fewer workers are needed",
     "worker_joined": "a worker joined",
     "worker_left": "a worker exited as planned",
     "worker_lost": "a worker's lease expired, or its engine failed",

@@ -63,13 +63,14 @@ export function preemptionText(audit) {
     `${number(sum(audit.dropped))} dropped.`;
 }
 
-// What a job cost, from GET /cost; empty without prices.
+// What a job cost, from GET /cost, as 'rlboost status' says it; empty without prices.
 export function costText(cost) {
   if (!cost.dollars) return "";
   const kinds = cost.workers.map(({ role, kind, hours, dollars: d }) => `${role} ${kind} ${dollars(d)} for ${hours.toFixed(2)} h`);
-  return `${dollars(cost.dollars)} so far: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
+  const limit = cost.max_dollars ? ` of at most ${dollars(cost.max_dollars)}` : "";
+  return `${dollars(cost.dollars)}${limit}: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
     `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples. Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ` +
-    `${dollars(cost.dollars_regenerated)} were generated again.`;
+    `${dollars(cost.dollars_regenerated)} were regenerated.`;
 }
 
 export function dollars(value) {
