@@ -21,6 +21,7 @@ from rlboost.commands import (
     ps,
     report,
     samples,
+    scale,
     token,
     up,
     worker,
@@ -40,6 +41,7 @@ page.register(app)
 evaluation.register(app)
 export.register(app)
 ps.register(app)
+scale.register(app)
 doctor.register(app)
 app.add_typer(worker.app, name="worker")
 app.add_typer(token.app, name="token")

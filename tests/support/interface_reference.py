@@ -29,6 +29,7 @@ EVENTS: Mapping[str, str] = {
     "budget_reached": "the job has cost nearly `elastic.max_dollars`: no preemptible worker serves it any more",
     "checkpoint_failed": "a checkpoint could not be written",
     "checkpoint_saved": "a checkpoint is complete",
+    "fleet_scaled": "autoscaling changed the number of workers of a kind",
     "group_dropped": "a group was not trained on: it could not be generated or scored",
     "job_quarantined": "a manager or trainer cannot read the job",
     "job_state": "the job's state changed",
@@ -61,7 +62,7 @@ EVENTS: Mapping[str, str] = {
 }
 """Event -> meaning."""
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "System": ("up", "down", "ps", "doctor", "demo"),
+    "System": ("up", "down", "ps", "scale", "doctor", "demo"),
     "Jobs": (
         *("init", "config check", "run", "eval", "follow", "status"),
         *("logs", "samples", "report", "pause", "resume", "cancel"),

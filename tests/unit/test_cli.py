@@ -365,6 +365,19 @@ def test_follow_and_status_end_with_the_cost_of_the_job(rest: FakeRest) -> None:
     assert json.loads(rlboost("follow", "j-1", "--json").stdout.splitlines()[0]) == {"cost": cost}
 
 
+def test_scale_sets_the_number_of_workers(rest: FakeRest) -> None:
+    pool = {"kind": "h100", "present": 2, "max_workers": 8, "error": "no quota"}
+    rest.on("POST /v1/fleet/scale", ok({"workers": 4}))
+    rest.on("GET /v1/fleet", ok({"autoscaling": {"pools": [pool]}}))
+    for given, sent in (("4", 4), ("auto", "auto")):
+        result = rlboost("scale", given)
+        posted = [request for request in rest.requests if request.method == "POST"][-1]
+        assert json.loads(posted.content) == {"workers": sent}
+        assert result.stdout.endswith("  h100: 2 present, at most 8\n")
+        assert result.stderr == "rlboost: warning: no quota\n"
+    assert "'many' is not a number of workers" in rlboost("scale", "many").stderr
+
+
 @pytest.mark.parametrize("state", ["failed", "cancelled"])
 def test_following_fails_with_the_job(rest: FakeRest, state: str) -> None:
     write_job()
