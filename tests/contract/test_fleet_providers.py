@@ -75,10 +75,11 @@ async def test_command_gets_no_secret_of_the_manager(tmp_path: Path, monkeypatch
     assert "AWS_ACCESS_KEY_ID=for the provider" in env
 
 
-async def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["wait", "exit"])
+async def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path, end: str) -> None:
     file = shlex.quote(str(tmp_path / "pid"))
     with pytest.raises(ProviderFailed, match="did not end"):
-        await ShellCommand(f"sleep 60 & echo $! > {file}; wait", limit_s=1.0).scale("spot", 1)
+        await ShellCommand(f"sleep 60 & echo $! > {file}; {end}", limit_s=1.0).scale("spot", 1)
     pid = int((tmp_path / "pid").read_text())
     await eventually(lambda: not _runs(pid))
 

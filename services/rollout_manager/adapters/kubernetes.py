@@ -24,11 +24,11 @@ class Kubernetes:
         url: of the API server.
         namespace: of the Deployments.
         token_file: has the bearer token, which Kubernetes renews.
-        tls: verifies the API server; None for plain HTTP.
+        tls: verifies the API server.
 
     """
 
-    def __init__(self, url: str, namespace: str, token_file: Path, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, url: str, namespace: str, token_file: Path, tls: ssl.SSLContext) -> None:
         self._url = f"{url}/apis/apps/v1/namespaces/{namespace}/deployments"
         self._token_file = token_file
         self._tls = tls
@@ -64,7 +64,7 @@ class Kubernetes:
             if self._session is None:
                 self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(REQUEST_LIMIT_S))
             patch = {"spec": {"replicas": workers}}
-            async with self._session.patch(url, json=patch, headers=headers, ssl=self._tls or True) as answer:
+            async with self._session.patch(url, json=patch, headers=headers, ssl=self._tls) as answer:
                 text = (await answer.text())[:_SHOWN_CHARACTERS]
                 if not answer.ok:
                     raise ProviderFailed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 
@@ -16,7 +17,7 @@ _SHOWN_CHARACTERS = 500
 class ShellCommand:
     """Runs a shell command with the kind in `RLBOOST_KIND` and the number in `RLBOOST_WORKERS`.
 
-    The command has the manager's environment, without the system's token and Redis URL.
+    The command has the manager's environment, without its settings, the system's token and the URL of Redis.
     """
 
     def __init__(self, command: str, limit_s: float = COMMAND_LIMIT_S) -> None:
@@ -33,16 +34,19 @@ class ShellCommand:
             env=env | {"RLBOOST_KIND": kind, "RLBOOST_WORKERS": str(workers)},
             start_new_session=True,  # so that its children can be killed with it
         )
+        has_ended = False
         try:
             async with asyncio.timeout(self._limit_s):
                 output, _ = await process.communicate()
+            has_ended = True
         except TimeoutError as error:
             raise ProviderFailed(
                 f"the provider command did not end in {self._limit_s:g} s: let it return without waiting for machines"
             ) from error
         finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            if not has_ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if process.returncode:
             text = output.decode(errors="replace").strip()[-_SHOWN_CHARACTERS:] or "it wrote nothing"

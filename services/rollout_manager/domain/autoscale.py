@@ -20,8 +20,8 @@ from rlboost.services.rollout_manager.domain.world import World
 
 COOL_DOWN_S = 30.0
 """Shortest time between two increases: what one adds is seen in the next steps only."""
-_CENT = 1e-6
-"""Dollars by which a sum of prices may miss a limit, since it is rounded."""
+_ROUNDING = 1e-6
+"""Dollars by which a sum of prices may pass a limit, since floating-point numbers are rounded."""
 Limit = Literal["max_workers", "max_dollars_per_hour"]
 
 
@@ -135,8 +135,8 @@ class Autoscaler:
         for pool in self.pools:
             price = max(pool.price_per_hour, seen.price_per_hour.get(pool.kind, 0.0))
             n = min(missing, pool.max_workers)
-            if price and price * n > left + _CENT:
-                n, limited_by = int(max(0.0, left + _CENT) / price), "max_dollars_per_hour"
+            if price and price * n > left + _ROUNDING:
+                n, limited_by = int(max(0.0, left + _ROUNDING) / price), "max_dollars_per_hour"
             targets[pool.kind] = n
             missing, left = missing - n, left - price * n
         if not missing:
@@ -163,7 +163,7 @@ def surplus(
     remaining = [worker for worker in workers if worker.id not in drained]
     excess = sum(worker.joined.price_per_hour for worker in remaining) - max_dollars_per_hour
     for worker in sorted(remaining, key=lambda worker: -worker.joined.at):
-        if excess > _CENT and worker.joined.price_per_hour and not worker.reserved:
+        if excess > _ROUNDING and worker.joined.price_per_hour and not worker.reserved:
             excess -= worker.joined.price_per_hour
             drained[worker.id] = f"the workers cost more than {max_dollars_per_hour:g} dollars per hour"
     return drained
