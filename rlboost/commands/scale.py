@@ -32,11 +32,7 @@ def scale(
     if as_json:
         print_json(autoscaling)
         return
-    typer.echo(
-        "the number of preemptible workers follows the number worth having"
-        if workers == "auto"
-        else f"{workers} preemptible workers"
-    )
+    typer.echo(f"preemptible workers: {'as many as are worth having' if workers == 'auto' else workers}")
     for pool in autoscaling["pools"]:
         typer.echo(f"  {pool['kind']}: {pool['present']} present, at most {pool['max_workers']}")
         if pool["error"]:

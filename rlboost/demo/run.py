@@ -39,7 +39,7 @@ STALL_LIMIT_S = 300.0
 _LAST_EVENT_LIMIT_S = 5.0
 _JOURNEYS = 3
 _RESERVED = 1
-_SCALE_IN_DELAY_S = "20"
+_SCALE_IN_DELAY_S = "60"
 """The default would outlast the demo."""
 
 

@@ -91,13 +91,25 @@ def test_worker_without_a_budget_stays() -> None:
     assert job.told("spot") == [UseVersion]
 
 
-def test_worker_that_the_rest_of_a_budget_cannot_pay_never_serves() -> None:
+def test_worker_that_the_rest_of_a_budget_cannot_pay_stays_idle() -> None:
     job = job_with_budget(max_dollars=1.0)
     job.join("slow-start", price_per_hour=36.0, startup_s=90.0)
-    job.second()
-    job.second()
-    assert job.told("slow-start") == [Drain]
+    for _ in range(2):
+        job.second()
+    assert job.told("slow-start") == []
     assert job.dollars == 0.0
+
+
+def test_worker_that_a_supervisor_restarts_after_its_drain_is_left_alone() -> None:
+    job = job_with_budget(max_dollars=1.0)
+    job.join("spot", price_per_hour=36.0)
+    for _ in range(120):
+        job.second()
+    assert job.told("spot") == [UseVersion, Drain]
+    job.join("spot-again", price_per_hour=36.0)
+    for _ in range(120):
+        job.second()
+    assert job.told("spot-again") == []
 
 
 def test_startup_is_charged_once_even_to_a_worker_that_serves_a_second_version() -> None:

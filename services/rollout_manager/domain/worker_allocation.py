@@ -31,7 +31,7 @@ def allocate(world: World, now: Now) -> None:
             continue
         if job := _job_of(world, worker, jobs if worker.reserved else payers):
             _use_version(world, worker, job, versions[job.id])
-        elif jobs and not worker.reserved:
+        elif jobs and worker.job and not worker.reserved:  # others stay idle: a supervisor would restart them
             world.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
     for job in world.jobs.active():
         world.progress[job.id].fleet = _count_workers(world, job)
