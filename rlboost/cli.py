@@ -22,6 +22,7 @@ from rlboost.commands import (
     ps,
     report,
     samples,
+    scale,
     simulate,
     token,
     up,
@@ -43,6 +44,7 @@ evaluation.register(app)
 export.register(app)
 plan.register(app)
 ps.register(app)
+scale.register(app)
 doctor.register(app)
 simulate.register(app)
 app.add_typer(worker.app, name="worker")

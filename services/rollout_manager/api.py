@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Depends, FastAPI, Header
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
 from rlboost.services.rollout_manager.domain.worker_worth import worth_of_one_more
+from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
 from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
 from rlboost.services.rollout_manager.join import (
     JoinAddresses,
@@ -71,6 +73,7 @@ def build(
     settings: Settings,
     extensions: Iterable[Extension] = (),
     error_format_besides: Callable[[Collection[str]], ErrorFormat] | None = None,
+    scaler: FleetScaler | None = None,
 ) -> FastAPI:
     """Return the manager's HTTP app.
 
@@ -81,6 +84,7 @@ def build(
         extensions: add routes under `/v1`.
         error_format_besides: takes the first parts of this module's paths under `/v1`; returns the format of the errors
             of all other routes.
+        scaler: decides the number of preemptible workers; one without a provider when None.
 
     """
     token = settings.token.get_secret_value()
@@ -92,7 +96,7 @@ def build(
     _add_jobs(router, manager, bus, token)
     add_history(router, manager, bus)
     add_events(router, manager, bus)
-    _add_fleet(router, manager, settings)
+    _add_fleet(router, manager, settings, scaler or FleetScaler(manager, bus, settings))
     _add_weights(router, manager, bus, settings)
     add_token_routes(router, manager, tokens)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
@@ -217,7 +221,16 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
 
-def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
+class Scale(BaseModel):
+    """The number of preemptible workers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"]
+    """`auto`: the number worth having, within the limits of the pools and of dollars."""
+
+
+def _add_fleet(router: APIRouter, manager: Manager, settings: Settings, scaler: FleetScaler) -> None:
     @router.post("/join", tags=["fleet"], responses=problems(409))
     @needs("worker")
     async def join_fleet(
@@ -254,7 +267,7 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.get("/fleet", tags=["fleet"])
     @needs("read")
     async def fleet() -> dict[str, Any]:
-        """Return counts of workers, throughput, the number of workers worth having and what one more is worth.
+        """Return counts of workers, throughput, workers worth having, the worth of one more, and autoscaling.
 
         `worth_of_one_more` is null until a step was measured; `preemptions_per_hour` is of one worker of each kind.
         """
@@ -271,8 +284,21 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
                 kind: manager.world.fleet.preemptions_per_s(kind) * 3600.0
                 for kind in sorted({worker.joined.kind for worker in preemptible})
             },
+            "autoscaling": scaler.public(),
             "worker_redis_users": "on" if manager.identities.have_users else "off",
         }
+
+    @router.post("/fleet/scale", tags=["fleet"], responses=problems(409))
+    @needs("admin")
+    async def scale(body: Scale) -> dict[str, Any]:
+        """Set the number of preemptible workers, or let it follow the number worth having (`auto`)."""
+        if not scaler.has_pools:
+            detail = (
+                "this manager cannot start workers: set RLBOOST_MANAGER_POOLS, or start with 'rlboost up --autoscale N'"
+            )
+            raise Problem(409, "No pools", detail)
+        await scaler.set_workers(None if body.workers == "auto" else body.workers, partial(write, manager))
+        return {"workers": body.workers}
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

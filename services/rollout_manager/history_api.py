@@ -64,7 +64,8 @@ def add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         """Return what the job's workers have cost, in all and per step, sample and token, and what migration saved."""
         job = readable_job(manager, job_id)
         stored = await bus.hash_get(names.job_audit(job.id), "counters")
-        return cost_report(Audit.model_validate_json(stored) if stored else Audit(), job.step)
+        audit = Audit.model_validate_json(stored) if stored else Audit()
+        return cost_report(audit, job.step, job.spec.elastic.max_dollars)
 
     @router.get(
         "/jobs/{job_id}/metrics",

@@ -30,6 +30,11 @@ def job_wait_status(world: World, job: Job, trainer_status: str | None, now: flo
     if (progress := world.progress.get(job.id)) and progress.stalled_since is not None:
         states = [worker.state for worker in world.fleet.workers.values()]
         because = f"samples are queued and no worker can take them: {_count(states)}"
+        if world.audits[job.id].cost.budget_reached:
+            because = (
+                f"its budget (elastic.max_dollars: {job.spec.elastic.max_dollars:g}) pays for no more preemptible "
+                "workers: add reserved workers, or cancel it and continue from its model in another job"
+            )
         return _wait("a worker that is ready with this job's weights", because, progress.stalled_since)
     waiting: dict[str, Any] | None = json.loads(trainer_status).get("waiting")
     return waiting

@@ -66,6 +66,8 @@ class WorkerIdentity:
     pid: int
     trainer: str = ""
     """Name of the trainer whose device it shares."""
+    startup_s: float = 0.0
+    """Time from the start of the process until it joined first."""
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ class ManagerConnection:
         self._throughput = Throughput()
         self._flush_lock = asyncio.Lock()
         self._heartbeat_lock = asyncio.Lock()
-        self._left = False
+        self._left = self._has_joined = False
         self.flush_times = FlushTimes()
         self.tokens_per_s = 0.0
         self.update_s = 0.0
@@ -233,7 +235,7 @@ class ManagerConnection:
             await bus.transact([*(Append(incarnation.reports, message) for message in (*joined, heartbeat)), read])
             if not incarnation.joined:
                 log.info("joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots)
-                incarnation.joined = True
+                incarnation.joined = self._has_joined = True
             self._reported = (heartbeat.state, session.serving)
 
     @property
@@ -254,6 +256,7 @@ class ManagerConnection:
             at=now,
             trainer=identity.trainer,
             kv_tokens=0,  # not known before there is an engine: see `WorkerHeartbeat`
+            startup_s=0.0 if self._has_joined else identity.startup_s,
         )
 
     async def send_preemption_notice(self, reason: str, lead_s: float) -> None:

@@ -135,6 +135,8 @@ class WorkerJoined(Message):
     """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
     kv_tokens: Count = 0
     """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
+    startup_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    """Age of the worker's process; 0 when it joins again, since this time is charged once."""
 
 
 @message

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlackBox]:
-    with black_box(tmp_path_factory.mktemp("page") / "state", workers=2) as box:
+    with black_box(tmp_path_factory.mktemp("page") / "state", workers=2, autoscale=3) as box:
         yield box
 
 
@@ -121,3 +121,13 @@ def test_completion_parts_of_a_cut_completion_keep_their_workers(box: BlackBox, 
         }"""
     )
     assert parts == ["0:aaa", "1:bb", "null:[4 characters cut]", "1:b", "2:cccc"]
+
+
+def test_scale_button_changes_the_number_of_spot_workers(box: BlackBox, page: sync_api.Page) -> None:
+    page.goto(f"{box.url}/#token={box.token}")
+    page.fill("#scale-workers", "3")
+    page.get_by_role("button", name="Scale").click()
+    sync_api.expect(page.locator("#fleet-line")).to_contain_text("Autoscaling (3): 3 of at most 3 local.")
+    page.fill("#scale-workers", "")
+    page.get_by_role("button", name="Scale").click()
+    sync_api.expect(page.locator("#fleet-line")).to_contain_text("Autoscaling (auto)")

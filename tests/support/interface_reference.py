@@ -26,8 +26,10 @@ _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily
 _EMITTERS = {"emit_event", "_emit_event"}
 EVENTS: Mapping[str, str] = {
     "adapter_saved": "the LoRA adapter of a completed job is in its folder",
+    "budget_reached": "the job has cost nearly `elastic.max_dollars`: no preemptible worker serves it any more",
     "checkpoint_failed": "a checkpoint could not be written",
     "checkpoint_saved": "a checkpoint is complete",
+    "fleet_scaled": "autoscaling changed the number of workers of a kind",
     "group_dropped": "a group was not trained on: it could not be generated or scored",
     "job_quarantined": "a manager or trainer cannot read the job",
     "job_state": "the job's state changed",
@@ -49,6 +51,7 @@ EVENTS: Mapping[str, str] = {
     "warning_cleared": "a warning no longer holds",
     "weights_restored": "a version was published again after a restart",
     "weights_unavailable": "a worker could not get a version",
+    "worker_drained": "the manager commanded a worker to drain: a budget ends, or fewer workers are needed",
     "worker_joined": "a worker joined",
     "worker_left": "a worker exited as planned",
     "worker_lost": "a worker's lease expired, or its engine failed",
@@ -59,7 +62,7 @@ EVENTS: Mapping[str, str] = {
 }
 """Event -> meaning."""
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "System": ("up", "down", "ps", "doctor", "demo"),
+    "System": ("up", "down", "ps", "scale", "doctor", "demo"),
     "Jobs": (
         *("init", "config check", "run", "eval", "follow", "status"),
         *("logs", "samples", "report", "pause", "resume", "cancel"),

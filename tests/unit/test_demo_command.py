@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from rlboost.cli import app
@@ -40,6 +41,12 @@ def test_a_short_job_is_the_beginning_of_the_full_one() -> None:
     assert short["optimizer"]["decay"] / short["steps"] == pytest.approx(slope)
     assert short["eval"]["every"] == 4
     assert {key for key in full if full[key] != short[key]} == {"steps", "eval", "optimizer"}
+
+
+def test_autoscaled_demo_learns_the_number_of_workers_and_plans_no_joins(tmp_path: Path) -> None:
+    demo = running.Demo(running.DemoOptions(tmp_path, steps=60, workers=1, autoscale=4), Console())
+    assert {change.action for change in demo.record.planned} == {"kill", "notice"}
+    assert demo._job["elastic"]["seeding"] == "auto"
 
 
 def test_clear_removes_the_files_of_an_earlier_demo(tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ def apply_delivered(world: World, job_id: str, message: Message) -> None:
 
 
 def _on_joined(world: World, message: WorkerJoined, now: Now) -> None:
-    if world.fleet.join(message, now.mono) is not None:
+    if (worker := world.fleet.join(message, now.mono)) is not None:
+        worker.unbilled_startup_s = message.startup_s
         world.outbox.add(SaveWorker(message))
         world.emit_event("worker_joined", now, worker=message.worker, role=message.role, worker_kind=message.kind)
 

@@ -73,6 +73,10 @@ class Worker:
     """How many of these samples another worker completed, so that this worker is to blame and not the weights."""
     rejected: bool = False
     """It is not trusted any more, and was commanded to drain."""
+    drain_commanded: bool = False
+    """It was commanded to drain for another reason."""
+    unbilled_startup_s: float = 0.0
+    """Time before its join that no job was charged with yet."""
     samples: set[int] = field(default_factory=set)
     releasing: dict[int, float] = field(default_factory=dict)
     """Members of `samples` that it was asked to release -> when (manager's clock)."""
@@ -178,7 +182,8 @@ class Worker:
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
         self.max_request_tokens = heartbeat.max_request_tokens
-        self.state = "draining" if self.noticed or self.rejected else heartbeat.state
+        drains = self.noticed or self.rejected or self.drain_commanded
+        self.state = "draining" if drains else heartbeat.state
         self._observe_throughput(heartbeat, now)
         return before if before != self.state else None
 
@@ -288,6 +293,11 @@ class Fleet:
     def reject(self, worker: Worker) -> None:
         """Mark a worker as not trusted any more."""
         worker.rejected, worker.state = True, "draining"
+        self.revision += 1
+
+    def on_drain(self, worker: Worker) -> None:
+        """Mark a worker as commanded to drain."""
+        worker.drain_commanded, worker.state = True, "draining"
         self.revision += 1
 
     def on_delivered(self, sample: Sample) -> None:

@@ -23,7 +23,7 @@ from rlboost.services.rollout_manager.domain.scheduling.requirements import InFl
 from rlboost.shared.columns import U32, U64, pack
 from rlboost.shared.command_digest import command_digest
 from rlboost.shared.ids import is_served, job_of
-from rlboost.shared.messages import FINISH_STOP, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
+from rlboost.shared.messages import FINISH_STOP, Drain, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
 
 
 class Now(NamedTuple):
@@ -290,6 +290,13 @@ class World:
         samples = [sample for sample in owned if not sample.finish and sample.request.job_id == job_id]
         attempts = [sample.attempt for sample in samples]
         return command_digest([s.id for s in samples], attempts, worker.assigned_version, suspended=suspended)
+
+    def drain(self, worker: Worker, now: Now, reason: str) -> None:
+        """Command a worker to hand off its samples and exit."""
+        self.fleet.on_drain(worker)
+        self.candidates.mark_changed(worker)
+        self.outbox.send(worker.id, Drain(reason=reason))
+        self.emit_event("worker_drained", now, worker=worker.id, reason=reason)
 
     def recount_kv(self, worker: Worker) -> None:
         """Count a worker's tokens in the KV cache again."""
