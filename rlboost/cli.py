@@ -22,6 +22,7 @@ from rlboost.commands import (
     report,
     samples,
     token,
+    top,
     up,
     worker,
 )
@@ -35,6 +36,7 @@ demo.register(app)
 report.register(app)
 jobs.register(app)
 follow.register(app)
+top.register(app)
 samples.register(app)
 page.register(app)
 evaluation.register(app)

@@ -59,7 +59,7 @@ EVENTS: Mapping[str, str] = {
 }
 """Event -> meaning."""
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "System": ("up", "down", "ps", "doctor", "demo"),
+    "System": ("up", "down", "ps", "top", "doctor", "demo"),
     "Jobs": (
         *("init", "config check", "run", "eval", "follow", "status"),
         *("logs", "samples", "report", "pause", "resume", "cancel"),
