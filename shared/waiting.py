@@ -9,9 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from prometheus_client import Counter
 from pydantic import BaseModel, ConfigDict
 
 from rlboost.shared.errors import Timeout
+
+_TIMEOUTS = Counter("rlboost_wait_timeouts", "Waits that reached their limit")
 
 
 class WaitStatus(BaseModel):
@@ -52,6 +55,7 @@ class Waits:
                 yield
         except TimeoutError as error:
             if timer.expired():
+                _TIMEOUTS.inc()
                 raise Timeout(f"waited {limit_s:.0f} s for {for_} ({because})") from error
             raise
         finally:
