@@ -23,6 +23,7 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
 from rlboost.shared.http import server
+from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import RedisBus, connect
 
@@ -56,7 +57,8 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     add_page(app)
     try:
         http = server.server_loop(app, sock, certificate)
-        await supervise({"manage": manager.run, "credentials": credentials.run, "http": http}, stop)
+        logs = log_sender(clients_bus, "manager", lambda: [job.id for job in manager.world.jobs.active()])
+        await supervise({"manage": manager.run, "credentials": credentials.run, "http": http, "logs": logs}, stop)
     finally:
         await leader.close()
         await clients_bus.close()

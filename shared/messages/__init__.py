@@ -65,6 +65,7 @@ from rlboost.shared.messages.workers import (
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
     WorkerState,
 )
 
@@ -114,6 +115,7 @@ __all__ = [
     "WorkerHeartbeat",
     "WorkerJoined",
     "WorkerLeft",
+    "WorkerLog",
     "WorkerState",
     "class_of",
     "message",

@@ -186,3 +186,14 @@ class WorkerEvent(Message):
     kind: str
     at: Finite
     fields: dict[str, Any] = Field(default_factory=dict)
+
+
+@message
+class WorkerLog(Message):
+    """Worker -> manager: new lines of its log, for the log of the job that it serves. Best effort."""
+
+    worker: str
+    job_id: str
+    times: Annotated[list[Finite], Field(max_length=100)]
+    """When each line was logged."""
+    texts: Annotated[list[Annotated[str, Field(max_length=2_000)]], Field(max_length=100)]

@@ -40,6 +40,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
 )
 from tests.support.builders import group_id, group_requested, job_created
 from tests.unit.test_serving import Rig
@@ -102,6 +103,7 @@ VALID: list[tuple[str, Message]] = [
     (names.rollouts_finished("j"), SampleDropped(sample=SAMPLE, reason="r", group_done=False)),
     (names.rollouts_finished("j"), SeedingEnded(step=0, window_s=1.0, reason="window")),
     (names.WORKER_HEARTBEATS, WorkerEvent(worker="a", job_id="j", kind="k", at=1.0)),
+    (names.WORKER_HEARTBEATS, WorkerLog(worker="a", job_id="j", times=[1.0], texts=["t"])),
 ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rlboost.services.rollout_manager.domain.effects import (
     EmitEvent,
+    EmitLogLines,
     ForgetWorker,
     QuarantineMessage,
     SaveJob,
@@ -52,6 +53,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
 )
 
 
@@ -77,6 +79,8 @@ def apply_message(world: World, message: Message, entry_id: str, now: Now) -> No
             _on_left(world, message, now)
         case WorkerEvent():
             _on_worker_event(world, message)
+        case WorkerLog():
+            _on_worker_log(world, message)
         case WeightsCommitted():
             _on_committed(world, message)
         case JobCommand() | JobReport() | StepReport() if message.job_id in world.quarantined:
@@ -271,6 +275,12 @@ def _on_worker_event(world: World, message: WorkerEvent) -> None:
         raise Unprocessable(f"an event of the unknown job {message.job_id}")
     event = Event(kind=message.kind, at=message.at, source=message.worker, fields=message.fields)
     world.outbox.add(EmitEvent(message.job_id, event))
+
+
+def _on_worker_log(world: World, message: WorkerLog) -> None:
+    if message.job_id in world.jobs:
+        lines = list(zip(message.times, message.texts, strict=False))
+        world.outbox.add(EmitLogLines(message.job_id, message.worker, lines))
 
 
 def lose_worker(world: World, worker: Worker, now: Now) -> None:
