@@ -190,6 +190,11 @@ def _joined(worker: Json) -> str:
     return datetime.fromtimestamp(unix_s(worker["joined_at"])).astimezone().strftime("%H:%M:%S")
 
 
+def _wait(worker: Json) -> str:
+    wait = worker.get("waiting")
+    return wait["for"] if wait else "-"
+
+
 _COLUMNS = (
     _Column("worker", lambda worker: worker_name(worker["id"])),
     _Column("role", lambda worker: "reserved" if worker["role"] == "reserved" else "spot"),
@@ -201,5 +206,6 @@ _COLUMNS = (
     _Column("tokens/s", _number("tokens_per_s"), "right"),
     _Column("$/h", lambda worker: f"{worker['price_per_hour']:.2f}" if worker["price_per_hour"] else "-", "right", 80),
     _Column("joined", _joined, from_width=110),
+    _Column("waiting for", _wait, from_width=120),
     _Column("job", lambda worker: worker["job_id"] or "-", from_width=100),
 )

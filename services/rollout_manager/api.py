@@ -134,13 +134,13 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None
         """Return every job, oldest first: state, step, current wait, error."""
         jobs: list[Job | QuarantinedJob] = [*manager.world.jobs.values(), *manager.world.quarantined.values()]
         jobs.sort(key=lambda job: job.no)
-        return [await _public(manager, bus, job) for job in jobs]
+        return [_public(manager, job) for job in jobs]
 
     @router.get("/jobs/{job_id}", tags=["jobs"], responses=problems(404))
     @needs("read")
     async def show_job(job_id: str) -> dict[str, Any]:
         """Return one job: state, step, metrics of its last step, current wait, error."""
-        return await _public(manager, bus, find_job(manager, job_id))
+        return _public(manager, find_job(manager, job_id))
 
     @router.get("/jobs/{job_id}/spec", tags=["jobs"], responses=_JOB)
     @needs("read")
@@ -197,16 +197,15 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
     return job
 
 
-async def _public(manager: Manager, bus: Bus, job: Job | QuarantinedJob) -> dict[str, Any]:
-    if isinstance(job, QuarantinedJob):
-        return _times({**job.public(), "waiting": None})
-    (trainer_status,) = await bus.lease_values([names.trainer_lease(job.id)])
-    waiting = job_wait_status(manager.world, job, trainer_status, time.time())
-    return _times({**job.public(), "waiting": _times(waiting) if waiting else None})
+def _public(manager: Manager, job: Job | QuarantinedJob) -> dict[str, Any]:
+    waiting = None if isinstance(job, QuarantinedJob) else job_wait_status(manager.world, job, time.time())
+    return _times({**job.public(), "waiting": waiting})
 
 
 def _times(fields: dict[str, Any]) -> dict[str, Any]:
     shown = dict(fields)
+    if shown.get("waiting"):
+        shown["waiting"] = _times(shown["waiting"])
     for name in _TIMES:
         if isinstance(shown.get(name), float | int):
             shown[name] = datetime.fromtimestamp(shown[name], UTC).isoformat()

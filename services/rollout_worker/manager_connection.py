@@ -35,6 +35,7 @@ from rlboost.shared.messages import (
     Message,
     PreemptionNotice,
     Role,
+    Wait,
     WorkerEvent,
     WorkerHeartbeat,
     WorkerJoined,
@@ -223,6 +224,7 @@ class ManagerConnection:
                 device_total_bytes=self.memory.device_total_bytes,
                 command_digest=session.command_digest(),
                 last_command=incarnation.cursor,
+                waiting=self._oldest_wait(),
                 **self._generator.kv,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
@@ -238,6 +240,11 @@ class ManagerConnection:
                 log.info("joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots)
                 incarnation.joined = True
             self._reported = (heartbeat.state, session.serving)
+
+    def _oldest_wait(self) -> Wait | None:
+        for wait in self._waits.current():
+            return Wait(subject=wait.for_, because=wait.because, since=wait.since, limit_s=wait.limit_s)
+        return None
 
     @property
     def state_changed(self) -> bool:

@@ -339,6 +339,7 @@ class Trainer:
             "phase": job.phase,
             "step": job.step,
             "waiting": waiting[0].public() if waiting else None,
+            "at": time.time(),  # the manager detects a trainer that renews no longer
         }
         value = json.dumps(body)
 

@@ -6,7 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, EntryId, Finite, JobId, PackedId, Version
+from rlboost.shared.messages.fields import (
+    Attempt,
+    Column32,
+    Column64,
+    Count,
+    EntryId,
+    Finite,
+    JobId,
+    PackedId,
+    Seconds,
+    Version,
+)
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
 
@@ -126,6 +137,16 @@ class WorkerJoined(Message):
     """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
 
 
+class Wait(Message):
+    """What a worker waits for; see `shared.waiting`."""
+
+    subject: str
+    because: str
+    since: Finite
+    """Unix seconds, worker's clock."""
+    limit_s: Seconds
+
+
 @message
 class WorkerHeartbeat(Message):
     """Worker -> manager: liveness and load. Sent every heartbeat interval and at each change of state."""
@@ -154,6 +175,8 @@ class WorkerHeartbeat(Message):
     """What the commands up to `last_command` have assigned, less samples that have ended: `shared.command_digest`."""
     last_command: EntryId = ""
     """Entry id of the last command that was applied; empty from a worker that sends no digest."""
+    waiting: Wait | None = None
+    """Its oldest wait."""
 
 
 @message

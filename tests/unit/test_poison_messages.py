@@ -131,6 +131,7 @@ def anything(annotation: Any) -> st.SearchStrategy[Any]:  # noqa: PLR0911 - one 
         str: st.sampled_from(["j", "k", "a", "b", "c-1", ""]) | st.text(max_size=4),
         bytes: st.binary(max_size=40) | columns | st.sampled_from([b"", b"abc"]),
         bool: st.booleans(),
+        types.NoneType: st.none(),
     }
     return simple[annotation]
 

@@ -298,7 +298,7 @@ def dismiss_mismatched(world: World, worker: Worker, now: Now) -> None:
 def remove_worker(world: World, worker: Worker, now: Now, *, lost: bool, reason: str) -> None:
     """Remove a worker and queue its samples."""
     world.unassign_all(worker, now, "lost" if lost else "left")
-    world.fleet.remove(worker, "lost" if lost else "left")
+    world.fleet.remove(worker, "lost" if lost else "left", reason)
     world.candidates.mark_changed(worker)
     world.outbox.add(ForgetWorker(worker.id, reason))
     world.emit_event("worker_lost" if lost else "worker_left", now, worker=worker.id, reason=reason)
