@@ -114,7 +114,7 @@ def _job(job: JobSnapshot, now: float, width: int) -> list[Text]:
     facts = [f"step {record['step']} of {record['steps']}" if record["steps"] else ""]
     facts.append(remaining(record, job.recent))
     if job.dollars:
-        facts.append(f"{dollars(job.dollars)} ({dollars(job.dollars_per_step)} a step)")
+        facts.append(f"{_dollars(job.dollars)} ({_dollars(job.dollars_per_step)} a step)")
     head.append("".join(f"  {fact}" for fact in facts if fact), style="not bold")
     lines = [head]
     if record["error"]:
@@ -151,8 +151,7 @@ def _paragraph(text: str, style: str, width: int) -> list[Text]:
     return [Text(_INDENT + line, style=style) for line in broken]
 
 
-def dollars(value: float | None) -> str:
-    """Format an amount; small ones with two digits."""
+def _dollars(value: float | None) -> str:
     if value is None:
         return "-"
     return f"${value:.2f}" if value >= 1 or value == 0 else f"${value:.2g}"

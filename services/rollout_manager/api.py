@@ -30,7 +30,7 @@ from rlboost.services.rollout_manager.leader_routes import leader_only, not_lead
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.token_routes import add_token_routes
 from rlboost.services.rollout_manager.token_table import TokenTable
-from rlboost.services.rollout_manager.wait_status import job_wait_status
+from rlboost.services.rollout_manager.wait_status import job_wait_status, redis_wait
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
 from rlboost.shared.bus import Append, Bus, HashSet
@@ -198,7 +198,9 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
 
 
 def _public(manager: Manager, job: Job | QuarantinedJob) -> dict[str, Any]:
-    waiting = None if isinstance(job, QuarantinedJob) else job_wait_status(manager.world, job, time.time())
+    waiting = None
+    if isinstance(job, Job) and not job.ended:
+        waiting = redis_wait(manager.turn_began_at, time.time()) or job_wait_status(manager.world, job)
     return _times({**job.public(), "waiting": waiting})
 
 

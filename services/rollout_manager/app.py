@@ -93,6 +93,8 @@ class Manager:
         self.recovered = False
         self.outage = ""
         """Why this manager cannot work at present; empty while Redis answers."""
+        self.turn_began_at: float | None = None
+        """When the turn under way began (Unix), None between turns: only Redis can make it long."""
         self._cursors: dict[str, str] = {}
         self._audit_texts: dict[str, str] = {}
         self._closed_streams: list[str] = []
@@ -113,13 +115,15 @@ class Manager:
                     await self._stand_by(stop)
                     continue
                 unavailable_since, self.outage = None, ""
-                began = time.monotonic()
+                began, self.turn_began_at = time.monotonic(), time.time()
                 await self.turn(BLOCK_S)
+                self.turn_began_at = None
                 await until_stop(stop, max(0.0, TURN_S - (time.monotonic() - began)))
             except Fenced as error:
+                self.turn_began_at = None
                 self._step_down(str(error))
             except BusUnavailable as error:
-                self.recovered = False
+                self.recovered, self.turn_began_at = False, None
                 self.outage = f"Redis does not answer the manager: {error}"
                 unavailable_since = unavailable_since or time.monotonic()
                 outage_s = time.monotonic() - unavailable_since

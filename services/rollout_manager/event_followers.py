@@ -1,9 +1,9 @@
-"""Clients that follow the events of jobs: one read of Redis at a time waits for all of them.
+"""Clients that follow the events and logs of jobs: one read of Redis at a time waits for all of them.
 
-Consumes: the event streams of the followed jobs.
+Consumes: the streams of the followed jobs.
 Produces: for each follower, the entries after its own position.
 Waits for: the next entry of any followed stream, in `Bus.read`, for `BLOCK_S` at a time.
-Ends when: the client disconnects, or the job has ended and all its events are read.
+Ends when: the client disconnects, or the job has ended and all its entries are read.
 """
 
 from __future__ import annotations
@@ -121,5 +121,5 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
         ids[entry.stream].append(entry.id)
     # A stream with a whole batch may have more.
     ends = [position(of_stream[-1]) for of_stream in ids.values() if len(of_stream) >= BATCH]
-    in_order = sorted(entries, key=lambda entry: position(entry.id))
-    return [entry for entry in in_order if position(entry.id) <= min(ends)] if ends else in_order
+    ordered = sorted(entries, key=lambda entry: position(entry.id))
+    return [entry for entry in ordered if position(entry.id) <= min(ends)] if ends else ordered

@@ -12,19 +12,14 @@ from rlboost.services.rollout_manager.domain.world import World
 
 TRAINER_SILENCE_S = 3.0
 """A trainer that has not renewed its lease for this time counts as missing; it renews every second."""
+LONG_TURN_S = 2.0
+"""A turn of the manager that takes longer waits for Redis."""
 FEW_SAMPLES = 8
 """When no more samples are in flight, the workers that have them are named."""
 
 
-def job_wait_status(world: World, job: Job, now: float) -> dict[str, Any] | None:
-    """Return `{for, because, since, limit_s}` (Unix seconds), or None if the job waits for nothing.
-
-    Args:
-        world: the manager's world.
-        job: the job.
-        now: Unix seconds.
-
-    """
+def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
+    """Return `{for, because, since, limit_s}` (Unix seconds), or None if the job waits for nothing."""
     if job.ended:
         return None
     if job.state == "pending":
@@ -32,13 +27,21 @@ def job_wait_status(world: World, job: Job, now: float) -> dict[str, Any] | None
     progress = world.progress.get(job.id)
     if progress is None or progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
-    if progress.trainer_status is None or now - progress.trainer_renewed_at > TRAINER_SILENCE_S:
+    silence_s = progress.trainer_checked_at - progress.trainer_renewed_at
+    if progress.trainer_status is None or silence_s > TRAINER_SILENCE_S:
         because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
         return _wait("the trainer", because + "look at its log", progress.trainer_renewed_at)
     if progress.stalled_since is not None:
         because = f"samples are queued and no worker can take them: {_why_none(world.fleet)}"
         return _wait("a worker that is ready with this job's weights", because, progress.stalled_since)
     return _trainers_wait(world.fleet, job, progress)
+
+
+def redis_wait(turn_began_at: float | None, now: float) -> dict[str, Any] | None:
+    """Return the wait of every job while Redis does not answer the manager, None while it does; Unix seconds."""
+    if turn_began_at is None or now - turn_began_at <= LONG_TURN_S:
+        return None
+    return _wait("Redis", "it does not answer the manager: check its machine, disk and network", turn_began_at)
 
 
 def _trainers_wait(fleet: Fleet, job: Job, progress: JobProgress) -> dict[str, Any] | None:

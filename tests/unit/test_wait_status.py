@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rlboost.services.rollout_manager import wait_status
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
@@ -19,6 +20,7 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.wait_status import TRAINER_SILENCE_S, job_wait_status
 from rlboost.shared import names
 from rlboost.shared.bus import Delete
+from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import JobReport, JobState, UseVersion, Wait, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from tests.support.builders import job_created
@@ -37,7 +39,7 @@ def wait_of_queued(*states: JobState) -> dict[str, Any]:
         apply_message(world, job_created(f"j-{number}", number), f"{2 * number + 1}-0", NOW)
         apply_message(world, JobReport(job_id=f"j-{number}", state=state, step=0), f"{2 * number + 2}-0", NOW)
     apply_message(world, job_created("queued", len(states)), "99-0", NOW)
-    wait = job_wait_status(world, world.jobs["queued"], NOW.wall)
+    wait = job_wait_status(world, world.jobs["queued"])
     assert wait is not None
     return wait
 
@@ -100,7 +102,9 @@ class Running:
         apply_message(self.world, heartbeat, "4-0", NOW)
 
     def wait(self, after_s: float = 0.0) -> dict[str, Any]:
-        wait = job_wait_status(self.world, self.world.jobs["j"], NOW.wall + after_s)
+        """Return what the job waits for once the lease was read again, unchanged."""
+        self.progress.on_trainer_status(self.progress.trainer_status, NOW.wall + after_s)
+        wait = job_wait_status(self.world, self.world.jobs["j"])
         assert wait is not None
         return wait
 
@@ -120,7 +124,7 @@ def test_trainer_is_not_blamed_before_its_lease_was_read() -> None:
     world = World(lease_s=2.0)
     apply_message(world, job_created("j", 0), "1-0", NOW)
     apply_message(world, JobReport(job_id="j", state="running", step=0), "2-0", NOW)
-    assert job_wait_status(world, world.jobs["j"], NOW.wall) is None
+    assert job_wait_status(world, world.jobs["j"]) is None
 
 
 def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
@@ -239,6 +243,31 @@ async def test_status_shows_the_trainers_wait_then_its_absence(system: System) -
     system.manager._trainers_checked_at = -math.inf
     await system.manager.turn()
     assert (await system.shown())["waiting"]["for"] == "the trainer"
+
+
+async def test_status_names_redis_before_a_request_to_it_times_out(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_status, "LONG_TURN_S", 0.0)
+    stop, answers = asyncio.Event(), asyncio.Event()
+
+    async def paused(*_: object, **__: object) -> list[str | None]:
+        await answers.wait()
+        raise BusUnavailable("the fake broker was paused")
+
+    monkeypatch.setattr(system.bus, "read_with_raw", paused)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(system.manager.run(stop), name="manager")
+
+        async def waiting() -> dict[str, Any] | None:
+            wait: dict[str, Any] | None = (await system.shown())["waiting"]
+            return wait if wait and wait["for"] == "Redis" else None
+
+        assert "does not answer the manager" in (await eventually(waiting))["because"]
+        stop.set()
+        answers.set()
+        await running
+    assert system.manager.turn_began_at is None
 
 
 async def test_status_during_a_redis_outage_names_redis(system: System) -> None:

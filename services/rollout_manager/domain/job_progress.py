@@ -34,9 +34,12 @@ class JobProgress:
     """The value of the trainer's lease on the job (JSON), None if no trainer holds it."""
     trainer_renewed_at: float | None = None
     """When the lease was renewed last (Unix); without a renewal, when it was first missed; None before both."""
+    trainer_checked_at: float = 0.0
+    """When the lease was read last (Unix): no trainer is blamed for an outage of Redis."""
 
     def on_trainer_status(self, status: str | None, now: float) -> None:
         """Note the present value of the trainer's lease, which each renewal changes."""
+        self.trainer_checked_at = now
         if self.trainer_renewed_at is None or (status is not None and status != self.trainer_status):
             self.trainer_renewed_at = now
         self.trainer_status = status
