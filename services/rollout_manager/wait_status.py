@@ -75,7 +75,8 @@ def _why_none(fleet: Fleet) -> str:
     workers = list(fleet.workers.values())
     if not workers:
         last = next(reversed(fleet.gone.values()), None)
-        gone = f" ({last.id} is {last.state}: {last.gone_reason})" if last else ""
+        how = "was lost" if last and last.state == "lost" else "left"
+        gone = f" ({last.id} {how}: {last.gone_reason})" if last else ""
         return f"there is no worker{gone}; start one with 'rlboost worker join'"
     states = [worker.state for worker in workers]
     counted = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))

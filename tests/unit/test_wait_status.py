@@ -136,7 +136,7 @@ def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
     apply_message(running.world, WorkerLeft(worker="w-1", reason=reason, at=1.0), "5-0", NOW)
     wait = running.wait()
     assert (wait["for"], wait["since"]) == ("a worker that is ready with this job's weights", 995.0)
-    assert f"there is no worker (w-1 is left: {reason})" in wait["because"]
+    assert f"there is no worker (w-1 left: {reason})" in wait["because"]
 
 
 def test_stall_names_the_longest_wait_of_a_worker() -> None:
