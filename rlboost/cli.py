@@ -25,6 +25,7 @@ from rlboost.commands import (
     scale,
     simulate,
     token,
+    top,
     up,
     worker,
 )
@@ -38,6 +39,7 @@ demo.register(app)
 report.register(app)
 jobs.register(app)
 follow.register(app)
+top.register(app)
 samples.register(app)
 page.register(app)
 evaluation.register(app)

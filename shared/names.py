@@ -68,6 +68,11 @@ def job_events(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:events"
 
 
+def job_logs(job_id: str) -> str:
+    """Stream, all -> users: log lines of all processes that concern one job; capped."""
+    return f"{PREFIX}job:{job_id}:logs"
+
+
 def job_samples(job_id: str) -> str:
     """Stream, trainer -> users: scored samples; capped."""
     return f"{PREFIX}job:{job_id}:samples"

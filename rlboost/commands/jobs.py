@@ -107,7 +107,7 @@ def logs(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a job's log."""
+    """Print a job's events, and what all processes log about it, on every machine."""
     with connect(state) as client:
         for line in client.jobs.logs(client.jobs.find(job)["id"], follow=follow):
             if as_json:

@@ -28,6 +28,7 @@ from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
 from rlboost.shared.http import server
 from rlboost.shared.importing import collect_garbage_rarely
+from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import RedisBus, connect
 
@@ -64,7 +65,8 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     add_page(app)
     try:
         http = server.server_loop(app, sock, certificate)
-        loops = {"manage": manager.run, "credentials": credentials.run, "http": http}
+        logs = log_sender(clients_bus, "manager", lambda: [job.id for job in manager.world.jobs.active()])
+        loops = {"manage": manager.run, "credentials": credentials.run, "http": http, "logs": logs}
         await supervise(loops | {"scale": scaler.decide, "provider": scaler.request}, stop)
     finally:
         if provider is not None:

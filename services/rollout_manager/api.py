@@ -33,7 +33,7 @@ from rlboost.services.rollout_manager.leader_routes import leader_only, not_lead
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.token_routes import add_token_routes
 from rlboost.services.rollout_manager.token_table import TokenTable
-from rlboost.services.rollout_manager.wait_status import job_wait_status
+from rlboost.services.rollout_manager.wait_status import job_wait_status, redis_wait
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
 from rlboost.shared.bus import Append, Bus, HashSet
@@ -139,13 +139,13 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None
         """Return every job, oldest first: state, step, current wait, error."""
         jobs: list[Job | QuarantinedJob] = [*manager.world.jobs.values(), *manager.world.quarantined.values()]
         jobs.sort(key=lambda job: job.no)
-        return [await _public(manager, bus, job) for job in jobs]
+        return [_public(manager, job) for job in jobs]
 
     @router.get("/jobs/{job_id}", tags=["jobs"], responses=problems(404))
     @needs("read")
     async def show_job(job_id: str) -> dict[str, Any]:
         """Return one job: state, step, metrics of its last step, current wait, error."""
-        return await _public(manager, bus, find_job(manager, job_id))
+        return _public(manager, find_job(manager, job_id))
 
     @router.get("/jobs/{job_id}/spec", tags=["jobs"], responses=_JOB)
     @needs("read")
@@ -202,16 +202,17 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
     return job
 
 
-async def _public(manager: Manager, bus: Bus, job: Job | QuarantinedJob) -> dict[str, Any]:
-    if isinstance(job, QuarantinedJob):
-        return _times({**job.public(), "waiting": None})
-    (trainer_status,) = await bus.lease_values([names.trainer_lease(job.id)])
-    waiting = job_wait_status(manager.world, job, trainer_status, time.time())
-    return _times({**job.public(), "waiting": _times(waiting) if waiting else None})
+def _public(manager: Manager, job: Job | QuarantinedJob) -> dict[str, Any]:
+    waiting = None
+    if isinstance(job, Job) and not job.ended:
+        waiting = redis_wait(manager.turn_began_at, time.time()) or job_wait_status(manager.world, job)
+    return _times({**job.public(), "waiting": waiting})
 
 
 def _times(fields: dict[str, Any]) -> dict[str, Any]:
     shown = dict(fields)
+    if shown.get("waiting"):
+        shown["waiting"] = _times(shown["waiting"])
     for name in _TIMES:
         if isinstance(shown.get(name), float | int):
             shown[name] = datetime.fromtimestamp(shown[name], UTC).isoformat()

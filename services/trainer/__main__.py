@@ -17,6 +17,7 @@ from rlboost.shared import cpu_affinity
 from rlboost.shared.http import server as http
 from rlboost.shared.importing import gc_paused
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.waiting import Waits
@@ -52,6 +53,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         "commands": trainer.commands,
         "jobs": trainer.jobs,
         "lease": trainer.lease,
+        "logs": log_sender(bus, config.trainer_name, trainer.active_jobs),
         "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock, config.certificate),
     }
     try:

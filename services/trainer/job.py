@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlboost.services.trainer.adapters.prometheus import observe_step
 from rlboost.services.trainer.checkpoints import Checkpoints
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain import plan
@@ -266,6 +267,7 @@ class JobRun:
         train_s: float,
         tally: StepTally | None = None,
     ) -> None:
+        observe_step(metrics)
         await self._warn(await self._device(lambda: resources.folder.log_step(step, metrics)))
         report = StepReport(
             job_id=self._active.job_id,

@@ -139,6 +139,16 @@ class WorkerJoined(Message):
     """Age of the worker's process; 0 when it joins again, since this time is charged once."""
 
 
+class Wait(Message):
+    """What a worker waits for; see `shared.waiting`."""
+
+    subject: str
+    because: str
+    since: Finite
+    """Unix seconds, worker's clock."""
+    limit_s: Seconds
+
+
 @message
 class WorkerHeartbeat(Message):
     """Worker -> manager: liveness and load. Sent every heartbeat interval and at each change of state."""
@@ -169,6 +179,8 @@ class WorkerHeartbeat(Message):
     """What the commands up to `last_command` have assigned, less samples that have ended: `shared.command_digest`."""
     last_command: EntryId = ""
     """Entry id of the last command that was applied; empty from a worker that sends no digest."""
+    waiting: Wait | None = None
+    """Its oldest wait."""
 
 
 @message
@@ -201,3 +213,14 @@ class WorkerEvent(Message):
     kind: str
     at: Finite
     fields: dict[str, Any] = Field(default_factory=dict)
+
+
+@message
+class WorkerLog(Message):
+    """Worker -> manager: new lines of its log, for the log of the job that it serves. Best effort."""
+
+    worker: str
+    job_id: str
+    times: Annotated[list[Finite], Field(max_length=100)]
+    """When each line was logged."""
+    texts: Annotated[list[Annotated[str, Field(max_length=2_000)]], Field(max_length=100)]

@@ -37,7 +37,7 @@ def test_each_job_is_charged_with_the_time_of_its_own_workers(world: World) -> N
 def test_worker_that_serves_no_job_or_is_gone_costs_no_job(world: World) -> None:
     world.fleet.join(worker_joined("idle", price_per_hour=50.0), now=0.0)
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
-    world.fleet.remove(world.fleet.workers["spot"], "lost")
+    world.fleet.remove(world.fleet.workers["spot"], "lost", "its lease ran out")
     charge(world, (2 * HOUR_S, 100.0 + 2 * HOUR_S))
     assert world.audits["a"].cost.dollars == pytest.approx(2.0)
 

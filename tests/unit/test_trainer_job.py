@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared import names
 from rlboost.shared.bus import START
@@ -245,7 +247,7 @@ async def test_a_pause_holds_at_the_next_step_and_outlives_the_trainer(tmp_path:
     rig.manager.held = {2}
     async with rig.trainer(killed=True) as trainer:
         await rig.command("create")
-        await eventually(lambda: 2 in rig.weights.versions)
+        await eventually(lambda: trainer._current is not None and trainer._current.step == 2)
         await rig.command("pause")
         await eventually(lambda: trainer._table.is_paused(JOB))
         rig.manager.held = set()
@@ -287,6 +289,29 @@ async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
         rig.manager.held = set()
         await rig.ended()
     assert await rig.bus.lease_values([names.trainer_lease(JOB)]) == [None]
+
+
+async def test_trainer_lease_names_a_reward_function_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, may_score, score = Rig(tmp_path), asyncio.Event(), FakeRewards.score
+
+    async def hang(rewards: FakeRewards, batch: RewardBatch) -> Scores:
+        await may_score.wait()
+        return await score(rewards, batch)
+
+    monkeypatch.setattr(FakeRewards, "score", hang)
+    async with rig.trainer():
+        await rig.command("create")
+
+        async def waits_for_rewards() -> bool:
+            [text] = await rig.bus.lease_values([names.trainer_lease(JOB)])
+            waiting = json.loads(text)["waiting"] if text else None
+            return waiting is not None and waiting["for"] == "the rewards"
+
+        await eventually(waits_for_rewards)
+        may_score.set()
+        await rig.ended()
 
 
 async def test_job_waits_out_a_redis_outage(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rlboost.services.rollout_manager.domain.effects import (
     EmitEvent,
+    EmitLogLines,
     ForgetWorker,
     QuarantineMessage,
     SaveJob,
@@ -52,6 +53,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
 )
 
 
@@ -77,6 +79,8 @@ def apply_message(world: World, message: Message, entry_id: str, now: Now) -> No
             _on_left(world, message, now)
         case WorkerEvent():
             _on_worker_event(world, message)
+        case WorkerLog():
+            _on_worker_log(world, message)
         case WeightsCommitted():
             _on_committed(world, message)
         case JobCommand() | JobReport() | StepReport() if message.job_id in world.quarantined:
@@ -281,6 +285,12 @@ def _on_worker_event(world: World, message: WorkerEvent) -> None:
     world.outbox.add(EmitEvent(message.job_id, event))
 
 
+def _on_worker_log(world: World, message: WorkerLog) -> None:
+    if message.job_id in world.jobs:
+        lines = list(zip(message.times, message.texts, strict=False))
+        world.outbox.add(EmitLogLines(message.job_id, message.worker, lines))
+
+
 def lose_worker(world: World, worker: Worker, now: Now) -> None:
     """Declare a worker dead: its lease ran out and its heartbeats stopped."""
     _count_preemption(world, worker, "with_notice" if worker.noticed else "without_notice")
@@ -296,7 +306,7 @@ def dismiss_mismatched(world: World, worker: Worker, now: Now) -> None:
 def remove_worker(world: World, worker: Worker, now: Now, *, lost: bool, reason: str) -> None:
     """Remove a worker and queue its samples."""
     world.unassign_all(worker, now, "lost" if lost else "left")
-    world.fleet.remove(worker, "lost" if lost else "left")
+    world.fleet.remove(worker, "lost" if lost else "left", reason)
     world.candidates.mark_changed(worker)
     world.outbox.add(ForgetWorker(worker.id, reason))
     world.emit_event("worker_lost" if lost else "worker_left", now, worker=worker.id, reason=reason)

@@ -12,7 +12,7 @@ from rlboost.services.rollout_manager.domain.kv_usage import KvUsage
 from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.throughput_model import Profile, speed_after
-from rlboost.shared.messages import WorkerHeartbeat, WorkerJoined
+from rlboost.shared.messages import Wait, WorkerHeartbeat, WorkerJoined
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
 Serving = tuple[str, int]
@@ -93,6 +93,10 @@ class Worker:
     """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
     disturbed_at: float = -math.inf
     """When it was last assigned samples that need a long prefill (manager's clock)."""
+    waiting: Wait | None = None
+    """What it waits for, as of its last heartbeat."""
+    gone_reason: str = ""
+    """Why it has departed."""
     commands: CommandCheck = field(default_factory=CommandCheck)
     starting: bool = False
     """This manager has seen it before it was ready for the first time."""
@@ -182,6 +186,7 @@ class Worker:
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
         self.max_request_tokens = heartbeat.max_request_tokens
+        self.waiting = heartbeat.waiting
         drains = self.noticed or self.rejected or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state
         self._observe_throughput(heartbeat, now)
@@ -225,6 +230,15 @@ class Worker:
             "pid": self.joined.pid,
             "joined_at": self.joined.at,
             "last_beat_at": self.last_heartbeat_at or self.joined.at,
+            "waiting": {
+                "for": self.waiting.subject,
+                "because": self.waiting.because,
+                "since": self.waiting.since,
+                "limit_s": self.waiting.limit_s,
+            }
+            if self.waiting
+            else None,
+            "gone_reason": self.gone_reason or None,
         }
 
 
@@ -315,9 +329,9 @@ class Fleet:
         worker.assigned_version = serving
         self.revision += 1
 
-    def remove(self, worker: Worker, state: Literal["lost", "left"]) -> None:
+    def remove(self, worker: Worker, state: Literal["lost", "left"], reason: str) -> None:
         """Move a worker to the departed ones."""
-        worker.state, worker.tokens_per_s = state, 0.0
+        worker.state, worker.tokens_per_s, worker.waiting, worker.gone_reason = state, 0.0, None, reason
         self.lifetimes[worker.joined.kind].departed_s += worker.age_s
         self.gone[worker.id] = self.workers.pop(worker.id)
         self.revision += 1
