@@ -22,6 +22,7 @@ from rlboost.commands import (
     report,
     samples,
     token,
+    trainer,
     up,
     worker,
 )
@@ -42,6 +43,7 @@ export.register(app)
 ps.register(app)
 doctor.register(app)
 app.add_typer(worker.app, name="worker")
+app.add_typer(trainer.app, name="trainer")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
 
