@@ -173,7 +173,7 @@ async def test_ranks_on_two_machines_survive_a_killed_agent(trainer: Trainer, tm
             assert await asyncio.to_thread(learn, policy) == pytest.approx(expected[1], rel=1e-4)
             np.testing.assert_allclose(await asyncio.to_thread(values, policy), values(one), rtol=0, atol=1e-4)
         await present(machines, 2)
-        assert [agent.stop() for agent in agents.values()] == [0, 0]
+        assert [await asyncio.to_thread(agent.stop) for agent in agents.values()] == [0, 0]
     finally:
         for agent in agents.values():
             agent.stop(signal.SIGKILL)

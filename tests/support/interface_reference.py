@@ -66,6 +66,7 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Models": ("export",),
     "Workers": ("worker list", "worker drain", "worker join"),
+    "Training machines": ("trainer join",),
     "Tokens": ("token create", "token list", "token revoke"),
 }
 """Group -> commands without `rlboost`, in the order of the overview."""

@@ -162,7 +162,7 @@ async def connect(url: str, key: str, session: str, hello: dict[str, Any]) -> Li
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(f"the trainer's certificate at {url} is not trusted: {error}; set RLBOOST_TLS_CA") from error
     except (OSError, EOFError, ValueError) as error:
-        raise Retryable(f"the trainer at {url} cannot be reached: {error or type(error).__name__}") from error
+        raise Retryable(f"the trainer at {url} cannot be reached: {str(error) or type(error).__name__}") from error
     return link
 
 
