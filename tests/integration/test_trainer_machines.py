@@ -31,7 +31,7 @@ from tests.support.trainer_machines import TEMPERATURE, TOKEN, MachineProcess, p
 OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.1, grad_clip=0.7)
 LOSS = clipped_loss(0.2, 0.28)
 BATCHES = [rows(6, seed=1), rows(3, seed=2)]
-FSDP = {"data_parallel": 2, "nodes": 2}
+FSDP = {"data_parallel": 2, "nodes": 2, "min_nodes": 1}
 Trainer = tuple[TrainerMachines, str]
 Join = Callable[..., Awaitable[Link]]
 
@@ -147,33 +147,32 @@ def values(policy: PolicyEngine) -> np.ndarray:
     return np.concatenate([np.frombuffer(bytes(shard.data), F32) for shard in policy.export_shards()])
 
 
-async def test_ranks_on_two_machines_survive_a_killed_agent(trainer: Trainer, tmp_path: Path) -> None:
-    machines, url = trainer
-    model = rank_policies.write(tmp_path / "model", "qwen3")
+async def test_ranks_on_two_machines_survive_a_killed_agent(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path / "tls")
+    certificate = ServerCertificate(str(files.certificate), str(files.key))
+    model, checkpoint = rank_policies.write(tmp_path / "model", "qwen3"), tmp_path / "checkpoint"
+    checkpoint.mkdir()
     one = TorchPolicy(OPTIMIZER, temperature=TEMPERATURE, dtype="float32", device="cpu")
     one.load_hf(model)
     expected = [learn(one) for _ in range(2)]
-    agents = {name: MachineProcess(url, name, tmp_path / f"{name}.log") for name in ("a", "b")}
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    try:
-        async with policy_on(machines, OPTIMIZER, FSDP) as policy:
-            await asyncio.to_thread(policy.load_hf, model)
-            assert await asyncio.to_thread(learn, policy) == pytest.approx(expected[0], rel=1e-4)
-            await asyncio.to_thread(lambda: policy.snapshot()(checkpoint))
-            agents["b"].stop(signal.SIGKILL)
-            with pytest.raises(Retryable, match=r"lost with machine b \(127\.0\.0\.1\) during|have ended"):
-                await asyncio.to_thread(lambda: [learn(policy) for _ in range(1000)])
-        # The ranks of the other machine have been killed, and it has joined again.
-        await eventually(lambda: [machine.name for machine in machines.idle] == ["a"])
-        agents["b"] = MachineProcess(url, "b", tmp_path / "b.log")
-        async with policy_on(machines, OPTIMIZER, FSDP) as policy:
-            await asyncio.to_thread(policy.load_hf, model)
-            await asyncio.to_thread(policy.load, checkpoint)
-            assert await asyncio.to_thread(learn, policy) == pytest.approx(expected[1], rel=1e-4)
-            np.testing.assert_allclose(await asyncio.to_thread(values, policy), values(one), rtol=0, atol=1e-4)
-        await present(machines, 2)
-        assert [await asyncio.to_thread(agent.stop) for agent in agents.values()] == [0, 0]
-    finally:
-        for agent in agents.values():
-            agent.stop(signal.SIGKILL)
+    async with trainer_machines(certificate=certificate) as (machines, url):
+        agents = {name: MachineProcess(url, name, tmp_path / f"{name}.log", **files.client) for name in ("a", "b")}
+        try:
+            async with policy_on(machines, OPTIMIZER, FSDP, shrink_after_s=600.0) as policy:
+                await asyncio.to_thread(policy.load_hf, model)
+                assert await asyncio.to_thread(learn, policy) == pytest.approx(expected[0], rel=1e-4)
+                await asyncio.to_thread(lambda: policy.snapshot()(checkpoint))
+                agents["b"].stop(signal.SIGKILL)
+                with pytest.raises(Retryable, match=r"lost with machine b \(127\.0\.0\.1\) during|have ended"):
+                    await asyncio.to_thread(lambda: [learn(policy) for _ in range(1000)])
+            # The other machine has killed its rank and joins again.
+            await eventually(lambda: [machine.name for machine in machines.idle] == ["a"])
+            async with policy_on(machines, OPTIMIZER, FSDP) as policy:
+                await asyncio.to_thread(policy.load_hf, model)
+                await asyncio.to_thread(policy.load, checkpoint)
+                assert await asyncio.to_thread(learn, policy) == pytest.approx(expected[1], rel=1e-4)
+                np.testing.assert_allclose(await asyncio.to_thread(values, policy), values(one), rtol=0, atol=1e-4)
+            assert await asyncio.to_thread(agents["a"].stop) == 0
+        finally:
+            for agent in agents.values():
+                agent.stop(signal.SIGKILL)

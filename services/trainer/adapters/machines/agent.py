@@ -88,7 +88,7 @@ class Agent:
             assignment = await link.receive()
         except (EOFError, OSError, ValueError):
             return  # the trainer has ended
-        log.info("ranks_starting", ranks=assignment["ranks"], node=assignment["node"], nodes=assignment["n_nodes"])
+        log.info("ranks_started", ranks=assignment["ranks"], node=assignment["node"], nodes=assignment["n_nodes"])
         process = await self._torchrun(assignment, self._config.address or link.local_address)
         ended = asyncio.create_task(process.wait(), name="torchrun")
         closed = asyncio.create_task(link.until_closed(), name="closed")

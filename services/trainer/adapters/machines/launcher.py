@@ -47,12 +47,7 @@ class JobMachines:
         self._session: Session | None = None
 
     async def gather(self) -> None:
-        """Wait until enough machines have joined, and take them.
-
-        Raises:
-            Timeout: too few have.
-
-        """
+        """See `Machines.gather`."""
         self._loop = asyncio.get_running_loop()
         began = time.monotonic()
         while len(self._machines.idle) < self._needed(time.monotonic() - began):
@@ -70,8 +65,7 @@ class JobMachines:
                             await self._machines.changed.wait()
                 else:
                     await self._machines.changed.wait()
-        taken = self._machines.idle[: self._spec.nodes]
-        self._session = Session(taken, self._spec.n_ranks // self._spec.nodes)
+        self._session = Session(self._machines.idle[: self._spec.nodes], self._spec.n_ranks // self._spec.nodes)
 
     def _needed(self, waited_s: float) -> int:
         return self._spec.fewest_nodes if waited_s >= self._shrink_after_s else self._spec.nodes
