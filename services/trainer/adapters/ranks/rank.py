@@ -2,7 +2,6 @@
 
 On a machine that has joined the trainer it has `KIND URL SESSION` and runs under torchrun; see `machines.agent`.
 
-
 Consumes: calls from the trainer, on socket FD. Produces: a result or an error per call, and questions during a call.
 Waits for: the next call, in `inbox.get()`, which the reader thread feeds; and for other ranks, in collectives.
 Ends when: the trainer closes the socket or its process ends, even in the middle of a call.
@@ -83,7 +82,7 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[dict[str, Any]]) -> N
 def _channel(where: str, *session: str) -> socket.socket:
     if not session:
         return socket.socket(fileno=int(where))
-    from rlboost.services.trainer.adapters.machines.rank_channel import join_session  # noqa: PLC0415 - not needed here
+    from rlboost.services.trainer.adapters.machines.rank_channel import join_session  # noqa: PLC0415 - not for local ranks
 
     return join_session(where, *session)
 
