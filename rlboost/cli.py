@@ -26,6 +26,7 @@ from rlboost.commands import (
     simulate,
     token,
     top,
+    trainer,
     up,
     worker,
 )
@@ -50,6 +51,7 @@ scale.register(app)
 doctor.register(app)
 simulate.register(app)
 app.add_typer(worker.app, name="worker")
+app.add_typer(trainer.app, name="trainer")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
 

@@ -140,6 +140,8 @@ class JobRun:
     async def _train(self, resources: JobResources) -> None:
         if self._spec.kind != "sft":
             plan.check(self._spec, len(resources.data.evaluation))
+        if resources.machines is not None:
+            await resources.machines.gather()
         await self._device(lambda: resources.engine.load_hf(resources.model))
         await resources.rewards.start()
         if resources.environments is not None:

@@ -71,6 +71,7 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Models": ("export",),
     "Planning": ("plan", "simulate"),
     "Workers": ("worker list", "worker drain", "worker join"),
+    "Training machines": ("trainer join",),
     "Tokens": ("token create", "token list", "token revoke"),
 }
 """Group -> commands without `rlboost`, in the order of the overview."""
