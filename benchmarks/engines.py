@@ -35,6 +35,7 @@ from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import Sampling
+from tests.support.staged_weights import Staged
 
 GROUP = 8
 POLL_S = 0.02
@@ -151,7 +152,7 @@ async def measure(name: str, args: argparse.Namespace, engines: Mapping[str, Eng
         for contender, factory in engines.items():
             running[contender] = factory.build(config.to_json_string())
             stack.push_async_callback(running[contender].close)
-            await running[contender].load_weights(0, weights.items())
+            await running[contender].load_weights(0, Staged(weights.items()))
         for n in args.requests:
             asked = requests_of(n, args.prompt, args.tokens, config.vocab_size)
             runs: dict[str, Callable[[], Awaitable[None]]] = {
