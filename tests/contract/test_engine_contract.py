@@ -18,7 +18,8 @@ from tests.support.engines import Collector, request, run
 from tests.support.eventually import eventually
 from tests.support.staged_weights import Staged
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # the tests share one vLLM, which belongs to an event loop
+# The tests share one vLLM, which belongs to an event loop and takes long to start on a busy machine.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 SLOTS = 4
 MAX_LEN = 160

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -100,9 +101,13 @@ def build(config: Any, *, slots: int, **settings: Any) -> Engine:
 
 def end_shared() -> None:
     """End the vLLM that tests have shared."""
-    while _shared:
-        _, llm = _shared.popitem()
-        type(llm).shutdown(llm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what vLLM leaves open
+        while _shared:
+            _, llm = _shared.popitem()
+            type(llm).shutdown(llm)
+            del llm
+        gc.collect()
 
 
 @contextmanager

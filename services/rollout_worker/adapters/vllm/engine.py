@@ -68,7 +68,7 @@ class VllmEngine:
         self.kv_tokens = int(cache.kv_cache_size_tokens or 0)
         self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         self.max_request_tokens = 0
-        self._llm = llm
+        self.llm = llm
         self._can_sleep = options.enable_sleep
         self._requests = StreamedRequests(
             options.slots, int(llm.model_config.max_model_len), int(llm.model_config.get_vocab_size())
@@ -162,7 +162,7 @@ class VllmEngine:
     async def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
         # Salted: a new request must not share a prefix whose keys and values were computed with older weights.
         prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._n_loads)}
-        async for output in self._llm.generate(prompt, params, request_id=str(next(self._ids))):
+        async for output in self.llm.generate(prompt, params, request_id=str(next(self._ids))):
             yield output.outputs[0]
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ class VllmEngine:
         await self._pause(keep_kv=keep_kv)
         self._n_loads += 1
         try:
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(dict(location)))
-            await self._llm.finish_weight_update(str(version))
+            await self.llm.start_weight_update()
+            await self.llm.update_weights(WeightTransferUpdateRequest(dict(location)))
+            await self.llm.finish_weight_update(str(version))
         except EngineDeadError:
             raise
         except Exception as error:
@@ -203,14 +203,14 @@ class VllmEngine:
 
     async def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         await self._wake("weights", "kv_cache")
-        await self._llm.resume_generation()
+        await self.llm.resume_generation()
         scores = [
             [self._score_token([*prompt, *completion[:at]], token, temperature) for at, token in enumerate(completion)]
             for prompt, completion in sequences
         ]
         async with asyncio.TaskGroup() as group:
             tasks = [[group.create_task(score, name="score") for score in row] for row in scores]
-        await self._llm.pause_generation(mode="abort", clear_cache=True)
+        await self.llm.pause_generation(mode="abort", clear_cache=True)
         return [[task.result() for task in row] for row in tasks]
 
     async def _score_token(self, tokens: list[int], token: int, temperature: float) -> float:
@@ -231,7 +231,7 @@ class VllmEngine:
         self._is_suspended = True
         await self._pause(keep_kv=keep_kv)
         if not keep_kv and self._can_sleep and "weights" not in self._asleep:
-            await self._llm.sleep(level=1)
+            await self.llm.sleep(level=1)
             self._asleep = {"weights", "kv_cache"}
 
     async def resume(self) -> None:
@@ -245,21 +245,21 @@ class VllmEngine:
 
     async def _pause(self, *, keep_kv: bool) -> None:
         if keep_kv:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self.llm.pause_generation(mode="keep", clear_cache=False)
             return
-        await self._llm.pause_generation(mode="abort", clear_cache=True)
+        await self.llm.pause_generation(mode="abort", clear_cache=True)
         if self._streams:  # each one ends with its last token
             await asyncio.wait(list(self._streams.values()))
 
     async def _decode(self) -> None:
-        await self._llm.resume_generation()
+        await self.llm.resume_generation()
         self._start_streams()
 
     async def _wake(self, *tags: str) -> None:
         """Take device memory back."""
         # Only those asleep: waking the others would map their memory twice.
         if asleep := [tag for tag in tags if tag in self._asleep]:
-            await self._llm.wake_up(asleep)
+            await self.llm.wake_up(asleep)
             self._asleep.difference_update(asleep)
 
     # --- life and death -----------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class VllmEngine:
             stream.cancel()
         if streams:
             await asyncio.wait(streams)
-        await run_in_thread("vllm-shutdown", self._llm.shutdown)
+        await run_in_thread("vllm-shutdown", self.llm.shutdown)
 
     def _fail(self, cause: BaseException) -> EngineFailed:
         failure = EngineFailed(f"the inference engine died: {cause!r}; see vllm's messages in the log")
@@ -298,8 +298,8 @@ class VllmEngine:
 
     def _check_alive(self, *, allow_closed: bool = False) -> None:
         """Raise `EngineFailed` if the engine died, `Fatal` if it was closed."""
-        if self._end is None and self._llm.errored:
-            self._fail(self._llm.dead_error)
+        if self._end is None and self.llm.errored:
+            self._fail(self.llm.dead_error)
         if isinstance(self._end, EngineFailed):
             raise EngineFailed(str(self._end)) from self._end.__cause__
         if self._end is not None and not allow_closed:

@@ -6,9 +6,10 @@ import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlboost.services.rollout_worker.adapters.vllm.plugin import PARENT_VARIABLE
+from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.importing import gc_paused
 
@@ -64,6 +65,11 @@ class VllmFactory:
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
+        if plugin.NAME not in entry_points(group="vllm.general_plugins").names:
+            raise ConfigError(
+                "vllm does not find RLBoost's plugin, since the installed rlboost is older than its source: run 'make "
+                "install', or install the package again"
+            )
         for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._device == "cpu" else {})}.items():
             os.environ.setdefault(name, value)
         with gc_paused():
@@ -96,9 +102,9 @@ class VllmFactory:
 def engine_core_environment() -> Iterator[None]:
     """Give processes that are started meanwhile the worker's id, and none of its settings: they have secrets."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RLBOOST_")}
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.environ[plugin.PARENT_VARIABLE] = str(os.getpid())
     try:
         yield
     finally:
-        del os.environ[PARENT_VARIABLE]
+        os.environ.pop(plugin.PARENT_VARIABLE, None)
         os.environ.update(hidden)
