@@ -361,6 +361,16 @@ async def test_suspended_engine_generates_nothing_and_resumes_in_place(engine: E
     assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
+async def test_engine_suspended_right_after_a_submission_resumes_it(engine: Engine) -> None:
+    collector, requests = Collector(engine), [request(n, max_tokens=20) for n in range(3)]
+    for one in requests:
+        engine.submit([one])
+        await engine.suspend()
+        await engine.resume()
+    for made in await collector.all_ended(requests):
+        assert len(made.tokens) == 20
+
+
 @pytest.mark.parametrize("keep_kv", [False, True])
 async def test_tokens_carry_the_version_that_generated_them(engine: Engine, kind: Kind, keep_kv: bool) -> None:
     collector = Collector(engine)

@@ -47,7 +47,7 @@ def weights(model: Any) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-async def test_logprobs_and_loaded_tensors_follow_the_loaded_weights(tied: bool) -> None:
+async def test_logprobs_follow_the_loaded_weights(tied: bool) -> None:
     config = vllm_engines.config(tied=tied)
     old, new = rounded(config, 1), rounded(config, 2)
     engine = build(config)
@@ -62,7 +62,6 @@ async def test_logprobs_and_loaded_tensors_follow_the_loaded_weights(tied: bool)
         # bfloat16's rounding; the other weights' logprobs would be whole units off
         assert made.logprobs[:n] == pytest.approx(tiny_models.logprobs(old, one.prompt, made.tokens)[:n], abs=0.3)
         assert made.logprobs[n:] == pytest.approx(tiny_models.logprobs(new, one.prompt, made.tokens)[n:], abs=0.3)
-    assert all(dict(engine.loaded_tensors())[name].cpu().equal(tensor) for name, tensor in weights(new))
     await engine.close()
 
 
@@ -79,7 +78,6 @@ async def test_sleeping_engine_frees_the_device_loads_weights_and_resumes() -> N
     asleep, _ = torch.cuda.mem_get_info()
     assert asleep - awake > KV_CACHE_BYTES // 2
     await engine.load_weights(1, Staged(weights(new)))
-    assert all(dict(engine.loaded_tensors())[name].cpu().equal(tensor) for name, tensor in weights(new))
     await engine.resume()
     (made,) = await collector.all_ended([one])
     n = made.versions.index(1)
@@ -94,7 +92,6 @@ async def test_tensor_parallel_engine_matches_a_single_device() -> None:
     model = rounded(config, 1)
     engine = build(config, tensor_parallel=2)
     await engine.load_weights(0, Staged(weights(model)))
-    assert all(dict(engine.loaded_tensors())[name].cpu().equal(tensor) for name, tensor in weights(model))
     (made,) = await run(engine, [request(1, max_tokens=60)])
     assert made.logprobs == pytest.approx(tiny_models.logprobs(model, [3, 1, 4], made.tokens), abs=0.3)
     await engine.close()

@@ -69,6 +69,7 @@ class VllmEngine:
         self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         self.max_request_tokens = 0
         self.llm = llm
+        """Used by benchmarks."""
         self._can_sleep = options.enable_sleep
         self._requests = StreamedRequests(
             options.slots, int(llm.model_config.max_model_len), int(llm.model_config.get_vocab_size())
@@ -77,6 +78,8 @@ class VllmEngine:
         self._ids = count()
         self._n_loads = 0
         self._is_suspended = False
+        self._is_decoding = False
+        """False while vLLM is paused, by a suspension or for a load."""
         self._asleep: set[str] = set()
         """Tags of the device memory that vLLM has given back."""
         self._turn = asyncio.Lock()
@@ -118,7 +121,7 @@ class VllmEngine:
         return self._requests.running
 
     def _start_streams(self) -> None:
-        if self._is_suspended or self._requests.version < 0:
+        if not self._is_decoding:
             return
         for live in self._requests.start():
             if live not in self._streams:
@@ -156,6 +159,8 @@ class VllmEngine:
             self._requests.extend(live, completion.token_ids, completion.logprobs.logprobs)
             if completion.finish_reason in _FINISH:
                 self._requests.end(live, finish=_FINISH[completion.finish_reason])
+            elif completion.finish_reason is not None and self._is_decoding:
+                raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
             elif not self._requests.is_live(live):
                 raise asyncio.CancelledError  # its output is not a number: abort it in vLLM
 
@@ -244,15 +249,18 @@ class VllmEngine:
         await self._decode()
 
     async def _pause(self, *, keep_kv: bool) -> None:
+        self._is_decoding = False
         if keep_kv:
             await self.llm.pause_generation(mode="keep", clear_cache=False)
             return
         await self.llm.pause_generation(mode="abort", clear_cache=True)
-        if self._streams:  # each one ends with its last token
+        self._end_streams(list(self._streams))  # one that vLLM got only now would wait until it resumes
+        if self._streams:
             await asyncio.wait(list(self._streams.values()))
 
     async def _decode(self) -> None:
         await self.llm.resume_generation()
+        self._is_decoding = self._requests.version >= 0
         self._start_streams()
 
     async def _wake(self, *tags: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
 
 NAME = "rlboost"
 """Of the entry point and of the weight transfer engine."""
@@ -19,12 +20,12 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         NAME, "rlboost.services.rollout_worker.adapters.vllm.weight_transfer", "CacheWeightTransfer"
     )
-    if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
-        threading.Thread(target=_exit_with_parent, name="exit-with-worker", daemon=True).start()
+    parent = parent_process()
+    if parent is not None and os.environ.get(PARENT_VARIABLE) == str(parent.pid):
+        threading.Thread(target=_exit_after, args=(parent,), name="exit-with-worker", daemon=True).start()
 
 
-def _exit_with_parent() -> None:
+def _exit_after(worker: BaseProcess) -> None:
     """Exit when the worker has died: a killed worker cannot end its engine core."""
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+    worker.join()
+    os._exit(1)
