@@ -16,6 +16,7 @@ from rlboost.services.rollout_worker.domain.uniforms import uniforms
 from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
 from rlboost.shared.errors import BadSignature, Fatal, NotFound
 from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.threads import run_in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ class FakeEngine:
         self.awake = True
         self._tensors.update(weights.tensors(changed))
         self._table.begin_version(version)
-        return weights.differing(self._tensors.items())
+        return await run_in_thread("weights-verify", lambda: weights.differing(self._tensors.items()))
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         """See `ports.Engine`."""

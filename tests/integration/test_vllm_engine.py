@@ -32,7 +32,11 @@ from tests.support.staged_versions import pulled  # noqa: E402
 from tests.support.staged_weights import Staged, shard  # noqa: E402
 
 # The tests share one vLLM, which belongs to an event loop and takes long to start on a busy machine.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
+]
 
 SLOTS = 8
 LONG = [7 * i % tiny_models.VOCABULARY for i in range(140)]
