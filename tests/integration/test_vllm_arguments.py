@@ -11,13 +11,16 @@ import pytest
 from rlboost.shared.errors import ConfigError
 from tests.support import vllm_engines
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
+]
 
 
 @pytest.mark.parametrize(
     ("changes", "settings", "why"),
     [
-        ({"head_dim": 16}, {}, "vllm cannot run this model"),
+        ({"num_attention_heads": 3}, {}, "vllm cannot run this model"),
         ({"model_type": "nonsense", "architectures": None}, {}, "no causal language model of model_type"),
         ({}, {"device": "cuda"}, "installed vllm runs on cpu"),
         ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model"),
@@ -63,14 +66,14 @@ def test_unwritable_vllm_cache_names_its_setting(cache: Path) -> None:
         model_folder({"model_type": "qwen3"})
 
 
-def test_engine_arguments_reach_vllm_and_unknown_ones_are_refused() -> None:
+def test_engine_arguments_reach_vllm_and_unknown_ones_are_refused(tmp_path: Path) -> None:
     vllm_engines.require()
     from rlboost.services.rollout_worker.adapters.vllm import arguments  # noqa: PLC0415 - needs vllm
 
     more = {"max_num_batched_tokens": 8192}
-    given = arguments.engine_args(Path("m"), arguments.VllmOptions(8, gpu_memory_utilization=0.4, vllm_args=more))
+    given = arguments.engine_args(tmp_path, arguments.VllmOptions(8, gpu_memory_utilization=0.4, vllm_args=more))
     assert (given.gpu_memory_utilization, given.max_num_batched_tokens, given.max_num_seqs) == (0.4, 8192, 8)
-    assert arguments.engine_args(Path("m"), arguments.VllmOptions(8)).gpu_memory_utilization == 0.92
+    assert arguments.engine_args(tmp_path, arguments.VllmOptions(8)).gpu_memory_utilization == 0.92
     arguments.check_arguments(more)
     with pytest.raises(
         ConfigError, match=r"has no engine argument 'max_num_batch_tokens': did you mean max_num_batched_"
