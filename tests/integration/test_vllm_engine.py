@@ -269,42 +269,6 @@ def checkpoint(model: Any) -> list[tuple[str, Any]]:
         return list(load_file(Path(directory, "model.safetensors")).items())
 
 
-_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**_BITS, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
-
-
-def int8(model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a model with the values of its quantized weights, and these weights."""
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith("_proj.weight"):
-            scale = tensor.abs().amax(1, keepdim=True) / 127
-            weights[name], weights[name + "_scale"] = (tensor / scale).round().to(torch.int8), scale
-            tensor.copy_(weights[name] * scale)
-        else:
-            tensor.copy_(tensor.bfloat16())
-            weights[name] = tensor.bfloat16()
-    return model, weights
-
-
 _BUILD = """
 import multiprocessing, sys, time
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
@@ -371,20 +335,4 @@ class TestStarting:
             await engine.load_weights(version, Staged(checkpoint(model)))
             for made in await run(engine, [request(10 * version + n, max_tokens=20) for n in range(4)]):
                 assert made.logprobs == near(tiny_models.logprobs(model, [3, 1, 4], made.tokens))
-        await engine.close()
-
-    async def test_int8_model_in_bfloat16_takes_new_weights(self) -> None:
-        config = vllm_engines.config(tied=False)
-        quantized = [int8(tiny_models.make(config, seed)) for seed in (1, 2)]
-        engine = vllm_engines.build({**config.to_dict(), "quantization_config": INT8}, slots=4, dtype="bfloat16")
-        ids = [3, 1, 4, 1, 5, 9, 2, 6]
-        scores = []
-        for version, (model, weights) in enumerate([*quantized, quantized[0]]):
-            await engine.load_weights(version, Staged(weights.items()))
-            await engine.suspend()
-            scores += await engine.score([(ids[:1], ids[1:])], 1.0)
-            await engine.resume()
-            expected = tiny_models.logprobs(model, ids[:1], ids[1:])
-            assert scores[-1] == pytest.approx(expected, abs=0.5)
-        assert scores[2] == scores[0] != pytest.approx(scores[1], abs=0.5)
         await engine.close()
