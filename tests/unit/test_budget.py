@@ -140,7 +140,8 @@ def test_job_without_workers_names_its_budget_as_the_cause() -> None:
     for _ in range(120):
         job.second()
     assert "spot" not in job.world.fleet.workers
-    wait = job_wait_status(job.world, job.world.jobs["j"], "{}", job.now.wall)
+    job.world.progress["j"].on_trainer_status("{}", job.now.wall)
+    wait = job_wait_status(job.world, job.world.jobs["j"])
     assert wait
     assert "elastic.max_dollars: 1)" in wait["because"]
 

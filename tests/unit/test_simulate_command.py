@@ -29,7 +29,7 @@ def small_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["simulate", "--hours", "0.1", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["simulate", "--hours", "0.1", *arguments])
 
 
 def row(result: Result, policy: str) -> list[str]:
