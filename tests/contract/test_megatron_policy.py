@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine
 from rlboost.shared.columns import F32, I32, pack, unpack
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.model.experts import split_experts
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually
@@ -111,8 +113,10 @@ def assert_trained_equally(found: dict[str, Any], expected: dict[str, Any]) -> N
     assert np.mean(np.concatenate([np.abs(found[name] - expected[name]) for name in expected])) < RATE / 10_000
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", rank_policies.MODELS)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [pair for pair in itertools.product(rank_policies.MODELS, LAYOUTS) if pair != ("qwen3-moe", "tp2 x pp2")],
+)
 def test_ranks_three_steps_match_torch_backend(
     policies: Policies, models: Callable[[str], Path], model: str, layout: str, tmp_path: Path
 ) -> None:
@@ -123,18 +127,15 @@ def test_ranks_three_steps_match_torch_backend(
     for step in range(3):
         sums = one.accumulate(BATCHES, LOSS)
         sums.pop("padded_tokens")  # reported by one process only
-        gradients = {
-            name: tensor.grad.numpy() / sums["divisor"]
-            for name, tensor in one._trained.items()
-            if tensor.grad is not None
-        }
+        gradients = {name: tensor.grad / sums["divisor"] for name, tensor in one._trained.items()}
         found = many.accumulate(BATCHES, LOSS)
         assert {name: found[name] for name in sums} == pytest.approx(sums, rel=1e-4, abs=1e-3)
         norm = one.step(RATE)
         assert many.step(RATE) == pytest.approx(norm, rel=1e-5)
         if not step:
             # After the first step Adam's moment is a tenth of the clipped gradient.
-            clipped = {name: value.ravel() * min(1, 0.7 / norm) for name, value in gradients.items()}
+            clip = min(1, 0.7 / norm)
+            clipped = {name: value.numpy().ravel() * clip for name, value in split_experts(gradients).items()}
             moments = moment(many, tmp_path / "one", "exp_avg")
             assert_close({name: 10 * value for name, value in moments.items()}, clipped, 1e-6)
     assert_trained_equally(values(many), values(one))
@@ -271,6 +272,8 @@ def test_ranks_reject_unsupported_models_by_name(policies: Policies, tmp_path: P
         policies("tp2").load_hf(write_model(tmp_path / "llama", "llama-untied"))
     with pytest.raises(ConfigError, match=r"pipeline_parallel is 2.*3 layers"):
         policies("pp2").load_hf(write_model(tmp_path / "qwen3", "qwen3-tied"))
+    with pytest.raises(ConfigError, match=r"sequence_parallel is false: a mixture of experts"):
+        policies("tp2 x pp2").load_hf(rank_policies.write(tmp_path / "qwen3-moe", "qwen3-moe"))
     with pytest.raises(ConfigError, match=str(tmp_path)):
         policies("tp2").load_hf(tmp_path)
     model = rank_policies.write(tmp_path / "model", "qwen2")

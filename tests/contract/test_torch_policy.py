@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rlboost.services.trainer import build
+from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
 from rlboost.services.trainer.domain.tokens import TokenBatch
@@ -24,6 +25,7 @@ from rlboost.shared.columns import F32, I32, U8, floats, ints, pack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.weights.publisher import Shard
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support.model_folder import write_model
 from tests.support.small_job import small_job
@@ -68,7 +70,7 @@ def naive_step(model: Any, batch: list[TrainingRow], optimizer: torch.optim.Opti
     return float(norm)
 
 
-@pytest.mark.parametrize("family", ["qwen3-tied", "llama-untied"])
+@pytest.mark.parametrize("family", ["qwen3-tied", "llama-untied", "qwen3-moe"])
 def test_steps_match_a_naive_implementation(tmp_path: Path, family: str) -> None:
     write_model(tmp_path, family)
     ours = engine(tmp_path, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, grad_clip=0.5)
@@ -80,11 +82,12 @@ def test_steps_match_a_naive_implementation(tmp_path: Path, family: str) -> None
         for part in (batch[:4], batch[4:5], batch[5:]):
             ours.accumulate([part], clipped_loss(LOW, HIGH))
         assert ours.step(1e-3) == pytest.approx(expected, rel=1e-4)
-    state = model.state_dict()
-    for shard in ours.export_shards():
-        np.testing.assert_allclose(
-            np.frombuffer(shard.data, F32), state[shard.name].numpy().ravel(), atol=3e-6, err_msg=shard.name
-        )
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    shards = {shard.name: np.frombuffer(shard.data, F32) for shard in ours.export_shards()}
+    assert set(shards) == set(state)
+    for name, tensor in state.items():
+        np.testing.assert_allclose(shards[name], tensor.numpy().ravel(), atol=3e-6, err_msg=name)
 
 
 def test_stale_updates_match_a_naive_decoupled_objective(tmp_path: Path) -> None:
@@ -142,11 +145,50 @@ def test_tied_tensors_are_exported_once(tmp_path: Path) -> None:
     assert "lm_head.weight" not in names
 
 
-def test_untied_head_is_exported(tmp_path: Path) -> None:
-    write_model(tmp_path, "llama-untied")
+@pytest.mark.parametrize("family", ["llama-untied", "qwen3-moe"])
+def test_export_has_every_tensor_of_the_model_files(tmp_path: Path, family: str) -> None:
+    write_model(tmp_path, family)
     shards = {shard.name: bytes(shard.data) for shard in engine(tmp_path).export_shards()}
     saved = load_file(tmp_path / "model.safetensors")
     assert shards == {name: tensor.numpy().tobytes() for name, tensor in saved.items()}
+
+
+def test_load_shards_restores_exported_experts(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3-moe")
+    ours = engine(tmp_path)
+    before = [replace_data(shard) for shard in ours.export_shards()]
+    ours.accumulate([rows()], clipped_loss(LOW, HIGH))
+    ours.step(1e-2)
+    ours.load_shards(before)
+    assert [replace_data(shard) for shard in ours.export_shards()] == before
+
+
+def replace_data(shard: Shard) -> Shard:
+    """Return the shard with a copy of its data, which stays valid."""
+    return shard._replace(data=bytes(shard.data))
+
+
+def test_experts_under_other_names_in_files_are_rejected(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model type mixtral: its files have no tensor .*experts\.0\.down_proj"):
+        engine(tmp_path)
+
+
+def test_experts_under_autocast_compute_in_bfloat16(tmp_path: Path) -> None:
+    """The same values as experts with weights of bfloat16, bit for bit, and gradients in float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        write_model(tmp_path, "qwen3-moe"), experts_implementation=EXPERTS, dtype=torch.float32
+    )
+    experts = model.model.layers[1].mlp.experts
+    hidden, indices, weights = torch.randn(5, 32), torch.randint(8, (5, 2)), torch.rand(5, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = experts(hidden, indices, weights)
+    found.sum().backward()
+    assert experts.down_proj.grad.dtype is torch.float32
+    torch.testing.assert_close(found, experts.bfloat16()(hidden.bfloat16(), indices, weights), rtol=0, atol=0)
 
 
 def test_step_uses_the_given_learning_rate(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, ints, unpack
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.model.experts import split_experts
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.jobs import parse_rl
 from tests.support.model_folder import write_model
@@ -85,7 +86,7 @@ def test_preference_update_with_split_pairs_matches_the_formula(tmp_path: Path, 
     start: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     shards = {shard.name: shard for shard in made.export_shards()}
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
+        for name, tensor in split_experts(model.state_dict()).items():
             if name in shards:
                 tensor.copy_(torch.frombuffer(bytearray(shards[name].data), dtype=torch.float32).view(tensor.shape))
     losses = written(model, start, pairs())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
@@ -33,6 +33,16 @@ MODELS: dict[str, Any] = {
     "qwen3": Qwen3Config(**_SIZES, vocab_size=96, head_dim=16, tie_word_embeddings=True),
     # 97 is prime: no number of ranks divides the vocabulary.
     "llama": LlamaConfig(**_SIZES, vocab_size=97, tie_word_embeddings=False),
+    "qwen3-moe": Qwen3MoeConfig(
+        **_SIZES,
+        vocab_size=96,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
 }
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from rlboost.shared.model.experts import split_experts
 
 VOCABULARY = 96
 MAX_LEN = 160
@@ -25,6 +27,19 @@ _TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_toke
 CONFIGS: dict[str, Any] = {
     "qwen3-tied": Qwen3Config(**_SIZES, **_TOKENS, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
     "llama-untied": LlamaConfig(**_SIZES, **_TOKENS, num_key_value_heads=1, tie_word_embeddings=False),
+    # The first layer is dense.
+    "qwen3-moe": Qwen3MoeConfig(
+        **_SIZES,
+        **_TOKENS,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        tie_word_embeddings=False,
+    ),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LEN, **_TOKENS, tie_word_embeddings=True
     ),
@@ -52,7 +67,7 @@ def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
     """Return what a checkpoint holds: each tensor once, tied ones under their first name."""
     seen: set[int] = set()
     kept = []
-    for name, tensor in model.state_dict().items():
+    for name, tensor in split_experts(model.state_dict()).items():
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             kept.append((name, tensor))

@@ -22,6 +22,7 @@ from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION,
 from rlboost.services.rollout_worker.adapters.torch.tensor_checks import check_nothing_missing, target_of
 from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.model.experts import split_experts
 
 Model = Any
 """A `transformers.PreTrainedModel` with a language-model head."""
@@ -197,7 +198,7 @@ class Weights:
     """The loaded weights: views of the model's tensors by Hugging Face name; tied tensors share memory."""
 
     def __init__(self, model: Model) -> None:
-        self._tensors: dict[str, torch.Tensor] = model.state_dict()
+        self._tensors: dict[str, torch.Tensor] = split_experts(model.state_dict())
         self.complete = False
         """True if every tensor has been loaded and no load has failed since."""
 

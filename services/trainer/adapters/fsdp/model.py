@@ -21,35 +21,40 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlboost.services.trainer.adapters.ranks.offload import local_tensor
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
+from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.model.experts import names_of_expert
 
 
 class FsdpWeightMap:
-    """`WeightMap` of one rank: a range of rows of each parameter. Names are those that Hugging Face saves."""
+    """`WeightMap` of one rank: a range of rows of each parameter, which are whole experts if it has experts."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], rank: int, n_ranks: int) -> None:
         """Map for rank `rank`. Rows are divided as `torch.chunk` does: the last ranks may have fewer, or none."""
-        self._pieces = {name: _rows(name, shape, rank, n_ranks) for name, shape in shapes.items()}
+        self._rows = {name: _rows(name, shape, rank, n_ranks) for name, shape in shapes.items()}
+        self._slices = {name: _matrices(rows) for name, rows in self._rows.items()}
 
     def owns(self, name: str) -> bool:
         """Return True: no other rank has the same rows."""
-        return name in self._pieces
+        return name in self._rows
 
     def slices(self, name: str) -> list[TensorSlice]:
-        """Return the one slice that this rank has."""
-        return [self._pieces[name]]
+        """Return this rank's rows: one slice, or the matrices of each of its experts."""
+        return self._slices[name]
 
     def split(self, name: str, value: Tensor) -> list[Tensor]:
-        """Return the value as the only slice."""
-        del name
-        return [value]
+        """Return the value as the only slice, or the matrices of its experts."""
+        names = names_of_expert(name, 0)
+        return [matrix for rows in value for matrix in rows.chunk(len(names))] if names else [value]
 
     def join(self, name: str, values: list[Tensor]) -> Tensor:
-        """Return the only slice."""
-        del name
-        (value,) = values
-        return value
+        """Join the slices; the inverse of `split`."""
+        if not names_of_expert(name, 0):
+            (value,) = values
+            return value
+        shape = self._rows[name].local_shape
+        return torch.cat(values).reshape(shape) if values else torch.zeros(shape)
 
 
 class FsdpModel:
@@ -129,7 +134,9 @@ def _sharded_module(source: Path, device: str, *, trained: bool, activation_chec
         config = AutoConfig.from_pretrained(source, local_files_only=True)
         # On the meta device: no rank ever holds whole weights, each reads its own rows.
         with init_empty_weights(include_buffers=False):
-            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation=EXPERTS
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
     module.tie_weights()
@@ -153,6 +160,18 @@ def _sharded_module(source: Path, device: str, *, trained: bool, activation_chec
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
     return module.eval()
+
+
+def _matrices(rows: TensorSlice) -> list[TensorSlice]:
+    """Return the matrices of the experts that are the rows of a fused parameter, or the rows of any other."""
+    if not (n_matrices := len(names_of_expert(rows.name, 0))):
+        return [rows]
+    n_rows, n_columns = rows.global_shape[1:]
+    return [
+        TensorSlice.whole(name, (n_rows // n_matrices, n_columns))
+        for expert in range(rows.offset[0], rows.end[0])
+        for name in names_of_expert(rows.name, expert)
+    ]
 
 
 def _rows(name: str, shape: tuple[int, ...], rank: int, n_ranks: int) -> TensorSlice:

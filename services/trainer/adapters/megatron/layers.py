@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 from torch.nn import functional
+
+# Routers read this name, which megatron-core 0.16 leaves undefined where TransformerEngine is missing.
+vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -62,7 +66,7 @@ class PackedAttention(torch.nn.Module):
 
 def block_spec(config: Any) -> Any:
     """Return the spec of one pipeline stage's layers."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -162,6 +162,11 @@ def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, activation
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        num_moe_experts=shape.n_experts or None,
+        moe_ffn_hidden_size=shape.intermediate if shape.n_experts else None,
+        moe_router_topk=shape.experts_per_token or 2,
+        moe_router_pre_softmax=not shape.normalizes_routing,
+        moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",  # noqa: S106 - the default needs a CUDA stream
     )
 

@@ -7,15 +7,19 @@ from typing import Any, NamedTuple
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.shared.errors import ConfigError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class ModelShape(NamedTuple):
-    """A Llama-like decoder: RMSNorm, rotary positions, gated SiLU, grouped-query attention."""
+    """A Llama-like decoder: RMSNorm, rotary positions, gated SiLU, grouped-query attention.
+
+    In a mixture of experts every layer has `n_experts` gated MLPs, and the router selects some for each token.
+    """
 
     n_layers: int
     hidden: int
     intermediate: int
+    """Width of a gated MLP, which is an expert in a mixture of experts."""
     n_heads: int
     n_kv_heads: int
     head_size: int
@@ -26,6 +30,11 @@ class ModelShape(NamedTuple):
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    n_experts: int = 0
+    """0 in a dense model."""
+    experts_per_token: int = 0
+    normalizes_routing: bool = True
+    """Whether the weights of a token's experts add up to 1."""
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -47,14 +56,17 @@ def shape_of(config: Any) -> ModelShape:
         "sliding window": getattr(config, "use_sliding_window", False) and config.sliding_window,
         "attention_bias:": getattr(config, "attention_bias", False),
         "mlp_bias:": getattr(config, "mlp_bias", False),
+        "dense layers among experts:": getattr(config, "mlp_only_layers", None),
+        "decoder_sparse_step": getattr(config, "decoder_sparse_step", 1) != 1 and config.decoder_sparse_step,
     }
     for what, value in unknown.items():
         if value:
             raise ConfigError(f"trainer.backend: megatron does not support {what} {value}: use trainer.backend: torch")
+    is_mixture = config.model_type == "qwen3_moe"
     return ModelShape(
         n_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=config.moe_intermediate_size if is_mixture else config.intermediate_size,
         n_heads=config.num_attention_heads,
         n_kv_heads=config.num_key_value_heads,
         head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
@@ -64,7 +76,10 @@ def shape_of(config: Any) -> ModelShape:
         rope_theta=float(rope["rope_theta"]),
         tied=config.tie_word_embeddings,
         qkv_bias=config.model_type == "qwen2",
-        qk_norm=config.model_type == "qwen3",
+        qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
+        n_experts=config.num_experts if is_mixture else 0,
+        experts_per_token=config.num_experts_per_tok if is_mixture else 0,
+        normalizes_routing=config.norm_topk_prob if is_mixture else True,
     )
 
 
@@ -86,3 +101,7 @@ def require_divisible(shape: ModelShape, layout: Layout) -> None:
             raise ConfigError(
                 f"trainer.{setting} is {n}, which does not divide the model's {total} {what}: set a divisor"
             )
+    if shape.n_experts and layout.tensor > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            "trainer.sequence_parallel is false: a mixture of experts with tensor_parallel needs it: set it to true"
+        )

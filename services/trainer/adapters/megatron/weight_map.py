@@ -1,8 +1,8 @@
 """Maps megatron-core's parameters to slices of Hugging Face tensors.
 
-Queries, keys and values are one matrix, grouped by key head; so are gate and up projection. Every other parameter is
-one tensor under another name. Matrices are sharded along their first dimension, or their second if the input is
-sharded. So each rank's shard is a rectangular slice, and ranks publish without communicating.
+Queries, keys and values are one matrix, grouped by key head; so are gate and up projection, also of each expert. Every
+other parameter is one tensor under another name. Matrices are sharded along their first dimension, or their second if
+the input is sharded. So each rank's shard is a rectangular slice, and ranks publish without communicating.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _TOP = {
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
-_GATE_UP = "mlp.linear_fc1.weight"
+_GATE_UP = "linear_fc1.weight"
+_MLP = re.compile(r"mlp\.(?:experts\.local_(experts\.\d+\.))?(linear_fc[12]\.weight)")
+_PROJECTION = "self_attention.linear_proj.weight"
+_ROUTER = "mlp.router.weight"
 _RENAMED = {
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    _PROJECTION: "self_attn.o_proj.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    _ROUTER: "mlp.gate.weight",
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
 }
@@ -65,11 +68,8 @@ class MegatronWeightMap:
                 self._rows(f"{prefix}self_attn.{part}_proj.{kind}", n * shape.head_size, other_dims)
                 for part, n in heads.items()
             ]
-        if inner == _GATE_UP:
-            return [
-                self._rows(f"{prefix}mlp.{part}_proj.weight", shape.intermediate, (shape.hidden,))
-                for part in ("gate", "up")
-            ]
+        if match := _MLP.fullmatch(inner):
+            return self._mlp(f"{prefix}mlp.{match[1] or ''}", match[2])
         return [self._renamed(prefix, inner)]
 
     def split(self, name: str, value: Tensor) -> list[Tensor]:
@@ -78,7 +78,7 @@ class MegatronWeightMap:
         if inner in _QKV:
             groups = value.reshape(self._groups, -1, *value.shape[1:])
             return [one.reshape(-1, *value.shape[1:]) for one in torch.split(groups, self._group_rows(), 1)]
-        if inner == _GATE_UP:
+        if inner.endswith(_GATE_UP):
             return list(value.chunk(2, 0))
         return [value[: self.slices(name)[0].local_shape[0]]]
 
@@ -88,7 +88,7 @@ class MegatronWeightMap:
         if inner in _QKV:
             dims = values[0].shape[1:]
             return torch.cat([value.reshape(self._groups, -1, *dims) for value in values], 1).reshape(-1, *dims)
-        if inner == _GATE_UP:
+        if inner.endswith(_GATE_UP):
             return torch.cat(list(values), 0)
         if name in _TOP and values[0].ndim > 1:
             n_padding = self._vocabulary_rows - len(values[0])
@@ -130,16 +130,24 @@ class MegatronWeightMap:
         low, high = (min(rank * self._vocabulary_rows, shape.vocabulary) for rank in (self._rank, self._rank + 1))
         return TensorSlice(hf, (shape.vocabulary, shape.hidden), (low, 0), (high - low, shape.hidden))
 
+    def _mlp(self, prefix: str, inner: str) -> list[TensorSlice]:
+        """Return the slices of a matrix of a dense MLP or of an expert."""
+        n_rows, n_columns = self._shape.intermediate, self._shape.hidden
+        if inner == _GATE_UP:
+            return [self._rows(f"{prefix}{part}_proj.weight", n_rows, (n_columns,)) for part in ("gate", "up")]
+        return [self._columns(f"{prefix}down_proj.weight", n_rows)]
+
     def _renamed(self, prefix: str, inner: str) -> TensorSlice:
         shape, hf = self._shape, prefix + _RENAMED[inner]
-        columns = {
-            "self_attention.linear_proj.weight": shape.n_heads * shape.head_size,
-            "mlp.linear_fc2.weight": shape.intermediate,
-        }
-        if inner in columns:
-            n = columns[inner] // self._n
-            return TensorSlice(hf, (shape.hidden, columns[inner]), (0, n * self._rank), (shape.hidden, n))
+        if inner == _PROJECTION:
+            return self._columns(hf, shape.n_heads * shape.head_size)
+        if inner == _ROUTER:
+            return TensorSlice.whole(hf, (shape.n_experts, shape.hidden))
         return TensorSlice.whole(hf, (shape.head_size if inner.startswith("self_attention.") else shape.hidden,))
+
+    def _columns(self, hf: str, n_columns: int) -> TensorSlice:
+        n, hidden = n_columns // self._n, self._shape.hidden
+        return TensorSlice(hf, (hidden, n_columns), (0, n * self._rank), (hidden, n))
 
     def _rows(self, hf: str, n_rows: int, other_dims: tuple[int, ...]) -> TensorSlice:
         n = n_rows // self._n

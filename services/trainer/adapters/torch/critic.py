@@ -16,6 +16,7 @@ from transformers import AutoModel
 
 from rlboost.services.trainer.adapters.torch import batch
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
+from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import in_dtype
 from rlboost.services.trainer.adapters.torch.state import load_state, snapshot_of
 from rlboost.services.trainer.domain.loss.value import value_loss
@@ -54,7 +55,11 @@ class TorchCritic:
         self._device = device
         try:
             body = AutoModel.from_pretrained(
-                source, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+                source,
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                experts_implementation=EXPERTS,
+                local_files_only=True,
             )
             width = int(body.config.get_text_config().hidden_size)
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.batch import columns, token_batch
 from rlboost.services.trainer.adapters.torch.critic import TorchCritic
+from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.lora import Adapter
 from rlboost.services.trainer.adapters.torch.offload import Offloader
@@ -32,6 +33,8 @@ from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, R
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
+from rlboost.shared.model.experts import require_known_layout, split_experts
+from rlboost.shared.model.folder import read_tensor_shapes
 from rlboost.shared.weights.publisher import Shard
 
 
@@ -101,6 +104,7 @@ class TorchPolicy:
                 source,
                 dtype=self._dtype if self._lora else torch.float32,
                 attn_implementation="sdpa",
+                experts_implementation=EXPERTS,
                 local_files_only=True,
             )
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -108,6 +112,7 @@ class TorchPolicy:
         # In evaluation mode: with dropout the trained distribution would differ from the sampled one.
         self._model: Any = model.to(self._device).eval()
         self._tensors = self._trained = without_aliases(self._model.state_dict(keep_vars=True))
+        require_known_layout(self._model.config.model_type, split_experts(self._tensors), read_tensor_shapes(source))
         if self._lora is not None:
             self._adapter = Adapter(self._model, self._tensors, self._lora, self._seed)
             self._trained = self._adapter.tensors
@@ -210,11 +215,12 @@ class TorchPolicy:
         """See `PolicyEngine.export_shards`."""
         if what == "adapter":
             return shards_of((name, tensor.detach()) for name, tensor in self._trained.items())
-        return shards_of((name, self._exported(name, tensor.detach(), what)) for name, tensor in self._tensors.items())
+        tensors = split_experts(self._tensors)
+        return shards_of((name, self._exported(name, tensor.detach(), what)) for name, tensor in tensors.items())
 
     def load_shards(self, shards: Iterable[Shard], what: Loaded = "base") -> None:
         """See `PolicyEngine.load_shards`."""
-        tensors = self._tensors if what == "base" else self._trained
+        tensors = split_experts(self._tensors) if what == "base" else self._trained
         missing = set(tensors)
         for shard in shards:
             tensor = tensors.get(shard.name)
