@@ -15,7 +15,7 @@ from rlboost.shared.columns import I32, ints, pack
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
-from rlboost.shared.messages.workers import Role
+from rlboost.shared.messages.fields import Role
 from rlboost.shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 from tests.support.sim_worker import SimWorker, check_completion
