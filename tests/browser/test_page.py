@@ -123,7 +123,7 @@ def test_completion_parts_of_a_cut_completion_keep_their_workers(box: BlackBox, 
     assert parts == ["0:aaa", "1:bb", "null:[4 characters cut]", "1:b", "2:cccc"]
 
 
-def test_scale_button_changes_the_number_of_spot_workers(box: BlackBox, page: sync_api.Page) -> None:
+def test_scale_button_changes_the_number_of_spot_workers(box: BlackBox, page: Page) -> None:
     page.goto(f"{box.url}/#token={box.token}")
     page.fill("#scale-workers", "3")
     page.get_by_role("button", name="Scale").click()

@@ -46,7 +46,7 @@ engine = contract.engine
 
 
 class OnGpu(contract.Torch):
-    def make(self) -> Engine:
+    async def make(self) -> Engine:
         return TorchEngine(self._directory, slots=contract.SLOTS, device=DEVICE)
 
 
