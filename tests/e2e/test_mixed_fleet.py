@@ -36,7 +36,8 @@ def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
 def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Path) -> None:
     vllm_engines.require_installed()
     spec = small_job(steps=16)
-    with black_box(tmp_path / "state", workers=1, engine="vllm") as box, ExitStack() as joined:
+    # Reserved engines could end the job before vLLM has started.
+    with black_box(tmp_path / "state", workers=1, reserved=0, engine="vllm") as box, ExitStack() as joined:
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
             box.until(lambda: ready(box, "worker-1"), "the vllm worker is ready")
@@ -48,7 +49,7 @@ def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Pat
         audit = check(box, job_id, observer, spec)
         assert audit["preemptions"]["without_notice"] >= 1
         makers = {worker.rpartition("-")[0] for _, worker in observer.flushed}
-        assert makers >= {"reserved-1", "worker-1", "by-hand"}
+        assert makers >= {"worker-1", "by-hand"}
 
 
 @pytest.mark.long
