@@ -22,6 +22,8 @@ Clip = Literal["ppo", "cispo", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Importance = Literal["truncate", "mask"]
+ImportanceLevel = Literal["token", "sequence"]
+RejectionLevel = Literal["token", "sequence", "geometric"]
 
 
 class CriticSpec(Section):
@@ -66,6 +68,34 @@ class PreferenceSpec(Section):
         return self
 
 
+class RejectionSpec(Section):
+    """Tokens that are left out of the loss, by the ratio of the trainer's probabilities to the engine's."""
+
+    level: RejectionLevel | None = None
+    """Ratio that must be within the thresholds: of each token; or of the whole completion, as the product of its
+    tokens' ratios (`sequence`) or their geometric mean."""
+    threshold: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Highest ratio; empty: 2. Use about 1.001 for `geometric`."""
+    threshold_lower: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Lowest ratio; empty: 1 / `threshold`."""
+    token_veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """A completion with a token whose ratio is below this, such as 1e-4, is left out."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the lowest and the highest ratio."""
+        highest = self.threshold or 2.0
+        return self.threshold_lower or 1 / highest, highest
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.level is None and (self.threshold is not None or self.threshold_lower is not None):
+            raise ValueError("threshold does not apply, no ratio is bounded: set level, or remove it")
+        if self.level is None and self.token_veto is None:
+            raise ValueError("nothing is rejected: set level or token_veto, or remove the section")
+        return self
+
+
 _GRPO: dict[str, Any] = {
     "advantage": "group_std",
     "ratio": "token",
@@ -82,6 +112,7 @@ _GRPO: dict[str, Any] = {
     "old_logprobs": "auto",
     "tis_cap": 2.0,
     "importance": "truncate",
+    "rollout_is": "token",
     "critic": CriticSpec(),
     "preference": PreferenceSpec(),
 }
@@ -197,7 +228,7 @@ _RULES = (
         ),
     ),
     _Rule(
-        ("importance",),
+        ("importance", "rollout_is"),
         (
             _PAIRS,
             _Reason(lambda a: a.get("tis_cap") in ("off", False), "importance weights are off: set algorithm.tis_cap"),
@@ -261,9 +292,14 @@ class AlgorithmSpec(Section):
     """Old policy of the ratio: the engine's log-probabilities, or the trainer's under the weights at the start of the
     step. `auto` is `sampled` with `elastic.max_staleness: 0`, else `recomputed`."""
     tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] | None = 2.0
-    """With `recomputed`: bound of a token's importance weight (trainer / engine); `off` disables these weights."""
+    """With `recomputed`: bound of an importance weight (trainer / engine); `off` disables these weights."""
     importance: Importance | None = "truncate"
     """Importance weights beyond `tis_cap` are truncated, or tokens with a weight beyond it or below 1 / it masked."""
+    rollout_is: ImportanceLevel | None = "token"
+    """Ratio that is the importance weight: of each token, or the product over the completion."""
+    rollout_rs: RejectionSpec | None = None
+    """Leaves tokens out of the loss whose probabilities differ between trainer and engine; they still count in the
+    divisor of `aggregation`."""
     kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL penalty to the starting weights; above 0 the trainer stores a copy of them."""
     kl_estimator: KlEstimator | None = None
@@ -313,8 +349,8 @@ class AlgorithmSpec(Section):
                     raise ValueError(f"{setting} is missing: give it, or leave the key out for {self.name}'s own")
                 if against and chosen[setting] is not None:
                     raise ValueError(f"{setting} does not apply, {against}, or remove {setting}")
-        if self.preference is not None and (self.loss is not None or self.kl_coef > 0):
-            asked = "loss" if self.loss is not None else "kl_coef"
+        others = {"loss": self.loss is not None, "rollout_rs": self.rollout_rs is not None, "kl_coef": self.kl_coef > 0}
+        if self.preference is not None and (asked := next((name for name, given in others.items() if given), "")):
             raise ValueError(
                 f"{asked} does not apply, pairs have a loss of their own, which preference.beta holds to the starting "
                 f"weights: remove {asked}, or set algorithm.advantage to something else than best_worst"

@@ -88,6 +88,11 @@ NAMES: Mapping[str, Names] = {
         "`algorithm.rollout_correction.rollout_rs`",
         "`algo.advantage.is_correction_mode`",
     ),
+    "algorithm.rollout_is": Names("", "`algorithm.rollout_correction.rollout_is`"),
+    "algorithm.rollout_rs.level": Names("", "`algorithm.rollout_correction.rollout_rs`"),
+    "algorithm.rollout_rs.threshold": Names("", "`algorithm.rollout_correction.rollout_rs_threshold`"),
+    "algorithm.rollout_rs.threshold_lower": Names("", "`algorithm.rollout_correction.rollout_rs_threshold_lower`"),
+    "algorithm.rollout_rs.token_veto": Names("", "`algorithm.rollout_correction.rollout_token_veto_threshold`"),
     "algorithm.kl_coef": Names("`beta`", "`actor.kl_loss_coef`", "`algo.kl.init_coef`", "`loss.kl_tau`"),
     "algorithm.kl_estimator": Names("", "`actor.kl_loss_type`", "`algo.kl.estimator`"),
     "algorithm.overlong_penalty": Names(

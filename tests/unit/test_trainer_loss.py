@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from rlboost.services.trainer.domain.loss.importance import accepted, ratios
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
 from rlboost.services.trainer.domain.tokens import TokenBatch
 from rlboost.shared.errors import Fatal
-from rlboost.shared.job.algorithm import PRESETS
+from rlboost.shared.job.algorithm import PRESETS, RejectionLevel, RejectionSpec
 from rlboost.shared.job.spec import RlJob
 from tests.support.jobs import parse_rl
 
@@ -223,6 +224,68 @@ def test_the_importance_weight_has_no_gradient_and_is_cut_at_the_cap() -> None:
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([-0.5 * 1.2, -0.5 * 1.5])
     assert sums["tis_capped"] == 1.0
+
+
+LOG_RATIOS = torch.tensor([0.1, -0.3, 0.5, 0.0, 0.001, -0.001])
+"""Two completions of three tokens; sums 0.3 and 0, means 0.1 and 0."""
+LENGTHS = (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [1.10517, 0.74082, 1.64872, 1.0, 1.0010005, 0.9990005]),
+        ("sequence", [1.34986] * 3 + [1.0] * 3),
+        ("geometric", [1.10517] * 3 + [1.0] * 3),
+    ],
+)
+def test_ratios_of_tokens_and_completions_match_hand_numbers(level: RejectionLevel, expected: list[float]) -> None:
+    assert ratios(level, LOG_RATIOS, LENGTHS).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_sequence_ratio_of_a_long_completion_stays_finite() -> None:
+    assert ratios("sequence", torch.full((4096,), 0.5), (4096,)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({"level": "token"}, [1, 1, 1, 1, 1, 1]),
+        ({"level": "token", "threshold": 1.2}, [1, 0, 0, 1, 1, 1]),
+        ({"level": "token", "threshold": 1.2, "threshold_lower": 0.7}, [1, 1, 0, 1, 1, 1]),
+        ({"level": "sequence", "threshold": 1.3}, [0, 0, 0, 1, 1, 1]),
+        ({"level": "sequence", "threshold": 1.4}, [1, 1, 1, 1, 1, 1]),
+        ({"level": "geometric", "threshold": 1.11}, [1, 1, 1, 1, 1, 1]),
+        ({"level": "geometric", "threshold": 1.01}, [0, 0, 0, 1, 1, 1]),
+        ({"token_veto": 0.75}, [0, 0, 0, 1, 1, 1]),
+        ({"token_veto": 0.74}, [1, 1, 1, 1, 1, 1]),
+        ({"level": "token", "threshold": 1.0005, "token_veto": 0.75}, [0, 0, 0, 1, 0, 0]),
+    ],
+)
+def test_rejection_keeps_tokens_within_its_bounds(spec: dict[str, Any], expected: list[int]) -> None:
+    assert accepted(RejectionSpec(**spec), LOG_RATIOS, LENGTHS).int().tolist() == expected
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_rejected_completion_has_no_gradient_and_counts_in_the_divisor(max_staleness: int) -> None:
+    new = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
+    given = TokenBatch(new, new.detach() - LOG_RATIOS, torch.ones(6), LENGTHS, new.detach().clone(), new.detach() - 0.5)
+    algorithm = {"kl_coef": 0.1, "rollout_rs": {"level": "geometric", "threshold": 1.01}}
+    total, sums = job_loss(job(max_staleness, **algorithm))(given)
+    total.backward()
+    assert new.grad is not None
+    assert (new.grad != 0).tolist() == [False] * 3 + [True] * 3
+    assert (sums["rejected"], sums["divisor"]) == (3, 6)
+
+
+def test_sequence_weights_multiply_every_token_of_the_completion() -> None:
+    new = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
+    given = TokenBatch(new, new.detach() - LOG_RATIOS, torch.ones(6), LENGTHS, new.detach().clone())
+    total, sums = job_loss(job(1, rollout_is="sequence", tis_cap=1.2))(given)
+    total.backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-1.2] * 3 + [-1.0] * 3)
+    assert sums["tis_capped"] == 3
 
 
 def test_without_a_cap_older_tokens_are_not_weighed() -> None:

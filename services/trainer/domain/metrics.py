@@ -21,6 +21,7 @@ _TOKEN_MEANS = {
     "off_policy/abs_log_ratio": "abs_log_ratio",
     "off_policy/kl": "kl",
     "off_policy/tis_capped": "tis_capped",
+    "off_policy/rejected": "rejected",
     "kl": "reference_kl",
     "value/loss": "value_loss",
     "value/clip_ratio": "value_clipped",

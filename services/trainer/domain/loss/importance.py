@@ -1,13 +1,36 @@
-"""Importance weights for tokens generated with other probabilities than those at the start of the step.
+"""Corrections for tokens generated with other probabilities than those at the start of the step.
 
-The difference comes from older weights (staleness) or from numerics of the inference engine (mismatch). The weight of a
-token is proximal / sampled, without a gradient.
+The difference comes from older weights (staleness) or from numerics of the inference engine (mismatch). The ratio
+trainer / engine of a token or a completion either weights the loss, without a gradient, or decides whether tokens are
+left out of it. The names are those of verl's `rollout_correction`.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from rlboost.shared.job.algorithm import RejectionLevel, RejectionSpec
+
+_MAX_LOG_RATIO = 20.0
+"""Bound on log-ratios before `exp`, so that products over long completions stay finite."""
+
+
+def ratios(level: RejectionLevel, log_ratios: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Return trainer / engine at each token, [tokens].
+
+    Args:
+        level: of each token; or of its completion, as the product over tokens (`sequence`) or their geometric mean
+            (`geometric`).
+        log_ratios: log p(trainer) - log p(engine) of each token, [tokens].
+        lengths: tokens of each completion.
+
+    """
+    if level != "token":
+        parts = torch.split(log_ratios, list(lengths))
+        of_completions = torch.stack([part.sum() if level == "sequence" else part.mean() for part in parts])
+        log_ratios = _at_each_token(of_completions, lengths)
+    return log_ratios.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def truncated(weights: Tensor, cap: float) -> Tensor:
@@ -21,3 +44,23 @@ def masked(weights: Tensor, cap: float) -> Tensor:
 
 
 RULES = {"truncate": truncated, "mask": masked}
+
+
+def accepted(spec: RejectionSpec, log_ratios: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Return True for each token that stays in the loss, [tokens].
+
+    As verl's `rollout_rs` and `rollout_token_veto_threshold`.
+    """
+    result = torch.ones_like(log_ratios, dtype=torch.bool)
+    if spec.level is not None:
+        ratio, (low, high) = ratios(spec.level, log_ratios, lengths), spec.bounds
+        result = (ratio >= low) & (ratio <= high)
+    if spec.token_veto is not None:
+        lowest = torch.stack([part.min() for part in torch.split(log_ratios, list(lengths))])
+        result &= _at_each_token(lowest.exp() >= spec.token_veto, lengths)
+    return result
+
+
+def _at_each_token(of_completions: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    repeats = torch.tensor(lengths, device=of_completions.device)
+    return of_completions.repeat_interleave(repeats, output_size=sum(lengths))

@@ -13,13 +13,21 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
 from rlboost.services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip, unclipped
-from rlboost.services.trainer.domain.loss.importance import RULES
+from rlboost.services.trainer.domain.loss.importance import RULES, accepted, ratios
 from rlboost.services.trainer.domain.loss.kl import ESTIMATORS, k3
 from rlboost.services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
 from rlboost.services.trainer.domain.sums import MAX_PREFIX, MISMATCH
 from rlboost.services.trainer.domain.tokens import LossFn, TokenBatch, TokenLoss
 from rlboost.shared.errors import Fatal
-from rlboost.shared.job.algorithm import Aggregation, Clip, Importance, KlEstimator, RatioLevel
+from rlboost.shared.job.algorithm import (
+    Aggregation,
+    Clip,
+    Importance,
+    ImportanceLevel,
+    KlEstimator,
+    RatioLevel,
+    RejectionSpec,
+)
 from rlboost.shared.job.spec import GeneratingJob
 
 
@@ -30,7 +38,8 @@ class PolicyLoss:
     It returns the sums `tokens` and `divisor`; `loss`; `abs_log_ratio` and `kl`, between the current weights and those
     that generated the tokens; `mismatch_kl`; `ratio` and `max_ratio` before the clip and, where there
     is one, `ratio_clipped` and `max_ratio_clipped` after it, `clipped_low` and `clipped_high`; `tis_capped`, with
-    importance weights, the number of tokens whose weight was changed; `reference_kl`, with a reference.
+    importance weights, the number of tokens whose weight was changed; `rejected`, with a rejection, the number of
+    tokens left out; `reference_kl`, with a reference.
     """
 
     ratio: RatioLevel = "token"
@@ -47,6 +56,8 @@ class PolicyLoss:
     tis_cap: float | None = None
     """Cap of importance weights; None: no weights."""
     importance: Importance = "truncate"
+    rollout_is: ImportanceLevel = "token"
+    rollout_rs: RejectionSpec | None = None
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
 
@@ -65,7 +76,7 @@ class PolicyLoss:
         losses = self._losses(ratio, clipped, batch)
         sums: dict[str, Tensor] = {}
         if self.decoupled and self.tis_cap is not None:
-            raw = (first - batch.sampled).exp()
+            raw = ratios(self.rollout_is, first - batch.sampled, batch.lengths)
             weights = RULES[self.importance](raw, self.tis_cap)
             losses = weights * losses
             sums["tis_capped"] = (weights != raw).sum()
@@ -74,6 +85,10 @@ class PolicyLoss:
             if self.kl_coef:
                 losses = losses + self.kl_coef * kl
             sums["reference_kl"] = kl.detach().sum()
+        if self.rollout_rs is not None:
+            stay = accepted(self.rollout_rs, first - batch.sampled, batch.lengths)
+            losses = torch.where(stay, losses, 0.0)
+            sums["rejected"] = (~stay).sum()
         total = self._summed(losses, batch.lengths)
         with torch.no_grad():
             sums |= _sums(total, ratio, batch, first)
@@ -148,6 +163,8 @@ def job_loss(spec: GeneratingJob, user_loss: TokenLoss | None = None) -> LossFn:
         decoupled=algorithm.is_decoupled(spec.elastic.max_staleness),
         tis_cap=algorithm.tis_cap if isinstance(algorithm.tis_cap, float) else None,
         importance=algorithm.importance or "truncate",
+        rollout_is=algorithm.rollout_is or "token",
+        rollout_rs=algorithm.rollout_rs,
         # With a critic, the penalty is part of the rewards.
         kl_coef=algorithm.kl_coef if algorithm.critic is None else 0.0,
         kl_estimator=algorithm.kl_estimator or "k3",
