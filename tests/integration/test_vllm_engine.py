@@ -119,7 +119,7 @@ async def test_kept_keys_and_values_are_not_shared_with_new_requests(config: Any
     engine = await start(old)
     collector = Collector(engine)
     kept = [request(i, prompt=prompt, max_tokens=100) for i, prompt in enumerate(prompts(4))]
-    long = request(10, prompt=LONG, max_tokens=20)
+    long = request(10, prompt=LONG, max_tokens=100)
     engine.submit([*kept, long])
     await eventually(lambda: collector.made(10) > 3)
     await engine.suspend(keep_kv=True)
