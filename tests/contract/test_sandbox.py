@@ -89,7 +89,7 @@ def successes(isolation: Isolation, outside: Path) -> set[str]:
         "    try: exec(statement)\n    except BaseException as error: print(name, repr(error), file=sys.stderr)\n"
         "    else: print(name, flush=True)\n"
     )
-    ran = run_with(isolation, program, limits=Limits(wall_s=30, cpu_s=30))
+    ran = run_with(isolation, program, limits=Limits(wall_s=120, cpu_s=30))
     assert ran.completed, ran.errors
     assert len(ran.output.splitlines()) + len(ran.errors.splitlines()) == len(ATTACKS)
     return set(ran.output.split())
