@@ -17,6 +17,7 @@ from rlboost.commands import (
     follow,
     init,
     jobs,
+    memory,
     page,
     ps,
     report,
@@ -44,6 +45,7 @@ doctor.register(app)
 app.add_typer(worker.app, name="worker")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
+memory.register(app)
 
 
 def _print_version(is_given: bool) -> None:
