@@ -22,7 +22,7 @@ TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/browser
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-long test-browser test-docker check audit fmt docs chaos bench gpu \
+.PHONY: help install install-vllm demo test test-long test-browser test-network test-docker check audit fmt docs chaos bench gpu \
 	up down clean
 
 help: ## list the targets
@@ -49,7 +49,7 @@ demo: $(INSTALLED) ## train a small model here while spot workers come and go
 	$(BIN)/rlboost demo --engine $(ENGINE) $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no accelerator: unit, contract, integration, e2e
-	$(PYTEST) -m 'not gpu and not long and not docker' $(ARGS)
+	$(PYTEST) -m 'not gpu and not long and not docker and not network' $(ARGS)
 
 test-long: $(INSTALLED) ## run the soak and the longest end-to-end tests, which `make test` leaves out
 	$(PYTEST) -m 'long and not gpu' $(ARGS)
@@ -57,6 +57,9 @@ test-long: $(INSTALLED) ## run the soak and the longest end-to-end tests, which 
 test-browser: $(INSTALLED) ## run the tests of the web page; they need Chromium
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest tests/browser $(ARGS)
+
+test-network: $(INSTALLED) ## run the tests of training on several machines, in network namespaces; they need root
+	$(BIN)/python -m pytest tests/network $(ARGS)
 
 test-docker: $(INSTALLED) ## build the images and run a job in containers; needs a Docker engine
 	$(BIN)/python -m pytest -m docker $(ARGS)

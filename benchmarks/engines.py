@@ -1,4 +1,4 @@
-"""Tokens per second of the torch engine and of vLLM, side by side in one process, and beside a plain transformers loop.
+"""Tokens per second of the torch engine, of vLLM as a worker and as `AsyncLLM` alone, and of a plain transformers loop.
 
     OMP_NUM_THREADS=1 python -m benchmarks.engines [--requests 8 16 32 64] [--rounds 3]
     python -m benchmarks.engines --device cuda --dtype bfloat16 --requests 8 64 256 --tokens 512
@@ -6,11 +6,12 @@
 Each contender gets the same weights and the same requests: groups of eight samples of one prompt, all of one length,
 drawn at temperature 1 with the log-probability of each token. `demo` is the model of examples/countdown, `10m` a Qwen3
 of 10.8 million random parameters; on a GPU it is `0.6b`, of the sizes of Qwen3-0.6B. The engines are what a worker has;
-the plain loop is the model's own forward pass with transformers' cache, in one batch.
+`AsyncLLM` is the same vLLM with the worker's sampling parameters but without seeds; the plain loop is the model's own
+forward pass with transformers' cache, in one batch.
 
 They take turns; a figure is the median over the rounds, a ratio the median of the rounds' ratios. On a CPU a second is
-one of this process's own processor time, so that neighbours on the machine disturb little: with one thread it is what
-the clock of an idle machine would show. Where vLLM is not installed its columns stay empty.
+one of processor time of this session's processes, so that neighbors on the machine disturb little. Where vLLM is not
+installed its columns stay empty.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
+from rlboost.local.cpu_time import session_cpu_s
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import Sampling
+from tests.support.staged_weights import Staged
 
 GROUP = 8
 POLL_S = 0.02
@@ -66,7 +69,9 @@ MODELS = {
 }
 GPU_KV_CACHE_BYTES = 16 << 30
 """Of each engine: they are there at the same time."""
-CONTENDERS = ("torch", "vllm", "plain")
+CONTENDERS = ("torch", "vllm", "AsyncLLM", "plain")
+RATIOS = (("vllm", "torch"), ("AsyncLLM", "vllm"), ("plain", "torch"))
+"""Seconds of the first over those of the second: tokens per second of the second over those of the first."""
 
 
 def requests_of(n: int, prompt: int, tokens: int, vocabulary: int) -> list[Request]:
@@ -84,6 +89,28 @@ async def run_engine(engine: Engine, requests: list[Request]) -> None:
     while left:
         await asyncio.sleep(POLL_S)
         left -= sum(emission.finish != 0 for emission in engine.drain())
+
+
+async def run_async_llm(llm: Any, requests: list[Request]) -> None:
+    """Return when every request has ended."""
+    from vllm import SamplingParams  # noqa: PLC0415 - may not be installed
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415 - as above
+
+    async def run(request: Request) -> None:
+        params = SamplingParams(
+            max_tokens=request.sampling.max_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": request.prompt}
+        async for _ in llm.generate(prompt, params, request_id=f"plain-{request.sample}"):
+            pass
+
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            group.create_task(run(request), name=f"plain-{request.sample}")
 
 
 async def run_plain(model: Any, requests: list[Request]) -> None:
@@ -132,9 +159,9 @@ def line(model: str, n: int, tokens: int, seconds: Mapping[str, Sequence[float]]
     """Return a line of the table."""
     made = [f"{tokens / median(seconds[name]):.0f}" if name in seconds else "-" for name in CONTENDERS]
     ratios = []
-    for name in CONTENDERS[1:]:
-        pairs = zip(seconds.get(name, ()), seconds["torch"], strict=False)
-        ratios.append(f"{median(other / ours for other, ours in pairs):.2f}" if name in seconds else "-")
+    for slower, faster in RATIOS:
+        pairs = list(zip(seconds.get(slower, ()), seconds.get(faster, ()), strict=False))
+        ratios.append(f"{median(one / other for one, other in pairs):.2f}" if pairs else "-")
     return "| " + " | ".join([model, str(n), *made, *ratios]) + " |"
 
 
@@ -145,18 +172,20 @@ async def measure(name: str, args: argparse.Namespace, engines: Mapping[str, Eng
     plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype], attn_implementation="sdpa")
     plain = plain.eval().to(args.device)
     weights = {name: tensor for name, tensor in plain.state_dict().items() if name != "lm_head.weight"}
-    clock = time.process_time if args.device == "cpu" else time.perf_counter
+    clock = partial(session_cpu_s, os.getsid(0)) if args.device == "cpu" else time.perf_counter
     async with AsyncExitStack() as stack:
         running: dict[str, Engine] = {}
         for contender, factory in engines.items():
             running[contender] = factory.build(config.to_json_string())
             stack.push_async_callback(running[contender].close)
-            await running[contender].load_weights(0, weights.items())
+            await running[contender].load_weights(0, Staged(weights.items()))
         for n in args.requests:
             asked = requests_of(n, args.prompt, args.tokens, config.vocab_size)
             runs: dict[str, Callable[[], Awaitable[None]]] = {
                 contender: partial(run_engine, engine, asked) for contender, engine in running.items()
             }
+            if (vllm := running.get("vllm")) is not None:
+                runs["AsyncLLM"] = partial(run_async_llm, cast("Any", vllm).llm, asked)
             runs["plain"] = partial(run_plain, plain, asked)
             print(line(name, n, n * args.tokens, await take_turns(runs, args.rounds, clock)), flush=True)
 
@@ -174,8 +203,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     engines = factories(max(args.requests), args.device, args.dtype)
     print(f"{torch.get_num_threads()} threads, {args.device}, {args.dtype}, load {os.getloadavg()[0]:.1f}")
-    print("| model | requests | torch, tokens/s | vLLM | plain loop | torch : vLLM | torch : plain |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| model | requests | torch, tokens/s | vLLM | AsyncLLM | plain loop | torch : vLLM | vLLM : AsyncLLM |", end=""
+    )
+    print(" torch : plain |\n|---|---|---|---|---|---|---|---|---|", flush=True)
     for name in args.model or ["demo", "10m" if args.device == "cpu" else "0.6b"]:
         asyncio.run(measure(name, args, engines))
 

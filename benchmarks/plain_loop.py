@@ -34,6 +34,7 @@ from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, I32, ints, pack
 from rlboost.shared.job.spec import JobSpec, load, parse
 from rlboost.shared.messages import Sampling
+from tests.support.staged_weights import Staged
 
 JOB = "examples/countdown/job.yaml"
 POLL_S = 0.02
@@ -57,7 +58,7 @@ class PlainLoop:
     async def step(self, step: int) -> float:
         """Take one step; return its mean reward."""
         spec, n = self.spec, self.spec.algorithm.group_size
-        await self.engine.load_weights(step, self._weights())
+        await self.engine.load_weights(step, Staged(self._weights()))
         rows = prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, len(self.data.train))
         samples = await self._generate(step, [row for row in rows for _ in range(n)])
         planner: UpdatePlanner[TrainingRow] = UpdatePlanner(

@@ -19,10 +19,15 @@ from rlboost.commands import (
     jobs,
     memory,
     page,
+    plan,
     ps,
     report,
     samples,
+    scale,
+    simulate,
     token,
+    top,
+    trainer,
     up,
     worker,
 )
@@ -36,13 +41,18 @@ demo.register(app)
 report.register(app)
 jobs.register(app)
 follow.register(app)
+top.register(app)
 samples.register(app)
 page.register(app)
 evaluation.register(app)
 export.register(app)
+plan.register(app)
 ps.register(app)
+scale.register(app)
 doctor.register(app)
+simulate.register(app)
 app.add_typer(worker.app, name="worker")
+app.add_typer(trainer.app, name="trainer")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
 memory.register(app)

@@ -103,9 +103,13 @@ class Client:
         self.tokens = Tokens(self)
 
     def fleet(self) -> Json:
-        """Return the number of workers present and the number worth having."""
+        """Return the number of workers present and the number worth having, and what autoscaling decided."""
         fleet: Json = self.request("GET", "/fleet").json()
         return fleet
+
+    def scale(self, workers: int | None) -> None:
+        """Set the number of preemptible workers; None: the number worth having."""
+        self.request("POST", "/fleet/scale", json={"workers": "auto" if workers is None else workers})
 
     def close(self) -> None:
         """Close the connections."""
@@ -252,7 +256,7 @@ class Jobs:
         return audit
 
     def cost(self, job_id: str) -> Json:
-        """Return what the job's workers have cost, in dollars of their `RLBOOST_WORKER_PRICE_PER_HOUR`."""
+        """Return what the job's workers have cost, at their `RLBOOST_WORKER_PRICE_PER_HOUR`, and the job's budget."""
         cost: Json = self._get(job_id, "cost")
         return cost
 

@@ -62,9 +62,9 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
                 next_step = progress.next_step(job)
                 rows = client.jobs.metrics(job_id, next_step) if progress.needs_rows(job) else []
             except (ClientError, ConfigError) as error:
-                if not _is_outage(error):
+                if not is_outage(error):
                     raise
-                outage_s, reason = time.time() - answered_at, _reason(error)
+                outage_s, reason = time.time() - answered_at, outage_reason(error)
                 try:
                     client = _reconnected(connect, client, warnings)
                 except ConfigError as ended:
@@ -105,13 +105,14 @@ def _reconnected(connect: Callable[[], Client], client: Client, warnings: _Warni
     return new
 
 
-def _is_outage(error: Exception) -> bool:
+def is_outage(error: Exception) -> bool:
     """Return True if the error may pass: no answer, no leader, or the token of a system that was restarted."""
     passing = (None, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.UNAUTHORIZED)
     return isinstance(error, ConfigError) or (isinstance(error, ClientError) and error.status in passing)
 
 
-def _reason(error: Exception) -> str:
+def outage_reason(error: Exception) -> str:
+    """Return what to show of an outage."""
     return error.detail if isinstance(error, ClientError) else str(error)
 
 
@@ -187,7 +188,7 @@ class _Warnings:
             except (httpx.HTTPError, RuntimeError):  # the client was closed: there may be a new one
                 time.sleep(_POLL_S)
             except ClientError as error:
-                if not _is_outage(error):
+                if not is_outage(error):
                     return  # a manager without events: the job is polled all the same
                 time.sleep(_POLL_S)
             else:

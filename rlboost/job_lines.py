@@ -70,6 +70,27 @@ def end_line(job: Mapping[str, Any], logs: str) -> str:
     return f"{ended}: " + (job["error"] or f"'{logs}' prints its log")
 
 
+def cost_line(cost: Mapping[str, Any]) -> str:
+    """Format `GET /v1/jobs/{job_id}/cost` as the web page does; empty without prices."""
+    if not cost.get("dollars"):
+        return ""
+    spent = dollars(cost["dollars"]) + (f" of at most {dollars(cost['max_dollars'])}" if cost["max_dollars"] else "")
+    kinds = [f"{of['role']} {of['kind']} {dollars(of['dollars'])} for {of['hours']:.2f} h" for of in cost["workers"]]
+    return (
+        f"{spent}: {', '.join(kinds)}. {dollars(cost['dollars_per_step'])} a step, "
+        f"{dollars(cost['dollars_per_1000_samples'])} per 1,000 samples. "
+        f"Migration saved {dollars(cost['dollars_saved_by_migration'])} of tokens; "
+        f"{dollars(cost['dollars_regenerated'])} were regenerated."
+    )
+
+
+def dollars(value: float | None) -> str:
+    """Format an amount to the cent, below a dollar to two significant digits."""
+    if value is None:
+        return "-"
+    return f"${value:.2f}" if value >= 1 or value == 0 else f"${value:#.2g}"
+
+
 def remaining(job: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """Format how long a running job will take, from the rows of its last steps; empty if that is unknown."""
     times = [row["time/step_s"] for row in rows if "time/step_s" in row]

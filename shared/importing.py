@@ -1,4 +1,4 @@
-"""Context managers for importing large libraries."""
+"""The garbage collector, and context managers for importing large libraries."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def collect_garbage_rarely() -> None:
+    """Let the garbage collector scan all objects only every ten million new ones.
+
+    For a process with many long-lived objects and hardly any reference cycles: with 100,000 samples in flight a full
+    scan stops the manager for 100 ms.
+    """
+    gc.set_threshold(10_000, 10, 100)
 
 
 @contextmanager

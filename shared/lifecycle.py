@@ -112,7 +112,7 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
-    logs.configure(name, level=config.log_level, form=config.log_format)
+    logs.configure(name, level=config.log_level, form=config.log_format, secrets=config.secrets)
     if config.tls_ca:
         os.environ[CA_VARIABLE] = config.tls_ca  # for child processes, too
 

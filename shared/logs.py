@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 
 import stamina
 import structlog
 
+from rlboost.shared.log_buffer import BUFFER
 
-def configure(service: str, *, level: str = "info", form: str = "json") -> None:
-    """Send structlog and the standard library's loggers to standard error, `service` on every line."""
+
+def configure(service: str, *, level: str = "info", form: str = "json", secrets: Iterable[str] = ()) -> None:
+    """Send structlog and the standard library's loggers to standard error, `service` on every line.
+
+    Each line is also retained in `log_buffer.BUFFER`, without `secrets`.
+    """
+    BUFFER.hide(secrets)
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        BUFFER,
     ]
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer(default=str)

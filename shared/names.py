@@ -36,6 +36,8 @@ WORKER_IDENTITIES = PREFIX + "workers.identities"
 """Hash: worker id -> its identity (JSON), from its join until its reports are relayed and its Redis user is removed."""
 FLEET = PREFIX + "fleet"
 """Hash: worker id -> its last record (JSON), from which a restarted manager recovers the fleet."""
+FLEET_SCALE = PREFIX + "fleet.scale"
+"""Hash: `workers` -> the number of preemptible workers that the operator set, or `auto`."""
 
 TOKENS = PREFIX + "tokens"
 """Hash: id of an access token -> its record (JSON), with the SHA-256 of its secret."""
@@ -64,6 +66,11 @@ def job_quarantine(job_id: str) -> str:
 def job_events(job_id: str) -> str:
     """Stream, all -> users: events of one job; capped."""
     return f"{PREFIX}job:{job_id}:events"
+
+
+def job_logs(job_id: str) -> str:
+    """Stream, all -> users: log lines of all processes that concern one job; capped."""
+    return f"{PREFIX}job:{job_id}:logs"
 
 
 def job_samples(job_id: str) -> str:

@@ -50,6 +50,12 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["json", "console"] = "json"
 
     @property
+    def secrets(self) -> list[str]:
+        """Return the values that must not appear in logs."""
+        values = [getattr(self, name) for name in type(self).model_fields]
+        return [value.get_secret_value() for value in values if isinstance(value, SecretStr)]
+
+    @property
     def certificate(self) -> ServerCertificate | None:
         """Return the certificate to serve, None for plain HTTP; raises `ConfigError`."""
         return server_certificate(self.tls_cert, self.tls_key)

@@ -9,9 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import structlog
+from prometheus_client import Counter
 from pydantic import BaseModel, ConfigDict
 
 from rlboost.shared.errors import Timeout
+
+log = structlog.get_logger(__name__)
+
+_TIMEOUTS = Counter("rlboost_wait_timeouts", "Waits that reached their limit")
 
 
 class WaitStatus(BaseModel):
@@ -52,6 +58,8 @@ class Waits:
                 yield
         except TimeoutError as error:
             if timer.expired():
+                _TIMEOUTS.inc()
+                log.warning("wait_timed_out", wait_for=for_, because=because, limit_s=limit_s)
                 raise Timeout(f"waited {limit_s:.0f} s for {for_} ({because})") from error
             raise
         finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from benchmarks.chaos.schedule import Kind
 from rlboost.local.state import StateDir
 from tests.support.black_box import RLBOOST, BlackBox
 from tests.support.dial_out_only import Outside, possible
@@ -23,7 +24,7 @@ _DIALED = ("manager", "standby", "redis", "weight-store")
 class Site:
     """Use with `with`."""
 
-    def __init__(self, directory: Path, *, workers: int, kinds: set[str]) -> None:
+    def __init__(self, directory: Path, *, workers: int, kinds: set[Kind]) -> None:
         """Prepare; `kinds` loses the faults that this machine does not permit."""
         self._directory, self._workers = directory, workers
         self.skipped: dict[str, str] = {}

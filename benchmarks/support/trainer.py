@@ -77,7 +77,8 @@ class AskingTrainer:
         """Take what is finished, ask for as many groups anew, report and trim what a checkpoint covers."""
         self._hold_lease()
         done = 0
-        for _, entries in self._client.xread({names.rollouts_finished(self.job_id): self._cursor}, count=512) or ():
+        read: Any = self._client.xread({names.rollouts_finished(self.job_id): self._cursor}, count=512)
+        for _, entries in read or ():
             self._cursor = entries[-1][0].decode()
             for _, fields in entries:
                 done += self._take(msgpack.unpackb(fields[b"m"]))

@@ -301,7 +301,8 @@ class Fleet:
         self._writer.close()
 
     def _obey(self) -> None:
-        for stream, entries in self._client.xread(self._cursors, count=4096) or ():
+        read: Any = self._client.xread(dict(self._cursors), count=4096)
+        for stream, entries in read or ():
             name = stream.decode()
             worker = next(w for w in self.workers.values() if names.worker_commands(w.id) == name)
             self._cursors[name] = entries[-1][0].decode()

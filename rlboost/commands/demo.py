@@ -21,6 +21,9 @@ def register(app: typer.Typer) -> None:
 def demo(
     steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Preemptible workers at the start.")] = 3,
+    autoscale: Annotated[
+        int, typer.Option(min=0, help="Most preemptible workers: their number then follows what shortens steps.")
+    ] = 0,
     engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
     state: Annotated[Path, typer.Option(help="Folder for the run; data of an earlier demo in it is deleted.")] = _STATE,
     out: Annotated[
@@ -43,7 +46,8 @@ def demo(
     require_packages(*SERVICE_PACKAGES, "matplotlib")
     require_engine(engine.value)
     console = Console()
-    record = run(DemoOptions(state, steps, workers, chaos, seed, engine.value), console)
+    workers = min(workers, autoscale or workers)
+    record = run(DemoOptions(state, steps, workers, chaos, seed, engine.value, autoscale), console)
     if record is None:
         typer.echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -21,6 +21,7 @@ from rlboost.commands.common import (
     output_width,
     print_json,
 )
+from rlboost.shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlboost.client import Client
@@ -62,6 +63,17 @@ def connect_to_follow(state: Path) -> Client:
     return connect(state, patience_s=0.0, silence_s=_SILENCE_S)
 
 
+def cost_of(job_id: str, state: Path) -> Mapping[str, Any]:
+    """Return what a job has cost; empty if the manager does not answer, or the job is quarantined."""
+    from rlboost.client import ClientError  # noqa: PLC0415 - keeps --help quick
+
+    try:
+        with connect_to_follow(state) as client:
+            return client.jobs.cost(job_id)
+    except (ClientError, ConfigError):
+        return {}
+
+
 def follow_job(job_id: str, state: Path, *, from_step: int | None, as_json: bool) -> None:
     """Print a job's changes until it ends; `from_step` counts from 0, None shows the last few.
 
@@ -71,7 +83,6 @@ def follow_job(job_id: str, state: Path, *, from_step: int | None, as_json: bool
     """
     from rlboost.client import ClientError  # noqa: PLC0415 - keeps --help quick
     from rlboost.follow import follow as changes_of  # noqa: PLC0415 - likewise
-    from rlboost.job_lines import end_line  # noqa: PLC0415 - likewise
 
     job: Mapping[str, Any] = {}
     again = command(f"follow {job_id}", state)
@@ -89,9 +100,20 @@ def follow_job(job_id: str, state: Path, *, from_step: int | None, as_json: bool
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except ClientError as error:
         raise ClientError(error.title, f"{error.detail}; '{again}' follows the job again", error.status) from error
+    _print_end(job, state, as_json=as_json)
+
+
+def _print_end(job: Mapping[str, Any], state: Path, *, as_json: bool) -> None:
+    from rlboost.job_lines import cost_line, end_line, fitted  # noqa: PLC0415 - keeps --help quick
+
+    cost = cost_of(job["id"], state)
     if as_json:
+        if cost:
+            print_json({"cost": cost})
         print_json({"job": job})
-    end = end_line(job, command(f"logs {job_id}", state))
+    elif spent := cost_line(cost):
+        typer.echo(fitted(f"cost: {spent}", output_width()))
+    end = end_line(job, command(f"logs {job['id']}", state))
     if job["state"] != "completed":
         typer.echo(f"rlboost: {end}", err=True)
         raise typer.Exit(EXIT_FAILED)

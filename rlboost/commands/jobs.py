@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from rlboost.commands.common import (
     print_json,
     print_table,
 )
-from rlboost.commands.follow import follow_job
+from rlboost.commands.follow import cost_of, follow_job
 
 _RECENT_STEPS = 10
 """Steps whose mean duration is used to estimate how long a job will take."""
@@ -79,16 +80,19 @@ def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOp
     if as_json:
         print_json(shown)
         return
-    print_table(shown["id"], ("", ""), _status_rows(shown, recent, time.time()))
+    print_table(shown["id"], ("", ""), _status_rows(shown, recent, cost_of(shown["id"], state), time.time()))
 
 
-def _status_rows(job: dict[str, Any], recent: list[dict[str, Any]], now: float) -> list[tuple[str, str]]:
-    from rlboost.job_lines import moment, remaining, wait_line  # noqa: PLC0415 - keeps --help quick
+def _status_rows(
+    job: dict[str, Any], recent: list[dict[str, Any]], cost: Mapping[str, Any], now: float
+) -> list[tuple[str, str]]:
+    from rlboost.job_lines import cost_line, moment, remaining, wait_line  # noqa: PLC0415 - keeps --help quick
 
     rows = [("state", job["state"]), ("step", f"{job['step']} of {job['steps']}")]
     if left := remaining(job, recent):
         rows.append(("time", left))
     rows += [(name, moment(job[f"{name}_at"], now)) for name in ("created", "started", "finished") if job[f"{name}_at"]]
+    rows += [("cost", spent)] if (spent := cost_line(cost)) else []
     rows += [("error", job["error"])] if job["error"] else []
     rows += [("waiting", wait_line(job["waiting"], now).removeprefix("waiting "))] if job["waiting"] else []
     rows += [("warning", text) for text in job.get("warnings", ())]
@@ -103,7 +107,7 @@ def logs(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a job's log."""
+    """Print a job's events, and what all processes log about it, on every machine."""
     with connect(state) as client:
         for line in client.jobs.logs(client.jobs.find(job)["id"], follow=follow):
             if as_json:

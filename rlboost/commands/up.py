@@ -51,6 +51,9 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
         typer.Option(help="Workers that share a trainer's device; default 1, on GPUs as many as fit."),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Preemptible workers; default 3, on GPUs none.")] = None,
+    autoscale: Annotated[
+        int | None, typer.Option(help="Most preemptible workers: their number then follows what shortens steps.")
+    ] = None,
     trainers: Annotated[int | None, typer.Option(help="Trainers, default 1; each runs one job at a time.")] = None,
     engine: Annotated[Engine | None, typer.Option(help="Inference engine; default torch, on GPUs vllm.")] = None,
     gpus: GpusOption = None,
@@ -98,6 +101,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     given = {
         "reserved": reserved,
         "workers": workers,
+        "autoscale": autoscale,
         "trainers": trainers,
         "engine": engine and engine.value,
         "gpus": gpus,

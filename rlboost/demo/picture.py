@@ -17,6 +17,7 @@ from rlboost.demo.news import EventLine
 from rlboost.report.record import Observation, Record, SeenWorker
 from rlboost.shared.ids import worker_name
 from rlboost.shared.messages import ENDED
+from rlboost.terminal import STATE_STYLES, chart
 
 NEWS_SHOWN = 12
 """Most events shown, however high the terminal is."""
@@ -24,17 +25,9 @@ _FEWEST_NEWS = 6
 """With less room for events the blank lines go."""
 _FRAME = (4, 2)
 """Columns and lines of the border and its padding."""
-_BARS = "▁▂▃▄▅▆▇█"
 _NAME_WIDTH, _VALUE_WIDTH, _GAP = 18, 16, 2
 _WIDEST_CHART = 60
 _WAIT_LINES = 2
-_STATE_STYLES = {
-    "joining": "dim",
-    "pulling": "cyan",
-    "ready": "green",
-    "suspended": "magenta",
-    "draining": "yellow",
-}
 _TONES = {"good": "green", "bad": "red", "warn": "yellow", "plain": "dim"}
 
 
@@ -133,20 +126,12 @@ def _learning(record: Record, width: int) -> RenderableType:
     lengths = [row["completions/mean_length"] for row in rows if "completions/mean_length" in row]
     speeds = [observation.tokens_per_s for observation in record.observations]
     percent = Text(shown or "-", style="bold green")
-    grid.add_row("held-out accuracy", percent, _chart([v for _, v in accuracy], 1, room))
-    grid.add_row("reward", f"{rewards[-1]:.2f}" if rewards else "-", _chart(rewards, 1, room))
+    grid.add_row("held-out accuracy", percent, chart([v for _, v in accuracy], 0, 1, room))
+    grid.add_row("reward", f"{rewards[-1]:.2f}" if rewards else "-", chart(rewards, 0, 1, room))
     length = f"{lengths[-1]:.0f} tokens" if lengths else "-"
-    grid.add_row("mean length", length, _chart(lengths, max(lengths, default=1), room))
-    grid.add_row("speed", f"{speeds[-1]:,.0f} tokens/s", _chart(speeds, max(speeds), room))
+    grid.add_row("mean length", length, chart(lengths, 0, max(lengths, default=1), room))
+    grid.add_row("speed", f"{speeds[-1]:,.0f} tokens/s", chart(speeds, 0, max(speeds), room))
     return grid
-
-
-def _chart(values: Sequence[float], high: float, width: int) -> Text:
-    """Render the newest values as bars from zero to `high`."""
-    scale = (len(_BARS) - 1) / (high or 1)
-    newest = values[-width:] if width > 0 else []
-    bars = (_BARS[min(len(_BARS) - 1, max(0, round(value * scale)))] for value in newest)
-    return Text("".join(bars), style="blue")
 
 
 def _fleet(seen: Observation, now: float) -> RenderableType:
@@ -166,7 +151,7 @@ def _fleet(seen: Observation, now: float) -> RenderableType:
 def _worker(worker: SeenWorker, now: float) -> Iterator[RenderableType]:
     yield worker_name(worker.id)
     yield "reserved" if worker.role == "reserved" else "spot"
-    yield Text(worker.state, style=_STATE_STYLES.get(worker.state, ""))
+    yield Text(worker.state, style=STATE_STYLES.get(worker.state, ""))
     yield "-" if worker.version is None else str(worker.version)
     yield str(worker.running)
     yield f"{worker.tokens_per_s:,.0f}"

@@ -39,6 +39,8 @@ STALL_LIMIT_S = 300.0
 _LAST_EVENT_LIMIT_S = 5.0
 _JOURNEYS = 3
 _RESERVED = 1
+_SCALE_IN_DELAY_S = "60"
+"""The default would outlast the demo."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class DemoOptions:
     chaos: bool = True
     seed: int = 0
     engine: Literal["torch", "vllm"] = "torch"
+    autoscale: int = 0
+    """Most preemptible workers, whose number follows the manager's autoscaling; 0: a join follows each preemption."""
 
 
 def run(options: DemoOptions, console: Console) -> Record | None:
@@ -89,6 +93,9 @@ class Demo:
         self._job, goal = countdown(options.steps, options.seed)
         steps: int = self._job["steps"]
         planned = plan(steps, options.workers, options.seed) if options.chaos else []
+        if options.autoscale:
+            planned = [change for change in planned if change.action != "join"]
+            self._job["elastic"]["seeding"] = "auto"  # which learns the number of workers worth having
         self.record = Record(
             settings=Settings(
                 steps=steps,
@@ -120,6 +127,8 @@ class Demo:
             reserved=_RESERVED,
             workers=self._options.workers,
             engine=self._options.engine,
+            autoscale=self._options.autoscale,
+            env={"RLBOOST_MANAGER_SCALE_IN_DELAY_S": _SCALE_IN_DELAY_S} if self._options.autoscale else {},
         )
         cluster = LocalCluster(local)
         workspace.clear(cluster.state)

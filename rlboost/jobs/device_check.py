@@ -35,7 +35,7 @@ def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
     config = config.get("text_config", config)
     if devices.tensor_parallel:
         _check_engines(spec, config, n_parameters, devices, found)
-    if spec.kind != "eval":
+    if spec.kind != "eval" and spec.trainer.nodes == 1:  # the GPUs of other machines are not known here
         _check_trainer(spec, n_parameters, devices, found)
     return found
 

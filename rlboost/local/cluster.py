@@ -10,6 +10,7 @@ async with LocalCluster(LocalOptions(workers=3)) as cluster:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 import rlboost
+from rlboost.client import Client, ClientError
 from rlboost.local import redis_server
 from rlboost.local.cpus import n_cpus
 from rlboost.local.fork_server import FORK_SERVER, ForkServer, is_forkable
@@ -34,6 +36,7 @@ from rlboost.local.processes import (
     cache_dir,
     roster,
     spec_of,
+    spot_names,
 )
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
@@ -42,6 +45,9 @@ from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
 _GRACE_S = 12.0
 """A worker may take 10 s to hand off after a stop (invariant 7)."""
 
+_FOLLOW_EVERY_S = 1.0
+_SILENCE_S = 5.0
+"""Longest wait for the manager's target."""
 _FORK_SERVER_LIMIT_S = 180.0
 """Importing torch from a cold disk takes minutes on a small machine, and longer in several processes at once."""
 
@@ -72,6 +78,7 @@ class LocalCluster:
         self._stack = AsyncExitStack()
         self._ports: Ports
         self._spot_workers = options.workers
+        self._present_spot = set(spot_names(options))
         self._placements = dict(options.layout.placements)
         self._site: Site
         self._forks: ForkServer
@@ -99,6 +106,9 @@ class LocalCluster:
                 self.state.write_ports(self._ports.by_name())
                 self.state.write_devices(self.options.layout.summary())
                 self.state.write_config(self.config)
+                if self.options.autoscale:
+                    following = tasks.create_task(self._follow_autoscaling(), name="autoscale")
+                    stack.callback(following.cancel)
                 self._stack = stack.pop_all()
         except BaseExceptionGroup as group:
             raise self._translated(leaves(group)[0]) from group
@@ -195,6 +205,7 @@ class LocalCluster:
 
     def _on_event(self, event: ClusterEvent) -> None:
         if event.kind == "left":  # the machine is gone, with its port and its disk
+            self._present_spot.discard(event.name)
             self._ports.release(event.name)
             self._placements.pop(event.name, None)
             shutil.rmtree(cache_dir(self.state.path) / event.name, ignore_errors=True)
@@ -213,11 +224,22 @@ class LocalCluster:
         group = self.options.layout.free_group(self._placements.values()) if self._placements else None
         self._spot_workers += 1
         name = f"worker-{self._spot_workers}"
+        self._present_spot.add(name)
         if group is not None:
             self._placements[name] = group
         self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
         self._on_event(ClusterEvent("joined", name, time.time()))
         return name
+
+    async def _follow_autoscaling(self) -> None:
+        """Start preemptible workers that are missing from the manager's target; the manager drains those beyond it."""
+        with Client(self.url, self.token, patience_s=0.0, silence_s=_SILENCE_S) as client:
+            while True:
+                with contextlib.suppress(ClientError):  # the manager restarts; its next target counts
+                    pools = (await asyncio.to_thread(client.fleet))["autoscaling"]["pools"]
+                    for _ in range((pools[0]["target"] or 0) - len(self._present_spot)):
+                        self.join_worker()
+                await asyncio.sleep(_FOLLOW_EVERY_S)
 
     async def until_ready(self, name: str) -> None:
         """Wait until a process is ready; see `Supervisor.until_ready`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ STARTING_ORDER: tuple[tuple[ProcessRole, ...], ...] = (
 """Each stage starts when the previous stage is ready; stopping uses the reverse order."""
 
 _LIGHT_LIMIT_S = 60.0
+_KIND = "local"
+"""Kind of the workers that autoscaling counts, unless the settings name one."""
 _TORCH_LIMIT_S = 180.0
 """Importing torch from a cold disk in several processes at once takes minutes on a small machine."""
 
@@ -78,6 +81,8 @@ class LocalOptions:
     """Start a second manager, which takes over from the first."""
     trainers: int = 1
     """Number of jobs that can run at once."""
+    autoscale: int = 0
+    """Most preemptible workers, whose number then follows the manager's autoscaling; 0: it does not."""
     layout: Layout = field(default_factory=Layout)
     """Placement on GPUs; without one, the environment's settings select devices."""
 
@@ -175,6 +180,7 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
         ready=HttpReady(f"{site.url_of(name)}/{route}"),
         ready_limit_s=_TORCH_LIMIT_S if heavy else _LIGHT_LIMIT_S,
         gpus=site.placements[name].shown if name in site.placements else "",
+        restart_after_success=not (site.options.autoscale and role == "preemptible"),  # it was drained
     )
 
 
@@ -213,7 +219,7 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
         return _prefixed("RLBOOST_WEIGHT_STORE_", own)
     if role in ("manager", "standby"):
         own = {**here, "WEIGHT_STORE_URL": site.url_of("weight-store"), "JOIN_TOKEN": site.join_token}
-        return _prefixed("RLBOOST_MANAGER_", own)
+        return _prefixed("RLBOOST_MANAGER_", own | _pools(site))
     if role == "trainer":
         own = {
             **here,
@@ -230,9 +236,27 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
         "ENGINE": site.options.engine,
         "CACHE_DIR": str(cache_dir(site.state_dir)),
     }
+    if role == "preemptible" and site.options.autoscale:
+        own["KIND"] = _setting(site, "RLBOOST_WORKER_KIND", _KIND)
     if role == "reserved":
         own["TRAINER"] = trainer_of(site.options, name)
     return _prefixed("RLBOOST_WORKER_", own)
+
+
+def _pools(site: Site) -> dict[str, str]:
+    """Return the manager's setting for preemptible workers that this launcher starts as it follows the manager."""
+    if not site.options.autoscale:
+        return {}
+    pool = {
+        "kind": _setting(site, "RLBOOST_WORKER_KIND", _KIND),
+        "max_workers": site.options.autoscale,
+        "price_per_hour": _setting(site, "RLBOOST_WORKER_PRICE_PER_HOUR", "0"),
+    }
+    return {"POOLS": json.dumps([pool])}
+
+
+def _setting(site: Site, name: str, default: str) -> str:
+    return {**site.inherited, **site.options.env}.get(name) or default
 
 
 def _devices(site: Site, name: str, role: ProcessRole) -> dict[str, str]:

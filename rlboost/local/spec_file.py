@@ -85,6 +85,8 @@ class SystemSpec(MachineSpec):
     """Workers that share a trainer's device; by default 1, on GPUs one per `tensor_parallel` GPUs of the trainers."""
     workers: int | None = Field(None, ge=0)
     """Preemptible workers; by default 3, on GPUs none."""
+    autoscale: int = Field(0, ge=0)
+    """Most preemptible workers: their number follows the number worth having. 0: it stays as it is."""
     host: str = ""
     """Address of this machine that workers on other machines can reach; empty: this machine only."""
     port: int = Field(0, ge=0, le=65535)

@@ -40,7 +40,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     options = LocalOptions(
         state_dir=state,
         reserved=1 if spec.reserved is None else spec.reserved,
-        workers=_DEFAULT_WORKERS if spec.workers is None else spec.workers,
+        workers=min(_DEFAULT_WORKERS, spec.autoscale or _DEFAULT_WORKERS) if spec.workers is None else spec.workers,
         engine=spec.engine_name,
         host=spec.host or LOOPBACK,
         port=spec.port or (_PORT if spec.host else 0),
@@ -49,7 +49,12 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
         env=spec.settings,
         standby=spec.standby,
         trainers=spec.trainers,
+        autoscale=spec.autoscale,
     )
+    if spec.autoscale and options.workers > spec.autoscale:
+        raise ConfigError(
+            f"--workers {options.workers} is more than --autoscale {spec.autoscale}, the most: change one of them"
+        )
     if not spec.gpus:
         return options
     usable = select(spec.gpus, list(gpus), "--gpus")
@@ -57,7 +62,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     if spec.trainer_gpus:
         trainer_gpus = select(spec.trainer_gpus, usable, "--trainer-gpus")
     else:
-        trainer_gpus = usable[: max(len(usable) - workers * spec.tensor_parallel, 0)]
+        trainer_gpus = usable[: max(len(usable) - max(workers, spec.autoscale) * spec.tensor_parallel, 0)]
     n_groups = len(trainer_gpus) // spec.trainers // spec.tensor_parallel * spec.trainers
     options = replace(options, workers=workers, reserved=n_groups if spec.reserved is None else spec.reserved)
     planned = layout.plan(
@@ -69,4 +74,9 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
         tensor_parallel=spec.tensor_parallel,
         memory_fraction=spec.gpu_memory_utilization or layout.SHARED_MEMORY_FRACTION,
     )
+    if spec.autoscale > len(planned.worker_groups):
+        raise ConfigError(
+            f"--autoscale {spec.autoscale} does not fit on the GPUs that the trainer does not use, which have room for "
+            f"{len(planned.worker_groups)} workers: lower it, or give fewer --trainer-gpus"
+        )
     return replace(options, layout=planned)

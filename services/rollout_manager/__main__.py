@@ -9,20 +9,26 @@ from functools import partial
 
 import structlog
 
+from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
 from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
 from rlboost.services.rollout_manager.adapters.model_files import load_model_files
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.adapters.redis_users import RedisWorkerUsers
+from rlboost.services.rollout_manager.adapters.shell_command import ShellCommand
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.openai.errors import openai_error_format
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.page.routes import add_page
+from rlboost.services.rollout_manager.ports import FleetProvider
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
 from rlboost.shared.http import server
+from rlboost.shared.importing import collect_garbage_rarely
+from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import RedisBus, connect
 
@@ -31,6 +37,7 @@ log = structlog.get_logger(__name__)
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the manager until the stop."""
+    collect_garbage_rarely()
     certificate = config.certificate
     sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")
@@ -50,17 +57,33 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         leader_watch=leader,
     )
     WorldCollector(manager).register()
+    provider = _provider(config)
+    scaler = FleetScaler(manager, clients_bus, config, provider)
     credentials = StoreCredentials(manager, config.token.get_secret_value())
     routes = partial(add_openai_routes, load_model_files=load_model_files)
-    app = build(manager, clients_bus, config, extensions=[routes], error_format_besides=openai_error_format)
+    app = build(manager, clients_bus, config, [routes], openai_error_format, scaler)
     add_page(app)
     try:
         http = server.server_loop(app, sock, certificate)
-        await supervise({"manage": manager.run, "credentials": credentials.run, "http": http}, stop)
+        logs = log_sender(clients_bus, "manager", lambda: [job.id for job in manager.world.jobs.active()])
+        loops = {"manage": manager.run, "credentials": credentials.run, "http": http, "logs": logs}
+        await supervise(loops | {"scale": scaler.decide, "provider": scaler.request}, stop)
     finally:
+        if provider is not None:
+            await provider.close()
         await leader.close()
         await clients_bus.close()
         await bus.close()
+
+
+def _provider(config: Settings) -> FleetProvider | None:
+    match config.provider:
+        case "command":
+            return ShellCommand(config.provider_command)
+        case "kubernetes":
+            return Kubernetes.of_pod(config.kubernetes_namespace)
+        case "none":
+            return None
 
 
 async def _worker_users(bus: RedisBus, config: Settings) -> RedisWorkerUsers | None:

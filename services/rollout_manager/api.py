@@ -13,10 +13,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Depends, FastAPI, Header
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
+from rlboost.services.rollout_manager.domain.worker_worth import worth_of_one_more
+from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
 from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
 from rlboost.services.rollout_manager.join import (
     JoinAddresses,
@@ -30,7 +33,7 @@ from rlboost.services.rollout_manager.leader_routes import leader_only, not_lead
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.token_routes import add_token_routes
 from rlboost.services.rollout_manager.token_table import TokenTable
-from rlboost.services.rollout_manager.wait_status import job_wait_status
+from rlboost.services.rollout_manager.wait_status import job_wait_status, redis_wait
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared import names
 from rlboost.shared.bus import Append, Bus, HashSet
@@ -70,6 +73,7 @@ def build(
     settings: Settings,
     extensions: Iterable[Extension] = (),
     error_format_besides: Callable[[Collection[str]], ErrorFormat] | None = None,
+    scaler: FleetScaler | None = None,
 ) -> FastAPI:
     """Return the manager's HTTP app.
 
@@ -80,6 +84,7 @@ def build(
         extensions: add routes under `/v1`.
         error_format_besides: takes the first parts of this module's paths under `/v1`; returns the format of the errors
             of all other routes.
+        scaler: decides the number of preemptible workers; one without a provider when None.
 
     """
     token = settings.token.get_secret_value()
@@ -91,7 +96,7 @@ def build(
     _add_jobs(router, manager, bus, token)
     add_history(router, manager, bus)
     add_events(router, manager, bus)
-    _add_fleet(router, manager, settings)
+    _add_fleet(router, manager, settings, scaler or FleetScaler(manager, bus, settings))
     _add_weights(router, manager, bus, settings)
     add_token_routes(router, manager, tokens)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
@@ -134,13 +139,13 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None
         """Return every job, oldest first: state, step, current wait, error."""
         jobs: list[Job | QuarantinedJob] = [*manager.world.jobs.values(), *manager.world.quarantined.values()]
         jobs.sort(key=lambda job: job.no)
-        return [await _public(manager, bus, job) for job in jobs]
+        return [_public(manager, job) for job in jobs]
 
     @router.get("/jobs/{job_id}", tags=["jobs"], responses=problems(404))
     @needs("read")
     async def show_job(job_id: str) -> dict[str, Any]:
         """Return one job: state, step, metrics of its last step, current wait, error."""
-        return await _public(manager, bus, find_job(manager, job_id))
+        return _public(manager, find_job(manager, job_id))
 
     @router.get("/jobs/{job_id}/spec", tags=["jobs"], responses=_JOB)
     @needs("read")
@@ -197,16 +202,17 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
     return job
 
 
-async def _public(manager: Manager, bus: Bus, job: Job | QuarantinedJob) -> dict[str, Any]:
-    if isinstance(job, QuarantinedJob):
-        return _times({**job.public(), "waiting": None})
-    (trainer_status,) = await bus.lease_values([names.trainer_lease(job.id)])
-    waiting = job_wait_status(manager.world, job, trainer_status, time.time())
-    return _times({**job.public(), "waiting": _times(waiting) if waiting else None})
+def _public(manager: Manager, job: Job | QuarantinedJob) -> dict[str, Any]:
+    waiting = None
+    if isinstance(job, Job) and not job.ended:
+        waiting = redis_wait(manager.turn_began_at, time.time()) or job_wait_status(manager.world, job)
+    return _times({**job.public(), "waiting": waiting})
 
 
 def _times(fields: dict[str, Any]) -> dict[str, Any]:
     shown = dict(fields)
+    if shown.get("waiting"):
+        shown["waiting"] = _times(shown["waiting"])
     for name in _TIMES:
         if isinstance(shown.get(name), float | int):
             shown[name] = datetime.fromtimestamp(shown[name], UTC).isoformat()
@@ -216,7 +222,16 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
 
-def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
+class Scale(BaseModel):
+    """The number of preemptible workers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"]
+    """`auto`: the number worth having, within the limits of the pools and of dollars."""
+
+
+def _add_fleet(router: APIRouter, manager: Manager, settings: Settings, scaler: FleetScaler) -> None:
     @router.post("/join", tags=["fleet"], responses=problems(409))
     @needs("worker")
     async def join_fleet(
@@ -253,7 +268,10 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
     @router.get("/fleet", tags=["fleet"])
     @needs("read")
     async def fleet() -> dict[str, Any]:
-        """Return counts of workers, throughput and the number of workers worth having."""
+        """Return counts of workers, throughput, workers worth having, the worth of one more, and autoscaling.
+
+        `worth_of_one_more` is null until a step was measured; `preemptions_per_hour` is of one worker of each kind.
+        """
         workers = list(manager.world.fleet.workers.values())
         preemptible = [worker for worker in workers if not worker.reserved]
         return {
@@ -262,9 +280,26 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings) -> None:
             "by_state": {state: sum(w.state == state for w in workers) for state in sorted({w.state for w in workers})},
             "tokens_per_s": sum(worker.tokens_per_s for worker in workers),
             "target_workers": target_workers(job.window_tuner for job in manager.world.jobs.active()),
-            "worth_of_one_more": None,
+            "worth_of_one_more": worth_of_one_more(manager.world),
+            "preemptions_per_hour": {
+                kind: manager.world.fleet.preemptions_per_s(kind) * 3600.0
+                for kind in sorted({worker.joined.kind for worker in preemptible})
+            },
+            "autoscaling": scaler.public(),
             "worker_redis_users": "on" if manager.identities.have_users else "off",
         }
+
+    @router.post("/fleet/scale", tags=["fleet"], responses=problems(409))
+    @needs("admin")
+    async def scale(body: Scale) -> dict[str, Any]:
+        """Set the number of preemptible workers, or let it follow the number worth having (`auto`)."""
+        if not scaler.has_pools:
+            detail = (
+                "this manager cannot start workers: set RLBOOST_MANAGER_POOLS, or start with 'rlboost up --autoscale N'"
+            )
+            raise Problem(409, "No pools", detail)
+        await scaler.set_workers(None if body.workers == "auto" else body.workers, partial(write, manager))
+        return {"workers": body.workers}
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

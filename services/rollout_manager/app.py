@@ -13,6 +13,7 @@ Ends when: the stop is set. After a write without a reply, and at the start, the
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ BLOCK_S = 0.05
 TURN_S = 0.01
 """Shortest turn: entries that arrive within it are handled together."""
 TRIM_EVERY_S = 1.0
+TRAINER_CHECK_EVERY_S = 0.5
 BATCH = 1024
 MIN_BATCH = 16
 """The least that one read takes of each stream, however many workers there are."""
@@ -89,11 +91,16 @@ class Manager:
         self.world = World(lease_s)
         self.completion_waiters = CompletionWaiters()
         self.recovered = False
+        self.outage = ""
+        """Why this manager cannot work at present; empty while Redis answers."""
+        self.turn_began_at: float | None = None
+        """When the turn under way began (Unix), None between turns: only Redis can make it long."""
         self._cursors: dict[str, str] = {}
         self._audit_texts: dict[str, str] = {}
         self._closed_streams: list[str] = []
         """Streams whose stored cursors are to be deleted."""
         self._trimmed_at = 0.0
+        self._trainers_checked_at = -math.inf
         self._poison = PoisonEntries()
         self._trims: list[Op] = []
         """Trims of what stored cursors and restated records have made superfluous; done at the next turn."""
@@ -104,17 +111,20 @@ class Manager:
         while not stop.is_set():
             try:
                 if not self.recovered and not await self.try_lead():
-                    unavailable_since = None
+                    unavailable_since, self.outage = None, ""
                     await self._stand_by(stop)
                     continue
-                unavailable_since = None
-                began = time.monotonic()
+                unavailable_since, self.outage = None, ""
+                began, self.turn_began_at = time.monotonic(), time.time()
                 await self.turn(BLOCK_S)
+                self.turn_began_at = None
                 await until_stop(stop, max(0.0, TURN_S - (time.monotonic() - began)))
             except Fenced as error:
+                self.turn_began_at = None
                 self._step_down(str(error))
             except BusUnavailable as error:
-                self.recovered = False
+                self.recovered, self.turn_began_at = False, None
+                self.outage = f"Redis does not answer the manager: {error}"
                 unavailable_since = unavailable_since or time.monotonic()
                 outage_s = time.monotonic() - unavailable_since
                 if outage_s > self._redis_limit_s:
@@ -216,6 +226,7 @@ class Manager:
             log.warning("world_rebuilt", reason=str(found))
             await self.try_lead()
             return
+        await self._check_trainers(now)
         suspects = self.world.fleet.suspects(now.mono)
         leases = await self._bus.judge_leases([names.worker_lease(worker) for worker in suspects])
         dead = [worker for worker, lease in zip(suspects, leases, strict=True) if lease is None]
@@ -291,6 +302,16 @@ class Manager:
         ops += self._leadership.renewal(self._now().mono)
         await self._bus.transact(ops, self._leadership.fence)
         self.completion_waiters.fail(decided)
+
+    async def _check_trainers(self, now: Now) -> None:
+        """Read the trainers' leases, which tell what their jobs wait for."""
+        if now.mono - self._trainers_checked_at < TRAINER_CHECK_EVERY_S:
+            return
+        self._trainers_checked_at = now.mono
+        running = [job.id for job in self.world.jobs.active() if job.state != "pending"]
+        values = await self._bus.lease_values([names.trainer_lease(job_id) for job_id in running])
+        for job_id, value in zip(running, values, strict=True):
+            self.world.progress[job_id].on_trainer_status(value, now.wall)
 
     def _forget_ended(self, now: Now) -> None:
         forget_ended(self.world, now.wall)

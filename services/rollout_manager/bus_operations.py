@@ -15,6 +15,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     Deliver,
     Effect,
     EmitEvent,
+    EmitLogLines,
     ForgetJob,
     ForgetWorker,
     QuarantineMessage,
@@ -31,6 +32,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
 from rlboost.shared.codec import encode
 from rlboost.shared.dead_letters import dead_letter_op
+from rlboost.shared.job_logs import log_ops
 from rlboost.shared.messages import Dismissed
 
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
@@ -67,6 +69,8 @@ def operations(effects: Iterable[Effect]) -> list[Op]:
                 pass  # not on the bus: `CompletionWaiters.fail` reports it to the client
             case EmitEvent(job_id, event):
                 ops.append(Append(names.job_events(job_id), event, names.MAX_EVENTS))
+            case EmitLogLines(job_id, worker, lines):
+                ops += log_ops(job_id, worker, lines)
             case QuarantineMessage(job_id, message):
                 ops.append(Append(names.job_quarantine(job_id), message))
             case ClearQuarantine(job_id):

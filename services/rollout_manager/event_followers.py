@@ -1,9 +1,9 @@
-"""Clients that follow the events of jobs: one read of Redis at a time waits for all of them.
+"""Clients that follow the events and logs of jobs: one read of Redis at a time waits for all of them.
 
-Consumes: the event streams of the followed jobs.
+Consumes: the streams of the followed jobs.
 Produces: for each follower, the entries after its own position.
 Waits for: the next entry of any followed stream, in `Bus.read`, for `BLOCK_S` at a time.
-Ends when: the client disconnects, or the job has ended and all its events are read.
+Ends when: the client disconnects, or the job has ended and all its entries are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlboost.shared.bus import Bus, Entry, position
@@ -30,10 +31,10 @@ IDLE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """One follower that has read everything up to `cursor`."""
+    """One follower that has read everything up to its cursors."""
 
-    stream: str
-    cursor: str
+    cursors: dict[str, str]
+    """Of each stream that it follows."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -61,30 +62,32 @@ class EventFollowers:
             raise Problem(429, "Too many followers", detail, headers={"Retry-After": "5"})
 
     async def follow(
-        self, stream: str, cursor: str, is_over: Callable[[], bool], is_disconnected: Callable[[], Awaitable[bool]]
+        self, cursors: Mapping[str, str], is_over: Callable[[], bool], is_disconnected: Callable[[], Awaitable[bool]]
     ) -> AsyncIterator[Entry | None]:
-        """Yield the stream's entries after the cursor, and None while there is no new one.
+        """Yield the entries of streams after a cursor in each, and None while there is no new one.
 
-        Ends when the client has disconnected, or once `is_over` is true and all entries are read.
+        Older entries come first, by their ids. Ends when the client has disconnected, or once `is_over` is true and all
+        entries are read.
         """
         self._n += 1
+        cursors = dict(cursors)
         try:
             while not await is_disconnected():
                 over = is_over()
                 async with self._reads:
-                    entries = await self._bus.read({stream: cursor}, count=BATCH)
+                    entries = in_order(await self._bus.read(cursors, count=BATCH))
                 for entry in entries:
-                    cursor = entry.id
+                    cursors[entry.stream] = entry.id
                     yield entry
                 if not entries and over:
                     return
-                if not entries and not await self._has_news(_Waiting(stream, cursor)):
+                if not entries and not await self._has_news(_Waiting(cursors)):
                     yield None
         finally:
             self._n -= 1
 
     async def _has_news(self, follower: _Waiting) -> bool:
-        """Return True as soon as the stream has a new entry, False after `IDLE_S`."""
+        """Return True as soon as one of its streams has a new entry, False after `IDLE_S`."""
         limit = time.monotonic() + IDLE_S
         self._waiting.add(follower)
         try:
@@ -103,8 +106,20 @@ class EventFollowers:
     async def _read_for_all(self) -> None:
         cursors: dict[str, str] = {}
         for follower in self._waiting:
-            cursors[follower.stream] = min(follower.cursor, cursors.get(follower.stream, follower.cursor), key=position)
+            for stream, cursor in follower.cursors.items():
+                cursors[stream] = min(cursor, cursors.get(stream, cursor), key=position)
         changed = {entry.stream for entry in await self._bus.read(cursors, count=1, block_s=BLOCK_S)}
         for follower in self._waiting:
-            if follower.stream in changed:
+            if not changed.isdisjoint(follower.cursors):
                 follower.changed.set()
+
+
+def in_order(entries: Sequence[Entry]) -> list[Entry]:
+    """Sort by id, less entries that may be younger than unread ones of another stream: they are read again."""
+    ids: dict[str, list[str]] = defaultdict(list)
+    for entry in entries:
+        ids[entry.stream].append(entry.id)
+    # A stream with a whole batch may have more.
+    ends = [position(of_stream[-1]) for of_stream in ids.values() if len(of_stream) >= BATCH]
+    ordered = sorted(entries, key=lambda entry: position(entry.id))
+    return [entry for entry in ordered if position(entry.id) <= min(ends)] if ends else ordered

@@ -1,4 +1,4 @@
-"""Routes of a job's history: audit, metrics, samples, events."""
+"""Routes of a job's history: audit, metrics, samples, events, logs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
 
 _JOB = problems(404, 409)
+_CONTINUED = "\n    "
+"""Within an entry of a log: no entry can imitate the beginning of another."""
 EventId = Annotated[str, Header(pattern=r"^[0-9]{1,19}(-[0-9]{1,19})?$")]
 
 
@@ -64,7 +66,8 @@ def add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         """Return what the job's workers have cost, in all and per step, sample and token, and what migration saved."""
         job = readable_job(manager, job_id)
         stored = await bus.hash_get(names.job_audit(job.id), "counters")
-        return cost_report(Audit.model_validate_json(stored) if stored else Audit(), job.step)
+        audit = Audit.model_validate_json(stored) if stored else Audit()
+        return cost_report(audit, job.step, job.spec.elastic.max_dollars)
 
     @router.get(
         "/jobs/{job_id}/metrics",
@@ -102,12 +105,13 @@ def add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
     """Add the routes of a job's events."""
     followers = EventFollowers(bus)
 
-    def followed(job_id: str, cursor: str, request: Request, *, follow: bool) -> AsyncIterator[Entry | None]:
+    def followed(
+        job_id: str, cursors: dict[str, str], request: Request, *, follow: bool
+    ) -> AsyncIterator[Entry | None]:
         find_job(manager, job_id)
         followers.check_limit()
         # Look the job up each time: a recovery replaces the world.
-        stream, is_over = names.job_events(job_id), lambda: not follow or find_job(manager, job_id).ended
-        return followers.follow(stream, cursor, is_over, request.is_disconnected)
+        return followers.follow(cursors, lambda: not follow or find_job(manager, job_id).ended, request.is_disconnected)
 
     @router.get(
         "/jobs/{job_id}/events",
@@ -120,7 +124,7 @@ def add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
         job_id: str, request: Request, last_event_id: EventId = START, follow: bool = True
     ) -> StreamingResponse:
         """Stream the job's events until it has ended; with `follow=0` only those that are there."""
-        events = followed(job_id, last_event_id, request, follow=follow)
+        events = followed(job_id, {names.job_events(job_id): last_event_id}, request, follow=follow)
         return StreamingResponse(_server_sent_events(events), media_type="text/event-stream")
 
     @router.get(
@@ -131,9 +135,10 @@ def add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
     )
     @needs("read")
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
-        """Stream the job's events as text; with `follow`, until the job ends."""
-        events = followed(job_id, START, request, follow=follow)
-        return StreamingResponse(_log_lines(events), media_type="text/plain; charset=utf-8")
+        """Stream the job's events and what all processes log about it as text; with `follow`, until the job ends."""
+        cursors = {names.job_events(job_id): START, names.job_logs(job_id): START}
+        entries = followed(job_id, cursors, request, follow=follow)
+        return StreamingResponse(_log_lines(entries), media_type="text/plain; charset=utf-8")
 
 
 async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
@@ -149,4 +154,5 @@ async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
         if entry is not None and isinstance(event := entry.message, Event):
             at = datetime.fromtimestamp(event.at, UTC).isoformat(timespec="milliseconds")
             fields = " ".join(f"{name}={value}" for name, value in event.fields.items())
-            yield f"{at} {event.source} {event.kind} {fields}".rstrip() + "\n"
+            text = event.fields["text"] if entry.stream.endswith(":logs") else f"{event.kind} {fields}"
+            yield f"{at} {event.source} {text}".rstrip().replace("\n", _CONTINUED) + "\n"

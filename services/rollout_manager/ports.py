@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlboost.shared.errors import RLBoostError
+
 if TYPE_CHECKING:
     from rlboost.services.rollout_manager.domain.world import World
 
@@ -39,6 +41,25 @@ class WorkerUsers(Protocol):
 
     async def present(self) -> set[str]:
         """Return the workers that have a user."""
+
+
+class ProviderFailed(RLBoostError):
+    """The provider did not take a request; the text says why and what to do."""
+
+
+class FleetProvider(Protocol):
+    """Starts and stops machines with preemptible workers."""
+
+    async def scale(self, kind: str, workers: int) -> None:
+        """Have this many workers of a kind, started or starting. Repeating a request changes nothing.
+
+        Raises:
+            ProviderFailed: the request was not accepted, or it is unknown whether it was.
+
+        """
+
+    async def close(self) -> None:
+        """Release connections."""
 
 
 class LeaderWatch(Protocol):

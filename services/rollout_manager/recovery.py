@@ -215,6 +215,8 @@ def _reattach_samples(world: World, now: Now) -> None:
             owner.samples.add(sample.id)
         elif sample.worker:
             world.unassign(sample)
+    for worker in world.fleet.workers.values():
+        world.recount_kv(worker)
     for progress in world.progress.values():
         if progress.window and progress.window.phase == "open" and world.ledger.samples:
             progress.window.on_placed(now.mono)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from rlboost.services.rollout_manager.domain.autoscale import Pool
 from rlboost.shared.settings import ServiceSettings
 
 
@@ -42,4 +43,35 @@ class Settings(ServiceSettings):
         description="where a standby sends clients of this manager; http(s)://HOST:PORT when empty",
     )
     serve_limit_s: float = Field(600.0, gt=0, description="time limit of a completion requested over REST")
+    pools: list[Pool] = Field(
+        [],
+        description="kinds of preemptible workers that autoscaling may start, preferred first, as JSON, such as "
+        '`[{"kind": "h100", "max_workers": 8, "price_per_hour": 2.5}]`; without any there is no autoscaling',
+    )
+    provider: Literal["none", "command", "kubernetes"] = Field(
+        "none", description="what starts and stops workers; none = something that follows `GET /v1/fleet`"
+    )
+    provider_command: str = Field(
+        "",
+        description="provider command: shell command that has the provider run `$RLBOOST_WORKERS` workers of kind "
+        "`$RLBOOST_KIND`",
+    )
+    kubernetes_namespace: str = Field(
+        "",
+        description="provider kubernetes: namespace of its Deployments, each named as its kind; empty = the pod's own",
+    )
+    max_dollars_per_hour: float | None = Field(
+        None, ge=0, description="most that all workers together may cost; further preemptible workers are drained"
+    )
+    scale_in_delay_s: float = Field(
+        300.0, ge=0, description="autoscaling: how long fewer workers must be enough before the fleet shrinks"
+    )
     redis_limit_s: float = Field(300.0, gt=0, description="exit after Redis has not answered for this time")
+
+    @model_validator(mode="after")
+    def _provider_is_complete(self) -> Self:
+        if self.provider != "none" and not self.pools:
+            raise ValueError(f"provider {self.provider} has no kind of worker to start: set RLBOOST_MANAGER_POOLS")
+        if self.provider == "command" and not self.provider_command:
+            raise ValueError("provider command needs a shell command: set RLBOOST_MANAGER_PROVIDER_COMMAND")
+        return self

@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
+from rlboost.services.rollout_manager.domain.fleet import Fleet
+from rlboost.services.rollout_manager.domain.job_progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.world import World
 
+TRAINER_SILENCE_S = 3.0
+"""A trainer that has not renewed its lease for this time counts as missing; it renews every second."""
+LONG_TURN_S = 2.0
+"""A turn of the manager that takes longer waits for Redis."""
+FEW_SAMPLES = 8
+"""When no more samples are in flight, the workers that have them are named."""
 
-def job_wait_status(world: World, job: Job, trainer_status: str | None, now: float) -> dict[str, Any] | None:
-    """Return `{for, because, since, limit_s}` (Unix seconds), or None if the job waits for nothing.
 
-    Args:
-        world: the manager's world.
-        job: the job.
-        trainer_status: the value of the trainer's lease on the job (JSON), None if no trainer holds it.
-        now: Unix seconds.
-
-    """
+def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
+    """Return `{for, because, since, limit_s}` (Unix seconds), or None if the job waits for nothing."""
     if job.ended:
         return None
     if job.state == "pending":
         return _wait(*_trainer_of_pending(world), job.created_at)
-    if trainer_status is None:
-        because = "it holds no lease on this job: it died, cannot reach Redis, or cannot read the job: look at its log"
-        return _wait("the trainer", because, now)
-    if (progress := world.progress.get(job.id)) and progress.stalled_since is not None:
-        states = [worker.state for worker in world.fleet.workers.values()]
-        because = f"samples are queued and no worker can take them: {_count(states)}"
+    progress = world.progress.get(job.id)
+    if progress is None or progress.trainer_renewed_at is None:
+        return None  # this manager has not read the trainer's lease yet
+    silence_s = progress.trainer_checked_at - progress.trainer_renewed_at
+    if progress.trainer_status is None or silence_s > TRAINER_SILENCE_S:
+        because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
+        return _wait("the trainer", because + "look at its log", progress.trainer_renewed_at)
+    if progress.stalled_since is not None:
+        because = f"samples are queued and no worker can take them: {_why_none(world.fleet)}"
+        if world.audits[job.id].cost.budget_reached:
+            because = (
+                f"its budget (elastic.max_dollars: {job.spec.elastic.max_dollars:g}) pays for no more preemptible "
+                "workers: add reserved workers, or cancel it and continue from its model in another job"
+            )
         return _wait("a worker that is ready with this job's weights", because, progress.stalled_since)
-    waiting: dict[str, Any] | None = json.loads(trainer_status).get("waiting")
+    return _trainers_wait(world.fleet, job, progress)
+
+
+def redis_wait(turn_began_at: float | None, now: float) -> dict[str, Any] | None:
+    """Return the wait of every job while Redis does not answer the manager, None while it does; Unix seconds."""
+    if turn_began_at is None or now - turn_began_at <= LONG_TURN_S:
+        return None
+    return _wait("Redis", "it does not answer the manager: check its machine, disk and network", turn_began_at)
+
+
+def _trainers_wait(fleet: Fleet, job: Job, progress: JobProgress) -> dict[str, Any] | None:
+    waiting: dict[str, Any] | None = json.loads(progress.trainer_status or "{}").get("waiting")
+    holders = [worker for worker in fleet.workers.values() if worker.samples and worker.job == job.id]
+    if waiting and holders and sum(len(worker.samples) for worker in holders) <= FEW_SAMPLES:
+        held = ", ".join(f"{len(one.samples)} on {one.id} ({one.tokens_per_s:.0f} tokens/s)" for one in holders)
+        waiting["because"] += f"; in flight: {held}"
     return waiting
 
 
@@ -52,7 +75,16 @@ def _wait(for_: str, because: str, since: float) -> dict[str, Any]:
     return {"for": for_, "because": because, "since": since, "limit_s": None}
 
 
-def _count(states: Sequence[str]) -> str:
-    if not states:
-        return "there is no worker; start one with 'rlboost worker join'"
-    return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
+def _why_none(fleet: Fleet) -> str:
+    """Return why no worker can take samples: their states, and what the one that waits longest waits for."""
+    workers = list(fleet.workers.values())
+    if not workers:
+        last = next(reversed(fleet.gone.values()), None)
+        how = "was lost" if last and last.state == "lost" else "left"
+        gone = f" ({last.id} {how}: {last.gone_reason})" if last else ""
+        return f"there is no worker{gone}; start one with 'rlboost worker join'"
+    states = [worker.state for worker in workers]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
+    waits = [(worker.waiting, worker) for worker in workers if worker.waiting]
+    oldest = min(waits, key=lambda found: found[0].since, default=None)
+    return counted + (f"; {oldest[1].id} waits for {oldest[0].subject} ({oldest[0].because})" if oldest else "")

@@ -74,6 +74,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         host=socket.gethostname(),
         pid=os.getpid(),
         trainer=settings.trainer,
+        startup_s=process_age_s(),
     )
 
     async def join_again() -> Membership:

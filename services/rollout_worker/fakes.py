@@ -13,9 +13,10 @@ from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
 from rlboost.services.rollout_worker.domain.uniforms import uniforms
-from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences
+from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
 from rlboost.shared.errors import BadSignature, Fatal, NotFound
 from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.threads import run_in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,6 @@ class FakeEngine:
         self._interval_s = interval_s
         self._clock = clock
         self._last_tick_at = clock()
-        self._ended = asyncio.Event()
         self._closed = False
         self._failure: Exception | None = None
 
@@ -78,7 +78,6 @@ class FakeEngine:
     def fail(self, cause: Exception) -> None:
         """Die of `cause`."""
         self._failure = cause
-        self._ended.set()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `ports.Engine`."""
@@ -112,18 +111,15 @@ class FakeEngine:
         return {request.key for request in self._table.requests}
 
     async def load_weights(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
-    ) -> None:
+        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+    ) -> list[str]:
         """See `ports.Engine`; accepts any tensors, and has no cache to keep."""
         del keep_kv
         self._catch_up()
         self.awake = True
-        self._tensors.update(tensors)
+        self._tensors.update(weights.tensors(changed))
         self._table.begin_version(version)
-
-    def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `ports.Engine`."""
-        return iter(self._tensors.items())
+        return await run_in_thread("weights-verify", lambda: weights.differing(self._tensors.items()))
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         """See `ports.Engine`."""
@@ -148,13 +144,6 @@ class FakeEngine:
     async def close(self) -> None:
         """See `ports.Engine`."""
         self._closed = True
-        self._ended.set()
-
-    async def wait_failed(self) -> None:
-        """See `ports.Engine`."""
-        await self._ended.wait()
-        if self._failure is not None:
-            raise self._death() from self._failure
 
     def _death(self) -> EngineFailed:
         return EngineFailed(f"the inference engine died: {self._failure!r}")
@@ -200,6 +189,7 @@ class FakeStagedWeights:
         self.parity_reference: ParityReference | None = None
         self.wrong_loads = wrong_loads
         self.contents = contents or {}
+        self.location: Mapping[str, str] = {}
         self.read: list[set[str]] = []
         """The tensor names requested by each load."""
 

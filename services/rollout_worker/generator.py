@@ -215,7 +215,7 @@ class Generator:
     async def load(
         self, weights: StagedWeights, version: int, before_replace: Callable[[], None], *, keep_kv: bool = False
     ) -> None:
-        """Load weights and compare the loaded tensors with the published ones (invariant 5).
+        """Load weights and check that they are the published ones (invariant 5).
 
         Returns with the engine paused as "loading". The caller then calls `check_parity`, records that the weights are
         good, and calls `resume("loading")`. If this raises, the weights are not usable and the engine stays paused.
@@ -253,9 +253,7 @@ class Generator:
         self._loaded_contents, self._unchecked = {}, None
         self._took_memory = True
         for tries in range(1, _MAX_LOADS + 1):
-            tensors = weights.tensors(names)
-            await engine.load_weights(version, tensors, keep_kv=keep_kv)
-            wrong = await run_in_thread("weights-verify", lambda: weights.differing(engine.loaded_tensors()))
+            wrong = await engine.load_weights(version, weights, names, keep_kv=keep_kv)
             if not wrong:
                 self._loaded_contents, self._unchecked = contents, weights.parity_reference
                 return

@@ -27,6 +27,7 @@ from rlboost.shared.codec import encode
 from rlboost.shared.columns import I32, U64, length, pack
 from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.log_buffer import BUFFER, LogBuffer
 from rlboost.shared.messages import (
     FINISH_RELEASED,
     Assignment,
@@ -34,10 +35,12 @@ from rlboost.shared.messages import (
     Message,
     PreemptionNotice,
     Role,
+    Wait,
     WorkerEvent,
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
     WorkerState,
 )
 from rlboost.shared.waiting import Waits
@@ -66,6 +69,8 @@ class WorkerIdentity:
     pid: int
     trainer: str = ""
     """Name of the trainer whose device it shares."""
+    startup_s: float = 0.0
+    """Time from the start of the process until it joined first."""
 
 
 @dataclass(slots=True)
@@ -111,6 +116,7 @@ class ManagerConnection:
         lease_s: the worker counts as lost this long after its last heartbeat.
         waits: lists what is waited for.
         memory: returns the memory in use.
+        log_lines: of this process, which heartbeats take along.
 
     """
 
@@ -123,9 +129,11 @@ class ManagerConnection:
         lease_s: float,
         waits: Waits,
         memory: Callable[[], Memory] = Memory,
+        log_lines: LogBuffer = BUFFER,
     ) -> None:
         self._join = join
         self._memory = memory
+        self._log_lines = log_lines
         self._generator = generator
         self._identity = identity
         self._lease_s = lease_s
@@ -133,9 +141,11 @@ class ManagerConnection:
         self._throughput = Throughput()
         self._flush_lock = asyncio.Lock()
         self._heartbeat_lock = asyncio.Lock()
-        self._left = False
+        self._left = self._has_joined = False
         self.flush_times = FlushTimes()
         self.tokens_per_s = 0.0
+        self.update_s = 0.0
+        """How long the last weight update took; 0 before the first."""
         self.memory = Memory()
         self.incarnation = _new_incarnation(membership, None)
         self._reported: tuple[WorkerState, Weights | None] | None = None
@@ -212,12 +222,14 @@ class ManagerConnection:
                 running=min(stats.running, len(session.held)),
                 pending=stats.pending + session.n_awaiting_weights,
                 tokens_per_s=self.tokens_per_s,
+                update_s=self.update_s,
                 at=now,
                 resident_bytes=self.memory.resident_bytes,
                 device_used_bytes=self.memory.device_used_bytes,
                 device_total_bytes=self.memory.device_total_bytes,
                 command_digest=session.command_digest(),
                 last_command=incarnation.cursor,
+                waiting=self._oldest_wait(),
                 **self._generator.kv,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
@@ -227,11 +239,17 @@ class ManagerConnection:
             joined = [] if incarnation.joined else [self._joined(incarnation.worker, now)]
             # Only this worker reads its commands, so those read may be trimmed.
             read = Trim(names.worker_commands(incarnation.worker), after(incarnation.cursor))
-            await bus.transact([*(Append(incarnation.reports, message) for message in (*joined, heartbeat)), read])
+            messages = (*joined, heartbeat, *self._log())
+            await bus.transact([*(Append(incarnation.reports, message) for message in messages), read])
             if not incarnation.joined:
                 log.info("joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots)
-                incarnation.joined = True
+                incarnation.joined = self._has_joined = True
             self._reported = (heartbeat.state, session.serving)
+
+    def _oldest_wait(self) -> Wait | None:
+        for wait in self._waits.current():
+            return Wait(subject=wait.for_, because=wait.because, since=wait.since, limit_s=wait.limit_s)
+        return None
 
     @property
     def state_changed(self) -> bool:
@@ -251,6 +269,7 @@ class ManagerConnection:
             at=now,
             trainer=identity.trainer,
             kv_tokens=0,  # not known before there is an engine: see `WorkerHeartbeat`
+            startup_s=0.0 if self._has_joined else identity.startup_s,
         )
 
     async def send_preemption_notice(self, reason: str, lead_s: float) -> None:
@@ -302,8 +321,19 @@ class ManagerConnection:
         left = WorkerLeft(
             worker=worker, reason=reason, at=time.time(), running_at_failure=pack(running_at_failure, U64)
         )
-        await self._report(left)
+        reports = self.incarnation.reports
+        await self.incarnation.bus.transact([Append(reports, message) for message in (*self._log(), left)])
         log.info("left", worker=worker, reason=reason)
+
+    def _log(self) -> list[WorkerLog]:
+        """Return the newest log lines for the log of the job; none before there is one."""
+        session = self.session
+        weights = session.target or session.serving
+        lines = self._log_lines.take() if weights else []
+        if weights is None or not lines:
+            return []
+        times, texts = [line.at for line in lines], [line.text for line in lines]
+        return [WorkerLog(worker=self.incarnation.worker, job_id=weights[0], times=times, texts=texts)]
 
     # --- events and dead letters --------------------------------------------------------------------------------------
 

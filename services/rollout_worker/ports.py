@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
@@ -94,27 +94,26 @@ class Engine(Protocol):
         """Return the requests in each decode step; of a dead engine, those in its last step."""
 
     async def load_weights(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
-    ) -> None:
-        """Load weights under their Hugging Face names as version `version`.
+        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+    ) -> list[str]:
+        """Load weights as version `version`; return the names of the tensors whose bytes are not the published ones.
 
         Running requests continue under the new weights with their KV cache recomputed, so every later token has the
         logprob of a full forward pass of the new weights. With `keep_kv` the cache stays, unless the engine was
         suspended without it since: later tokens attend to keys and values of the old weights, and their logprobs are
-        those of that computation. The first load gives every tensor; a later one may give only those that changed. A
-        suspended engine stays suspended: to verify before anything is served, suspend, load, compare
-        `loaded_tensors`, resume. `tensors` is consumed on the engine's thread.
+        those of that computation. A suspended engine stays suspended: to verify before anything is served, suspend,
+        load, resume.
+
+        Args:
+            version: the number that new tokens carry.
+            weights: read by the engine, outside the event loop's thread.
+            changed: the tensors that differ from the loaded ones; an engine may load more. None = all.
+            keep_kv: see above.
 
         Raises:
             ConfigError: a tensor is unknown, missing, of the wrong shape, or would be rounded by the engine's dtype.
-                The engine then has no version and generates nothing until a load that gives every tensor.
+                The engine then has no version and generates nothing until a load of all tensors.
 
-        """
-
-    def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors in the engine's memory, under Hugging Face names, in the engine's dtype, without copying.
-
-        Tied tensors are yielded under each of their names.
         """
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
@@ -141,14 +140,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop for good; idempotent. Tokens generated so far stay drainable."""
-
-    async def wait_failed(self) -> None:
-        """Return once the engine is closed.
-
-        Raises:
-            EngineFailed: the engine died; the cause is chained.
-
-        """
 
 
 class EngineFactory(Protocol):
@@ -181,6 +172,10 @@ class StagedWeights(Protocol):
     @property
     def contents(self) -> Mapping[str, Hashable]:
         """Per tensor name, a value that identifies its bytes: equal values in two versions mean equal bytes."""
+
+    @property
+    def location(self) -> Mapping[str, Any]:
+        """Where the bytes are, as plain data for an engine's own processes: see `shared.weights.pulled`."""
 
     @property
     def parity_reference(self) -> ParityReference | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 
 import structlog
 
@@ -26,6 +27,8 @@ from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 
+LOAD_LIMIT_S = 3600.0
+"""For the engine, its build included: compiling a large model takes many minutes."""
 Outcome = Callable[[], Awaitable[list[Effect]]]
 """Records the outcome of an update in the session; returns the effects that follow."""
 
@@ -103,7 +106,8 @@ class WeightUpdates:
     async def _update(self, pull: PullWeights, apply: Callable[[Outcome], Awaitable[None]]) -> None:
         session, weights, began = self._connection.session, (pull.job_id, pull.version), time.monotonic()
         try:
-            await self._generator.wait_for_load()
+            async with self._engine_wait(weights):  # an earlier load ends first
+                await self._generator.wait_for_load()
             staged = await self._source.pull(*weights)
             self._startup.end("pull")
         except (NotFound, BadSignature) as error:
@@ -113,7 +117,8 @@ class WeightUpdates:
             await self._until_finished(weights)
         pulled = time.monotonic()
         keep_kv = pull.in_flight == "keep"
-        await self._generator.load(staged, pull.version, session.on_weights_unloaded, keep_kv=keep_kv)
+        async with self._engine_wait(weights):
+            await self._generator.load(staged, pull.version, session.on_weights_unloaded, keep_kv=keep_kv)
         self._startup.end("load")
         loaded = time.monotonic()
         await self._generator.check_parity()
@@ -128,11 +133,16 @@ class WeightUpdates:
         )
 
         async def served() -> list[Effect]:
+            self._connection.update_s = time.monotonic() - began
             effects = session.on_weights_loaded(weights)
             await self._generator.resume("loading")
             return effects
 
         await apply(served)
+
+    def _engine_wait(self, weights: Weights) -> AbstractAsyncContextManager[None]:
+        because = f"it loads version {weights[1]} of job {weights[0]}"
+        return self._waits.on("the inference engine", because=because, limit_s=LOAD_LIMIT_S)
 
     async def _report_unavailable(
         self, weights: Weights, reason: str, apply: Callable[[Outcome], Awaitable[None]]

@@ -9,6 +9,7 @@ import sys
 import structlog
 
 from rlboost.services.trainer import api
+from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
 from rlboost.services.trainer.app import Limits, Trainer
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.ports.resources import JobResources
@@ -17,6 +18,7 @@ from rlboost.shared import cpu_affinity
 from rlboost.shared.http import server as http
 from rlboost.shared.importing import gc_paused
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.waiting import Waits
@@ -29,12 +31,15 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     cpu_affinity.bind(config.cpus)
     sock = http.bind(config.host, config.port)
     bus = await connect(config.redis_url, "trainer")
-    waits, device = Waits(), DeviceThread()
+    waits, device, token = Waits(), DeviceThread(), config.token.get_secret_value()
+    machines = None
+    if config.machines_port:
+        machines = TrainerMachines(http.bind(config.host, config.machines_port), token, config.certificate)
 
     def build(spec: JobSpec, job_id: str) -> JobResources:
         from rlboost.services.trainer import build  # noqa: PLC0415 - imports torch
 
-        return build.build_resources(config, waits, spec, job_id)
+        return build.build_resources(config, waits, machines, spec, job_id)
 
     trainer = Trainer(
         bus,
@@ -42,7 +47,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         device,
         waits,
         name=config.trainer_name,
-        token=config.token.get_secret_value(),
+        token=token,
         limits=Limits(outage_s=config.outage_limit_s, samples_s=config.samples_limit_s),
     )
     # The first job finds it imported.
@@ -52,8 +57,11 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         "commands": trainer.commands,
         "jobs": trainer.jobs,
         "lease": trainer.lease,
-        "http": http.server_loop(api.create(trainer, config.token.get_secret_value(), waits), sock, config.certificate),
+        "logs": log_sender(bus, config.trainer_name, trainer.active_jobs),
+        "http": http.server_loop(api.create(trainer, token, waits), sock, config.certificate),
     }
+    if machines is not None:
+        loops["machines"] = machines.serve
     try:
         await supervise(loops, stop)
     finally:

@@ -125,6 +125,10 @@ class Trainer:
         """Return why the trainer is not ready, None if it is."""
         return None if self._is_caught_up else "the job commands are not read yet"
 
+    def active_jobs(self) -> list[str]:
+        """Return the id of the job that runs here, if there is one."""
+        return [self._current.job_id] if self._current is not None else []
+
     # --- commands ---
 
     async def commands(self, stop: asyncio.Event) -> None:
@@ -335,6 +339,7 @@ class Trainer:
             "phase": job.phase,
             "step": job.step,
             "waiting": waiting[0].public() if waiting else None,
+            "at": time.time(),  # the manager detects a trainer that renews no longer
         }
         value = json.dumps(body)
 

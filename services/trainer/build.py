@@ -12,6 +12,8 @@ from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
 from rlboost.services.trainer.adapters.log.folder import JobFolder
 from rlboost.services.trainer.adapters.log.sinks import openers
 from rlboost.services.trainer.adapters.machine import machine_of
+from rlboost.services.trainer.adapters.machines.launcher import JobMachines
+from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.no_reward import NoReward
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
@@ -31,13 +33,23 @@ from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.torch_device import require_device
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 
 
-def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) -> JobResources:
+def build_resources(
+    config: Settings, waits: Waits, machines: TrainerMachines | None, spec: JobSpec, job_id: str
+) -> JobResources:
     """Build a job's resources. Blocks.
+
+    Args:
+        config: of the trainer.
+        waits: registry of waits.
+        machines: those that join this trainer; None if none can.
+        spec: of the job.
+        job_id: its id.
 
     Raises:
         ConfigError: a file that the job names is missing or invalid.
@@ -50,7 +62,8 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
     token = config.token.get_secret_value()
     client = StoreClient(config.weight_store_url, token)
     config_json = (model / "config.json").read_text(encoding="utf-8")
-    engine = _engine(config, spec, folder)
+    own_machines = _machines(config, waits, machines, spec.trainer)
+    engine = _engine(config, spec, folder, own_machines)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
     publisher = (
         partial(RanksPublisher, policy=engine, token=token) if isinstance(engine, RanksPolicy) else StorePublisher
@@ -76,6 +89,7 @@ def build_resources(config: Settings, waits: Waits, spec: JobSpec, job_id: str) 
         predecessor=places.predecessor(spec.trainer.resume),
         critic=engine if isinstance(engine, TorchPolicy) and _critic(spec) else None,
         machine=machine_of(spec, model, config.device),
+        machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
         probe=build_probe(data.vocab_size, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
     )
@@ -104,7 +118,19 @@ def _critic(spec: JobSpec) -> CriticSpec | None:
     return None if spec.kind == "sft" else spec.algorithm.critic
 
 
-def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | RanksPolicy:
+def _machines(
+    config: Settings, waits: Waits, machines: TrainerMachines | None, spec: TrainerSpec
+) -> JobMachines | None:
+    if spec.nodes == 1:
+        return None
+    if machines is None:
+        raise ConfigError(
+            f"trainer.nodes is {spec.nodes}, but no machine can join this trainer: set RLBOOST_TRAINER_MACHINES_PORT"
+        )
+    return JobMachines(machines, spec, waits, device=config.device, shrink_after_s=config.machines_wait_s)
+
+
+def _engine(config: Settings, spec: JobSpec, folder: Path, machines: JobMachines | None) -> TorchPolicy | RanksPolicy:
     if spec.trainer.offload != "none" and config.device == "cpu":
         raise ConfigError(
             f"trainer.offload: {spec.trainer.offload} needs a GPU shared by reserved engines and the trainer, but the "
@@ -120,6 +146,7 @@ def _engine(config: Settings, spec: JobSpec, folder: Path) -> TorchPolicy | Rank
             device=config.device,
             reference=reference,
             folder=folder,
+            launcher=machines,
         )
     require_device(config.device, "RLBOOST_TRAINER_DEVICE")
     return TorchPolicy(

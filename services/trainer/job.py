@@ -18,10 +18,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlboost.services.trainer.adapters.prometheus import observe_step
 from rlboost.services.trainer.checkpoints import Checkpoints
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
 from rlboost.services.trainer.job_streams import FinishedLog, JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResources, JobResourcesFactory
 from rlboost.services.trainer.ports.storage import TrainState
@@ -101,6 +103,7 @@ class JobRun:
         self._limit_s = limit_s
         self._trainer = trainer
         self._streams = JobStreams(bus, active.job_id)
+        self._profile = ProfileRecorder()
         self._requested_until = -1
         """The last step that an earlier trainer process may have requested."""
         self._checkpoints: Checkpoints
@@ -137,6 +140,8 @@ class JobRun:
     async def _train(self, resources: JobResources) -> None:
         if self._spec.kind != "sft":
             plan.check(self._spec, len(resources.data.evaluation))
+        if resources.machines is not None:
+            await resources.machines.gather()
         await self._device(lambda: resources.engine.load_hf(resources.model))
         await resources.rewards.start()
         if resources.environments is not None:
@@ -249,6 +254,8 @@ class JobRun:
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.
         wait_s = times.wait_s - times.resample_s
         await self._log_step(job.resources, step, tally.metrics(), wait_s=wait_s, train_s=times.train_s, tally=tally)
+        if (profile := self._profile.observe(tally)) is not None:
+            await self._device(lambda: job.resources.folder.write_profile(profile))
         if job.resampling is not None:
             await job.resampling.trim(self._checkpoints.covered_step)
 
@@ -262,6 +269,7 @@ class JobRun:
         train_s: float,
         tally: StepTally | None = None,
     ) -> None:
+        observe_step(metrics)
         await self._warn(await self._device(lambda: resources.folder.log_step(step, metrics)))
         report = StepReport(
             job_id=self._active.job_id,

@@ -39,6 +39,12 @@ class Settings(ServiceSettings):
         description="services that get `REWARD_TOKEN` from jobs with `reward.url`, separated by commas: "
         "https://HOST[:PORT]; none if empty",
     )
+    machines_port: int = Field(
+        0, ge=0, le=65535, description="port where machines join with `rlboost trainer join`; none can if 0"
+    )
+    machines_wait_s: float = Field(
+        60.0, ge=0, description="wait this time for all `trainer.nodes` before a job starts on `trainer.min_nodes`"
+    )
     outage_limit_s: float = Field(
         600.0, gt=0, description="exit after Redis or the weight store has been unavailable for this time"
     )

@@ -22,6 +22,7 @@ from rlboost.shared.http.file_sender import FileSender
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
 from rlboost.shared.http.store_credential import may_download, store_authenticator
+from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.waiting import Waits
@@ -74,6 +75,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 "announce": store.announcements.announce,
                 "collect": store.collect,
                 "compose": deltas.compose,
+                "logs": log_sender(bus, NAME, list),
             }
             await supervise(loops, stop)
     finally:

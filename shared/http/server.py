@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
@@ -23,6 +23,7 @@ from rlboost.shared.http.documented import GUARDED, problems
 from rlboost.shared.http.file_sender import FileConnection, FileSender
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
+from rlboost.shared.http.wait_metrics import WaitMetrics
 from rlboost.shared.lifecycle import Loop
 from rlboost.shared.tls import ServerCertificate
 from rlboost.shared.waiting import Waits
@@ -45,7 +46,7 @@ def create_app(
         title: the service's name, for the OpenAPI document.
         guard: of `/metrics` and `/openapi.json`; `/healthz` and `/readyz` are open.
         ready: returns None if the service is ready, otherwise what is missing.
-        waits: shown by `/readyz`.
+        waits: shown by `/readyz` and `/metrics`.
         error_format: for routes whose clients do not expect problem documents.
 
     """
@@ -66,13 +67,17 @@ def create_app(
             raise Problem(503, "Not ready", missing, **state)
         return state
 
+    wait_registry = CollectorRegistry()  # of this app: the process's registry takes each collector once
+    if waits:
+        wait_registry.register(WaitMetrics(waits))
     guarded = guard.router(tags=["health"], responses=GUARDED)
 
     @guarded.get("/metrics", response_class=PlainTextResponse)
     @needs("read")
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
-        return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+        text = generate_latest(REGISTRY) + generate_latest(wait_registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @guarded.get("/openapi.json")
     @needs("read")

@@ -13,10 +13,11 @@ import hmac
 import json
 from typing import Literal
 
-Purpose = Literal["chunk", "leader", "job-command", "peers", "weights"]
+Purpose = Literal["chunk", "leader", "job-command", "peers", "weights", "trainer-machine"]
 """`chunk`: read one blob of weights from a peer, under the peer key; `leader`: be the manager at one URL;
 `job-command`: have a trainer execute one command; `peers`: the key that all workers share; `weights`: download weights
-from the store, as one worker and until one time."""
+from the store, as one worker and until one time; `trainer-machine`: one end of a connection between a trainer and a
+machine of its ranks."""
 
 
 def sign(key: str, purpose: Purpose, subject: str) -> str:

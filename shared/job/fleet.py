@@ -47,6 +47,8 @@ class _FleetSpec(Section):
     the manager learns it for each fleet size; `off`: not at all."""
     share: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of the preemptible workers, relative to those of other jobs."""
+    max_dollars: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Budget: preemptible workers are drained before the job has cost this much. Reserved ones continue."""
 
     @field_validator("seeding", mode="before")
     @classmethod
@@ -69,6 +71,7 @@ class SftElasticSpec(VersionsSpec):
 
     seeding: ClassVar[Literal["auto"]] = "auto"
     share: ClassVar[float] = 1.0
+    max_dollars: ClassVar[None] = None
     in_flight: ClassVar[InFlight] = "recompute"
 
 

@@ -66,6 +66,10 @@ class TrainerSpec(Section):
     """Pipeline stages; only `megatron`."""
     data_parallel: int = Field(1, ge=1)
     """Replicas that samples are split over; with `torch`, FSDP2 shards of the model."""
+    nodes: int = Field(1, ge=1)
+    """Machines that the processes are divided over, each started by `rlboost trainer join`; 1: the trainer's own."""
+    min_nodes: int = Field(0, ge=0)
+    """Machines that are enough when others are lost: the job resumes with as many fewer replicas; 0: all `nodes`."""
     sequence_parallel: bool = False
     """With `tensor_parallel`: also split norms along the tokens (arXiv 2205.05198)."""
     distributed_optimizer: bool = False
@@ -82,6 +86,11 @@ class TrainerSpec(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
+    def fewest_nodes(self) -> int:
+        """Return on how many machines the job can train at least."""
+        return self.min_nodes or self.nodes
+
+    @property
     def in_one_process(self) -> bool:
         """Return True if the trainer's process trains by itself, without ranks."""
         return self.backend == "torch" and self.data_parallel == 1
@@ -96,6 +105,18 @@ class TrainerSpec(Section):
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == 1:
             raise ValueError("distributed_optimizer is for data_parallel above 1: raise that, or remove it")
+        if self.n_ranks % self.nodes:
+            raise ValueError(
+                f"nodes is {self.nodes}, which does not divide the {self.n_ranks} processes of tensor_parallel x "
+                "pipeline_parallel x data_parallel: change one of them"
+            )
+        if self.min_nodes > self.nodes:
+            raise ValueError(f"min_nodes is {self.min_nodes}, more than nodes, which is {self.nodes}: lower it")
+        if self.fewest_nodes < self.nodes and self.data_parallel % self.nodes:
+            raise ValueError(
+                f"min_nodes below nodes needs whole replicas on each machine, but nodes is {self.nodes} and "
+                f"data_parallel {self.data_parallel}: make that a multiple of nodes, or remove min_nodes"
+            )
         return self
 
 

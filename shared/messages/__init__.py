@@ -13,6 +13,8 @@ Times are Unix seconds, durations seconds, sizes bytes.
 
 from __future__ import annotations
 
+from rlboost.shared.messages.engine_profile import EngineProfile
+from rlboost.shared.messages.fields import Role
 from rlboost.shared.messages.jobs import (
     ENDED,
     DeadLetter,
@@ -57,14 +59,15 @@ from rlboost.shared.messages.workers import (
     Release,
     Resume,
     Revoke,
-    Role,
     StoreCredential,
     Suspend,
     UseVersion,
+    Wait,
     WorkerEvent,
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
     WorkerState,
 )
 
@@ -81,6 +84,7 @@ __all__ = [
     "DeadLetter",
     "Dismissed",
     "Drain",
+    "EngineProfile",
     "Event",
     "FinishReason",
     "GroupOpened",
@@ -109,11 +113,13 @@ __all__ = [
     "TokenFrame",
     "TurnAnswered",
     "UseVersion",
+    "Wait",
     "WeightsCommitted",
     "WorkerEvent",
     "WorkerHeartbeat",
     "WorkerJoined",
     "WorkerLeft",
+    "WorkerLog",
     "WorkerState",
     "class_of",
     "message",

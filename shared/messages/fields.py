@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, Strict, StringConstraints
 
@@ -32,6 +32,7 @@ EntryId = Annotated[str, Field(pattern=r"^(\d{1,19}-\d{1,19})?$")]
 """The id of a stream entry, or empty."""
 Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
 """A weight version; -1 before the first."""
+Role = Literal["reserved", "preemptible"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Span = Annotated[tuple[str, Version, Count], Strict(False)]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
+from rlboost.shared.messages.engine_profile import EngineProfile
 from rlboost.shared.messages.fields import Attempt, Column32, Count, PackedId, Seconds, Span, Version
 from rlboost.shared.messages.registry import Message, message
 
@@ -109,6 +110,8 @@ class SeedingEnded(Message):
     step: Count
     window_s: Seconds
     reason: Literal["window", "finished", "no_reserved"]
+    engines: list[EngineProfile] = Field(default_factory=list)
+    """Throughput of the kinds of workers that serve the job, as far as it is known."""
 
 
 @message

@@ -6,11 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, EntryId, Finite, JobId, PackedId, Version
+from rlboost.shared.messages.fields import (
+    Attempt,
+    Column32,
+    Column64,
+    Count,
+    EntryId,
+    Finite,
+    JobId,
+    PackedId,
+    Role,
+    Seconds,
+    Version,
+)
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
 
-Role = Literal["reserved", "preemptible"]
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
 InFlight = Literal["recompute", "keep", "finish"]
 """What happens to running samples at a weight update: they continue with the new weights, with their KV cache
@@ -124,6 +135,18 @@ class WorkerJoined(Message):
     """Reserved: name of the trainer whose device it shares; empty where there is one trainer only."""
     kv_tokens: Count = 0
     """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
+    startup_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    """Age of the worker's process; 0 when it joins again, since this time is charged once."""
+
+
+class Wait(Message):
+    """What a worker waits for; see `shared.waiting`."""
+
+    subject: str
+    because: str
+    since: Finite
+    """Unix seconds, worker's clock."""
+    limit_s: Seconds
 
 
 @message
@@ -146,6 +169,8 @@ class WorkerHeartbeat(Message):
     device_total_bytes: Count = 0
     kv_tokens: Count = 0
     """How many tokens, prompts included, its engine's KV cache holds at once; 0 where it does not say."""
+    update_s: Seconds = 0.0
+    """How long its last weight update took, from the command until the engine could generate; 0 before the first."""
     kv_block_tokens: Count = 0
     """Size of the KV-cache blocks that samples with a common prefix share; 0 where the engine shares none."""
     max_request_tokens: Count = 0
@@ -154,6 +179,8 @@ class WorkerHeartbeat(Message):
     """What the commands up to `last_command` have assigned, less samples that have ended: `shared.command_digest`."""
     last_command: EntryId = ""
     """Entry id of the last command that was applied; empty from a worker that sends no digest."""
+    waiting: Wait | None = None
+    """Its oldest wait."""
 
 
 @message
@@ -186,3 +213,14 @@ class WorkerEvent(Message):
     kind: str
     at: Finite
     fields: dict[str, Any] = Field(default_factory=dict)
+
+
+@message
+class WorkerLog(Message):
+    """Worker -> manager: new lines of its log, for the log of the job that it serves. Best effort."""
+
+    worker: str
+    job_id: str
+    times: Annotated[list[Finite], Field(max_length=100)]
+    """When each line was logged."""
+    texts: Annotated[list[Annotated[str, Field(max_length=2_000)]], Field(max_length=100)]

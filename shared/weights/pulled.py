@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,29 @@ _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 class PulledVersion:
     """One verified version in a cache."""
 
-    def __init__(self, manifest: Manifest, chunks: Path, base: PulledVersion | None = None) -> None:
-        """Read the chunks of `manifest` from the directory `chunks`; `base` is the base version of an adapter."""
+    def __init__(
+        self, manifest: Manifest, chunks: Path, base: PulledVersion | None = None, *, verify: bool = False
+    ) -> None:
+        """Read the chunks of `manifest` from the directory `chunks`; `base` is the base version of an adapter.
+
+        With `verify`, `tensors` compares the bytes of each tensor with their digest.
+        """
         self.manifest = manifest
         self.base = base
         self._chunks = chunks
+        self._verify = verify
+
+    @property
+    def location(self) -> dict[str, Any]:
+        """Where the version is on this machine, as plain data for another process; see `at`."""
+        base = self.base.location if self.base is not None else None
+        return {"chunks": str(self._chunks), "manifest": self.manifest.model_dump_json(), "base": base}
+
+    @classmethod
+    def at(cls, location: Mapping[str, Any]) -> Self:
+        """Invert `location`; the bytes are verified as they are read."""
+        base = cls.at(location["base"]) if location["base"] is not None else None
+        return cls(Manifest.decode(location["manifest"].encode()), Path(location["chunks"]), base, verify=True)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[TensorEntry, memoryview]]:
         """Yield the entry and the bytes of every tensor, or of those with these names.
@@ -37,6 +55,7 @@ class PulledVersion:
 
         Raises:
             NotFound: two later versions have been pulled, and the chunks of this one are removed.
+            Corrupt: with `verify`, bytes do not match their digest.
 
         """
         shards: dict[str, list[tuple[Part, TensorEntry]]] = {}
@@ -44,7 +63,7 @@ class PulledVersion:
             for entry in part.tensors:
                 if names is None or entry.name in names:
                     shards.setdefault(entry.name, []).append((part, entry))
-        with _Reader(self._chunks, self.manifest) as reader:
+        with _Reader(self._chunks, self.manifest, verify=self._verify) as reader:
             for held in shards.values():
                 yield _whole(held, reader)
 
@@ -82,8 +101,9 @@ def _bytes(array: npt.NDArray[np.unsignedinteger]) -> memoryview:
 class _Reader:
     """Reads shards from chunk files and keeps the last file open: adjacent shards are mostly in the same chunk."""
 
-    def __init__(self, chunks: Path, manifest: Manifest) -> None:
+    def __init__(self, chunks: Path, manifest: Manifest, *, verify: bool) -> None:
         self._chunks = chunks
+        self._verify = verify
         self._starts = [[0, *accumulate(chunk.n_bytes for chunk in part.chunks)] for part in manifest.parts]
         self._digest = ""
         self._file: FileIO | None = None
@@ -106,6 +126,8 @@ class _Reader:
             if not n_bytes:
                 raise Corrupt(f"{self._chunks / digest} is truncated: remove the cache directory")
             remaining, at = remaining[n_bytes:], at + n_bytes
+        if self._verify and digest_of(_bytes(array)) != entry.digest:
+            raise Corrupt(f"{entry.name}: the bytes in {self._chunks} are not the published ones: remove it")
 
     def _open(self, digest: str) -> int:
         if self._file is None or digest != self._digest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.model.parity import ParityReference
 from rlboost.shared.weights.lora import adapter_of
@@ -33,6 +33,11 @@ class StoredVersion:
     def config_json(self) -> str:
         """The model's own `config.json`."""
         return self._pulled.manifest.config_json
+
+    @property
+    def location(self) -> dict[str, Any]:
+        """Where the bytes are on this machine: see `PulledVersion.location`."""
+        return self._pulled.location
 
     @property
     def contents(self) -> Mapping[str, Hashable]:
@@ -88,6 +93,11 @@ class AdaptedVersion:
     def config_json(self) -> str:
         """The model's own `config.json`."""
         return self._base.config_json
+
+    @property
+    def location(self) -> dict[str, Any]:
+        """Where the bytes are on this machine: see `PulledVersion.location`."""
+        return self._pulled.location
 
     @property
     def contents(self) -> Mapping[str, Hashable]:

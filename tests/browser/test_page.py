@@ -7,11 +7,15 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.black_box import BlackBox, black_box
 from tests.support.small_job import small_job
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="run 'make test-browser', which installs it")
 
@@ -23,12 +27,12 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlackBox]:
-    with black_box(tmp_path_factory.mktemp("page") / "state", workers=2) as box:
+    with black_box(tmp_path_factory.mktemp("page") / "state", workers=2, autoscale=3) as box:
         yield box
 
 
 @pytest.fixture
-def page() -> Iterator[sync_api.Page]:
+def page() -> Iterator[Page]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on PATH: install one, such as Debian's package chromium")
     with sync_api.sync_playwright() as playwright:
@@ -43,7 +47,7 @@ def page() -> Iterator[sync_api.Page]:
         assert not errors
 
 
-def test_login_with_a_wrong_token_is_refused_and_with_the_right_one_works(box: BlackBox, page: sync_api.Page) -> None:
+def test_login_with_a_wrong_token_is_refused_and_with_the_right_one_works(box: BlackBox, page: Page) -> None:
     page.goto(box.url)
     page.fill("#token", "wrong")
     page.keyboard.press("Enter")
@@ -55,7 +59,7 @@ def test_login_with_a_wrong_token_is_refused_and_with_the_right_one_works(box: B
     sync_api.expect(page.locator("#token")).to_be_visible()
 
 
-def test_page_shows_steps_a_killed_worker_and_samples_and_pauses_the_job(box: BlackBox, page: sync_api.Page) -> None:
+def test_page_shows_steps_a_killed_worker_and_samples_and_pauses_the_job(box: BlackBox, page: Page) -> None:
     job_id = box.submit(small_job(steps=400))
     page.goto(f"{box.url}/#token={box.token}")
     page.get_by_role("link", name=job_id).first.click()
@@ -84,14 +88,14 @@ def test_page_shows_steps_a_killed_worker_and_samples_and_pauses_the_job(box: Bl
     sync_api.expect(page.locator("#state")).to_have_text("cancelled")
 
 
-def test_page_on_a_phone_does_not_scroll_sideways(box: BlackBox, page: sync_api.Page) -> None:
+def test_page_on_a_phone_does_not_scroll_sideways(box: BlackBox, page: Page) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(f"{box.url}/#token={box.token}")
     sync_api.expect(page.locator("#worker-table")).to_contain_text("worker-2")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_texts_of_completions_are_never_markup(box: BlackBox, page: sync_api.Page) -> None:
+def test_texts_of_completions_are_never_markup(box: BlackBox, page: Page) -> None:
     page.goto(f"{box.url}/#token={box.token}")
     parts = page.evaluate(
         """async () => {
@@ -106,7 +110,7 @@ def test_texts_of_completions_are_never_markup(box: BlackBox, page: sync_api.Pag
     assert parts == [0, "<img", " src=x onerror=alert(1)>"]
 
 
-def test_completion_parts_of_a_cut_completion_keep_their_workers(box: BlackBox, page: sync_api.Page) -> None:
+def test_completion_parts_of_a_cut_completion_keep_their_workers(box: BlackBox, page: Page) -> None:
     page.goto(f"{box.url}/#token={box.token}")
     parts = page.evaluate(
         """async () => {
@@ -117,3 +121,13 @@ def test_completion_parts_of_a_cut_completion_keep_their_workers(box: BlackBox, 
         }"""
     )
     assert parts == ["0:aaa", "1:bb", "null:[4 characters cut]", "1:b", "2:cccc"]
+
+
+def test_scale_button_changes_the_number_of_spot_workers(box: BlackBox, page: Page) -> None:
+    page.goto(f"{box.url}/#token={box.token}")
+    page.fill("#scale-workers", "3")
+    page.get_by_role("button", name="Scale").click()
+    sync_api.expect(page.locator("#fleet-line")).to_contain_text("Autoscaling (3): 3 of at most 3 local.")
+    page.fill("#scale-workers", "")
+    page.get_by_role("button", name="Scale").click()
+    sync_api.expect(page.locator("#fleet-line")).to_contain_text("Autoscaling (auto)")

@@ -227,11 +227,11 @@ def test_reference_model_is_not_checkpointed(tmp_path: Path) -> None:
 def test_job_setting_reaches_the_engine(kind: str, trainer: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
     job = {"model": "m", "data": {"train": "t"}, "steps": 1} | ({"reward": {"function": "a:b"}} if kind == "rl" else {})
     spec = parse({"kind": kind, **job, "trainer": {**trainer, "activation_checkpointing": recomputes}})
-    made = build._engine(Settings(device="cpu"), spec, tmp_path)
+    made = build._engine(Settings(device="cpu"), spec, tmp_path, None)
     if isinstance(made, TorchPolicy):
         assert made._activation_checkpointing is recomputes
     else:
-        assert made._ranks._init_arguments(0, "")["settings"]["activation_checkpointing"] is recomputes
+        assert made._ranks._arguments["settings"]["activation_checkpointing"] is recomputes
 
 
 def test_model_without_marked_layers_is_rejected(tmp_path: Path) -> None:

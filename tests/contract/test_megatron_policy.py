@@ -286,7 +286,7 @@ def test_rank_exits_when_the_trainer_has_ended() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         descriptor = theirs.fileno()
-        process = subprocess.Popen([sys.executable, "-m", MODULE, str(descriptor), "megatron"], pass_fds=[descriptor])
+        process = subprocess.Popen([sys.executable, "-m", MODULE, "megatron", str(descriptor)], pass_fds=[descriptor])
     ours.close()
     assert process.wait(60) == 1
 

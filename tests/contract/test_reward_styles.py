@@ -15,7 +15,11 @@ from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.waiting import Waits
 
 FUNCTIONS = "tests.support.reward_functions"
-VERL_ROW = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 7}}
+VERL_ROW: dict[str, Any] = {
+    "data_source": "sums",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 7},
+}
 Start = Callable[..., Awaitable[RewardPool]]
 
 
@@ -35,7 +39,7 @@ async def start() -> AsyncIterator[Start]:
 def batch(prompt: str = "good", **columns: Any) -> RewardBatch:
     listed = {name: [value] * 2 for name, value in columns.items()}
     texts = ["4", "5"]
-    return RewardBatch([prompt] * 2, texts, [[4, 2], [5, 2]], listed, texts, ["4<eos>", "5"])
+    return RewardBatch([prompt] * 2, [*texts], [[4, 2], [5, 2]], listed, texts, ["4<eos>", "5"])
 
 
 def part(function: str, **more: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, I32, pack
 from rlboost.shared.errors import Fatal
+from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
 from tests.contract.test_trainer_engine_contract import rows
@@ -27,6 +28,23 @@ def test_run_folder_has_job_file_and_metrics(tmp_path: Path) -> None:
     folder.log_step(1, {"loss": 0.5})
     assert json.loads((tmp_path / "run/job.json").read_text()) == {"name": "countdown"}
     assert _rows(tmp_path) == [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
+
+
+def test_profile_is_replaced(tmp_path: Path) -> None:
+    profile = RunProfile(
+        steps=1,
+        step_s=2.0,
+        engines=(),
+        prompt_tokens=(3, 4),
+        completion_quantiles=((0.0, 1.0), (1.0, 5.0)),
+        train_s_per_token=0.02,
+        update_s=0.5,
+    )
+    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder.begin("{}", 0)
+    folder.write_profile(profile)
+    folder.write_profile(later := profile.model_copy(update={"steps": 2}))
+    assert RunProfile.model_validate_json((tmp_path / "run/profile.json").read_text()) == later
 
 
 def test_begin_drops_rows_of_steps_to_train_again(tmp_path: Path) -> None:

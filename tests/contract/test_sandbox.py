@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.rewards import sandbox
+from rlboost.rewards import sandbox, sandbox_child
 from rlboost.rewards.isolation import DEVICES, Isolation, readable_paths
 from rlboost.rewards.sandbox import Limits, SandboxUnavailable, available_isolation, run, run_with
 from tests.support.eventually import eventually
@@ -89,7 +89,7 @@ def successes(isolation: Isolation, outside: Path) -> set[str]:
         "    try: exec(statement)\n    except BaseException as error: print(name, repr(error), file=sys.stderr)\n"
         "    else: print(name, flush=True)\n"
     )
-    ran = run_with(isolation, program, limits=Limits(wall_s=30, cpu_s=30))
+    ran = run_with(isolation, program, limits=Limits(wall_s=120, cpu_s=30))
     assert ran.completed, ran.errors
     assert len(ran.output.splitlines()) + len(ran.errors.splitlines()) == len(ATTACKS)
     return set(ran.output.split())
@@ -304,7 +304,7 @@ def test_machine_without_isolation_refuses_unless_it_is_off(monkeypatch: pytest.
     bubblewrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     bubblewrap.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    script = Path(sandbox.sandbox_child.__file__).read_text(encoding="utf-8")
+    script = Path(sandbox_child.__file__).read_text(encoding="utf-8")
     monkeypatch.setattr(sandbox, "_script", lambda: script.replace("= 444,", "= 10_000,"))
     script_error = r"bubblewrap: bwrap: No permissions.*landlock: Function not implemented: landlock.*isolated: false"
     with pytest.raises(SandboxUnavailable, match=script_error):

@@ -42,7 +42,7 @@ def with_template(model: Path, template: str) -> Path:
     return model
 
 
-def load(model: Path, *rows: dict[str, Any], **data: Any) -> Data:
+def load(model: Path, *rows: object, **data: Any) -> Data:
     file = model.parent / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_data(parse({"kind": "sft", "model": "m", "data": {"train": str(file), **data}, "steps": 1}), model)

@@ -16,7 +16,7 @@ from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.columns import F32, I32, ints, pack
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested, SampleFinished
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model
@@ -70,14 +70,15 @@ class Drawer:
 class LearningRig(Rig):
     """A trainer with the torch engine, and a bandit of a job: large tokens are good."""
 
-    def __init__(self, folder: Path, job: JobSpec) -> None:
+    def __init__(self, folder: Path, job: RlJob) -> None:
         super().__init__(folder, job)
         self._model = write_model(folder / "model")
         self.reward = share_of_large
         self.manager.script = Drawer(self._model, self.weights)
 
-    def build(self, _spec: JobSpec, _job_id: str) -> JobResources:
+    def build(self, spec: JobSpec, job_id: str) -> JobResources:
         job = self.job
+        assert isinstance(job, RlJob)
         policy = TorchPolicy(
             job.optimizer,
             temperature=1.0,
@@ -87,7 +88,7 @@ class LearningRig(Rig):
             reference=job.algorithm.needs_reference,
             critic=job.algorithm.critic,
         )
-        resources = super().build(job, _job_id)
+        resources = super().build(job, job_id)
         return replace(resources, engine=policy, critic=policy, model=self._model, loss=job_loss(job))
 
 
@@ -95,7 +96,7 @@ def share_of_large(batch: RewardBatch) -> Scores:
     return Scores(tuple(sum(token >= VOCABULARY // 2 for token in ids) / LENGTH for ids in batch.completion_ids))
 
 
-def job(algorithm: dict[str, Any], **changes: Any) -> JobSpec:
+def job(algorithm: dict[str, Any], **changes: Any) -> RlJob:
     raw: dict[str, Any] = {
         "algorithm": {"group_size": 8, "updates_per_step": 2, **algorithm},
         "sampling": {"max_tokens": LENGTH},

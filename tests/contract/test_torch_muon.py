@@ -64,7 +64,7 @@ def orthogonalized(matrix: Matrix) -> Matrix:
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonalized(matrix.T).T
     x = rounded(matrix)
-    x = rounded(x / rounded(np.linalg.norm(x)))
+    x = rounded(x / rounded(np.asarray(np.linalg.norm(x))))
     for _ in range(5):
         a = rounded(x @ x.T)
         b = rounded(-4.7750 * a + 2.0315 * (a @ a))

@@ -40,7 +40,7 @@ def trained() -> tuple[list[Tensor], torch.optim.AdamW, list[weakref.ref[np.ndar
 
 
 def learn(parameters: list[Tensor]) -> None:
-    sum((parameter**3).sum() for parameter in parameters).backward()
+    torch.stack([(parameter**3).sum() for parameter in parameters]).sum().backward()
 
 
 def held(parameters: list[Tensor], optimizer: torch.optim.AdamW) -> list[list[float]]:

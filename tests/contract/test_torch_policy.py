@@ -229,8 +229,8 @@ def test_offload_on_a_cpu_trainer_is_rejected(tmp_path: Path) -> None:
     for ranks in ({"data_parallel": 2}, {"backend": "megatron"}, {}):
         spec = parse({**small_job(steps=1), "trainer": {"offload": "all", **ranks}})
         with pytest.raises(ConfigError, match=r"trainer\.offload: all needs a GPU.*leave it out"):
-            build._engine(Settings(device="cpu"), spec, tmp_path)
-    assert isinstance(build._engine(Settings(device="meta"), spec, tmp_path), TorchPolicy)
+            build._engine(Settings(device="cpu"), spec, tmp_path, None)
+    assert isinstance(build._engine(Settings(device="meta"), spec, tmp_path, None), TorchPolicy)
 
 
 def test_folder_without_a_model_is_rejected_by_name(tmp_path: Path) -> None:

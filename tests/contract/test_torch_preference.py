@@ -19,17 +19,17 @@ from rlboost.services.trainer.domain.loss.preference import pair_losses, sequenc
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, ints, unpack
 from rlboost.shared.job.algorithm import PreferenceSpec
-from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import split_experts
 from tests.contract.test_trainer_engine_contract import rows
+from tests.support.jobs import parse_rl
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS
 
 SPEC = PreferenceSpec(beta=0.2)
 RATE, TEMPERATURE = 1e-2, 0.8
 LOSS = job_loss(
-    parse(
+    parse_rl(
         {"model": "m", "data": {"train": "t"}, "reward": {"function": "m:f"}, "algorithm": {"name": "dpo"}, "steps": 1}
     )
 )

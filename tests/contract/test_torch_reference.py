@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -81,6 +82,6 @@ def test_reference_pass_keeps_accumulated_gradients(tmp_path: Path, lora: LoraSp
         for row in rows(4):
             made.accumulate([[row]], loss)
     assert with_it.step(RATE) == without.step(RATE)
-    what = "adapter" if lora else "base"
+    what: Literal["adapter", "base"] = "adapter" if lora else "base"
     for one, other in zip(with_it.export_shards(what), without.export_shards(what), strict=True):
         assert bytes(one.data) == bytes(other.data)

@@ -36,6 +36,7 @@ def pulled(tensors: dict[str, torch.Tensor], directory: Path) -> PulledVersion:
     for rank in range(2):
         entries: list[TensorEntry] = []
         data = b""
+        low: tuple[int, ...]
         for name, whole in tensors.items():
             if whole.ndim == 2:
                 half = whole.shape[1] // 2

@@ -53,6 +53,7 @@ def trained(box: BlackBox, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "job.yaml").write_text(yaml.safe_dump({**small_job(steps=2), "eval": None}))
     with box.start("run", str(folder / "job.yaml"), "--json") as command:
+        assert command.stdout is not None
         job_id = json.loads(command.stdout.readline())["id"]
         with closing(Observer(box.redis_url, job_id)) as observer:
             box.until_completed(job_id)
@@ -90,6 +91,7 @@ def test_greedy_evaluation_with_a_killed_worker_gives_the_models_accuracy(
     pids = {process["name"]: process["pid"] for process in box.processes("preemptible")}
     greedy = ("sampling.temperature=0", f"sampling.max_tokens={MAX_TOKENS}", held_out(problems, tmp_path))
     with box.start("eval", JOB, *greedy, f"--samples={n_samples}") as command:
+        assert command.stderr is not None
         job_id = command.stderr.readline().removeprefix("created ").strip()
         with closing(Observer(box.redis_url, job_id)) as observer:
             box.until(lambda: bool(makers(observer) & set(pids)), "a spot worker has sent tokens")
@@ -130,6 +132,7 @@ def test_pass_at_k_is_how_often_one_of_k_completions_passes(box: BlackBox, base:
     rows = [json.loads(line) for line in (EXAMPLE / "eval.jsonl").read_text().splitlines()]
     by_prompt = {tuple(base.tokenizer(row["prompt"])["input_ids"]): (row, []) for row in rows}
     with box.start("eval", JOB, f"--samples={4 * len(rows)}", "--json") as command:
+        assert command.stderr is not None
         job_id = command.stderr.readline().removeprefix("created ").strip()
         with closing(Observer(box.redis_url, job_id)) as observer:
             printed, trouble = command.communicate(timeout=120)

@@ -21,6 +21,10 @@ def ready(box: BlackBox, name: str) -> bool:
     return any(w["id"].startswith(name) and w["state"] == "ready" for w in box.get("/v1/workers"))
 
 
+def running(box: BlackBox, name: str) -> bool:
+    return any(w["id"].startswith(name) and w["running"] for w in box.get("/v1/workers"))
+
+
 @contextmanager
 def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
     process = start_forked("worker", "join", "--url", box.url, "--token", box.token, "--name", "by-hand", log=log)
@@ -36,19 +40,20 @@ def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
 def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Path) -> None:
     vllm_engines.require_installed()
     spec = small_job(steps=16)
-    with black_box(tmp_path / "state", workers=1, engine="vllm") as box, ExitStack() as joined:
+    # Reserved engines could end the job before vLLM has started.
+    with black_box(tmp_path / "state", workers=1, reserved=0, engine="vllm") as box, ExitStack() as joined:
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
             box.until(lambda: ready(box, "worker-1"), "the vllm worker is ready")
             joined.enter_context(torch_worker(box, tmp_path / "joined.log"))  # it is ready in much less time
             box.until(lambda: ready(box, "by-hand"), "the torch worker is ready")
-            assert box.until_busy(job_id), "the job was over before anybody died"
+            box.until(lambda: running(box, "worker-1"), "the vllm worker has samples")
             box.kill("preemptible")
             box.until_completed(job_id)
         audit = check(box, job_id, observer, spec)
         assert audit["preemptions"]["without_notice"] >= 1
         makers = {worker.rpartition("-")[0] for _, worker in observer.flushed}
-        assert makers >= {"reserved-1", "worker-1", "by-hand"}
+        assert makers >= {"worker-1", "by-hand"}
 
 
 @pytest.mark.long

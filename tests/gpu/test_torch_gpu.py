@@ -19,6 +19,7 @@ from tests.contract import test_engine_contract as contract  # noqa: E402 - its 
 from tests.support import tiny_models  # noqa: E402 - its like
 from tests.support.engines import Collector, request, run  # noqa: E402 - its like
 from tests.support.eventually import eventually  # noqa: E402 - its like
+from tests.support.staged_weights import Staged  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -45,7 +46,7 @@ engine = contract.engine
 
 
 class OnGpu(contract.Torch):
-    def make(self) -> Engine:
+    async def make(self) -> Engine:
         return TorchEngine(self._directory, slots=contract.SLOTS, device=DEVICE)
 
 
@@ -70,7 +71,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     async def start(model: Any, **settings: Any) -> TorchEngine:
         settings = {"slots": 16, "device": DEVICE, "dtype": "bfloat16", **settings}
         engines.append(TorchEngine(tiny_models.save_config(model.config, tmp_path), **settings))
-        await engines[-1].load_weights(0, weights(model))
+        await engines[-1].load_weights(0, Staged(weights(model)))
         return engines[-1]
 
     yield start
@@ -104,7 +105,7 @@ async def test_bfloat16_logprobs_follow_the_weights_over_an_update(start: Start,
     collector = Collector(engine)
     engine.submit(asked)
     await eventually(lambda: engine.stats().tokens_generated_total > 300)
-    await engine.load_weights(1, weights(new))
+    await engine.load_weights(1, Staged(weights(new)))
     assert all(dict(engine.loaded_tensors())[name].cpu().equal(tensor) for name, tensor in weights(new))
     for one, made in zip(asked, await collector.all_ended(asked), strict=True):
         n = made.versions.index(1)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -74,6 +74,8 @@ class System:
             async with StoreClient(self._store.url, TOKEN) as open_client:
                 publisher = StorePublisher(open_client, self.job, config_json, self._folder / "p", Waits(), 60.0)
                 for version, engine in enumerate(engines):
+                    what: Literal["base", "adapter"]
+                    extra: dict[str, Any]
                     what, extra = ("base", {}) if lora is None or version == 0 else ("adapter", {"base_version": 0})
                     if extra:
                         extra["adapter_json"] = engine.adapter_json

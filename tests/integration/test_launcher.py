@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,12 +22,13 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from rlboost.client import Client
 from rlboost.local import cluster as cluster_module
 from rlboost.local import detached
 from rlboost.local import supervisor as supervisor_module
 from rlboost.local.backoff import Backoff
 from rlboost.local.cluster import LocalCluster
-from rlboost.local.processes import LocalOptions
+from rlboost.local.processes import LocalOptions, spec_of
 from rlboost.local.spec_file import SystemSpec, load
 from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, StartFailed
@@ -463,3 +465,32 @@ async def test_a_failed_background_start_reports_the_reason(tmp_path: Path) -> N
             detached.start(state, [f"--state={state.path}", f"--port={port}"])
     with pytest.raises(Fatal):
         detached.start(state, [f"--state={state.path}", "--workers=-1"])
+
+
+async def test_launcher_starts_the_workers_that_the_manager_wants(tmp_path: Path) -> None:
+    """A real manager; small programs as workers, which never join it: it drains none."""
+    options = LocalOptions(state_dir=tmp_path / "state", reserved=0, workers=1, autoscale=3)
+    dummy = dummies()
+    watched = Watched(LocalCluster(options, spec_of=lambda *of: (spec_of if of[2] == "manager" else dummy)(*of)))
+    async with watched.cluster as cluster:
+        alive = partial(_alive_workers, watched)
+        with Client(cluster.url, cluster.token) as client:
+            await asyncio.to_thread(client.scale, 9)
+            await eventually(lambda: alive() == ["worker-1", "worker-2", "worker-3"])
+            cluster.kill("worker-1")
+            await eventually(lambda: alive() == ["worker-2", "worker-3", "worker-4"])
+            await asyncio.to_thread(client.scale, 2)
+            await eventually(lambda: asyncio.to_thread(lambda: _target(client) == 2))
+            os.kill(watched.record("worker-2").pid, signal.SIGTERM)  # as a drain does, it exits with 0
+            await eventually(lambda: watched.of("worker-2")[-1] == "left")
+            assert alive() == ["worker-3", "worker-4"]
+
+
+def _target(client: Client) -> int:
+    (pool,) = client.fleet()["autoscaling"]["pools"]
+    target: int = pool["target"]
+    return target
+
+
+def _alive_workers(watched: Watched) -> list[str]:
+    return [r.name for r in watched.cluster.processes() if r.role == "preemptible" and r.alive]

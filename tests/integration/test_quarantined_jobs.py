@@ -47,13 +47,14 @@ class System:
         return found
 
     async def stored(self, job: PlayedJob) -> dict[str, Any]:
-        """Everything of a job but its events."""
+        """Everything of a job but its events and logs."""
         found: dict[str, Any] = {"record": await self.record(job)}
         async for key in self.redis.scan_iter(f"rlboost:job:{job.id}:*"):
             kind = await self.redis.type(key)
             found[key] = await (self.redis.hgetall(key) if kind == b"hash" else self.redis.dump(key))
         found["cursor"] = await self.redis.hget(names.MANAGER_CURSORS, names.rollouts_requested(job.id))
-        return {key: value for key, value in found.items() if key != names.job_events(job.id).encode()}
+        for_people = {names.job_events(job.id).encode(), names.job_logs(job.id).encode()}
+        return {key: value for key, value in found.items() if key not in for_people}
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.jobs import ENDED
 from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.fakes.storage import MemoryWeights
@@ -22,6 +21,7 @@ from rlboost.shared import names
 from rlboost.shared.columns import ints
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Message, SampleFinished, SeedingEnded, SeedingReopened, WeightsCommitted
+from rlboost.shared.messages.jobs import ENDED
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.weights.publisher import Shard
 from tests.support.eventually import eventually

@@ -203,7 +203,9 @@ def ms(entry: Entry) -> int:
 
 
 async def test_a_worker_joins_pulls_becomes_ready_and_generates(boss: WorkerManager, worker: str) -> None:
-    states = list(dict.fromkeys(beat.state for beat in await boss.heard(WorkerHeartbeat, worker)))
+    beats = await boss.heard(WorkerHeartbeat, worker)
+    assert [beat.update_s > 0 for beat in beats] == [beat.version >= 0 for beat in beats]
+    states = list(dict.fromkeys(beat.state for beat in beats))
     assert states == ["joining", "pulling", "ready"]
     await boss.send(worker, assign(1, 2, 3, max_tokens=60))
     made = await boss.until_finished((1, 1), (2, 1), (3, 1))

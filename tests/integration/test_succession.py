@@ -83,8 +83,9 @@ class Pair(PlayedJob):
         return int(await self.bus._redis.get(names.MANAGER_EPOCH))
 
     async def everything(self) -> dict[bytes, Any]:
-        """All that Redis holds but the lease, which is renewed and runs out by itself."""
-        keys = [key for key in await self.bus._redis.keys("*") if key != names.MANAGER_LEASE.encode()]
+        """All that Redis holds but the lease, which is renewed and runs out by itself, and log lines."""
+        keys = await self.bus._redis.keys("*")
+        keys = [key for key in keys if key != names.MANAGER_LEASE.encode() and not key.endswith(b":logs")]
         return {key: await self.bus._redis.dump(key) for key in keys}
 
 

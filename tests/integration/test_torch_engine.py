@@ -24,6 +24,7 @@ from tests.support import tiny_models  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
+from tests.support.staged_weights import Staged  # noqa: E402
 
 SLOTS = 24
 Start = Callable[..., Awaitable[TorchEngine]]
@@ -42,7 +43,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     async def start(model: Any, **settings: Any) -> TorchEngine:
         engine = TorchEngine(tiny_models.save_config(model.config, tmp_path), **{"slots": SLOTS, **settings})
         engines.append(engine)
-        await engine.load_weights(0, tiny_models.weights(model))
+        await engine.load_weights(0, Staged(tiny_models.weights(model)))
         return engine
 
     yield start
@@ -114,7 +115,7 @@ async def test_tied_embeddings_stay_tied_and_are_read_back_under_both_names(star
     new = tiny_models.make(config, seed=2)
     engine = await start(tiny_models.make(config, seed=1))
     assert "lm_head.weight" not in dict(tiny_models.weights(new))
-    await engine.load_weights(1, tiny_models.weights(new))
+    await engine.load_weights(1, Staged(tiny_models.weights(new)))
     loaded = dict(engine.loaded_tensors())
     assert loaded.keys() == new.state_dict().keys()
     assert all(loaded[name].equal(tensor) for name, tensor in new.state_dict().items())
@@ -126,7 +127,7 @@ async def test_later_load_may_contain_only_changed_tensors(start: Start) -> None
     model = tiny_models.make(tiny_models.CONFIGS["llama-untied"])
     engine = await start(model)
     model.lm_head.weight.mul_(0.5)
-    await engine.load_weights(1, [("lm_head.weight", model.lm_head.weight)])
+    await engine.load_weights(1, Staged([("lm_head.weight", model.lm_head.weight)]))
     (made,) = await run(engine, [request(1)])
     assert made.logprobs == pytest.approx(tiny_models.logprobs(model, [3, 1, 4], made.tokens), abs=1e-4)
 
@@ -143,11 +144,11 @@ async def test_failed_load_serves_nothing_until_a_whole_one_succeeds(start: Star
         (good[:-1], "1 tensors are missing"),
     ):
         with pytest.raises(ConfigError, match=why):
-            await engine.load_weights(1, bad)
+            await engine.load_weights(1, Staged(bad))
         assert engine.stats().version == -1
     engine.submit([request(1)])
     assert engine.drain() == []
-    await engine.load_weights(2, good)
+    await engine.load_weights(2, Staged(good))
     (made,) = await Collector(engine).all_ended([request(1)])
     assert set(made.versions) == {2}
 
@@ -161,9 +162,9 @@ async def test_a_source_that_breaks_off_does_not_kill_the_engine(start: Start) -
         raise StoreUnavailable("gone")
 
     with pytest.raises(StoreUnavailable):
-        await engine.load_weights(1, breaks_off())
+        await engine.load_weights(1, Staged(breaks_off()))
     assert engine.stats().version == -1
-    await engine.load_weights(1, tiny_models.weights(model))
+    await engine.load_weights(1, Staged(tiny_models.weights(model)))
     assert engine.stats().version == 1
 
 
@@ -172,7 +173,7 @@ async def test_bfloat16_logprobs_are_near_those_of_float32(tmp_path: Path) -> No
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
     engine = TorchEngine(tiny_models.save_config(model.config, tmp_path), slots=4, dtype="bfloat16")
-    await engine.load_weights(0, [(name, tensor.bfloat16()) for name, tensor in tiny_models.weights(model)])
+    await engine.load_weights(0, Staged([(name, tensor.bfloat16()) for name, tensor in tiny_models.weights(model)]))
     (made,) = await run(engine, [request(1, max_tokens=60)])
     await engine.close()
     assert made.logprobs == pytest.approx(tiny_models.logprobs(model, [3, 1, 4], made.tokens), abs=0.3)

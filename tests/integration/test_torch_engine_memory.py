@@ -19,6 +19,7 @@ from rlboost.shared.errors import ConfigError  # noqa: E402 - its like
 from tests.support import tiny_models  # noqa: E402 - its like
 from tests.support.engines import Collected, Collector, request, run  # noqa: E402 - its like
 from tests.support.eventually import eventually  # noqa: E402 - its like
+from tests.support.staged_weights import Staged  # noqa: E402
 
 MODELS = [tiny_models.make(tiny_models.CONFIGS["qwen3-tied"], seed) for seed in range(2)]
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
@@ -38,7 +39,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     async def start(**settings: Any) -> TorchEngine:
         engine = TorchEngine(tiny_models.save_config(MODELS[0].config, tmp_path), **{"slots": 16, **settings})
         engines.append(engine)
-        await engine.load_weights(0, tiny_models.weights(MODELS[0]))
+        await engine.load_weights(0, Staged(tiny_models.weights(MODELS[0])))
         return engine
 
     yield start
@@ -90,7 +91,7 @@ async def test_update_prevents_copies_of_older_keys_and_values(start: Start, kee
     await engine.suspend(keep_kv=keep_kv)
     collector.drain()
     own = sum(len(made.tokens) for made in collector.of.values())
-    await engine.load_weights(1, tiny_models.weights(MODELS[1]), keep_kv=keep_kv)
+    await engine.load_weights(1, Staged(tiny_models.weights(MODELS[1])), keep_kv=keep_kv)
     after = [request(i, prompt=PROMPT) for i in range(4, 8)]
     engine.submit(after)
     await engine.resume()

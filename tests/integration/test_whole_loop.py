@@ -22,7 +22,7 @@ from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.columns import I32, pack
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.publisher import Shard
@@ -98,7 +98,7 @@ def _even_tokens(batch: RewardBatch) -> Scores:
     return Scores(tuple(sum(token % 2 == 0 for token in ids) / len(ids) for ids in batch.completion_ids))
 
 
-def job(weights: str, lr: float, **more: Any) -> JobSpec:
+def job(weights: str, lr: float, **more: Any) -> RlJob:
     return spec(
         **more,
         steps=STEPS,

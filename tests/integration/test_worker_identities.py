@@ -89,6 +89,7 @@ def attacks(own: str, other: str, job: str) -> list[tuple[str, ...]]:
     streams = (
         *SHARED_STREAMS,
         names.job_events(job),
+        names.job_logs(job),
         names.rollouts_requested(job),
         names.rollouts_finished(job),
         names.worker_commands(other),

@@ -7,8 +7,9 @@ from typing import Any
 
 from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.spec import JobSpec, parse, to_json
+from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import (
+    EngineProfile,
     GroupRequested,
     JobCommand,
     JobReport,
@@ -20,15 +21,16 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
+from tests.support.jobs import parse_rl
 
 Row = tuple[int, int, int, int, int, int]
 """Sample, attempt, offset, number of tokens, version, finish."""
 
 
-def job_spec(**changes: Any) -> JobSpec:
+def job_spec(**changes: Any) -> RlJob:
     """Return the smallest job, with changes."""
     spec = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 9}
-    return parse({**spec, **changes})
+    return parse_rl({**spec, **changes})
 
 
 def job_created(job_id: str = "j", no: int = 1, spec: JobSpec | None = None) -> JobCommand:
@@ -103,6 +105,13 @@ def token_frame(rows: Sequence[Row], *, worker: str = "w", tokens: Sequence[int]
 def worker_joined(worker: str = "w", **fields: Any) -> WorkerJoined:
     defaults = {"role": "preemptible", "kind": "k", "slots": 4, "host": "h", "pid": 1, "price_per_hour": 0.0, "at": 0.0}
     return WorkerJoined(**{"worker": worker, **defaults, **fields})
+
+
+def engine_profile(kind: str = "k", **fields: Any) -> EngineProfile:
+    """Return the profile of a kind of preemptible worker."""
+    counts = {"role": "preemptible", "workers": 1, "slots": 8, "kv_tokens": 0, "price_per_hour": 1.0, "update_s": 0.1}
+    step = {"step_s": 0.02, "per_sample_s": 0.004, "per_kv_token_s": 0.0}
+    return EngineProfile(**{"kind": kind, **counts, **step, **fields})
 
 
 def heartbeat(worker: str = "w", **fields: Any) -> WorkerHeartbeat:

@@ -25,9 +25,10 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_STOP, GroupRequested, SampleFinished, SeedingEnded
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.assembly import Transfer
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.puller import Puller, Transfer
+from rlboost.shared.weights.puller import Puller
 from tests.support.engines import Collected, Collector
 
 

@@ -9,6 +9,7 @@ from rlboost.services.rollout_worker.ports import Engine
 from tests.support import tiny_models
 from tests.support.engines import Collector, request
 from tests.support.eventually import eventually
+from tests.support.staged_weights import Staged
 
 _TOKENS = 100
 
@@ -34,7 +35,7 @@ async def assert_the_step_of_a_load_parts_old_from_new(
     collector = Collector(engine)
     engine.submit(requests)
     await eventually(lambda: engine.stats().tokens_generated_total > 20 * len(prompts))
-    await engine.load_weights(1, tiny_models.weights(new))
+    await engine.load_weights(1, Staged(tiny_models.weights(new)))
     for asked, made in zip(requests, await collector.all_ended(requests), strict=True):
         n = made.versions.index(1)
         assert n > 0

@@ -163,7 +163,7 @@ def popen_rank(
     pass_fds: Sequence[int],
     start_new_session: bool,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """Do what `subprocess.Popen` does for `RankProcesses`, with a forked process where that is possible."""
+    """Do what `subprocess.Popen` does for `LocalRanks`, with a forked process where that is possible."""
     forks = fork_server(env) if is_forkable(command, env) else None
     if forks is None:
         return subprocess.Popen(

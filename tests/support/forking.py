@@ -45,7 +45,7 @@ def is_forkable(command: Sequence[str], env: Mapping[str, str]) -> bool:
     """Return True if a command runs what may be forked."""
     if list(command[:2]) != [sys.executable, "-m"] or command[2] not in _FORKABLE:
         return False
-    if command[2] == RANK and command[-1] == "megatron":
+    if command[2] == RANK and command[3] == "megatron":
         # The fork server has imported megatron-core as these processes would.
         return env.get("PYTHONPATH", "").startswith(megatron_cpu.python_path().partition(os.pathsep)[0])
     return env.get("RLBOOST_WORKER_ENGINE") != "vllm"  # vLLM looks at how its process was started

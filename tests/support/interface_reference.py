@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily
 _EMITTERS = {"emit_event", "_emit_event"}
 EVENTS: Mapping[str, str] = {
     "adapter_saved": "the LoRA adapter of a completed job is in its folder",
+    "budget_reached": "the job has cost nearly `elastic.max_dollars`: no preemptible worker serves it any more",
     "checkpoint_failed": "a checkpoint could not be written",
     "checkpoint_saved": "a checkpoint is complete",
+    "fleet_scaled": "autoscaling changed the number of workers of a kind",
     "group_dropped": "a group was not trained on: it could not be generated or scored",
     "job_quarantined": "a manager or trainer cannot read the job",
     "job_state": "the job's state changed",
@@ -49,6 +52,7 @@ EVENTS: Mapping[str, str] = {
     "warning_cleared": "a warning no longer holds",
     "weights_restored": "a version was published again after a restart",
     "weights_unavailable": "a worker could not get a version",
+    "worker_drained": "the manager commanded a worker to drain: a budget ends, or fewer workers are needed",
     "worker_joined": "a worker joined",
     "worker_left": "a worker exited as planned",
     "worker_lost": "a worker's lease expired, or its engine failed",
@@ -59,13 +63,15 @@ EVENTS: Mapping[str, str] = {
 }
 """Event -> meaning."""
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "System": ("up", "down", "ps", "doctor", "demo"),
+    "System": ("up", "down", "ps", "top", "scale", "doctor", "demo"),
     "Jobs": (
         *("init", "config check", "run", "eval", "follow", "status"),
         *("logs", "samples", "report", "pause", "resume", "cancel"),
     ),
     "Models": ("export",),
+    "Planning": ("plan", "simulate"),
     "Workers": ("worker list", "worker drain", "worker join"),
+    "Training machines": ("trainer join",),
     "Tokens": ("token create", "token list", "token revoke"),
 }
 """Group -> commands without `rlboost`, in the order of the overview."""
@@ -153,16 +159,37 @@ def routes() -> str:
     return "\n".join(lines)
 
 
-def metrics() -> str:
-    """Return the Prometheus metrics of each service."""
-    lines = ["| metric | service | meaning |", "|---|---|---|"]
+@dataclass(frozen=True, slots=True, order=True)
+class MetricFamily:
+    """A Prometheus metric that a service defines."""
+
+    name: str
+    service: str
+    labels: tuple[str, ...]
+    text: str
+
+
+def metric_families() -> list[MetricFamily]:
+    """Return the metrics of all services, from their constructors in the code."""
+    found = []
     for service, call in _calls(_METRIC_CLASSES):
         texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         if len(texts) == 2:
-            is_counter = "Counter" in ast.unparse(call.func)
-            texts[0] = texts[0] if texts[0].startswith("rlboost_") else f"rlboost_worker_{texts[0]}"
-            lines.append(f"| `{texts[0]}{'_total' * is_counter}` | {service} | {_cell(texts[1]).rstrip('.')} |")
-    return "\n".join([*lines[:2], *sorted(lines[2:])])
+            name = texts[0] if texts[0].startswith("rlboost_") else f"rlboost_worker_{texts[0]}"
+            name += "_total" * ("Counter" in ast.unparse(call.func))
+            lists = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "labels")]
+            labels = [ast.literal_eval(one) for one in lists if isinstance(one, ast.List)]
+            found.append(MetricFamily(name, service, tuple(*labels), _cell(texts[1]).rstrip(".")))
+    return sorted(found)
+
+
+def metrics() -> str:
+    """Return the Prometheus metrics of each service."""
+    lines = ["| metric | service | labels | meaning |", "|---|---|---|---|"]
+    for one in metric_families():
+        labels = ", ".join(f"`{label}`" for label in one.labels)
+        lines.append(f"| `{one.name}` | {one.service} | {labels} | {one.text} |")
+    return "\n".join(lines)
 
 
 def events() -> str:

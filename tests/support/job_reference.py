@@ -131,7 +131,7 @@ def _docstrings(model: type) -> dict[str, str]:
         return {}
     body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0].body  # type: ignore[attr-defined]
     return {
-        getattr(field.target, "id", ""): " ".join(after.value.value.split())
+        getattr(field.target, "id", ""): " ".join(str(after.value.value).split())
         for field, after in pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost.shared.job.spec import JobSpec, parse
+from rlboost.shared.job.spec import RlJob, parse
 
 
 def job_file(**changes: Any) -> dict[str, Any]:
@@ -13,6 +13,13 @@ def job_file(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if value is not None}
 
 
-def job(**changes: Any) -> JobSpec:
+def parse_rl(raw: object) -> RlJob:
+    """Return the parsed job file of a job of kind rl."""
+    parsed = parse(raw)
+    assert isinstance(parsed, RlJob)
+    return parsed
+
+
+def job(**changes: Any) -> RlJob:
     """Return the parsed job of `job_file`."""
-    return parse(job_file(**changes))
+    return parse_rl(job_file(**changes))

@@ -169,6 +169,7 @@ NAMES: Mapping[str, Names] = {
     "trainer.data_parallel": Names(
         "`accelerate launch --num_processes`", "`trainer.n_gpus_per_node`", "`actor.num_gpus_per_node`"
     ),
+    "trainer.nodes": Names("`accelerate launch --num_machines`", "`trainer.nnodes`", "`actor.num_nodes`"),
     "elastic.max_staleness": Names(
         "", "`trainer.v1.sampler.max_off_policy_threshold`", "`train.async_queue_size`", "`max_async_level`"
     ),

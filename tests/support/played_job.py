@@ -15,6 +15,7 @@ from rlboost.shared.columns import I32, ints, pack
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
+from rlboost.shared.messages.fields import Role
 from rlboost.shared.redis.bus import RedisBus
 from tests.support.eventually import eventually
 from tests.support.sim_worker import SimWorker, check_completion
@@ -38,7 +39,7 @@ class PlayedJob:
         self.bus = bus
         self.id = ""
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._forgives: type[Exception] | tuple[()] = ()
+        self._forgives: tuple[type[Exception], ...] = ()
         if forgives_outages:
             self.forgives_outages()
         self._number = number
@@ -46,7 +47,7 @@ class PlayedJob:
 
     def forgives_outages(self) -> None:
         """Let workers continue when Redis is back."""
-        self._forgives = BusUnavailable
+        self._forgives = (BusUnavailable,)
 
     async def create(self, http: httpx.AsyncClient, url: str, **spec: Any) -> None:
         """Create the job, let it run, and commit version 0."""
@@ -74,7 +75,7 @@ class PlayedJob:
             await self.bus.append(names.rollouts_requested(self.id), request)
             self._next_group += 1
 
-    def start_worker(self, name: str, role: str = "preemptible", *, slots: int = 8, pace_s: float = 0.02) -> SimWorker:
+    def start_worker(self, name: str, role: Role = "preemptible", *, slots: int = 8, pace_s: float = 0.02) -> SimWorker:
         worker = SimWorker(self.bus, name, role, slots=slots)
         self.run_worker(worker, pace_s)
         return worker
@@ -86,7 +87,7 @@ class PlayedJob:
     async def _live(self, worker: SimWorker, pace_s: float) -> None:
         joined, beaten = False, 0.0
         while worker.id in self.tasks and not worker.dismissed:
-            with contextlib.suppress(self._forgives):
+            with contextlib.suppress(*self._forgives):
                 if not joined:
                     await worker.join()
                     joined = True
@@ -116,7 +117,7 @@ class PlayedJob:
 
         async def samples() -> list[SampleFinished]:
             found: list[SampleFinished] = []
-            with contextlib.suppress(self._forgives):
+            with contextlib.suppress(*self._forgives):
                 found = [m for m in await self.finished() if isinstance(m, SampleFinished)]
             assert len(found) >= n, f"{len(found)} of {n} samples"
             return found

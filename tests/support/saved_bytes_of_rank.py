@@ -35,7 +35,8 @@ def main(kind: str, *models: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = make(
             rank=0,
-            rendezvous=f"{folder}/rendezvous",
+            local_rank=0,
+            init_method=f"file://{folder}/rendezvous",
             device="cpu",
             layout=Layout.of(TrainerSpec()),
             optimizer=OptimizerSpec().model_dump(),
@@ -44,7 +45,8 @@ def main(kind: str, *models: str) -> None:
 
     def bytes_of(model: str) -> int:
         shape = shape_of(AutoConfig.from_pretrained(model))
-        engine.load_hf({"source": model, "shape": shape}, [str(file) for file in Path(model).glob("*.safetensors")])
+        files = [str(file) for file in Path(model).glob("*.safetensors")]
+        engine.load_hf({"source": model, "shape": shape}, files, shared=model)
         found: list[int] = []
         with saved_bytes(local_tensor(parameter) for _, parameter in engine._model.parameters()) as n_saved_bytes:
 

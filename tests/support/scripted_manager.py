@@ -13,7 +13,7 @@ from rlboost.shared.bus import START, Append, Bus, Op
 from rlboost.shared.columns import F32, I32, pack
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
-from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, SeedingEnded
+from rlboost.shared.messages import EngineProfile, GroupRequested, SampleDropped, SampleFinished, SeedingEnded
 
 Answer = SampleFinished | SampleDropped
 Script = Callable[[GroupRequested, int], Answer]
@@ -44,6 +44,8 @@ class ScriptedManager:
     job_id: str
     script: Script = scripted
     seeding_ends: bool = True
+    engines: list[EngineProfile] = field(default_factory=list)
+    """What it has learned of the workers."""
     cursor: str = START
     requests: list[GroupRequested] = field(default_factory=list)
     """In the order in which they came, repeated ones too."""
@@ -90,7 +92,9 @@ class ScriptedManager:
         stream = names.rollouts_finished(self.job_id)
         ops: list[Op] = []
         if self.seeding_ends and step not in self.steps:
-            ops.append(Append(stream, SeedingEnded(step=step, window_s=0.0, reason="no_reserved")))
+            ops.append(
+                Append(stream, SeedingEnded(step=step, window_s=0.0, reason="no_reserved", engines=self.engines))
+            )
         self.steps.add(step)
         if self.answered[request.group]:
             return ops

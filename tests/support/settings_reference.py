@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal, get_args, get_origin
 
+from rlboost.services.trainer.adapters.machines.settings import MachineSettings
 from rlboost.shared.settings import ServiceSettings
 from tests.support.generated_docs import ROOT, run
 
@@ -28,6 +29,8 @@ def tables() -> str:
         settings: type[ServiceSettings] = importlib.import_module(f"rlboost.services.{service}.settings").Settings
         own = {name for name in settings.model_fields if name not in ServiceSettings.model_fields}
         parts.append(_section(f"{title}: `python -m rlboost.services.{service}`", settings, own))
+    own = set(MachineSettings.model_fields) - set(ServiceSettings.model_fields)
+    parts.append(_section("Trainer machine: `rlboost trainer join`", MachineSettings, own))
     return "\n\n".join(parts)
 
 

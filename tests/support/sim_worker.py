@@ -87,7 +87,9 @@ class SimWorker:
     slots: int = 4
     lease_s: float = 2.0
     kv_tokens: int = 0
+    kv_block_tokens: int = 0
     max_request_tokens: int = 0
+    tokens_per_s: float = 0.0
     cursor: str = START
     state: str = "joining"
     job_id: str = ""
@@ -127,12 +129,13 @@ class SimWorker:
             state=self.state,
             job_id=self.job_id,
             version=self.version,
-            running=len(self.held),
+            running=min(len(self.held), self.slots),
             pending=0,
-            tokens_per_s=0.0,
+            tokens_per_s=self.tokens_per_s,
             at=0.0,
             resident_bytes=RESIDENT_BYTES,
             kv_tokens=self.kv_tokens,
+            kv_block_tokens=self.kv_block_tokens,
             max_request_tokens=self.max_request_tokens,
             command_digest=self.command_digest(),
             last_command=self.cursor,

@@ -25,17 +25,18 @@ from rlboost.shared.bus import START, Fence
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.job.command_signature import signed
-from rlboost.shared.job.spec import JobSpec, parse, to_json
+from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.waiting import Waits
 from tests.support.eventually import LIMIT_S, eventually
+from tests.support.jobs import parse_rl
 from tests.support.scripted_manager import ScriptedManager
 
 JOB = "job-1"
 TOKEN = "token"
 
 
-def spec(**changes: Any) -> JobSpec:
+def spec(**changes: Any) -> RlJob:
     raw: dict[str, Any] = {
         "model": "m",
         "data": {"train": "t.jsonl", "prompts_per_step": 4},
@@ -46,7 +47,7 @@ def spec(**changes: Any) -> JobSpec:
         "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 16},
         "steps": 5,
     }
-    return parse({**raw, **changes})
+    return parse_rl({**raw, **changes})
 
 
 def by_length(batch: RewardBatch) -> Scores:
@@ -86,7 +87,7 @@ class Rig:
         *,
         timing: Timing = Timing(block_s=0.01, lease_s=0.05),  # noqa: B008 - frozen
     ) -> None:
-        self.job = job or spec()
+        self.job: JobSpec = job or spec()
         self.timing = timing
         self.bus = MemoryBus()
         self.weights = MemoryWeights()
@@ -106,7 +107,7 @@ class Rig:
         self._trainers = 0
         self.vocab_size = 100
 
-    def build(self, _spec: JobSpec, _job_id: str) -> JobResources:
+    def build(self, spec: JobSpec, job_id: str) -> JobResources:
         prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(self.first_row, self.first_row + 10)]
         self.engine = self.make_engine()
         return JobResources(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import json
+import multiprocessing
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
+from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, engine_core_environment
+from rlboost.shared.threads import run_in_thread
 
 if TYPE_CHECKING:
-    from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore
     from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine
     from rlboost.services.rollout_worker.ports import Engine
 
 _KV_CACHE_BYTES = 8 << 20
-_shared: dict[str, VllmCore] = {}
+_shared: dict[str, Any] = {}
+"""vLLM's `AsyncLLM` by slots and configuration; at most one."""
 
 
 def config(*, tied: bool = True) -> Any:
@@ -52,19 +55,43 @@ def require(device: str = "cpu") -> None:
         VllmFactory(slots=1, device=device, dtype="float32").prepare()
 
 
-def start(config: Any, *, slots: int) -> VllmEngine:
-    """Return an engine without weights over the vLLM that runs this model; one of another model is ended first."""
-    from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread  # noqa: PLC0415 - see require
+async def start(config: Any, *, slots: int) -> VllmEngine:
+    """Return an engine without weights over the vLLM that runs this model; one of another model is ended first.
+
+    The tests that share it must share an event loop: `pytest.mark.asyncio(loop_scope="module")`.
+    """
     from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - see require
 
-    config_json = config.to_json_string()
-    thread = EngineThread("vllm-engine")
-    core = thread.call(lambda: _core(config_json, slots)).result(60)
-    return VllmEngine(core, thread, slots=slots)
+    options = _options(slots)
+    key = f"{slots} {config.to_json_string()}"
+    if key not in _shared or _shared[key].errored:
+        end_shared()
+        _shared[key] = await run_in_thread("vllm-start", lambda: _started(config.to_json_string(), options))
+    llm = _shared[key]
+    await llm.pause_generation(mode="abort", clear_cache=True)
+    await llm.wake_up()  # which also lets it decode again
+    return VllmEngine(llm, options)
+
+
+def _options(slots: int) -> Any:
+    from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions  # noqa: PLC0415 - see require
+
+    return VllmOptions(slots=slots, kv_cache_bytes=_KV_CACHE_BYTES, enable_sleep=True)
+
+
+def _started(config_json: str, options: Any) -> Any:
+    """Return a vLLM that outlives its engines."""
+    from rlboost.services.rollout_worker.adapters.vllm import engine  # noqa: PLC0415 - see require
+
+    with warnings.catch_warnings(), engine_core_environment():
+        warnings.simplefilter("ignore")  # see require
+        llm = engine.start(config_json, options)
+    llm.shutdown = lambda: None
+    return llm
 
 
 def build(config: Any, *, slots: int, **settings: Any) -> Engine:
-    """Return an engine with a vLLM of its own, as a worker gets it. No other one may be there: see `end_shared`."""
+    """Return an engine with a vLLM of its own, as a worker gets it."""
     config_json = json.dumps(config) if isinstance(config, dict) else config.to_json_string()
     settings = {"device": "cpu", "dtype": "float32", "kv_cache_bytes": _KV_CACHE_BYTES, **settings}
     with warnings.catch_warnings():
@@ -72,45 +99,15 @@ def build(config: Any, *, slots: int, **settings: Any) -> Engine:
         return VllmFactory(slots=slots, **settings).build(config_json)
 
 
-def _core(config_json: str, slots: int) -> VllmCore:
-    key = f"{slots} {config_json}"
-    if key not in _shared:
-        end_shared()  # two at once would share vLLM's global state
-        _shared[key] = _make(config_json, slots)
-    return _shared[key]
-
-
-def _make(config_json: str, slots: int) -> VllmCore:
-    from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions  # noqa: PLC0415 - see require
-    from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore  # noqa: PLC0415 - see require
-
-    class Shared(VllmCore):
-        """Outlives its engine."""
-
-        def add(self, *args: Any) -> str:
-            ids.append(super().add(*args))
-            return ids[-1]
-
-        def close(self) -> None:
-            self.abort(ids)
-            ids.clear()
-            self.wake()
-            self.clear()
-
-        def end(self) -> None:
-            super().close()
-
-    ids: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # see require
-        return Shared(config_json, VllmOptions(slots=slots, kv_cache_bytes=_KV_CACHE_BYTES, enable_sleep=True))
-
-
 def end_shared() -> None:
     """End the vLLM that tests have shared."""
-    while _shared:
-        _, core = _shared.popitem()
-        core.end()  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what vLLM leaves open
+        while _shared:
+            _, llm = _shared.popitem()
+            type(llm).shutdown(llm)
+            del llm
+        gc.collect()
 
 
 @contextmanager
@@ -127,3 +124,9 @@ def offline(folder: Path, *, slots: int) -> Iterator[Any]:
         yield engine
     finally:
         engine.llm_engine.engine_core.shutdown()
+
+
+def kill_engine_core() -> None:
+    """Kill vLLM's process."""
+    (core,) = [child for child in multiprocessing.active_children() if child.name == "EngineCore"]
+    core.kill()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from rlboost.services.rollout_worker.app import Worker, WorkerOptions
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from rlboost.services.rollout_worker.ports import Memory
+from rlboost.services.rollout_worker.ports import Memory, StagedWeights
 from rlboost.shared.bus import Append, Op
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.fakes import MemoryBus
@@ -35,11 +35,13 @@ class SlowToLoad(FakeEngine):
     def tick(self) -> bool:
         return not self.hangs and super().tick()
 
-    async def load_weights(self, version: int, tensors: Iterable[tuple[str, object]], *, keep_kv: bool = False) -> None:
+    async def load_weights(
+        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+    ) -> list[str]:
         self.loads += 1
         self.kept_kv.append(keep_kv)
         await self.may_load.wait()
-        await super().load_weights(version, ())
+        return await super().load_weights(version, weights, changed)
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
         self.kept_kv.append(keep_kv)

@@ -343,6 +343,41 @@ def test_follow_works_without_events(rest: FakeRest) -> None:
     assert rlboost("run", "job.yaml", "--follow").stdout.endswith("j-1 completed: 3 steps\n")
 
 
+def test_follow_and_status_end_with_the_cost_of_the_job(rest: FakeRest) -> None:
+    cost = {
+        "dollars": 12.344,
+        "max_dollars": 20.0,
+        "workers": [{"role": "preemptible", "kind": "h100", "hours": 5.0, "dollars": 12.344}],
+        "dollars_per_step": 4.114,
+        "dollars_per_1000_samples": None,
+        "dollars_saved_by_migration": 0.5049,
+        "dollars_regenerated": 0.0012,
+    }
+    shown = (
+        "$12.34 of at most $20.00: preemptible h100 $12.34 for 5.00 h. $4.11 a step, - per 1,000 samples. "
+        "Migration saved $0.50 of tokens; $0.0012 were regenerated."
+    )
+    rest.on("GET /v1/jobs/j-1", ok(job("completed", 3)))
+    rest.on("GET /v1/jobs/j-1/metrics", ok([]))
+    rest.on("GET /v1/jobs/j-1/cost", ok(cost))
+    assert f"\ncost: {shown}\nj-1 completed: 3 steps\n" in rlboost("follow", "j-1").stdout
+    assert shown in rlboost("status", "j-1").stdout
+    assert json.loads(rlboost("follow", "j-1", "--json").stdout.splitlines()[0]) == {"cost": cost}
+
+
+def test_scale_sets_the_number_of_workers(rest: FakeRest) -> None:
+    pool = {"kind": "h100", "present": 2, "max_workers": 8, "error": "no quota"}
+    rest.on("POST /v1/fleet/scale", ok({"workers": 4}))
+    rest.on("GET /v1/fleet", ok({"autoscaling": {"pools": [pool]}}))
+    for given, sent in (("4", 4), ("auto", "auto")):
+        result = rlboost("scale", given)
+        posted = [request for request in rest.requests if request.method == "POST"][-1]
+        assert json.loads(posted.content) == {"workers": sent}
+        assert result.stdout.endswith("  h100: 2 present, at most 8\n")
+        assert result.stderr == "rlboost: warning: no quota\n"
+    assert "'many' is not a number of workers" in rlboost("scale", "many").stderr
+
+
 @pytest.mark.parametrize("state", ["failed", "cancelled"])
 def test_following_fails_with_the_job(rest: FakeRest, state: str) -> None:
     write_job()

@@ -37,7 +37,7 @@ def test_each_job_is_charged_with_the_time_of_its_own_workers(world: World) -> N
 def test_worker_that_serves_no_job_or_is_gone_costs_no_job(world: World) -> None:
     world.fleet.join(worker_joined("idle", price_per_hour=50.0), now=0.0)
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
-    world.fleet.remove(world.fleet.workers["spot"], "lost")
+    world.fleet.remove(world.fleet.workers["spot"], "lost", "its lease ran out")
     charge(world, (2 * HOUR_S, 100.0 + 2 * HOUR_S))
     assert world.audits["a"].cost.dollars == pytest.approx(2.0)
 
@@ -67,16 +67,18 @@ def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
     audit = Audit.model_validate_json(world.audits["a"].model_dump_json())
     audit.tokens_generated, audit.tokens_saved, audit.delivered = 1_000_000, 250_000, 4_000
     audit.tokens_regenerated["late"] = 500_000
-    report = cost_report(audit, steps=4)
+    report = cost_report(audit, steps=4, max_dollars=3.0)
     assert report["workers"] == [{"role": "preemptible", "kind": "k", "hours": 1.0, "dollars": 2.0}]
     assert report["dollars_per_step"] == 0.5
     assert report["dollars_per_1000_samples"] == 0.5
     assert report["dollars_per_million_tokens"] == 2.0
     assert report["dollars_saved_by_migration"] == 0.5
     assert report["dollars_regenerated"] == 1.0
+    assert report["dollars_regenerated_by_cause"] == {"late": 1.0}
+    assert (report["max_dollars"], report["budget_reached"]) == (3.0, False)
 
 
 def test_cost_of_a_job_without_a_step_has_no_ratios() -> None:
-    report = cost_report(Audit(), steps=0)
+    report = cost_report(Audit(), steps=0, max_dollars=None)
     assert report["dollars"] == 0.0
     assert report["dollars_per_step"] is report["dollars_per_million_tokens"] is None

@@ -29,6 +29,7 @@ from rlboost.examples.countdown.task import (
     training_problems,
 )
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.spec import RlJob
 
 COUNTDOWN = Path(make_data.__file__).parent
 PROBLEM = Problem((3, 8, 4), 44)
@@ -217,6 +218,7 @@ def test_columns_of_a_row_match_its_prompt() -> None:
 def test_the_shipped_job_file_is_valid_and_its_prompts_last_for_one_epoch() -> None:
     spec = job_spec.parse(job_spec.load(str(COUNTDOWN / "job.yaml")))
     assert spec.steps * spec.data.prompts_per_step <= len(rows_of("train.jsonl"))
+    assert isinstance(spec, RlJob)
     assert spec.eval is not None
     assert spec.eval.samples % len(rows_of("eval.jsonl")) == 0
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from rlboost.cli import app
@@ -15,7 +16,7 @@ from rlboost.local.state import StateDir
 from rlboost.report import page
 from rlboost.report.record import Record
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import parse
+from rlboost.shared.job.spec import RlJob, parse
 from tests.support.synthetic_record import AUDIT, record
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ def test_the_full_job_is_the_example_as_its_file_describes_it() -> None:
     job, goal = countdown(None, seed=3)
     spec = parse(job)
     assert (spec.steps, spec.trainer.seed, goal) == (60, 3, GOAL)
+    assert isinstance(spec, RlJob)
     assert spec.eval is not None
     assert spec.eval.every == 10
     for path in (spec.model, spec.data.train, str(spec.data.eval)):
@@ -39,6 +41,12 @@ def test_a_short_job_is_the_beginning_of_the_full_one() -> None:
     assert short["optimizer"]["decay"] / short["steps"] == pytest.approx(slope)
     assert short["eval"]["every"] == 4
     assert {key for key in full if full[key] != short[key]} == {"steps", "eval", "optimizer"}
+
+
+def test_autoscaled_demo_learns_the_number_of_workers_and_plans_no_joins(tmp_path: Path) -> None:
+    demo = running.Demo(running.DemoOptions(tmp_path, steps=60, workers=1, autoscale=4), Console())
+    assert {change.action for change in demo.record.planned} == {"kill", "notice"}
+    assert demo._job["elastic"]["seeding"] == "auto"
 
 
 def test_clear_removes_the_files_of_an_earlier_demo(tmp_path: Path) -> None:

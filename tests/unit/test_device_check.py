@@ -97,6 +97,10 @@ def test_processes_of_the_trainer_are_compared_with_its_gpus(tmp_path: Path) -> 
     assert advice.startswith("trainer.data_parallel: the job trains on 2 of the trainer's 4 GPUs")
 
 
+def test_processes_on_other_machines_are_not_compared_with_its_gpus(tmp_path: Path) -> None:
+    assert checked(tmp_path, 8, {}, trainer={**ALL, "data_parallel": 16, "nodes": 2}).problems == []
+
+
 def test_state_that_stays_next_to_an_engine_is_advised_against(tmp_path: Path) -> None:
     (advice,) = checked(tmp_path, 4.4, {}, n=1, trainer={"dtype": "bfloat16"}).advice
     assert advice.startswith(

@@ -15,7 +15,7 @@ from rlboost.services.rollout_manager.domain.scheduling.length_estimates import 
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import GroupOpened, TurnAnswered
 from tests.support import jobs
 from tests.support.builders import group_requested
@@ -23,7 +23,7 @@ from tests.support.builders import group_requested
 GAME = {"function": "tests.support.environments:Game"}
 
 
-def job(**changes: Any) -> JobSpec:
+def job(**changes: Any) -> RlJob:
     return jobs.job(**{"reward": None, **changes})
 
 

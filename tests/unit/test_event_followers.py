@@ -49,7 +49,7 @@ async def test_followers_get_every_event_by_one_waiting_read() -> None:
     seen: list[list[Any]] = [[] for _ in range(200)]
 
     async def follow(i: int) -> None:
-        async for entry in followers.follow(f"events-{i % 3}", START, lambda: over, connected):
+        async for entry in followers.follow({f"events-{i % 3}": START}, lambda: over, connected):
             if entry is not None and isinstance(entry.message, Event):
                 seen[i].append(entry.message.fields["number"])
 
@@ -72,7 +72,7 @@ async def test_one_follower_too_many_is_rejected_until_another_leaves(monkeypatc
     followers = EventFollowers(bus)
     await bus.append("events", event(0))
     followers.check_limit()
-    following = followers.follow("events", START, lambda: True, connected)
+    following = followers.follow({"events": START}, lambda: True, connected)
     assert await anext(following)
     with pytest.raises(Problem) as rejected:
         followers.check_limit()

@@ -91,7 +91,7 @@ async def test_route_without_the_token_reads_no_body(app: FastAPI, method: str, 
 
 
 def test_every_service_has_guarded_routes() -> None:
-    assert {param.id.partition(" ")[0] for param in GUARDED} == set(APPS)
+    assert {str(param.id).partition(" ")[0] for param in GUARDED} == set(APPS)
 
 
 def limited_app() -> tuple[FastAPI, list[int]]:

@@ -12,7 +12,7 @@ from rlboost.jobs.evaluation import evaluation_of
 from rlboost.services.rollout_manager.domain.jobs import from_json as job_from_json
 from rlboost.services.rollout_manager.domain.jobs import to_json as job_to_json
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import InvalidJob, RlJob, parse, parse_stored, to_json
+from rlboost.shared.job.spec import EvalJob, InvalidJob, RlJob, parse, parse_stored, to_json
 from rlboost.shared.job.training import TrainerSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden/jobs"
@@ -187,6 +187,7 @@ def test_evaluation_of_a_job_drops_training_settings() -> None:
         assert (made.kind, made.name, made.model, made.steps) == ("eval", "sums-eval", "other", 0)
         assert (made.data.train, made.data.eval, made.data.prompt_key) == (None, "e", "q")
         assert (made.sampling.max_tokens, made.trainer.dtype, made.elastic.share) == (9, "bfloat16", 2.0)
+        assert isinstance(made, EvalJob)
         assert made.eval is not None
         assert (made.eval.samples, made.eval.pass_reward) == (30, 0.5)
     assert parse(evaluation_of(json.loads(to_json(made)))) == made.model_copy(update={"model": "other"})

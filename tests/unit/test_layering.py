@@ -28,6 +28,7 @@ WIRE = {
     "shared.job.fleet",
     "shared.messages",
     "shared.job.reward",
+    "shared.job.run_profile",
     "shared.job.training",
     "shared.scopes",
     "shared.weights.delta_graph",
@@ -79,9 +80,12 @@ def test_shared_imports_no_service() -> None:
         assert not tops(imports(path)) & {"services", "rlboost", "examples"}, path
 
 
-def test_rlboost_imports_services_only_in_the_model_check() -> None:
+def test_rlboost_imports_services_only_in_the_model_check_and_domains_in_simulation() -> None:
     for path in (ROOT / "rlboost").rglob("*.py"):
         services = {name for name in imports(path) if name.startswith("services.")}
+        if path.is_relative_to(ROOT / "rlboost" / "simulation"):
+            assert all(name.split(".")[2] == "domain" for name in services), f"{path} imports {services}"
+            continue
         if path != ROOT / "rlboost" / "jobs" / "model_check.py":
             assert not services, f"{path} imports {services}"
         assert all(name.startswith("services.trainer.") for name in services), f"{path} imports {services}"

@@ -204,3 +204,21 @@ def test_engine_arguments_become_a_setting_of_vllm_workers() -> None:
     assert env == {"RLBOOST_WORKER_VLLM_ARGS": '{"max_num_batched_tokens": 8192}'}
     with pytest.raises(ConfigError, match="vllm_args needs the vllm engine"):
         load(SystemSpec, None, {"vllm_args": {"a": 1}}).require_engine()
+
+
+def test_autoscaling_leaves_the_trainer_the_gpus_of_no_possible_worker() -> None:
+    found = options(8, workers=1, autoscale=3)
+    assert [placement.shown for placement in found.layout.worker_groups] == ["5", "6", "7"]
+    assert found.layout.placements["trainer"].shown == "0,1,2,3,4"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"workers": 4, "autoscale": 3}, "--workers 4 is more than --autoscale 3"),
+        ({"trainer_gpus": "0-5", "autoscale": 3}, "which have room for 2 workers"),
+    ],
+)
+def test_autoscaling_beyond_the_machine_names_the_option_to_change(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        options(8, **given)

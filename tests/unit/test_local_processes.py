@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlboost.local.processes import STARTING_ORDER, HttpReady, LocalOptions, Site, roster, spec_of, spot_names
+from rlboost.services.rollout_manager.domain.autoscale import Pool
 
 PORTS = {
     "redis": 1,
@@ -138,3 +140,13 @@ def test_reward_functions_in_the_users_folder_can_be_imported() -> None:
 def test_the_options_environment_wins() -> None:
     spec = spec_of(site(LocalOptions(env={"RLBOOST_WORKER_ENGINE": "other"})), "worker-1", "preemptible")
     assert spec.env["RLBOOST_WORKER_ENGINE"] == "other"
+
+
+def test_autoscaled_workers_are_of_the_kind_and_price_of_the_managers_pool() -> None:
+    found = site(LocalOptions(autoscale=4), {"RLBOOST_WORKER_PRICE_PER_HOUR": "1.5"})
+    manager, worker = spec_of(found, "manager", "manager"), spec_of(found, "worker-1", "preemptible")
+    (pool,) = json.loads(manager.env["RLBOOST_MANAGER_POOLS"])
+    assert Pool.model_validate(pool) == Pool(kind="local", max_workers=4, price_per_hour=1.5)
+    assert worker.env["RLBOOST_WORKER_KIND"] == "local"
+    assert not worker.restart_after_success
+    assert "RLBOOST_WORKER_KIND" not in spec_of(found, "reserved-1", "reserved").env

@@ -5,27 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
-import benchmarks.scheduling.ours as driver
-from benchmarks.scheduling.cases import LOGNORMAL
-from benchmarks.scheduling.measure import prepare, run
-from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+import rlboost.simulation.policies.rlboost as driver
+from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import Effect
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.codec import decode, encode
-from rlboost.shared.messages import Message
+from rlboost.shared.messages import Message, TokenFrame
+from rlboost.simulation import POLICIES
+from rlboost.simulation.environment import LEASE_S
+from tests.support.simulated import simulated
 
 Turn = tuple[list[tuple[bytes, str]], Now, list[str]]
 """What was read, encoded, with its entries' ids; when; whose lease had run out."""
 
 
 class Recorder:
-    """Stands in for `decide` and `apply_message` where the manager is driven, and notes what they were given."""
+    """Stands in for the functions with which the manager is driven, and notes what they were given."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
@@ -35,6 +36,10 @@ class Recorder:
     def apply_message(self, world: World, message: Message, entry_id: str, now: Now) -> None:
         self._read.append((encode(message), entry_id))
         apply_message(world, message, entry_id, now)
+
+    def apply_frames(self, world: World, frames: Sequence[TokenFrame]) -> None:
+        self._read += [(encode(frame), "") for frame in frames]
+        apply_frames(world, frames)
 
     def decide(self, world: World, now: Now, dead: Iterable[str]) -> None:
         gone = list(dead)
@@ -49,18 +54,19 @@ def shown(effects: Iterable[Effect]) -> list[str]:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Three steps in which six workers are taken away and come back."""
+    """Steps in which workers are preempted and others join."""
     recorder = Recorder()
+    monkeypatch.setattr(driver, "apply_frames", recorder.apply_frames)
     monkeypatch.setattr(driver, "apply_message", recorder.apply_message)
     monkeypatch.setattr(driver, "decide", recorder.decide)
-    run(prepare(LOGNORMAL.smaller(8, 3), 6, 0), "ours", 6, 0)
+    simulated(POLICIES["rlboost"])
     return recorder
 
 
 def test_recorded_stream_gives_the_same_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch)
     assert sum("Assign" in text for turn in recorder.acted for text in turn) > 30
-    world = World(LOGNORMAL.lease_s)
+    world = World(LEASE_S)
     for (read, now, dead), acted in zip(recorder.turns, recorder.acted, strict=True):
         for body, entry_id in read:
             apply_message(world, decode(body), entry_id, now)
@@ -72,9 +78,9 @@ def test_recorded_stream_gives_the_same_decisions(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_hash_seed_changes_no_decision(seed: str) -> None:
     program = (
-        "import sys; from benchmarks.scheduling.cases import LOGNORMAL; "
-        "from benchmarks.scheduling.measure import prepare, run; "
-        "print(run(prepare(LOGNORMAL.smaller(8, 3), 6, 0), 'ours', 6, 0)[1].trainer.steps)"
+        "from rlboost.simulation import POLICIES; "
+        "from tests.support.simulated import simulated; "
+        "print(simulated(POLICIES['rlboost']))"
     )
     there = subprocess.run(
         [sys.executable, "-c", program],
@@ -85,5 +91,5 @@ def test_hash_seed_changes_no_decision(seed: str) -> None:
         check=True,
         timeout=120,
     )
-    _, sim = run(prepare(LOGNORMAL.smaller(8, 3), 6, 0), "ours", 6, 0)
-    assert there.stdout.strip() == str(sim.trainer.steps)
+    here = simulated(POLICIES["rlboost"])
+    assert there.stdout.strip() == str(here)

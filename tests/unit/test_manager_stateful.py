@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -153,7 +154,7 @@ class Spot(RuleBasedStateMachine):
     def join(self, reserved: bool) -> None:
         self.names += 1
         role: Role = "reserved" if reserved else "preemptible"
-        worker = SimWorker(self.bus, f"w{self.names}", role, lease_s=LEASE_S, own_stream=True)
+        worker = SimWorker(self.bus, f"w{self.names}", role, lease_s=LEASE_S, kv_block_tokens=1, own_stream=True)
         self.workers.append(worker)
         self.run(self.bus.transact([HashSet(names.WORKER_IDENTITIES, {worker.id: f'{{"role": "{role}"}}'})]))
         self.run(worker.join())
@@ -315,6 +316,16 @@ class Spot(RuleBasedStateMachine):
         for no in JOBS:
             ids = [m.sample for m in self._finished(no)]
             assert len(ids) == len(set(ids)), "a sample was delivered twice"
+
+    @invariant()
+    def kv_usage_equals_a_recount(self) -> None:
+        if self.leader is None:
+            return
+        world = self.leader.world
+        for worker in world.fleet.workers.values():
+            fresh = replace(worker.kv)
+            fresh.recount(world.ledger.samples[i] for i in worker.samples)
+            assert worker.kv == fresh
 
     def _finished(self, no: int) -> list[SampleFinished | SampleDropped]:
         entries = self.run(read_all(self.bus, names.rollouts_finished(JOBS[no])))

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from rlboost.services.rollout_manager import app, recovery
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.apply_messages import apply_frames
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.shared import names
 from rlboost.shared.bus import START
@@ -40,6 +41,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
 )
 from tests.support.builders import group_id, group_requested, job_created
 from tests.unit.test_serving import Rig
@@ -102,6 +104,7 @@ VALID: list[tuple[str, Message]] = [
     (names.rollouts_finished("j"), SampleDropped(sample=SAMPLE, reason="r", group_done=False)),
     (names.rollouts_finished("j"), SeedingEnded(step=0, window_s=1.0, reason="window")),
     (names.WORKER_HEARTBEATS, WorkerEvent(worker="a", job_id="j", kind="k", at=1.0)),
+    (names.WORKER_HEARTBEATS, WorkerLog(worker="a", job_id="j", times=[1.0], texts=["t"])),
 ]
 
 
@@ -129,6 +132,7 @@ def anything(annotation: Any) -> st.SearchStrategy[Any]:  # noqa: PLR0911 - one 
         str: st.sampled_from(["j", "k", "a", "b", "c-1", ""]) | st.text(max_size=4),
         bytes: st.binary(max_size=40) | columns | st.sampled_from([b"", b"abc"]),
         bool: st.booleans(),
+        types.NoneType: st.none(),
     }
     return simple[annotation]
 
@@ -201,7 +205,7 @@ async def test_entry_that_fails_unexpectedly_is_dead_lettered_once(monkeypatch: 
     """A handler that fails half way: the world is rebuilt, and everything but the entry takes effect."""
     rig = Rig()
     await rig.start("a")
-    frames = app.apply_frames
+    frames = apply_frames
 
     def failing(world: Any, batch: Any, **more: Any) -> None:
         frames(world, batch, **more)

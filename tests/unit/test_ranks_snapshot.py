@@ -12,7 +12,7 @@ from rlboost.services.trainer.adapters.ranks import policy
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 
-class FakeRankProcesses:
+class FakeRankCalls:
     """Two ranks that write one file each."""
 
     def __init__(self, *_: Any) -> None: ...
@@ -32,7 +32,7 @@ class Policy(policy.RanksPolicy):
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Policy:
-    monkeypatch.setattr(policy, "RankProcesses", FakeRankProcesses)
+    monkeypatch.setattr(policy, "RankCalls", FakeRankCalls)
     (tmp_path / "checkpoint").mkdir()
     spec = TrainerSpec(data_parallel=2)
     return Policy("fsdp", spec, OptimizerSpec(), temperature=1.0, device="cpu", folder=tmp_path / "scratch")

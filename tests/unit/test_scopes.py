@@ -52,6 +52,7 @@ MANAGER = EVERYWHERE | {
     "GET /v1/workers": "read",
     "POST /v1/workers/{worker_id}/drain": "admin",
     "GET /v1/fleet": "read",
+    "POST /v1/fleet/scale": "admin",
     "GET /v1/weights": "read",
     "POST /v1/tokens": "admin",
     "GET /v1/tokens": "admin",

@@ -7,6 +7,7 @@ import pytest
 from rlboost.services.rollout_manager.domain.seeding import View, Window
 from rlboost.services.rollout_manager.domain.window_tuner import (
     ETA,
+    NEWEST_STEP_WEIGHT,
     UNSTEADY,
     Meter,
     StepTimes,
@@ -132,6 +133,8 @@ def step_times(**changes: float) -> StepTimes:
         "fleet_mean": 4.0,
         "steady": True,
         "reserved": 2,
+        "work_s": 220.0,
+        "tokens": 6000,
         **changes,
     }
     return StepTimes(**fields)  # type: ignore[arg-type]  # whole numbers are written as such above
@@ -199,9 +202,16 @@ def test_window_of_a_new_job_is_measured() -> None:
 
 def test_target_workers_is_generation_work_per_training_time() -> None:
     tuner = WindowTuner()
-    told = tuner.learn(step_times(remote_s=50.0, fleet_mean=4.0, window_s=10.0, reserved=2, train_s=55.0))
-    assert tuner.target_workers == pytest.approx((50.0 * 4.0 + 10.0 * 2) / 55.0)
+    told = tuner.learn(step_times(work_s=50.0 * 4.0 + 10.0 * 2, train_s=55.0))
+    assert tuner.target_workers == pytest.approx(4.0)
     assert told["target_workers"] == 4
+
+
+def test_target_workers_is_smoothed_over_steps() -> None:
+    tuner = WindowTuner()
+    tuner.learn(step_times(work_s=110.0, train_s=55.0))
+    tuner.learn(step_times(work_s=330.0, train_s=55.0))
+    assert tuner.target_workers == pytest.approx(2.0 + NEWEST_STEP_WEIGHT * (6.0 - 2.0))
 
 
 def test_target_workers_of_several_jobs_is_the_sum() -> None:
@@ -217,11 +227,12 @@ def test_window_update_reports_its_inputs() -> None:
 
 
 def test_meter_counts_idle_time_only_with_preemptible_workers() -> None:
-    meter = Meter(began_at=0.0, at=0.0)
+    meter = Meter(began_at=0.0, at=0.0, tokens_before=100)
     meter.update(1.0, fleet=0, reserved=1, working=True)
     meter.update(4.0, fleet=2, reserved=1, working=True)
     meter.update(6.0, fleet=2, reserved=1, working=False)
-    measured = meter.measure(2.5, 0.5, 3.0)
+    measured = meter.measure(2.5, 0.5, 3.0, tokens=700)
     assert (measured.remote_s, measured.remote_wait_s, measured.step_s) == (3.0, 2.0, 6.0)
     assert measured.fleet_mean == pytest.approx(10 / 6)
+    assert measured.tokens == 600
     assert not measured.steady

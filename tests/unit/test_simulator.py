@@ -1,27 +1,26 @@
-"""The scheduling simulator: its engine, its baselines, its bound, and that nothing is lost in it."""
+"""The simulation: its engine, its baselines, its bound, and that no sample is lost in it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scheduling.cases import CASES, KV, LOGNORMAL, TAIL, Case
-from benchmarks.scheduling.engine import Engine, EngineSpec, Held
-from benchmarks.scheduling.measure import POLICIES, bound, prepare, run
-from benchmarks.scheduling.oracle import Presence, bounds, step_bound
-from benchmarks.scheduling.paper import Paper, balance, select
-from benchmarks.scheduling.polyrl import PolyRL, cut
-from benchmarks.scheduling.table import by_case, summary, table, tail_part
-from benchmarks.scheduling.workload import Going, Group, Joining, workload
-from rlboost.shared.messages import StepReport
+from benchmarks.step_bound import Presence, shortest_step, shortest_steps
+from rlboost.shared.messages import GroupRequested, Sampling, StepReport
+from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, Policy, SimulationResult, run
+from rlboost.simulation.engine import Engine, Held
+from rlboost.simulation.job import Group
+from rlboost.simulation.policies import ABLATIONS
+from rlboost.simulation.policies.paper import PaperManager, balance, select
+from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.traces import FleetEvent, FleetTrace
+from tests.support.simulated import FULL_CACHES, JOB, MACHINE, STEADY, UNSTEADY, simulated
 
 SPEC = EngineSpec(step_s=0.01, per_sample_s=0.001, per_kv_token_s=1e-5, prefill_tokens_per_s=1e9, slots=4)
-SMALL = {case.name: case.smaller(8, 3) for case in (LOGNORMAL, TAIL, KV)}
 
 
 def held(sample: int, length: int, prompt: int = 10, base: int = 0) -> Held:
@@ -65,23 +64,22 @@ def test_closed_form_engine_matches_step_by_step(samples: list[tuple[int, int]])
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.lists(st.floats(0.001, 5.0), min_size=1, max_size=30))
-def test_it_does_not_matter_how_often_one_looks(lengths: list[int], looks: list[float]) -> None:
+def test_engine_gives_the_same_result_however_often_it_is_advanced(lengths: list[int], intervals: list[float]) -> None:
     once, often = Engine(SPEC), Engine(SPEC)
     for engine in (once, often):
         for i, length in enumerate(lengths):
             engine.submit(held(i, length))
     now = 0.0
-    for look in looks:
-        now += look
+    for interval in intervals:
+        now += interval
         often.advance(now)
     once.advance(now)
     assert [done.sample for done in once.done] == [done.sample for done in often.done]
     assert once.decoded == pytest.approx(often.decoded)
-    assert once.busy_s == pytest.approx(often.busy_s)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(400, 1000))
-def test_a_full_kv_cache_retracts_and_loses_no_token(lengths: list[int], kv_tokens: int) -> None:
+def test_full_kv_cache_retracts_and_loses_no_token(lengths: list[int], kv_tokens: int) -> None:
     engine = Engine(replace(SPEC, kv_tokens=kv_tokens))
     for i, length in enumerate(lengths):
         engine.submit(held(i, length))
@@ -89,17 +87,10 @@ def test_a_full_kv_cache_retracts_and_loses_no_token(lengths: list[int], kv_toke
         if not engine.running:
             break
         engine.advance(engine.next_event_at())
-        in_use = sum(some.prompt + engine.made(some) for some in engine.running.values())
+        in_use = sum(some.prompt + engine.tokens_of(some) for some in engine.running.values())
         assert in_use <= kv_tokens or len(engine.running) == 1
     assert sorted(done.sample for done in engine.done) == list(range(len(lengths)))
     assert engine.decoded == pytest.approx(sum(lengths), rel=0.01, abs=engine.retractions + 1)
-
-
-def test_a_slower_engine_takes_longer_by_its_speed() -> None:
-    fast, slow = Engine(SPEC), Engine(SPEC, speed=0.5)
-    for engine in (fast, slow):
-        engine.submit(held(0, 100))
-    assert slow.next_event_at() == pytest.approx(2 * fast.next_event_at())
 
 
 def test_migrated_sample_keeps_its_tokens_and_resumes_after_a_prefill() -> None:
@@ -113,134 +104,148 @@ def test_migrated_sample_keeps_its_tokens_and_resumes_after_a_prefill() -> None:
     assert not first.running
     second.submit(taken)
     second.advance(1.0 + (10 + taken.base) / 100.0)
-    assert second.made(taken) == taken.base
+    assert second.tokens_of(taken) == taken.base
     assert second.next_event_at() < 1.0 + (10 + taken.base) / 100.0 + 100 * 0.013
 
 
-# --- the workload -----------------------------------------------------------------------------------------------------
+# --- the job ----------------------------------------------------------------------------------------------------------
 
 
-def test_simulated_world_is_determined_by_its_seed() -> None:
-    assert prepare(SMALL["tail14k"], 2, 5) == prepare(SMALL["tail14k"], 2, 5)
-    assert prepare(SMALL["tail14k"], 2, 5) != prepare(SMALL["tail14k"], 2, 6)
-
-
-def test_preemptions_change_nothing_else() -> None:
-    calm, wild = prepare(SMALL["kv32b"], 0, 1), prepare(SMALL["kv32b"], 6, 1)
-    assert calm.steps == wild.steps
-    assert calm.fleet == wild.fleet
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_only_present_workers_are_preempted(seed: int) -> None:
-    work = workload(LOGNORMAL, 6, seed, 100.0)
-    there = {joining.worker for joining in work.fleet}
-    gone = 0
-    for events in work.spot:
-        for event in events:
-            match event.what:
-                case Going(worker):
-                    there.remove(worker)
-                    gone += 1
-                case Joining(worker):
-                    assert worker not in there
-                    there.add(worker)
-    assert gone == 6
-    assert not any(work.spot[: LOGNORMAL.warm_up])
-
-
-def test_lengths_have_the_demos_quantiles() -> None:
-    work = workload(replace(CASES["demo"], steps=20), 0, 0, 1.0)
-    lengths = sorted(work.length_of().values())
-    quantiles = [lengths[int(p * len(lengths))] for p in (0.1, 0.5, 0.75, 0.9)]
-    assert quantiles == pytest.approx([22, 62, 122, 202], rel=0.1)
+def test_lengths_follow_their_quantiles() -> None:
+    quantiles = ((0.0, 8), (0.1, 22), (0.5, 62), (0.75, 122), (0.9, 202), (0.95, 256), (1.0, 256))
+    job = replace(JOB, lengths=Lengths(cap=256, quantiles=quantiles), prompts=512)
+    lengths = sorted(length for group in job.groups(0, seed=0) for length in group.lengths)
+    drawn = [lengths[int(p * len(lengths))] for p in (0.1, 0.5, 0.75, 0.9)]
+    assert drawn == pytest.approx([22, 62, 122, 202], rel=0.1)
     assert lengths[-1] == 256
+
+
+def test_lengths_grow_with_training_up_to_their_cap() -> None:
+    job = replace(JOB, lengths=replace(JOB.lengths, growth_per_step=0.01), prompts=256)
+    early, late = (sum(group.tokens for group in job.groups(step, seed=0)) for step in (0, 50))
+    assert 1.3 < late / early < 1.01**50
+    assert max(max(group.lengths) for group in job.groups(500, seed=0)) == 5120
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", SMALL)
-def test_simulation_delivers_every_sample_within_the_step_bound(name: str, policy: str) -> None:
-    work = prepare(SMALL[name], 3, 0)
-    _, sim = run(work, policy, 3, 0)
-    assert sim.trainer.delivered == work.length_of()
-    for step, shortest in zip(sim.trainer.steps, bounds(work), strict=True):
-        assert step.ended - step.began >= shortest
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("machine", [MACHINE, FULL_CACHES], ids=["large caches", "full caches"])
+def test_simulation_delivers_every_sample_and_respects_the_bound(machine: Machine, policy: Policy) -> None:
+    result = simulated(policy, machine=machine)
+    assert result.steps
+    for step in result.steps:
+        groups = JOB.groups(step.step, seed=1)
+        assert step.generated_tokens == sum(sum(group.lengths) for group in groups)
+    if policy.fleet == "spot" and not policy.staleness:
+        shortest = shortest_steps(JOB, machine, UNSTEADY, result)
+        assert all(step.duration_s >= bound for step, bound in zip(result.steps, shortest, strict=True))
+    if machine is FULL_CACHES:
+        assert result.counters.retractions
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_seed_gives_the_same_run_again(policy: str) -> None:
-    def once() -> dict[str, object]:
-        result, _ = run(prepare(SMALL["lognormal"], 2, 3), policy, 2, 3)
-        return {key: value for key, value in result.public().items() if key not in {"decide_us", "host_s"}}
-
-    assert once() == once()
+@pytest.mark.parametrize("policy", ABLATIONS.values(), ids=ABLATIONS)
+def test_simulation_of_an_ablation_delivers_every_sample(policy: Policy) -> None:
+    assert len(simulated(policy).steps) > 1
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_without_preemptible_workers_a_run_ends_too(policy: str) -> None:
-    alone = replace(SMALL["lognormal"], preemptible=())
-    result, _ = run(prepare(alone, 0, 0), policy, 0, 0)
-    assert result.window_s > 0
+def test_simulation_without_migration_regenerates_tokens() -> None:
+    with_migration = simulated(POLICIES["rlboost"]).counters
+    without = simulated(ABLATIONS["no-migration"]).counters
+    assert with_migration.decoded_tokens == pytest.approx(with_migration.generated_tokens, rel=0.001)
+    assert without.decoded_tokens > 1.01 * without.generated_tokens
 
 
-def test_hanging_simulation_error_counts_unfinished_samples() -> None:
-    class Idle(Paper):
-        def schedule(self) -> None:
-            """Hand out nothing."""
+def test_simulation_with_the_same_seed_gives_the_same_result() -> None:
+    def once(seed: int) -> SimulationResult:
+        return simulated(POLICIES["rlboost"], seed=seed)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(POLICIES, "idle", Idle)
-        with pytest.raises(RuntimeError, match="step 0 does not end: 128 samples lack"):
-            run(prepare(SMALL["lognormal"], 0, 0), "idle", 0, 0)
+    first = once(3)
+    assert once(3) == first
+    assert once(4) != first
+
+
+def test_simulation_bills_instances_from_their_request_to_their_end() -> None:
+    result = simulated(POLICIES["rlboost"])
+    billed = {instance.instance.partition(".")[0]: instance for instance in result.instances}
+    assert (billed["node0"].start_s, billed["node0"].end_s) == pytest.approx((0.0, 40.0))
+    assert (billed["node3"].start_s, billed["node3"].end_s) == pytest.approx((100.0, 170.0))
+    assert result.dollars == pytest.approx(
+        (80.0 * result.duration_s + 5.0 * sum(instance.billed_s for instance in result.instances)) / 3600
+    )
+    assert simulated(POLICIES["verl"]).instance_dollars == 0.0
+
+
+@pytest.mark.parametrize("policy", ["paper", "rlboost"])
+def test_instance_reclaimed_before_it_joins_is_billed(policy: str) -> None:
+    short_life = (
+        FleetEvent(50.0, "add", "node9"),
+        FleetEvent(70.0, "remove", "node9"),
+        FleetEvent(80.0, "add", "node9"),
+    )
+    trace = FleetTrace((*STEADY.events, *short_life), STEADY.duration_s)
+    result = simulated(POLICIES[policy], trace=trace)
+    first, second = (instance for instance in result.instances if instance.instance.startswith("node9."))
+    assert (first.start_s, first.billed_s) == pytest.approx((50.0, 20.0))
+    assert second.end_s == pytest.approx(result.duration_s)
+
+
+def test_fleet_of_a_result_follows_the_trace() -> None:
+    fleet = simulated(POLICIES["paper"]).fleet()
+    expected = [(0.0, 3), (40.0, 2), (70.0, 1), (100.0, 2), (150.0, 1), (170.0, 0), (200.0, 1), (230.0, 2)]
+    assert [count for _, count in fleet] == [count for _, count in expected]
+    assert [moment for moment, _ in fleet] == pytest.approx([moment for moment, _ in expected])
+
+
+def test_staleness_lets_samples_of_the_next_step_start_early() -> None:
+    fresh, stale = (simulated(POLICIES[name], trace=STEADY) for name in ("rlboost", "rlboost-stale"))
+    assert stale.tokens_per_s > 1.03 * fresh.tokens_per_s
+
+
+def test_hanging_step_is_an_error_that_counts_missing_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PaperManager, "schedule", lambda _: None)
+    monkeypatch.setattr(run, "MAX_STEP_S", 100.0)
+    with pytest.raises(RuntimeError, match="step 0 of policy paper does not end: 128 samples are missing"):
+        simulated(POLICIES["paper"])
 
 
 # --- the bound --------------------------------------------------------------------------------------------------------
 
 
-def group(*lengths: int) -> Group:
-    return Group(0, 100, lengths)
-
-
 def test_longest_sample_bounds_a_step_of_any_fleet() -> None:
-    fleet = [Presence(1.0, 0.0, None)] * 100
-    spec = TAIL.engine
-    alone_s = 10_000 * spec.decode_s(1, 100 + 5_000)
-    assert step_bound(TAIL, (group(10_000, 10),), fleet) > alone_s
-    assert step_bound(TAIL, (group(10_000, 10),), fleet) == pytest.approx(alone_s, rel=0.1)
+    fleet = [Presence(0.0, 1e9)] * 100
+    alone_s = 5_000 * MACHINE.engine.decode_s(1, 100 + 2_500)
+    bound_s = shortest_step(JOB, MACHINE, [Group(0, 100, (5_000, 10))], fleet)
+    assert alone_s < bound_s < 1.15 * alone_s
 
 
-def test_a_larger_or_longer_present_fleet_never_makes_the_bound_larger() -> None:
-    groups = prepare(SMALL["kv32b"], 0, 0).steps[0]
-    fleets = [[], [Presence(1.0, 10.0, 50.0)], [Presence(1.0, 10.0, None)], [Presence(1.0, 10.0, None)] * 2]
-    found = [step_bound(SMALL["kv32b"], groups, fleet) for fleet in fleets]
+def test_bound_does_not_grow_with_the_fleet() -> None:
+    fleets = [[], [Presence(10.0, 50.0)], [Presence(10.0, 1e9)], [Presence(10.0, 1e9)] * 2]
+    found = [shortest_step(JOB, FULL_CACHES, JOB.groups(0, seed=0), fleet) for fleet in fleets]
     assert found == sorted(found, reverse=True)
 
 
-def test_the_device_is_shared_by_training_and_reserved_engines() -> None:
-    groups = prepare(SMALL["lognormal"], 0, 0).steps[0]
-    case: Case = SMALL["lognormal"]
-    train_s = sum(each.tokens for each in groups) / case.train_tokens_per_s
-    alone_s = step_bound(case, groups, [])
-    assert alone_s > train_s + case.publish_s + case.switch_s
+def test_bound_of_a_co_located_step_contains_its_training() -> None:
+    groups = JOB.groups(0, seed=0)
+    train_s = sum(group.tokens for group in groups) * JOB.train_s_per_token
+    assert shortest_step(JOB, MACHINE, groups, []) > train_s + JOB.update_s + MACHINE.switch_s
 
 
-# --- the paper's rule -------------------------------------------------------------------------------------------------
+# --- the baselines' rules ---------------------------------------------------------------------------------------------
 
 
-def test_the_paper_selects_the_fewest_pending_below_theta() -> None:
+def test_paper_selects_the_fewest_pending_below_theta() -> None:
     assert select({"a": 3, "b": 1, "c": 2}, theta=4) == "b"
     assert select({"a": 4, "b": 5}, theta=4) is None
     assert select({}, theta=4) is None
 
 
-def test_the_paper_moves_one_pending_sample_to_a_worker_without_any() -> None:
+def test_paper_moves_one_pending_sample_to_a_worker_without_any() -> None:
     assert balance({"a": 0, "b": 7, "c": 2}, {"a": 9, "b": 9, "c": 9}, plateau=4) == ("b", "a", 1)
 
 
-def test_balance_moves_samples_beyond_the_plateau_to_an_idle_worker() -> None:
+def test_paper_moves_samples_beyond_the_plateau_to_an_idle_worker() -> None:
     assert balance({"a": 0, "b": 0}, {"a": 0, "b": 10}, plateau=4) == ("b", "a", 6)
     assert balance({"a": 0, "b": 0}, {"a": 0, "b": 4}, plateau=4) is None
     assert balance({"a": 0, "b": 0}, {"a": 1, "b": 10}, plateau=4) is None
@@ -250,57 +255,38 @@ def report(wait_s: float) -> StepReport:
     return StepReport(job_id="job", step=0, metrics={}, wait_s=wait_s, train_s=1.0)
 
 
-def test_the_papers_window_follows_the_waits_and_returns_with_the_fleets_size() -> None:
-    paper = Paper(LOGNORMAL)
+def test_paper_window_follows_the_waits_and_returns_with_the_fleet_size() -> None:
+    paper = PaperManager(JOB, MACHINE, POLICIES["paper"])
     paper.window_s = 100.0
-    paper.fleet.see(3, 0.0)
+    paper.fleet.update(3)
     paper.learn(report(wait_s=30.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(110.0)
     paper.fleet.begin(1.0)
-    paper.fleet.see(2, 2.0)  # the fleet changes: nothing is remembered of this step
+    paper.fleet.update(2)  # the fleet changes: this step is not remembered
     paper.learn(report(wait_s=60.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(130.0)
     paper.fleet.begin(3.0)
-    paper.fleet.see(3, 4.0)
+    paper.fleet.update(3)
     paper.learn(report(wait_s=0.0), remote_wait_s=0.0)
     assert paper.window_s == pytest.approx(110.0)
 
 
-# --- the released code's rule -----------------------------------------------------------------------------------------
-
-
-def test_the_released_code_cuts_a_moved_group_to_its_shortest_member() -> None:
-    assert cut([120, 7, 300]) == 7
-
-
-def test_the_released_codes_window_is_in_whole_seconds_and_at_least_five() -> None:
-    polyrl = PolyRL(LOGNORMAL)
+def test_polyrl_window_is_in_whole_seconds_and_at_least_five() -> None:
+    polyrl = PolyRLManager(JOB, MACHINE, POLICIES["polyrl"])
     polyrl.window_s = 10.0
-    polyrl.fleet.see(3, 0.0)
+    polyrl.fleet.update(3)
     polyrl.learn(report(wait_s=0.0), remote_wait_s=300.0)
     assert polyrl.window_s == 5.0
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
-def test_ratios_are_of_throughput_and_the_tail_is_a_part_of_the_difference() -> None:
-    work = prepare(SMALL["lognormal"], 0, 0)
-    oracle = bound(work, 0, 0)
-    ours = replace(oracle, policy="ours", step_s=2 * oracle.step_s, tail_lost_s=oracle.step_s / 4)
-    paper = replace(oracle, policy="paper", step_s=3 * oracle.step_s)
-    found = summary([oracle, ours, paper])
-    assert found["oracle/ours"] == 2.0
-    assert found["ours/paper"] == 1.5
-    assert tail_part(ours, oracle) == pytest.approx(0.25)
-    assert table([oracle, ours, paper]).row_count == 3
-    assert by_case([ours, replace(ours, seed=1, step_s=0.0)])["lognormal", 0]["ours"].step_s == oracle.step_s
-    json.dumps(found)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 8))
-def test_any_workload_can_be_drawn(seed: int, preemptions: int) -> None:
-    work = prepare(SMALL["kv32b"], preemptions, seed)
-    assert len(work.length_of()) == SMALL["kv32b"].samples * len(work.steps)
-    assert all(bounds(work))
+def test_polyrl_cuts_a_migrated_group_to_its_shortest_sample() -> None:
+    polyrl = PolyRLManager(JOB, MACHINE, POLICIES["polyrl"])
+    request = GroupRequested(
+        job_id="job", group=256, n=JOB.group_size, prompt=bytes(4), sampling=Sampling(), version=0, seed=0
+    )
+    polyrl.turn([request], 0.0, lambda _: True)
+    samples = [polyrl.samples[256 + i] for i in range(JOB.group_size)]
+    for i, sample in enumerate(samples):
+        sample.tokens, sample.finish = 7 + 100 * i, int(i == 3)
+    polyrl.requeue(samples[:1])
+    assert [(sample.tokens, sample.finish) for sample in samples] == [(7, 0)] * JOB.group_size

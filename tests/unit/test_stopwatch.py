@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.stopwatch import Stopwatch
 def pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Linux's file, not there yet; each look at the clock finds it five seconds later."""
     clock = itertools.count(100, 5)
-    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(stopwatch, "_PRESSURE", tmp_path / "cpu")
     return tmp_path / "cpu"
 

@@ -20,6 +20,7 @@ from rlboost.services.trainer.domain.sums import add
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
 from rlboost.shared.job.spec import load, parse, to_json
+from tests.support.jobs import parse_rl
 
 Groups = list[list[float]]
 rewards = st.floats(-10, 10).map(lambda value: round(value, 3))
@@ -144,12 +145,12 @@ def job(**algorithm: Any) -> dict[str, Any]:
 
 
 def chosen(**algorithm: Any) -> AlgorithmSpec:
-    return parse(job(**algorithm)).algorithm
+    return parse_rl(job(**algorithm)).algorithm
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_chooses_and_survives_the_journey_to_the_trainer(name: str) -> None:
-    spec = parse(job(name=name))
+    spec = parse_rl(job(name=name))
     assert parse(json.loads(to_json(spec))) == spec
     applying = {key: value for key, value in PRESETS[name].items() if getattr(spec.algorithm, key) is not None}
     assert {key: getattr(spec.algorithm, key) for key in applying} == applying
@@ -164,7 +165,7 @@ def test_without_a_word_it_is_grpo_as_ever() -> None:
 
 
 def test_demo_job_keeps_the_defaults_but_group_size_and_updates() -> None:
-    spec = parse(load("examples/countdown/job.yaml")).algorithm
+    spec = parse_rl(load("examples/countdown/job.yaml")).algorithm
     assert spec == chosen(group_size=8, updates_per_step=2)
 
 

@@ -18,6 +18,7 @@ from rlboost.services.trainer.adapters.megatron.weight_map import HEAD, Megatron
 from rlboost.services.trainer.adapters.ranks import wire
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.packed import pack_rows, unpack_rows
+from rlboost.services.trainer.adapters.ranks.processes import rank_environment
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.domain.spread import spread
@@ -87,6 +88,28 @@ def test_setting_without_its_prerequisite_is_rejected_by_name() -> None:
         parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"backend": "megatron"}})
     with pytest.raises(ConfigError, match=r"lora needs trainer.backend: torch in one process"):
         parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"data_parallel": 2}})
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"data_parallel": 3, "nodes": 2}, "nodes is 2.* 3 processes"),
+        ({"data_parallel": 2, "nodes": 2, "min_nodes": 3}, "min_nodes is 3"),
+        ({"backend": "megatron", "pipeline_parallel": 2, "nodes": 2, "min_nodes": 1}, "min_nodes below nodes"),
+    ],
+)
+def test_nodes_that_do_not_divide_the_processes_are_rejected(setting: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        trainer(**setting)
+    assert trainer(data_parallel=4, nodes=2, min_nodes=1).fewest_nodes == 1
+
+
+def test_rank_environment_has_the_trusted_authority_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_TLS_CA", "/ca.pem")
+    monkeypatch.setenv("RLBOOST_TOKEN", "secret")
+    found = rank_environment("cpu", interface="eth0")
+    assert {name for name in found if name.startswith("RLBOOST_")} == {"RLBOOST_TLS_CA"}
+    assert (found["CUDA_VISIBLE_DEVICES"], found["GLOO_SOCKET_IFNAME"]) == ("", "eth0")
 
 
 def test_fsdp_weight_map_divides_rows_as_torch_chunk() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +323,7 @@ async def test_a_checkpoint_with_nothing_left_to_train_is_refused(tmp_path: Path
         assert "raise steps" in (await rig.ended()).error
 
 
-def predecessor(folder: Path, state: TrainState) -> object:
+def predecessor(folder: Path, state: TrainState) -> Callable[[], tuple[TrainState, Path]]:
     (folder / "fake.json").write_text('{"weights": [1, 2, 3, 4], "moment": [0, 0, 0, 0]}')
     return lambda: (state, folder)
 

@@ -27,7 +27,7 @@ from rlboost.shared.columns import I32, unpack
 from rlboost.shared.errors import ConfigError, Fatal, Fenced
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested
 from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
@@ -36,7 +36,7 @@ from tests.support.trainer_rig import JOB, Rig, spec, succession
 SOLVED_OR_FAILED = {"skip_solved_above": 1.0, "skip_failed_below": 0.0}
 
 
-def job(per_step: int = 4, *, max_staleness: int = 0, **curriculum: Any) -> JobSpec:
+def job(per_step: int = 4, *, max_staleness: int = 0, **curriculum: Any) -> RlJob:
     return spec(
         data={"train": "t.jsonl", "prompts_per_step": per_step, "curriculum": curriculum or SOLVED_OR_FAILED},
         algorithm={"group_size": 2},

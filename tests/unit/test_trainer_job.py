@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared import names
 from rlboost.shared.bus import START
@@ -27,6 +29,7 @@ from rlboost.shared.messages import (
     SeedingEnded,
     SeedingReopened,
 )
+from tests.support.builders import engine_profile
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.stopwatch import Stopwatch
@@ -88,6 +91,18 @@ async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) ->
     rows = {report.step: report.metrics for report in await rig.steps()}
     assert [step for step in rows if "eval/reward_mean" in rows[step]] == [0, 2, 4, 5]
     assert "reward/mean" not in rows[5]
+
+
+async def test_run_writes_its_profile_with_the_throughput_of_workers(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=3))
+    rig.manager.engines = [engine_profile()]
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+    profile = rig.folder.profile
+    assert profile is not None
+    assert profile.steps == 3
+    assert profile.engines == (engine_profile(),)
 
 
 class Recording(FakeEngine):
@@ -232,7 +247,7 @@ async def test_a_pause_holds_at_the_next_step_and_outlives_the_trainer(tmp_path:
     rig.manager.held = {2}
     async with rig.trainer(killed=True) as trainer:
         await rig.command("create")
-        await eventually(lambda: 2 in rig.weights.versions)
+        await eventually(lambda: trainer._current is not None and trainer._current.step == 2)
         await rig.command("pause")
         await eventually(lambda: trainer._table.is_paused(JOB))
         rig.manager.held = set()
@@ -274,6 +289,29 @@ async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
         rig.manager.held = set()
         await rig.ended()
     assert await rig.bus.lease_values([names.trainer_lease(JOB)]) == [None]
+
+
+async def test_trainer_lease_names_a_reward_function_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, may_score, score = Rig(tmp_path), asyncio.Event(), FakeRewards.score
+
+    async def hang(rewards: FakeRewards, batch: RewardBatch) -> Scores:
+        await may_score.wait()
+        return await score(rewards, batch)
+
+    monkeypatch.setattr(FakeRewards, "score", hang)
+    async with rig.trainer():
+        await rig.command("create")
+
+        async def waits_for_rewards() -> bool:
+            [text] = await rig.bus.lease_values([names.trainer_lease(JOB)])
+            waiting = json.loads(text)["waiting"] if text else None
+            return waiting is not None and waiting["for"] == "the rewards"
+
+        await eventually(waits_for_rewards)
+        may_score.set()
+        await rig.ended()
 
 
 async def test_job_waits_out_a_redis_outage(tmp_path: Path) -> None:

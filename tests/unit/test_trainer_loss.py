@@ -18,14 +18,15 @@ from rlboost.services.trainer.domain.loss.policy import PolicyLoss, clipped_loss
 from rlboost.services.trainer.domain.tokens import TokenBatch
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import PRESETS, RejectionLevel, RejectionSpec
-from rlboost.shared.job.spec import JobSpec, parse
+from rlboost.shared.job.spec import RlJob
+from tests.support.jobs import parse_rl
 
 MAX_TOKENS = 9
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def job(max_staleness: int = 0, **algorithm: Any) -> JobSpec:
-    return parse(
+def job(max_staleness: int = 0, **algorithm: Any) -> RlJob:
+    return parse_rl(
         {
             "model": "m",
             "data": {"train": "t"},
@@ -291,7 +292,7 @@ def test_without_a_cap_older_tokens_are_not_weighed() -> None:
     case = a_case(1)
     given = batch(case, proximal=case.new + 0.2)
     total, sums = decoupled_loss(0.2, 0.28, None)(given)
-    assert total.item() == clipped_loss(0.2, 0.28)(replace(given, sampled=given.proximal))[0].item()
+    assert total.item() == clipped_loss(0.2, 0.28)(replace(given, sampled=torch.as_tensor(given.proximal)))[0].item()
     assert "tis_capped" not in sums
 
 

@@ -9,11 +9,13 @@ from rlboost.services.trainer.domain.plan import check, epoch_order, last_step, 
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.spec import EvalSpec, JobSpec, parse
+from rlboost.shared.job.fleet import EvalSpec
+from rlboost.shared.job.spec import RlJob
 from rlboost.shared.job.training import OptimizerSpec
+from tests.support.jobs import parse_rl
 
 
-def job(**changes: object) -> JobSpec:
+def job(**changes: object) -> RlJob:
     raw = {
         "model": "m",
         "data": {"train": "t.jsonl", "eval": "e.jsonl", "prompts_per_step": 4},
@@ -22,7 +24,7 @@ def job(**changes: object) -> JobSpec:
         "eval": {"every": 2, "samples": 7},
         "steps": 5,
     }
-    return parse({**raw, **changes})
+    return parse_rl({**raw, **changes})
 
 
 @given(seed=st.integers(0, 9), epoch=st.integers(0, 5), n=st.integers(1, 40))

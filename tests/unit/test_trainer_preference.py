@@ -16,7 +16,7 @@ from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import best_and_worst, numbers, pair_losses, sequence_log_ratio
 from rlboost.services.trainer.domain.tokens import TokenBatch
 from rlboost.shared.job.algorithm import PreferenceSpec
-from rlboost.shared.job.spec import parse
+from tests.support.jobs import parse_rl
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 SPECS = {
@@ -77,7 +77,7 @@ def test_the_numbers_are_sums_over_pairs_and_the_loss_counts_both_completions() 
 
 VOCABULARY, CONTEXTS = 5, 3
 LOSS = job_loss(
-    parse(
+    parse_rl(
         {
             "model": "m",
             "data": {"train": "t"},

@@ -22,7 +22,8 @@ from rlboost.services.trainer.domain.loss.value import value_loss
 from rlboost.services.trainer.domain.sums import add
 from rlboost.services.trainer.domain.tokens import TokenBatch
 from rlboost.shared.job.algorithm import PRESETS
-from rlboost.shared.job.spec import JobSpec, parse
+from rlboost.shared.job.spec import RlJob
+from tests.support.jobs import parse_rl
 
 VOCABULARY, CONTEXTS, GROUP = 5, 3, 3
 
@@ -78,7 +79,7 @@ class TinyPolicy:
 ScoredSequence = list[tuple[Sample, float]]
 
 
-def rows_of(spec: JobSpec, policy: TinyPolicy, groups: list[ScoredSequence]) -> list[list[Sample]]:
+def rows_of(spec: RlJob, policy: TinyPolicy, groups: list[ScoredSequence]) -> list[list[Sample]]:
     """Return each group's rows, as far as they can be known before the update."""
     algorithm, rewards = spec.algorithm, [[reward for _, reward in group] for group in groups]
     if algorithm.critic is not None:
@@ -108,7 +109,7 @@ def rows_of(spec: JobSpec, policy: TinyPolicy, groups: list[ScoredSequence]) -> 
     ]
 
 
-def weighed(spec: JobSpec, policy: TinyPolicy, batches: list[list[Sample]], pairs: list[list[Sample]]) -> None:
+def weighed(spec: RlJob, policy: TinyPolicy, batches: list[list[Sample]], pairs: list[list[Sample]]) -> None:
     """Give the completions of pairs the weights that their loss comes down to, in place."""
     if spec.algorithm.preference is None:
         return
@@ -129,7 +130,7 @@ def weighed(spec: JobSpec, policy: TinyPolicy, batches: list[list[Sample]], pair
         batch[:] = [Sample(row.tokens, row.before, (weights[id(row)],) * row.n_tokens) for row in batch]
 
 
-def update(spec: JobSpec, groups: list[ScoredSequence], budget: int) -> tuple[Tensor, dict[str, float]]:
+def update(spec: RlJob, groups: list[ScoredSequence], budget: int) -> tuple[Tensor, dict[str, float]]:
     """Train one update as a step does, group after group; return its gradient, a critic's too, and its numbers."""
     policy, loss = TinyPolicy(), job_loss(spec)
     planner: UpdatePlanner[Sample] = UpdatePlanner(len(groups), 1, budget)
@@ -167,10 +168,10 @@ def steps(draw: st.DrawFn) -> list[list[tuple[Sample, float]]]:
     return [[sample() for _ in range(GROUP)] for _ in range(draw(st.integers(1, 6)))]
 
 
-def job(name: str, max_staleness: int) -> JobSpec:
+def job(name: str, max_staleness: int) -> RlJob:
     raw: dict[str, Any] = {"model": "m", "data": {"train": "t"}, "reward": {"function": "m:f"}, "steps": 1}
     algorithm = {"name": name, "group_size": GROUP, **({} if name == "dpo" else {"kl_coef": 0.1})}
-    return parse({**raw, "algorithm": algorithm, "elastic": {"max_staleness": max_staleness}})
+    return parse_rl({**raw, "algorithm": algorithm, "elastic": {"max_staleness": max_staleness}})
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -1,14 +1,33 @@
-"""What a job waits for, as `status`, `ps` and `--follow` show it."""
+"""What a job waits for, as `status`, `ps`, `top` and `--follow` show it: every stall is named, with its beginning."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
+import pytest
+
+from rlboost.services.rollout_manager import wait_status
+from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.wait_status import job_wait_status
-from rlboost.shared.messages import JobReport, JobState
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.wait_status import TRAINER_SILENCE_S, job_wait_status
+from rlboost.shared import names
+from rlboost.shared.bus import Delete
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.messages import JobReport, JobState, UseVersion, Wait, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from tests.support.builders import job_created
+from tests.support.eventually import eventually
+from tests.support.jobs import job_file
+from tests.support.worker_manager import JOB
+from tests.support.worker_rig import Rig
 
 NOW = Now(mono=1.0, wall=1000.0)
 
@@ -20,7 +39,7 @@ def wait_of_queued(*states: JobState) -> dict[str, Any]:
         apply_message(world, job_created(f"j-{number}", number), f"{2 * number + 1}-0", NOW)
         apply_message(world, JobReport(job_id=f"j-{number}", state=state, step=0), f"{2 * number + 2}-0", NOW)
     apply_message(world, job_created("queued", len(states)), "99-0", NOW)
-    wait = job_wait_status(world, world.jobs["queued"], None, NOW.wall)
+    wait = job_wait_status(world, world.jobs["queued"])
     assert wait is not None
     return wait
 
@@ -40,3 +59,232 @@ def test_a_job_queued_after_running_ones_names_all() -> None:
 
 def test_a_job_that_no_trainer_took_points_to_its_events() -> None:
     assert wait_of_queued()["for"] == "a trainer to take the job"
+
+
+# --- stalls of a running job ------------------------------------------------------------------------------------------
+
+
+class Running:
+    """A running job whose trainer waits for samples."""
+
+    def __init__(self) -> None:
+        self.world = World(lease_s=2.0)
+        apply_message(self.world, job_created("j", 0), "1-0", NOW)
+        apply_message(self.world, JobReport(job_id="j", state="running", step=0), "2-0", NOW)
+        self.progress = self.world.progress["j"]
+        self.renew(NOW.wall)
+
+    def renew(self, at: float) -> None:
+        waiting = {
+            "for": "samples of step 3",
+            "because": "7 of 8 samples have arrived",
+            "since": 990.0,
+            "limit_s": 60.0,
+        }
+        self.progress.on_trainer_status(json.dumps({"waiting": waiting, "at": at}), at)
+
+    def join(self, worker: str, state: str, waiting: Wait | None = None) -> None:
+        joined = WorkerJoined(
+            worker=worker, role="preemptible", kind="k", slots=4, host="h", pid=1, price_per_hour=0.0, at=1.0
+        )
+        heartbeat = WorkerHeartbeat(
+            worker=worker,
+            state=state,
+            job_id="j",
+            version=0,
+            running=0,
+            pending=0,
+            tokens_per_s=35.0,
+            at=1.0,
+            waiting=waiting,
+        )
+        apply_message(self.world, joined, "3-0", NOW)
+        apply_message(self.world, heartbeat, "4-0", NOW)
+
+    def wait(self, after_s: float = 0.0) -> dict[str, Any]:
+        """Return what the job waits for once the lease was read again, unchanged."""
+        self.progress.on_trainer_status(self.progress.trainer_status, NOW.wall + after_s)
+        wait = job_wait_status(self.world, self.world.jobs["j"])
+        assert wait is not None
+        return wait
+
+
+def test_trainer_that_does_not_renew_is_waited_for_since_its_last_renewal() -> None:
+    running = Running()
+    assert running.wait(after_s=TRAINER_SILENCE_S)["for"] == "samples of step 3"
+    wait = running.wait(after_s=TRAINER_SILENCE_S + 0.1)
+    assert (wait["for"], wait["since"]) == ("the trainer", NOW.wall)
+    running.progress.on_trainer_status(None, NOW.wall + 60.0)
+    assert running.wait(after_s=90.0)["since"] == NOW.wall
+    running.renew(NOW.wall + 91.0)
+    assert running.wait(after_s=91.0)["for"] == "samples of step 3"
+
+
+def test_trainer_is_not_blamed_before_its_lease_was_read() -> None:
+    world = World(lease_s=2.0)
+    apply_message(world, job_created("j", 0), "1-0", NOW)
+    apply_message(world, JobReport(job_id="j", state="running", step=0), "2-0", NOW)
+    assert job_wait_status(world, world.jobs["j"]) is None
+
+
+def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
+    running = Running()
+    running.progress.stalled_since = 995.0
+    assert running.wait()["because"].endswith("there is no worker; start one with 'rlboost worker join'")
+    running.join("w-1", "pulling")
+    reason = "failed: the disk of the cache is full: free some space"
+    apply_message(running.world, WorkerLeft(worker="w-1", reason=reason, at=1.0), "5-0", NOW)
+    wait = running.wait()
+    assert (wait["for"], wait["since"]) == ("a worker that is ready with this job's weights", 995.0)
+    assert f"there is no worker (w-1 left: {reason})" in wait["because"]
+
+
+def test_stall_names_the_longest_wait_of_a_worker() -> None:
+    running = Running()
+    running.progress.stalled_since = 995.0
+    slow = Wait(subject="the weight store at http://s", because="pull version 3 of job j", since=991.0, limit_s=600.0)
+    running.join("w-1", "pulling", slow.model_copy(update={"since": 993.0}))
+    running.join("w-2", "pulling", slow)
+    running.join("w-3", "joining")
+    assert running.wait()["because"] == (
+        "samples are queued and no worker can take them: 1 joining, 2 pulling; "
+        "w-2 waits for the weight store at http://s (pull version 3 of job j)"
+    )
+
+
+def test_last_samples_name_their_workers() -> None:
+    running = Running()
+    running.join("w-1", "ready")
+    worker = running.world.fleet.workers["w-1"]
+    worker.assigned_version = ("j", 3)
+    worker.samples = {7}
+    wait = running.wait()
+    assert wait["because"] == "7 of 8 samples have arrived; in flight: 1 on w-1 (35 tokens/s)"
+    assert (wait["since"], wait["limit_s"]) == (990.0, 60.0)
+    worker.samples = set(range(9))
+    assert running.wait()["because"] == "7 of 8 samples have arrived"
+
+
+# --- what workers report ----------------------------------------------------------------------------------------------
+
+
+async def test_heartbeat_has_the_oldest_wait() -> None:
+    rig = Rig()
+    await rig.connection.send_heartbeat()
+    async with (
+        rig.waits.on("the weight store", because="pull version 3", limit_s=60.0),
+        rig.waits.on("Redis", because="a flush", limit_s=5.0),
+    ):
+        await rig.connection.send_heartbeat()
+    without, waiting = await rig.manager.heard(WorkerHeartbeat)
+    assert without.waiting is None
+    assert waiting.waiting is not None
+    assert (waiting.waiting.subject, waiting.waiting.limit_s) == ("the weight store", 60.0)
+
+
+async def test_worker_that_loads_weights_waits_for_its_engine() -> None:
+    rig = Rig()
+    running = asyncio.create_task(rig.worker.run({}), name="worker")
+    worker = await rig.manager.ready_worker()
+    rig.engine.may_load.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+
+    async def reported() -> Wait | None:
+        return (await rig.manager.last_beat(worker)).waiting
+
+    wait = await eventually(reported)
+    assert wait is not None
+    assert (wait.subject, wait.because) == ("the inference engine", f"it loads version 1 of job {JOB}")
+    rig.engine.may_load.set()
+    await rig.manager.until(worker, "ready", 1)
+    assert (await rig.manager.last_beat(worker)).waiting is None
+    rig.stop.set()
+    await running
+
+
+# --- over REST --------------------------------------------------------------------------------------------------------
+
+
+class System:
+    """A leading manager on a bus that can be unavailable, and one running job."""
+
+    def __init__(self) -> None:
+        self.bus = MemoryBus()
+        self.manager = Manager(self.bus, lease_s=1.0, redis_limit_s=60.0)
+        transport = httpx.ASGITransport(build(self.manager, self.bus, Settings(token="t")))
+        headers = {"Authorization": "Bearer t"}
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://manager/v1", headers=headers)
+        self.job = ""
+
+    async def shown(self) -> dict[str, Any]:
+        job: dict[str, Any] = (await self.http.get(f"/jobs/{self.job}")).json()
+        return job
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[System]:
+    system = System()
+    await system.manager.recover()
+    system.job = (await system.http.post("/jobs", json=job_file())).json()["id"]
+    await system.bus.append(names.JOB_REPORTS, JobReport(job_id=system.job, state="running", step=0))
+    await system.manager.turn()
+    yield system
+    await system.http.aclose()
+
+
+async def test_status_shows_the_trainers_wait_then_its_absence(system: System) -> None:
+    lease = names.trainer_lease(system.job)
+    waiting = {"for": "the rewards", "because": "a group", "since": 0.0, "limit_s": 5.0}
+    await system.bus.renew(lease, json.dumps({"waiting": waiting, "at": 1.0}), 60.0)
+    system.manager._trainers_checked_at = -math.inf
+    await system.manager.turn()
+    assert (await system.shown())["waiting"] == waiting | {"since": "1970-01-01T00:00:00+00:00"}
+    await system.bus.transact([Delete(lease)])
+    system.manager._trainers_checked_at = -math.inf
+    await system.manager.turn()
+    assert (await system.shown())["waiting"]["for"] == "the trainer"
+
+
+async def test_status_names_redis_before_a_request_to_it_times_out(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_status, "LONG_TURN_S", 0.0)
+    stop, answers = asyncio.Event(), asyncio.Event()
+
+    async def paused(*_: object, **__: object) -> list[str | None]:
+        await answers.wait()
+        raise BusUnavailable("the fake broker was paused")
+
+    monkeypatch.setattr(system.bus, "read_with_raw", paused)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(system.manager.run(stop), name="manager")
+
+        async def waiting() -> dict[str, Any] | None:
+            wait: dict[str, Any] | None = (await system.shown())["waiting"]
+            return wait if wait and wait["for"] == "Redis" else None
+
+        assert "does not answer the manager" in (await eventually(waiting))["because"]
+        stop.set()
+        answers.set()
+        await running
+    assert system.manager.turn_began_at is None
+
+
+async def test_status_during_a_redis_outage_names_redis(system: System) -> None:
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(system.manager.run(stop), name="manager")
+        system.bus.down = True
+
+        async def detail() -> str | None:
+            answer = await system.http.get(f"/jobs/{system.job}")
+            return str(answer.json()["detail"]) if answer.status_code == 503 else None
+
+        shown = await eventually(detail)
+        assert shown is not None
+        assert shown.startswith("Redis does not answer the manager: ")
+        system.bus.down = False
+        await eventually(lambda: system.manager.leads)
+        assert (await system.http.get(f"/jobs/{system.job}")).status_code == 200
+        stop.set()
+        await running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -84,7 +85,7 @@ async def test_peer_with_an_expired_lease_leaves_the_directory() -> None:
 
 
 def moves(selection: PeerSelection, now: float = 0.0) -> list[Decision]:
-    found = []
+    found: list[Decision] = []
     while not isinstance(fetch := selection.next(now), Wait):
         found.append(fetch)
     return found
@@ -197,7 +198,7 @@ def test_every_blob_arrives_once_despite_failures(seed: int, n_blobs: int, held:
             if isinstance(fetch, FromStore) and fetch.claim and bad:
                 selection.on_claim_refused(fetch, now)
             elif isinstance(fetch, FromPeer) and bad:
-                unlucky = [
+                unlucky: list[Callable[[FromPeer], object]] = [
                     selection.on_not_held,
                     selection.on_failed,
                     partial(selection.exclude, until=now + 5),

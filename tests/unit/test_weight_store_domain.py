@@ -109,8 +109,8 @@ def test_the_newest_and_the_pinned_are_always_there(steps: list[tuple[str, int]]
         newest = sorted(known, key=lambda one: one.version)[-keep:]
         assert set(newest) <= set(model.versions)
         wanted = model.pins | {one.version for one in newest}
-        bases = {one.base for one in model.versions if one.version in wanted and one.base is not None}
-        assert set(numbers(model)) == wanted | bases
+        needed = {one.base for one in model.versions if one.version in wanted and one.base is not None}
+        assert set(numbers(model)) == wanted | needed
 
 
 def _whole(model: Model) -> list[int]:

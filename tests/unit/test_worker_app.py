@@ -128,6 +128,7 @@ async def test_unavailable_version_is_reported_and_old_one_still_served(rig: Rig
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=9))
     event = await eventually(lambda: _event(rig))
+    assert event is not None
     assert (event.kind, event.fields["version"]) == ("weights_unavailable", 9)
     await rig.manager.until(worker, "ready", 0)
     await rig.manager.send(worker, assign(1))
@@ -139,6 +140,7 @@ async def test_unsigned_version_is_reported_and_the_next_one_served(rig: Rig) ->
     rig.weights.unsigned = {(JOB, 1)}
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
     event = await eventually(lambda: _event(rig))
+    assert event is not None
     assert (event.kind, event.fields["version"]) == ("weights_unavailable", 1)
     await rig.manager.until(worker, "ready", 0)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
@@ -429,6 +431,7 @@ async def test_invalid_sample_fails_with_the_reason(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, prompt=()))
     failed = await eventually(lambda: _failed(rig))
+    assert failed is not None
     assert (failed.sample, failed.attempt) == (1, 1)
     assert "empty" in failed.reason
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.ports import ManagerState
+from rlboost.shared.messages import JobState
 
 
 class WorldCollector:
@@ -17,6 +20,8 @@ class WorldCollector:
     def __init__(self, manager: ManagerState) -> None:
         """Collect from this manager's world."""
         self._manager = manager
+        self._audits: dict[str, Audit] = {}
+        """Of all jobs seen since this manager leads."""
 
     def register(self) -> None:
         """Add the metrics to the process's registry."""
@@ -38,12 +43,38 @@ class WorldCollector:
         yield GaugeMetricFamily(
             "rlboost_tokens_in_flight", "Tokens of samples in flight", value=world.ledger.tokens_live
         )
-        tokens = CounterMetricFamily("rlboost_tokens", "Tokens of active jobs by outcome", labels=["fate"])
-        audits = [world.audits[job.id] for job in world.jobs.active()]
+        yield from self._counters()
+        yield from self._jobs()
+
+    def _counters(self) -> Iterator[Metric]:
+        # A counter that falls when the world drops an ended job would count the others again.
+        if self._manager.leads:
+            self._audits.update(self._manager.world.audits)
+        else:
+            self._audits.clear()
+        audits = self._audits.values()
+        tokens = CounterMetricFamily("rlboost_tokens", "Tokens of jobs by outcome", labels=["fate"])
         tokens.add_metric(["delivered"], sum(audit.tokens_delivered for audit in audits))
         tokens.add_metric(["regenerated"], sum(sum(audit.tokens_regenerated.values()) for audit in audits))
         tokens.add_metric(["saved_by_migration"], sum(audit.tokens_saved for audit in audits))
         yield tokens
-        migrations = CounterMetricFamily("rlboost_migrations", "Migrated samples of active jobs")
-        migrations.add_metric([], sum(audit.migrations for audit in audits))
-        yield migrations
+        migrations = sum(audit.migrations for audit in audits)
+        yield CounterMetricFamily("rlboost_migrations", "Migrated samples of jobs", value=migrations)
+        preemptions = CounterMetricFamily("rlboost_preemptions", "Preemptions that jobs have seen", labels=["kind"])
+        for kind in ("with_notice", "without_notice"):
+            preemptions.add_metric([kind], sum(audit.preemptions[kind] for audit in audits))
+        yield preemptions
+        dollars = sum(audit.cost.dollars for audit in audits)
+        yield CounterMetricFamily("rlboost_cost_dollars", "What the workers of jobs have cost", value=dollars)
+
+    def _jobs(self) -> Iterator[Metric]:
+        world = self._manager.world
+        jobs = GaugeMetricFamily("rlboost_jobs", "Jobs by state, ended ones for 7 days", labels=["state"])
+        states = Counter(job.state for job in world.jobs.values())
+        for state in get_args(JobState):
+            jobs.add_metric([state], states[state])
+        yield jobs
+        stalled = sum(world.progress[job.id].stalled_since is not None for job in world.jobs.active())
+        yield GaugeMetricFamily(
+            "rlboost_jobs_stalled", "Jobs with queued samples that no worker can take", value=stalled
+        )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rlboost.services.rollout_manager.domain.effects import (
     EmitEvent,
+    EmitLogLines,
     ForgetWorker,
     QuarantineMessage,
     SaveJob,
@@ -19,7 +20,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.ledger import Outcome
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
 from rlboost.services.rollout_manager.domain.seeding import Window
-from rlboost.services.rollout_manager.domain.step_windows import end_step
+from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.columns import U64, ints
 from rlboost.shared.errors import ConfigError, Unprocessable
@@ -52,6 +53,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
 )
 
 
@@ -77,6 +79,8 @@ def apply_message(world: World, message: Message, entry_id: str, now: Now) -> No
             _on_left(world, message, now)
         case WorkerEvent():
             _on_worker_event(world, message)
+        case WorkerLog():
+            _on_worker_log(world, message)
         case WeightsCommitted():
             _on_committed(world, message)
         case JobCommand() | JobReport() | StepReport() if message.job_id in world.quarantined:
@@ -127,6 +131,9 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
 
     """
     outcome: Outcome = world.ledger.extend(*frames)
+    for worker_id, tokens in outcome.grown.items():
+        if worker := world.fleet.workers.get(worker_id):
+            worker.kv.held += tokens
     if counted:
         world.audit_frames(outcome)
     for sample_id in outcome.failed:
@@ -216,7 +223,8 @@ def apply_delivered(world: World, job_id: str, message: Message) -> None:
 
 
 def _on_joined(world: World, message: WorkerJoined, now: Now) -> None:
-    if world.fleet.join(message, now.mono) is not None:
+    if (worker := world.fleet.join(message, now.mono)) is not None:
+        worker.unbilled_startup_s = message.startup_s
         world.outbox.add(SaveWorker(message))
         world.emit_event("worker_joined", now, worker=message.worker, role=message.role, worker_kind=message.kind)
 
@@ -227,8 +235,12 @@ def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
         # It was unreachable until its dismissal expired: dismissed again, it joins as a new incarnation.
         world.outbox.add(ForgetWorker(heartbeat.worker))
         return
+    credit_generation(world, worker, now)
+    block_tokens = worker.kv.block_tokens
     before = world.fleet.on_heartbeat(worker, heartbeat, now.mono)
-    world.recount(worker)
+    if worker.kv.block_tokens != block_tokens:
+        world.recount_kv(worker)
+    world.update_batch_cap(worker)
     if heartbeat.last_command and worker.assigned_version and worker.state != "draining":
         worker.commands.observe(
             world.command_digest(worker), heartbeat.command_digest, heartbeat.last_command, now.mono
@@ -273,6 +285,12 @@ def _on_worker_event(world: World, message: WorkerEvent) -> None:
     world.outbox.add(EmitEvent(message.job_id, event))
 
 
+def _on_worker_log(world: World, message: WorkerLog) -> None:
+    if message.job_id in world.jobs:
+        lines = list(zip(message.times, message.texts, strict=False))
+        world.outbox.add(EmitLogLines(message.job_id, message.worker, lines))
+
+
 def lose_worker(world: World, worker: Worker, now: Now) -> None:
     """Declare a worker dead: its lease ran out and its heartbeats stopped."""
     _count_preemption(world, worker, "with_notice" if worker.noticed else "without_notice")
@@ -288,13 +306,14 @@ def dismiss_mismatched(world: World, worker: Worker, now: Now) -> None:
 def remove_worker(world: World, worker: Worker, now: Now, *, lost: bool, reason: str) -> None:
     """Remove a worker and queue its samples."""
     world.unassign_all(worker, now, "lost" if lost else "left")
-    world.fleet.remove(worker, "lost" if lost else "left")
+    world.fleet.remove(worker, "lost" if lost else "left", reason)
     world.candidates.mark_changed(worker)
     world.outbox.add(ForgetWorker(worker.id, reason))
     world.emit_event("worker_lost" if lost else "worker_left", now, worker=worker.id, reason=reason)
 
 
 def _count_preemption(world: World, worker: Worker, kind: str) -> None:
+    world.fleet.on_preempted(worker)
     for job in world.jobs.active():
         if job.state in {"running", "paused"} and worker.job in {job.id, ""}:
             world.audits[job.id].preemptions[kind] += 1

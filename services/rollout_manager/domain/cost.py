@@ -1,4 +1,4 @@
-"""What a job costs: the time and price of the workers that serve it."""
+"""What a job costs: the time and price of the workers that serve it; and what its budget still pays for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pydantic import BaseModel
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_manager.domain.audit import Audit
+    from rlboost.services.rollout_manager.domain.fleet import Worker
+    from rlboost.services.rollout_manager.domain.jobs import Job
     from rlboost.services.rollout_manager.domain.world import Now, World
 
 CHARGE_EVERY_S = 1.0
+DRAIN_RESERVE_S = 30.0
+"""A budget always pays for this much more time of all the job's workers: until the next charge, a drain and an exit."""
 _HOUR_S = 3600.0
 
 
@@ -30,6 +34,8 @@ class Cost(BaseModel):
     """Unix seconds; 0 before the first charge."""
     workers: dict[str, WorkerTime] = {}
     """By role and kind."""
+    budget_reached: bool = False
+    """True once the job's remaining budget only just pays for draining its workers. It stays so."""
 
     def charge(self, role: str, kind: str, price_per_hour: float, seconds: float) -> None:
         """Add the time of one worker."""
@@ -46,7 +52,7 @@ class Cost(BaseModel):
 def charge_workers(world: World, now: Now) -> None:
     """Charge each active job with the time of its workers since the last charge, if that is due.
 
-    A worker costs from when it is commanded to serve the job, the pull of weights included, until it is gone. Time in
+    A worker costs from the start of its process until it is gone, except for time in which it serves no job. Time in
     which no manager led is charged by the next one, for the workers that are still there.
     """
     last = world.periodic.charged_at
@@ -58,19 +64,55 @@ def charge_workers(world: World, now: Now) -> None:
         # Within one manager's life the monotonic clock counts: the system's may be set.
         elapsed_s = now.mono - last if last is not None else max(0.0, now.wall - cost.charged_until)
         if cost.charged_until:
-            for worker in world.fleet.workers.values():
-                if (worker.job or worker.job_id) == job.id:
-                    joined = worker.joined
-                    cost.charge(joined.role, joined.kind, joined.price_per_hour, elapsed_s)
+            for worker in _workers_of(world, job):
+                cost.charge(worker.joined.role, worker.joined.kind, worker.joined.price_per_hour, elapsed_s)
         cost.charged_until = now.wall
+        _check_budget(world, job, now)
 
 
-def cost_report(audit: Audit, steps: int) -> dict[str, Any]:
+def charge_startup(world: World, worker: Worker, job: Job) -> None:
+    """Charge a job that a worker begins to serve with the time before the worker joined, unless another job was."""
+    joined, seconds = worker.joined, worker.unbilled_startup_s
+    worker.unbilled_startup_s = 0.0
+    if seconds:
+        world.audits[job.id].cost.charge(joined.role, joined.kind, joined.price_per_hour, seconds)
+
+
+def has_budget(world: World, job: Job, worker: Worker | None = None) -> bool:
+    """Return True if the job's budget pays for its workers a while longer, and for one more worker if one is given."""
+    cost, limit = world.audits[job.id].cost, job.spec.elastic.max_dollars
+    if limit is None:
+        return True
+    if cost.budget_reached:
+        return False
+    per_hour = sum(member.joined.price_per_hour for member in _workers_of(world, job))
+    dollars = cost.dollars + DRAIN_RESERVE_S / _HOUR_S * per_hour
+    if worker is not None:
+        dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / _HOUR_S * worker.joined.price_per_hour
+    return dollars < limit
+
+
+def _check_budget(world: World, job: Job, now: Now) -> None:
+    cost = world.audits[job.id].cost
+    if not cost.budget_reached and not has_budget(world, job):
+        cost.budget_reached = True
+        world.emit_event(
+            "budget_reached", now, job.id, dollars=round(cost.dollars, 2), max_dollars=job.spec.elastic.max_dollars
+        )
+
+
+def _workers_of(world: World, job: Job) -> list[Worker]:
+    """Return the workers that the job pays for."""
+    return [worker for worker in world.fleet.workers.values() if (worker.job or worker.job_id) == job.id]
+
+
+def cost_report(audit: Audit, steps: int, max_dollars: float | None) -> dict[str, Any]:
     """Return the fields of `GET /v1/jobs/{job_id}/cost`; a ratio is None before its denominator is above 0.
 
     Args:
         audit: the job's.
         steps: finished steps.
+        max_dollars: the job's budget.
 
     """
     dollars = audit.cost.dollars
@@ -78,6 +120,8 @@ def cost_report(audit: Audit, steps: int) -> dict[str, Any]:
     regenerated = sum(audit.tokens_regenerated.values())
     return {
         "dollars": dollars,
+        "max_dollars": max_dollars,
+        "budget_reached": audit.cost.budget_reached,
         "workers": [
             {"role": time.role, "kind": time.kind, "hours": time.seconds / _HOUR_S, "dollars": time.dollars}
             for time in audit.cost.workers.values()
@@ -89,6 +133,9 @@ def cost_report(audit: Audit, steps: int) -> dict[str, Any]:
         "dollars_saved_by_migration": None if per_token is None else per_token * audit.tokens_saved,
         "tokens_regenerated": regenerated,
         "dollars_regenerated": None if per_token is None else per_token * regenerated,
+        "dollars_regenerated_by_cause": {
+            cause: per_token * tokens for cause, tokens in audit.tokens_regenerated.items() if per_token is not None
+        },
     }
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from rlboost.services.rollout_manager.domain.apply_messages import dismiss_mismatched, lose_worker
 from rlboost.services.rollout_manager.domain.cost import charge_workers
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
-from rlboost.services.rollout_manager.domain.fleet import MAX_REFUTED
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
 from rlboost.services.rollout_manager.domain.serving import NO_CLIENTS, Clients, close_served
@@ -83,9 +82,8 @@ def _deliver_finished(world: World) -> None:
 
 def _drain_rejected(world: World, now: Now) -> None:
     """Take all samples from workers that send invalid tokens where others do not, and drain these workers."""
-    for worker in world.fleet.workers.values():
-        if worker.refuted < MAX_REFUTED or worker.rejected:
-            continue
+    distrusted, world.fleet.distrusted = world.fleet.distrusted, []
+    for worker in distrusted:
         reason = f"it sent invalid tokens for {worker.refuted} samples that other workers completed"
         world.fleet.reject(worker)
         world.candidates.mark_changed(worker)

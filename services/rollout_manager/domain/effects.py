@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlboost.services.rollout_manager.domain.jobs import Job
@@ -51,6 +52,15 @@ class EmitEvent:
 
     job_id: str
     event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class EmitLogLines:
+    """Append lines of a worker's log, each a time and a text, to a job's log."""
+
+    job_id: str
+    worker: str
+    lines: Sequence[tuple[float, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,7 @@ Effect = (
     | Deliver
     | Refuse
     | EmitEvent
+    | EmitLogLines
     | SaveJob
     | ForgetJob
     | QuarantineMessage

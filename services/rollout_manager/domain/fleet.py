@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rlboost.services.rollout_manager.domain.command_check import CommandCheck
 from rlboost.services.rollout_manager.domain.kv_usage import KvUsage
+from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.throughput_model import Profile, speed_after
-from rlboost.shared.messages import WorkerHeartbeat, WorkerJoined
+from rlboost.shared.messages import Wait, WorkerHeartbeat, WorkerJoined
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
 Serving = tuple[str, int]
@@ -40,6 +42,8 @@ class Worker:
     """One incarnation of a worker."""
 
     joined: WorkerJoined
+    id: str = field(init=False)
+    """Of the incarnation."""
     last_seen_at: float
     """When its last heartbeat was read (manager's clock)."""
     state: State = "joining"
@@ -47,6 +51,8 @@ class Worker:
     version: int = -1
     """The weight version that its engine has loaded, as it reports."""
     tokens_per_s: float = 0.0
+    update_s: float = 0.0
+    """How long its last weight update took; 0 before the first."""
     last_heartbeat_at: float = 0.0
     """Worker's clock, Unix seconds."""
     resident_bytes: int = 0
@@ -67,6 +73,10 @@ class Worker:
     """How many of these samples another worker completed, so that this worker is to blame and not the weights."""
     rejected: bool = False
     """It is not trusted any more, and was commanded to drain."""
+    drain_commanded: bool = False
+    """It was commanded to drain for another reason."""
+    unbilled_startup_s: float = 0.0
+    """Time before its join that no job was charged with yet."""
     samples: set[int] = field(default_factory=set)
     releasing: dict[int, float] = field(default_factory=dict)
     """Members of `samples` that it was asked to release -> when (manager's clock)."""
@@ -83,17 +93,18 @@ class Worker:
     """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
     disturbed_at: float = -math.inf
     """When it was last assigned samples that need a long prefill (manager's clock)."""
+    waiting: Wait | None = None
+    """What it waits for, as of its last heartbeat."""
+    gone_reason: str = ""
+    """Why it has departed."""
     commands: CommandCheck = field(default_factory=CommandCheck)
+    starting: bool = False
+    """This manager has seen it before it was ready for the first time."""
     _last_running: int = 0
 
     def __post_init__(self) -> None:
-        """Take the capacity from the join message."""
-        self.kv.capacity = self.joined.kv_tokens
-
-    @property
-    def id(self) -> str:
-        """Return the incarnation's id."""
-        return self.joined.worker
+        """Take the id and the capacity from the join message."""
+        self.id, self.kv.capacity = self.joined.worker, self.joined.kv_tokens
 
     @property
     def reserved(self) -> bool:
@@ -128,26 +139,56 @@ class Worker:
         tokens_each = self.kv.held / len(self.samples) if self.samples else 0.0
         return self.profile.tokens_per_s(self.batch_cap, self.batch_cap * tokens_each) * self.speed
 
+    @property
+    def age_s(self) -> float:
+        """Return how long it has existed, by its own clock."""
+        return max(0.0, self.last_heartbeat_at - self.joined.at)
+
+    def utilization(self) -> float:
+        """Return its throughput as a part of that of a full batch, by the batch in its last heartbeat."""
+        running, batch_cap = self._last_running, max(1, self.batch_cap)
+        if running >= batch_cap or not running:
+            return float(running > 0)
+        if not self.profile.known:
+            return running / batch_cap
+        tokens_each = self.kv.held / len(self.samples) if self.samples else 0.0
+        full = self.profile.tokens_per_s(batch_cap, batch_cap * tokens_each)
+        return min(1.0, self.profile.tokens_per_s(running, running * tokens_each) / full)
+
     def serves(self, job_id: str, oldest: int, newest: int) -> bool:
         """Return True if it can generate for this job with one of these versions now."""
         return self.generates and self.job_id == job_id and oldest <= self.version <= newest
 
     def add(self, sample: Sample) -> None:
         """Take a sample, and count its tokens."""
-        request = sample.request
-        self.kv.add(sample, has_sibling=not self.samples.isdisjoint(range(request.group, request.group + request.n)))
+        self.kv.add(sample, has_sibling=self._has_sibling(sample))
         self.samples.add(sample.id)
+
+    def remove(self, sample: Sample) -> None:
+        """Remove a sample that it has, and its tokens."""
+        self.samples.remove(sample.id)
+        self.releasing.pop(sample.id, None)
+        self.kv.remove(sample, has_sibling=self._has_sibling(sample))
+
+    def _has_sibling(self, sample: Sample) -> bool:
+        request = sample.request
+        return bool(self.kv.block_tokens) and not self.samples.isdisjoint(
+            range(request.group, request.group + request.n)
+        )
 
     def on_heartbeat(self, heartbeat: WorkerHeartbeat, now: float) -> State | None:
         """Apply a heartbeat; return the previous state if the heartbeat changed it."""
         before = self.state
         self.last_seen_at, self.known, self.last_heartbeat_at = now, True, heartbeat.at
         self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
+        self.update_s = heartbeat.update_s
         self.resident_bytes = heartbeat.resident_bytes
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
         self.max_request_tokens = heartbeat.max_request_tokens
-        self.state = "draining" if self.noticed or self.rejected else heartbeat.state
+        self.waiting = heartbeat.waiting
+        drains = self.noticed or self.rejected or self.drain_commanded
+        self.state = "draining" if drains else heartbeat.state
         self._observe_throughput(heartbeat, now)
         return before if before != self.state else None
 
@@ -189,6 +230,15 @@ class Worker:
             "pid": self.joined.pid,
             "joined_at": self.joined.at,
             "last_beat_at": self.last_heartbeat_at or self.joined.at,
+            "waiting": {
+                "for": self.waiting.subject,
+                "because": self.waiting.because,
+                "since": self.waiting.since,
+                "limit_s": self.waiting.limit_s,
+            }
+            if self.waiting
+            else None,
+            "gone_reason": self.gone_reason or None,
         }
 
 
@@ -204,6 +254,10 @@ class Fleet:
         """Kind -> throughput of its workers, departed ones included."""
         self.fallback_profile = Profile()
         """For workers of a kind without a profile: the most observed profile of another kind."""
+        self.distrusted: list[Worker] = []
+        """Workers that other workers have refuted too often, to be rejected."""
+        self.lifetimes: dict[str, Lifetimes] = defaultdict(Lifetimes)
+        """By kind."""
         self.revision = 0
         """Rises with every change of who is present, in which state, serving what."""
         self._suspects_at = -math.inf
@@ -223,6 +277,11 @@ class Fleet:
         before = worker.on_heartbeat(heartbeat, now)
         if before is not None or serving != (worker.job_id, worker.version, worker.known):
             self.revision += 1
+        if worker.state == "joining":
+            worker.starting = True
+        elif worker.starting and worker.state == "ready":
+            worker.starting = False
+            self.lifetimes[worker.joined.kind].on_startup(worker.age_s)
         if worker.profile.known and worker.profile.observed > self.fallback_profile.observed:
             self.fallback_profile = worker.profile
         return before
@@ -232,9 +291,27 @@ class Fleet:
         worker.noticed, worker.state = True, "draining"
         self.revision += 1
 
+    def on_preempted(self, worker: Worker) -> None:
+        """Count a preemption."""
+        self.lifetimes[worker.joined.kind].preemptions += 1
+
+    def preemptions_per_s(self, kind: str) -> float:
+        """Return the hazard of a worker of this kind."""
+        present_s = sum(worker.age_s for worker in self.workers.values() if worker.joined.kind == kind)
+        return self.lifetimes[kind].preemptions_per_s(present_s)
+
+    def availability_of(self, kind: str) -> float:
+        """Return the part of its time in which a worker of this kind generates."""
+        return availability(self.preemptions_per_s(kind), self.lifetimes[kind].startup_s)
+
     def reject(self, worker: Worker) -> None:
         """Mark a worker as not trusted any more."""
         worker.rejected, worker.state = True, "draining"
+        self.revision += 1
+
+    def on_drain(self, worker: Worker) -> None:
+        """Mark a worker as commanded to drain."""
+        worker.drain_commanded, worker.state = True, "draining"
         self.revision += 1
 
     def on_delivered(self, sample: Sample) -> None:
@@ -242,16 +319,20 @@ class Fleet:
         for worker in self.workers.values():
             if sample.id in worker.invalid_samples:
                 worker.invalid_samples.discard(sample.id)
-                worker.refuted += sample.worker != worker.id
+                if sample.worker != worker.id:
+                    worker.refuted += 1
+                    if worker.refuted == MAX_REFUTED:
+                        self.distrusted.append(worker)
 
     def assign(self, worker: Worker, serving: Serving) -> None:
         """Note that a worker is commanded to use a version."""
         worker.assigned_version = serving
         self.revision += 1
 
-    def remove(self, worker: Worker, state: Literal["lost", "left"]) -> None:
+    def remove(self, worker: Worker, state: Literal["lost", "left"], reason: str) -> None:
         """Move a worker to the departed ones."""
-        worker.state, worker.tokens_per_s = state, 0.0
+        worker.state, worker.tokens_per_s, worker.waiting, worker.gone_reason = state, 0.0, None, reason
+        self.lifetimes[worker.joined.kind].departed_s += worker.age_s
         self.gone[worker.id] = self.workers.pop(worker.id)
         self.revision += 1
         while len(self.gone) > GONE_RETAINED:

@@ -30,6 +30,20 @@ class JobProgress:
     below_share_since: float | None = None
     """Since when (manager's clock) it has samples queued and fewer workers than its fair share."""
 
+    trainer_status: str | None = None
+    """The value of the trainer's lease on the job (JSON), None if no trainer holds it."""
+    trainer_renewed_at: float | None = None
+    """When the lease was renewed last (Unix); without a renewal, when it was first missed; None before both."""
+    trainer_checked_at: float = 0.0
+    """When the lease was read last (Unix): no trainer is blamed for an outage of Redis."""
+
+    def on_trainer_status(self, status: str | None, now: float) -> None:
+        """Note the present value of the trainer's lease, which each renewal changes."""
+        self.trainer_checked_at = now
+        if self.trainer_renewed_at is None or (status is not None and status != self.trainer_status):
+            self.trainer_renewed_at = now
+        self.trainer_status = status
+
     def is_delivered(self, sample_id: int) -> bool:
         """Return True if the sample was delivered or dropped."""
         return sample_id in self.delivered.get(SampleId.unpack(sample_id).step, ())

@@ -11,7 +11,7 @@ from rlboost.shared.columns import length
 
 @dataclass(slots=True)
 class KvUsage:
-    """Token counts as of the worker's last heartbeat, plus the samples assigned since. The only place that counts."""
+    """Token counts of the worker's samples as they are in the ledger, so less than the engine has generated."""
 
     capacity: int = 0
     """Tokens that the cache holds; 0 where the engine reports none."""
@@ -28,10 +28,14 @@ class KvUsage:
         return self.held - self.shared
 
     def add(self, sample: Sample, *, has_sibling: bool) -> None:
-        """Count one more sample; `has_sibling`: the worker already holds a sample of its group."""
+        """Count one more sample; `has_sibling`: the worker holds another sample of its group."""
         self.held += tokens_of(sample)
-        if has_sibling and self.block_tokens:
-            self.shared += _shared_tokens(sample, self.block_tokens)
+        self.shared += self._shared_tokens(sample) if has_sibling else 0
+
+    def remove(self, sample: Sample, *, has_sibling: bool) -> None:
+        """Count one sample less; `has_sibling`: the worker still holds another sample of its group."""
+        self.held -= tokens_of(sample)
+        self.shared -= self._shared_tokens(sample) if has_sibling else 0
 
     def recount(self, samples: Iterable[Sample]) -> None:
         """Count all samples of the worker from scratch."""
@@ -41,12 +45,13 @@ class KvUsage:
             self.add(sample, has_sibling=sample.request.group in groups)
             groups.add(sample.request.group)
 
+    def _shared_tokens(self, sample: Sample) -> int:
+        # Full blocks, without the prompt's last token: each sample runs that through the model, and its block with it.
+        if not self.block_tokens:
+            return 0
+        return (length(sample.request.prompt) - 1) // self.block_tokens * self.block_tokens
+
 
 def tokens_of(sample: Sample) -> int:
     """Return the tokens of a sample in the KV cache: its prompt and what was generated."""
     return length(sample.request.prompt) + sample.n_tokens
-
-
-def _shared_tokens(sample: Sample, block_tokens: int) -> int:
-    # Full blocks, without the prompt's last token: each sample runs that through the model, and its block with it.
-    return (length(sample.request.prompt) - 1) // block_tokens * block_tokens

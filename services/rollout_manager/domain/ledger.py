@@ -13,6 +13,7 @@ the same ledger as the live run, whatever the manager had already done:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -54,6 +55,8 @@ class Outcome:
 
     accepted: dict[int, int] = field(default_factory=dict)
     """Job number -> tokens that extended samples."""
+    grown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Worker -> tokens that extended samples that it owns; empty: without an owner."""
     refused: list[tuple[int, str, int]] = field(default_factory=list)
     """(job number, cause, tokens) that were discarded."""
     duplicates: dict[int, int] = field(default_factory=dict)
@@ -144,18 +147,21 @@ class Ledger:
         placed = []
         for sample_id, attempt, offset in rows:
             sample = self.samples.get(sample_id)
-            if sample is None or attempt <= sample.attempt:
-                continue
-            cut = sample.cut(offset)
-            self.tokens_live -= cut
-            sample.worker = sample.attempt_worker = message.worker
-            sample.attempt, sample.offset = attempt, offset
-            if sample.finish == FINISH_NONE:
-                self.finished.pop(sample_id, None)
-            self.failed.pop(sample_id, None)
-            self._expect(sample)
-            placed.append((sample, cut))
+            if sample is not None and attempt > sample.attempt:
+                placed.append((sample, self.begin_attempt(sample, message.worker, attempt, offset)))
         return placed
+
+    def begin_attempt(self, sample: Sample, worker: str, attempt: int, offset: int) -> int:
+        """Give a sample with its first `offset` tokens to a worker; return how many tokens were cut."""
+        cut = sample.cut(offset)
+        self.tokens_live -= cut
+        sample.worker = sample.attempt_worker = worker
+        sample.attempt, sample.offset = attempt, offset
+        if sample.finish == FINISH_NONE:
+            self.finished.pop(sample.id, None)
+        self.failed.pop(sample.id, None)
+        self._expect(sample)
+        return cut
 
     def extend(self, *frames: TokenFrame) -> Outcome:
         """Apply workers' tokens: consecutive frames of the log.
@@ -177,11 +183,12 @@ class Ledger:
             out.refused.append((job_of(sample_id), cause, count))
         for slot, worker, version, start in rows.new_spans:
             self._by_slot[slot].begin_span(worker, version, start)
-        tokens, logprobs = rows.tokens, rows.logprobs
+        tokens, logprobs, grown = rows.tokens, rows.logprobs, out.grown
         for slot, start, end in rows.appends:
             sample = self._by_slot[slot]
             sample.tokens += tokens[start:end]
             sample.logprobs += logprobs[start:end]
+            grown[sample.worker] += (end - start) // TOKEN_BYTES
         for slot, finish in rows.ended:
             self._end(self._by_slot[slot], finish, out)
         for row in rows.irregular:
@@ -210,6 +217,7 @@ class Ledger:
             sample.tokens += row.tokens[known * TOKEN_BYTES :]
             sample.logprobs += row.logprobs[known * TOKEN_BYTES :]
             self.tokens_live += count - known
+            out.grown[sample.worker] += count - known
             out.accepted[job] = out.accepted.get(job, 0) + count - known
             self._expect(sample, row.version)
         if row.finish and self._end(sample, row.finish, out):

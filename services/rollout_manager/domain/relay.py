@@ -16,6 +16,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
+    WorkerLog,
 )
 
 Destination = Literal["token_log", "heartbeats", "dead_letters"]
@@ -25,6 +26,7 @@ _DESTINATIONS: dict[str, Destination] = {
     WorkerJoined.tag: "heartbeats",
     WorkerHeartbeat.tag: "heartbeats",
     WorkerEvent.tag: "heartbeats",
+    WorkerLog.tag: "heartbeats",
     PreemptionNotice.tag: "heartbeats",
     WorkerLeft.tag: "heartbeats",
     DeadLetter.tag: "dead_letters",

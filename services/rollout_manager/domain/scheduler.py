@@ -102,13 +102,17 @@ def _note_stall(world: World, requirement: Requirement, *, stalled: bool, now: N
 
 
 def _assign(world: World, worker: Worker, samples: list[Sample], now: Now) -> None:
-    message = Placed(
-        worker=worker.id,
-        samples=pack([sample.id for sample in samples], U64),
-        attempts=pack([sample.attempt + 1 for sample in samples], U32),
-        offsets=pack([sample.n_tokens for sample in samples], U32),
+    for sample in samples:
+        world.ledger.begin_attempt(sample, worker.id, sample.attempt + 1, sample.n_tokens)
+    world.outbox.record(
+        Placed(
+            worker=worker.id,
+            samples=pack([sample.id for sample in samples], U64),
+            attempts=pack([sample.attempt for sample in samples], U32),
+            offsets=pack([sample.offset for sample in samples], U32),
+        )
     )
-    migrated = [sample for sample in samples if sample.attempt]
+    migrated = [sample for sample in samples if sample.attempt > 1]
     job_id = samples[0].request.job_id
     if migrated:
         worker.disturbed_at = now.mono
@@ -117,8 +121,6 @@ def _assign(world: World, worker: Worker, samples: list[Sample], now: Now) -> No
         audit.migrations += len(migrated)
         audit.tokens_saved += tokens
         world.emit_event("samples_migrated", now, job_id, worker=worker.id, samples=len(migrated), tokens=tokens)
-    world.ledger.place(message)
-    world.outbox.record(message)
     assignments = [_assignment(sample) for sample in samples]
     world.outbox.send(worker.id, Assign(job_id=job_id, version=worker.version, samples=assignments))
     window = world.progress[job_id].window
@@ -146,13 +148,14 @@ def rebalance(world: World, now: Now) -> None:
         return
     world.periodic.rebalanced_at = now.mono
     releasing = _revoke_overdue_releases(world, now)
-    for (job_id, version), workers in world.candidates.by_serving().items():
+    for (job_id, version), pool in world.candidates.by_serving().items():
         # Queued samples count in no load yet: they are placed first, then loads are compared again.
         queued = any(need.job_id == job_id and need.oldest <= version for need in world.queues)
-        if len(workers) > 1 and not queued and not any(worker.id in releasing for worker in workers):
-            loads = [_load_of(world, worker, now) for worker in workers]
-            for worker_id, sample_ids in select_migrations([load for load in loads if load.profile.known]).items():
-                reclaim(world, world.fleet.workers[worker_id], sample_ids, now)
+        if queued or pool.is_balanced or not releasing.isdisjoint(pool.members):
+            continue
+        loads = [_load_of(world, world.fleet.workers[worker_id], now) for worker_id in sorted(pool.members)]
+        for worker_id, sample_ids in select_migrations([load for load in loads if load.profile.known]).items():
+            reclaim(world, world.fleet.workers[worker_id], sample_ids, now)
 
 
 def _load_of(world: World, worker: Worker, now: Now) -> WorkerLoad:

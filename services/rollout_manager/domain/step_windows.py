@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
+from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.job_progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.seeding import View, Window
@@ -30,7 +32,7 @@ def begin_step(world: World, job: Job, now: Now) -> None:
     length_s, source = _length(job, fleet)
     window = progress.window = Window(step, length_s)
     if world.periodic.decided_once:
-        window.meter = Meter(now.mono, now.mono)
+        window.meter = Meter(now.mono, now.mono, tokens_before=world.audits[job.id].tokens_delivered)
     elif world.ledger.samples:
         window.on_placed(now.mono)
     shown = None if length_s is None else round(length_s, 3)
@@ -62,7 +64,8 @@ def advance_window(world: World, job: Job, now: Now) -> None:
             world.emit_event("seeding_window_closing", now, job.id, step=window.step, reason=window.reason)
         case "end":
             length_s = window.lasted_s
-            message = SeedingEnded(step=window.step, window_s=length_s, reason=window.reason)
+            engines = engine_profiles(world, job.id)
+            message = SeedingEnded(step=window.step, window_s=length_s, reason=window.reason, engines=engines)
             world.outbox.deliver(job.id, message)
             world.emit_event("seeding_ended", now, job.id, step=window.step, window_s=length_s, reason=window.reason)
         case "reopen":
@@ -106,6 +109,13 @@ def _remaining_s(world: World, job: Job, progress: JobProgress, step: int) -> fl
     return tokens / tokens_per_s if tokens_per_s else math.inf
 
 
+def credit_generation(world: World, worker: Worker, now: Now) -> None:
+    """Credit the step with what a worker has generated since its last heartbeat; to be called at the next one."""
+    progress = world.progress.get(worker.job)
+    if progress and progress.window and progress.window.meter:
+        progress.window.meter.work_s += worker.utilization() * min(now.mono - worker.last_seen_at, world.fleet.lease_s)
+
+
 def end_step(world: World, job: Job, report: StepReport, now: Now) -> None:
     """Tune the length of the next window by a step whose weights are committed."""
     progress = world.progress.get(job.id)
@@ -115,7 +125,8 @@ def end_step(world: World, job: Job, report: StepReport, now: Now) -> None:
     meter, window.meter = window.meter, None
     # Where no preemptible worker could take over in time, the window lasted longer: that must not lengthen the next.
     window_s = window.lasted_s if window.length_s is None else min(window.lasted_s, window.length_s)
-    measured = meter.measure(window_s, report.wait_s, report.train_s)
+    tokens = world.audits[job.id].tokens_delivered
+    measured = meter.measure(window_s, report.wait_s, report.train_s, tokens)
     if meter.most and meter.reserved:
         fields = job.window_tuner.learn(measured)
         world.emit_event("seeding_window_updated", now, job.id, step=report.step, **fields)

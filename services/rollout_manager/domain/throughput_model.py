@@ -73,6 +73,10 @@ class Profile:
         """Return the seconds of one step, which is also the time between two tokens of a sample."""
         return self.fixed_s + self.each_s * running + self.token_s * tokens
 
+    def token_interval_s(self, load: int, batch_cap: int, tokens: float) -> float:
+        """Return the seconds between two tokens of one of `load` samples; those beyond the batch cap take turns."""
+        return self.step_s(min(load, batch_cap), tokens) * max(1.0, load / batch_cap)
+
     def tokens_per_s(self, running: float, tokens: float) -> float:
         """Return the throughput."""
         return running / self.step_s(running, tokens) if running else 0.0

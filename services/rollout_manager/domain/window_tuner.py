@@ -25,6 +25,8 @@ ETA = 2.0
 """Divisor of the difference of the waits; the paper's released code has 3."""
 FLOOR_RISES = 0.2
 """How far one step raises the workers' minimum wait; it falls at once."""
+NEWEST_STEP_WEIGHT = 0.5
+"""Weight of the newest step in the number of workers worth having: heartbeats sample how busy workers are."""
 UNSTEADY = 1.5
 """A further divisor when workers joined or left: that influences the waits as well."""
 DEAD_BAND = 0.05
@@ -45,7 +47,12 @@ class WindowTuner:
     train_s: float = 0.0
     """Training time of the last step."""
     target_workers: float | None = None
-    """Number of preemptible workers that would balance generation and training (N_prem in the paper)."""
+    """Number of preemptible workers that would balance generation and training (N_prem in the paper), of which each
+    generates at full throughput: the time of pulling weights and of the tail of a step does not count as work."""
+    step_s: float = 0.0
+    """Duration of the last step."""
+    tokens_per_s: float = 0.0
+    """Delivered during the last step."""
 
     def choose(self, fleet: int) -> tuple[float | None, Source]:
         """Return the window for a step that begins with this many preemptible workers, and its source.
@@ -78,16 +85,19 @@ class WindowTuner:
         self.window_s = max(0.0, seen.window_s + change_s)
         if seen.steady:
             self.memory[seen.fleet] = self.window_s
-        self.train_s = seen.train_s
+        self.train_s, self.step_s = seen.train_s, seen.step_s
         if seen.train_s > 0:
-            work_s = seen.remote_s * seen.fleet_mean + seen.window_s * seen.reserved
-            self.target_workers = work_s / seen.train_s
+            newest = seen.work_s / seen.train_s
+            before = newest if self.target_workers is None else self.target_workers
+            self.target_workers = before + NEWEST_STEP_WEIGHT * (newest - before)
+        self.tokens_per_s = seen.tokens / seen.step_s if seen.step_s > 0 else 0.0
         return {
             "train_wait_s": round(seen.train_wait_s, 3),
             "remote_wait_s": round(seen.remote_wait_s, 3),
             "min_wait_s": round(self.min_wait_s, 3),
             "step_s": round(seen.step_s, 3),
             "fleet_mean": round(seen.fleet_mean, 2),
+            "work_s": round(seen.work_s, 3),
             "window_was_s": round(seen.window_s, 3),
             "change_s": round(change_s, 3),
             "window_s": round(self.window_s, 3),
@@ -122,6 +132,10 @@ class StepTimes:
     steady: bool
     """No preemptible worker joined or left."""
     reserved: int
+    work_s: float
+    """Worker-seconds of generation at full throughput, by all workers of the job."""
+    tokens: int
+    """Delivered."""
 
 
 @dataclass(slots=True)
@@ -134,6 +148,10 @@ class Meter:
     """Preemptible workers were present and samples in flight."""
     idle_s: float = 0.0
     """Preemptible workers were present and no samples in flight."""
+    work_s: float = 0.0
+    """See `StepTimes`."""
+    tokens_before: int = 0
+    """Delivered before the step."""
     workers_s: float = 0.0
     least: int | None = None
     most: int = 0
@@ -152,8 +170,8 @@ class Meter:
         elif fleet:
             self.idle_s += passed
 
-    def measure(self, window_s: float, train_wait_s: float, train_s: float) -> StepTimes:
-        """Return the measurements of the step that ends now."""
+    def measure(self, window_s: float, train_wait_s: float, train_s: float, tokens: int) -> StepTimes:
+        """Return the measurements of the step that ends now; `tokens`: delivered since the job began."""
         step_s = self.at - self.began_at
         return StepTimes(
             window_s=window_s,
@@ -166,4 +184,6 @@ class Meter:
             fleet_mean=self.workers_s / step_s if step_s > 0 else float(self.fleet),
             steady=self.least == self.most,
             reserved=self.reserved,
+            work_s=self.work_s,
+            tokens=tokens - self.tokens_before,
         )

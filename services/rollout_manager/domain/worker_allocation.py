@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlboost.services.rollout_manager.domain.cost import charge_startup, has_budget
 from rlboost.services.rollout_manager.domain.fleet import FleetCounts, Worker
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.scheduling.fair_share import Demand, Member, reallocate, shares_of
@@ -19,14 +20,19 @@ def allocate(world: World, now: Now) -> None:
     """
     versions = {job.id: version for job in world.jobs.active() if (version := _version(world, job.id)) >= 0}
     jobs = [world.jobs[job_id] for job_id in versions]
-    if len(jobs) > 1 and now.mono - world.periodic.reallocated_at >= REALLOCATE_EVERY_S:
+    payers = [job for job in jobs if not world.audits[job.id].cost.budget_reached]
+    if len(payers) > 1 and now.mono - world.periodic.reallocated_at >= REALLOCATE_EVERY_S:
         world.periodic.reallocated_at = now.mono
-        _reallocate(world, jobs, versions, now)
+        _reallocate(world, payers, versions, now)
     if not _is_stale(world):
         return
     for worker in world.fleet.workers.values():
-        if worker.state != "draining" and (job := _job_of(worker, jobs)):
+        if worker.state == "draining":
+            continue
+        if job := _job_of(world, worker, jobs if worker.reserved else payers):
             _use_version(world, worker, job, versions[job.id])
+        elif jobs and worker.job and not worker.reserved:  # others stay idle: a supervisor would restart them
+            world.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
     for job in world.jobs.active():
         world.progress[job.id].fleet = _count_workers(world, job)
 
@@ -48,7 +54,8 @@ def _inputs(world: World) -> object:
     for job in world.jobs.active():
         progress = world.progress[job.id]
         window = progress.window and (progress.window.step, progress.window.phase)
-        jobs.append((job.id, job.state, job.trainer, progress.committed_version, window))
+        budget_reached = world.audits[job.id].cost.budget_reached
+        jobs.append((job.id, job.state, job.trainer, progress.committed_version, window, budget_reached))
     return world.fleet.revision, world.in_flight.revision, jobs
 
 
@@ -76,18 +83,19 @@ def _version(world: World, job_id: str) -> int:
     return min([world.committed_version(job_id), *required])
 
 
-def _job_of(worker: Worker, jobs: list[Job]) -> Job | None:
+def _job_of(world: World, worker: Worker, jobs: list[Job]) -> Job | None:
     if worker.reserved:
         candidates = [job for job in jobs if _is_reserved_for(worker, job)]
         running = (job for job in candidates if job.state == "running")
         return next(running, candidates[0] if candidates else None)
     allocated = (job for job in jobs if job.id == worker.job)
-    return next(allocated, jobs[0] if jobs else None)
+    return next(allocated, None) or next((job for job in jobs if has_budget(world, job, worker)), None)
 
 
 def _use_version(world: World, worker: Worker, job: Job, version: int) -> None:
     if worker.assigned_version == (job.id, version):
         return
+    charge_startup(world, worker, job)
     world.fleet.assign(worker, (job.id, version))
     world.candidates.mark_changed(worker)
     world.outbox.send(worker.id, UseVersion(job_id=job.id, version=version, in_flight=job.spec.elastic.in_flight))
@@ -121,6 +129,8 @@ def _reallocate(world: World, jobs: list[Job], versions: dict[str, int], now: No
     _note_jobs_below_share(world, demands, members, shares, now)
     for worker_id, job_id in reallocate(demands, members, shares).items():
         worker = world.fleet.workers[worker_id]
+        if not has_budget(world, world.jobs[job_id], worker):
+            continue
         samples = len(worker.samples)
         world.emit_event("worker_reassigned", now, job_id, worker=worker_id, before=worker.job, samples=samples)
         _use_version(world, worker, world.jobs[job_id], versions[job_id])

@@ -23,7 +23,7 @@ from rlboost.services.rollout_manager.domain.scheduling.requirements import InFl
 from rlboost.shared.columns import U32, U64, pack
 from rlboost.shared.command_digest import command_digest
 from rlboost.shared.ids import is_served, job_of
-from rlboost.shared.messages import FINISH_STOP, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
+from rlboost.shared.messages import FINISH_STOP, Drain, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
 
 
 class Now(NamedTuple):
@@ -192,9 +192,8 @@ class World:
 
     def _remove_from_owner(self, sample: Sample) -> None:
         owner = self.fleet.workers.get(sample.worker)
-        if owner is not None:
-            owner.samples.discard(sample.id)
-            owner.releasing.pop(sample.id, None)
+        if owner is not None and sample.id in owner.samples:  # not while the log is replayed
+            owner.remove(sample)
             self.candidates.mark_changed(owner)
 
     def close(self, sample_ids: Iterable[int]) -> None:
@@ -286,15 +285,25 @@ class World:
 
         Releases, a suspension and another job's weights take samples from it before they are unassigned here.
         """
-        suspended = worker.assigned_active is False
+        suspended, job_id = worker.assigned_active is False, worker.job
         owned = [] if suspended else [self.ledger.samples[i] for i in worker.samples - worker.releasing.keys()]
-        samples = [sample for sample in owned if not sample.finish and sample.request.job_id == worker.job]
+        samples = [sample for sample in owned if not sample.finish and sample.request.job_id == job_id]
         attempts = [sample.attempt for sample in samples]
         return command_digest([s.id for s in samples], attempts, worker.assigned_version, suspended=suspended)
 
-    def recount(self, worker: Worker) -> None:
-        """Count a worker's KV-cache tokens again, and derive its batch cap from what its kind has shown."""
+    def drain(self, worker: Worker, now: Now, reason: str) -> None:
+        """Command a worker to hand off its samples and exit."""
+        self.fleet.on_drain(worker)
+        self.candidates.mark_changed(worker)
+        self.outbox.send(worker.id, Drain(reason=reason))
+        self.emit_event("worker_drained", now, worker=worker.id, reason=reason)
+
+    def recount_kv(self, worker: Worker) -> None:
+        """Count a worker's tokens in the KV cache again."""
         worker.kv.recount(self.ledger.samples[i] for i in worker.samples)
+
+    def update_batch_cap(self, worker: Worker) -> None:
+        """Derive a worker's batch cap from what its kind has shown."""
         progress = self.progress.get(worker.job_id)
         set_batch_cap(worker, progress.lengths.mean if progress else 0.0)
         self.candidates.mark_changed(worker)

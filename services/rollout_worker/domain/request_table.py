@@ -13,7 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
-from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.requests import (
+    Emission,
+    Key,
+    Request,
+    finish_at_start,
+    validation_error,
+)
 from rlboost.services.rollout_worker.domain.uniforms import as_u64
 from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
@@ -155,7 +161,7 @@ class RequestTable:
         while self.pending and self.n < self._slots and budget_tokens > 0 and self._fits(self.pending[0]):
             request = self.pending.popleft()
             ids = np.array(request.prompt + request.tokens, np.int64)
-            error, finish = self._validation_error(request, ids), _finish_at_start(request)
+            error, finish = self._validation_error(request), finish_at_start(request)
             if error or finish:
                 where = request.sample, request.attempt, len(request.tokens)
                 self._emissions.append(Emission(*where, [], [], self.version, finish, error))
@@ -177,16 +183,9 @@ class RequestTable:
         longest = int(self._slot_state["limit"][: self.n].max(initial=self._limit(request)))
         return self.capacity.fits(self.n + 1, longest)
 
-    def _validation_error(self, request: Request, ids: Ints) -> str:
-        sampling = request.sampling
-        if ids.size == 0:
-            return "prompt and completion are both empty"
-        if ids.size >= self._max_len:
-            return f"prompt and completion have {ids.size} tokens; the maximum length is {self._max_len}"
-        if not (ids.min() >= 0 and ids.max() < self._vocabulary):
-            return f"a token id is outside the model's 0..{self._vocabulary - 1}"
-        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
-            return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
+    def _validation_error(self, request: Request) -> str:
+        if error := validation_error(request, self._max_len, self._vocabulary):
+            return error
         if self.capacity is not None and not self.capacity.fits(1, self._limit(request)):
             return (
                 f"the sample may reach {self._limit(request)} tokens, and the KV cache holds "
@@ -317,9 +316,3 @@ class RequestTable:
             self.requests[target] = self.requests[source]
         del self.requests[int(np.count_nonzero(~ended)) :]
         return moves
-
-
-def _finish_at_start(request: Request) -> int:
-    if request.tokens and request.tokens[-1] in request.sampling.stop_token_ids:
-        return FINISH_STOP
-    return FINISH_LENGTH if len(request.tokens) >= request.sampling.max_tokens else FINISH_NONE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlboost.shared.messages import FINISH_NONE, Sampling
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Sampling
 
 Key = tuple[int, int]
 """Identifies a request: (sample, attempt)."""
@@ -49,3 +49,31 @@ class Emission:
     """FINISH_* of `shared.messages`. A stop token is the last of `tokens`."""
     error: str = ""
     """Why the request cannot be generated; empty if it can. It is the request's last emission then."""
+
+
+def validation_error(request: Request, max_len: int, vocabulary: int) -> str:
+    """Return why no engine can generate a request; empty if one can.
+
+    Args:
+        request: not validated.
+        max_len: maximum length of prompt and completion together.
+        vocabulary: token ids are 0..vocabulary-1.
+
+    """
+    ids, sampling = request.prompt + request.tokens, request.sampling
+    if not ids:
+        return "prompt and completion are both empty"
+    if len(ids) >= max_len:
+        return f"prompt and completion have {len(ids)} tokens; the maximum length is {max_len}"
+    if not (min(ids) >= 0 and max(ids) < vocabulary):
+        return f"a token id is outside the model's 0..{vocabulary - 1}"
+    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
+        return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
+    return ""
+
+
+def finish_at_start(request: Request) -> int:
+    """Return the FINISH_* of a request that has nothing to generate; FINISH_NONE if it has."""
+    if request.tokens and request.tokens[-1] in request.sampling.stop_token_ids:
+        return FINISH_STOP
+    return FINISH_LENGTH if len(request.tokens) >= request.sampling.max_tokens else FINISH_NONE

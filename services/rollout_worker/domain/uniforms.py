@@ -32,3 +32,9 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
+
+
+def stream_seed(seed: int, offset: int) -> int:
+    """Return the seed with which an engine's own random generator starts a sample at an offset, below 2^63."""
+    uniform = uniforms(np.array([as_u64(seed)], np.uint64), np.array([offset], np.int64))
+    return int(uniform[0] * 2.0**63)

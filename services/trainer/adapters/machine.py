@@ -18,7 +18,7 @@ def machine_of(spec: JobSpec, model: Path, device: str) -> Machine:
     trainer = spec.trainer
     n_devices = trainer.n_ranks
     peak = None
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():  # else the GPUs are on other machines
         peak = peak_flops(torch.cuda.get_device_name(device), trainer.dtype)
     if peak is None:
         return Machine(n_devices)

@@ -6,14 +6,14 @@ complete, or dropped with a reason (6).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlboost.services.trainer.domain.conversation import Conversation
 from rlboost.shared.columns import F32, I32, length
 from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
-from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
+from rlboost.shared.messages import EngineProfile, Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class StepCollector:
         self._seen: set[int] = set()
         self.trainer_has_device = False
         """True between the end of the step's seeding and its reopening."""
+        self.engines: Sequence[EngineProfile] = ()
+        """Throughput of the workers, as of the end of seeding."""
         self.duplicates = 0
         """Repeated samples, and samples of earlier steps."""
 
@@ -106,8 +108,9 @@ class StepCollector:
                 return self._finished(message) if self._is_new(message.sample) else None
             case SampleDropped():
                 return self._dropped(message) if self._is_new(message.sample) else None
-            case SeedingEnded(step=self._step):
+            case SeedingEnded(step=self._step, engines=engines):
                 self.trainer_has_device = True
+                self.engines = engines
             case SeedingReopened(step=self._step):
                 self.trainer_has_device = False
             case _:

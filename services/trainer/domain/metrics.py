@@ -11,7 +11,7 @@ from rlboost.services.trainer.domain.conversation import Conversation
 from rlboost.services.trainer.domain.pass_at_k import pass_rates
 from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
 from rlboost.shared.columns import I32, floats, length
-from rlboost.shared.messages import SampleFinished
+from rlboost.shared.messages import EngineProfile, SampleFinished
 
 _TOKEN_MEANS = {
     "ratio/mean": "ratio",
@@ -91,6 +91,8 @@ class StepTally:
     penalties: list[float] = field(default_factory=list)
     """Length penalty of each training sample; empty without one."""
     duplicates: int = 0
+    engines: Sequence[EngineProfile] = ()
+    """Throughput of the workers that generated, by kind."""
     loss_sums: dict[str, float] = field(default_factory=dict)
     """The loss function's sums over loss tokens; `tokens` counts these. `mismatch_tokens` counts the tokens that
     `mismatch_kl` covers, `all_tokens` includes prompts, and `padded_tokens` includes padding, if there is any."""

@@ -9,6 +9,7 @@ from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import Conflict, NotFound
+from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.weights.publisher import ChunkCopy, Shard
 
 
@@ -102,6 +103,7 @@ class MemoryFolder:
         self.model: list[Shard] = []
         self.adapter: list[Shard] = []
         self.batches: dict[str, list[TrainingRow]] = {}
+        self.profile: RunProfile | None = None
         self.troubles: dict[int, list[str]] = {}
         """Step -> problems that its loggers report."""
 
@@ -114,6 +116,10 @@ class MemoryFolder:
         """See `RunFolder.log_step`."""
         self.rows[step] = metrics
         return self.troubles.pop(step, [])
+
+    def write_profile(self, profile: RunProfile) -> None:
+        """See `RunFolder.write_profile`."""
+        self.profile = profile
 
     def dump_batch(self, name: str, rows: Sequence[TrainingRow]) -> Path:
         """See `RunFolder.dump_batch`."""

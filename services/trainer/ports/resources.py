@@ -19,6 +19,18 @@ from rlboost.services.trainer.ports.storage import CheckpointStore, RunFolder, T
 from rlboost.shared.job.spec import JobSpec
 
 
+class Machines(Protocol):
+    """The machines that a job's engine runs on, if they are not the trainer's own."""
+
+    async def gather(self) -> None:
+        """Wait until enough of them have joined. Call it before the engine loads.
+
+        Raises:
+            Timeout: too few have joined.
+
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class JobResources:
     """The engine, data, user code and storage of one job."""
@@ -40,6 +52,8 @@ class JobResources:
     """Finds the checkpoint of another job that this one starts from (`trainer.resume` names it). Raises `ConfigError`
     if there is none."""
     machine: Machine = UNKNOWN_MACHINE
+    machines: Machines | None = None
+    """Set if `trainer.nodes` is more than 1."""
     skip_function: SkipFunction | None = None
     """`data.curriculum.function`, if there is one."""
     probe: Probe | None = None

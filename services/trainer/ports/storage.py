@@ -10,6 +10,7 @@ from typing import Protocol
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.bus import START
+from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.weights.publisher import ChunkCopy, Shard
 
 
@@ -128,6 +129,9 @@ class RunFolder(Protocol):
             New problems of the loggers, each once.
 
         """
+
+    def write_profile(self, profile: RunProfile) -> None:
+        """Replace the run's measurements."""
 
     def dump_batch(self, name: str, rows: Sequence[TrainingRow]) -> Path:
         """Write rows with a non-finite loss into a file of this name, for debugging, and return its path."""

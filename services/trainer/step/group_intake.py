@@ -11,6 +11,8 @@ Ends when: `next_group` was called once per training group of the step.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from operator import itemgetter
 from statistics import fmean
 
@@ -152,13 +154,31 @@ class GroupIntake:
         """Return the next training group that is not replaced, None for a dropped one."""
         while True:
             planned, scoring = await self._training.get()
-            if (group := await scoring) is not None:
+            if (group := await self._scored(scoring)) is not None:
                 self.tally.scored.append(group)
                 spec = self._job.spec
                 self.tally.penalties += length_penalties(group, spec.algorithm, spec.sampling.max_tokens)
             if self._replacements is None or not self._replacements.is_replaced(planned):
                 return group
             self.tally.left_out["equal_rewards"] += group is not None
+
+    async def _scored(self, scoring: asyncio.Task[ScoredGroup | None]) -> ScoredGroup | None:
+        because = f"a complete group of step {self.step} has none yet"
+        async with self._reward_wait(because, n_groups=len(self._planned)):
+            await asyncio.wait({scoring})
+        return await scoring
+
+    @asynccontextmanager
+    async def _reward_wait(self, because: str, n_groups: int) -> AsyncIterator[None]:
+        """Wait for rewards of groups; raises `Fatal` at the limit."""
+        reward = self._job.spec.reward
+        # Each call has its own limit; in addition, the processes may be busy with groups of later steps.
+        limit_s = self._job.limit_s + (reward.timeout_s if reward is not None else 0.0) * n_groups
+        try:
+            async with self._job.waits.on("the rewards", because=because, limit_s=limit_s):
+                yield
+        except Timeout as error:
+            raise Fatal(f"{error}: make the reward function faster, or raise reward.workers") from error
 
     async def wait_until_decided(self) -> None:
         """Return once no complete group can be replaced any more, or a requested replacement is not complete.
@@ -167,17 +187,11 @@ class GroupIntake:
             Fatal: scoring takes too long.
 
         """
-        reward = self._job.spec.reward
-        # Each call has its own limit; in addition, the processes may be busy with groups of later steps.
-        limit_s = self._job.limit_s + (reward.timeout_s if reward is not None else 0.0) * self.n_undecided
         because = f"{self.n_undecided} groups of step {self.step} may have to be replaced"
-        try:
-            async with self._job.waits.on("the rewards", because=because, limit_s=limit_s):
-                while self.n_undecided and self.collector.complete:
-                    self._decided.clear()
-                    await self._decided.wait()
-        except Timeout as error:
-            raise Fatal(f"{error}: make the reward function faster, or raise reward.workers") from error
+        async with self._reward_wait(because, n_groups=self.n_undecided):
+            while self.n_undecided and self.collector.complete:
+                self._decided.clear()
+                await self._decided.wait()
 
     async def record_scores(self) -> None:
         """Pass the mean rewards of the step's groups to the curriculum."""

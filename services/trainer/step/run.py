@@ -82,6 +82,7 @@ class StepRun:
             reading_ahead.cancel()
         self._tally.evaluated = [group for task in self._intake.evaluation if (group := await task) is not None]
         self._tally.duplicates = self._intake.collector.duplicates
+        self._tally.engines = self._intake.collector.engines
         self._tally.durations = self._durations()
         needed = self._tally.evaluated if self._job.spec.kind == "eval" else self._tally.scored
         if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):

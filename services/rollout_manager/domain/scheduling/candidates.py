@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rlboost.services.rollout_manager.domain.fleet import Fleet, Serving, Worker
+from rlboost.services.rollout_manager.domain.scheduling.rebalance import is_balanced
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
 from rlboost.services.rollout_manager.domain.throughput_model import Profile
 
@@ -58,12 +59,6 @@ def least_loaded(workers: Iterable[Worker]) -> Worker | None:
     return min(workers, key=lambda worker: (worker.load / worker.joined.slots, worker.id), default=None)
 
 
-def token_s(worker: Worker, running: int, fallback: Profile) -> float:
-    """Return the seconds between two tokens of one of `running` samples; `fallback` profiles an unknown kind."""
-    profile = worker.profile if worker.profile.known else fallback
-    return profile.step_s(min(running, max(1, worker.batch_cap)), worker.kv.held) / worker.speed
-
-
 @dataclass(slots=True)
 class CandidatePool:
     """The workers that serve the same version, those with capacity in a heap. Superseded heap entries are skipped."""
@@ -71,29 +66,33 @@ class CandidatePool:
     heap: list[tuple[int, float, float, str, int]] = field(default_factory=list)
     newest: dict[str, int] = field(default_factory=dict)
     """Worker with capacity -> number of its valid entry."""
-    members: set[str] = field(default_factory=set)
-    """All workers that serve this, with capacity or not."""
+    members: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """All workers that serve this, with capacity or not -> seconds between two tokens of one of their samples, as they
+    are loaded and with one more sample."""
     entries: int = 0
 
     def update(self, worker: Worker, fallback: Profile) -> None:
-        """Add a worker, or rank it again."""
-        self.members.add(worker.id)
+        """Add a worker, or rank it again; `fallback` profiles an unknown kind."""
+        profile = worker.profile if worker.profile.known else fallback
+        load, batch_cap, held = worker.load, max(1, worker.batch_cap), worker.kv.held
+        now_s = profile.token_interval_s(load, batch_cap, held) / worker.speed
+        next_s = profile.token_interval_s(load + 1, batch_cap, held) / worker.speed
+        self.members[worker.id] = now_s, next_s
         if not has_capacity(worker):
             self.newest.pop(worker.id, None)
             return
         self.entries += 1
         self.newest[worker.id] = self.entries
-        running = worker.load + 1
-        over = max(0, running - worker.batch_cap)
-        rank = (over, token_s(worker, running, fallback), running / worker.joined.slots, worker.id, self.entries)
-        heapq.heappush(self.heap, rank)
+        over = max(0, load + 1 - worker.batch_cap)
+        step_s = profile.step_s(min(load + 1, batch_cap), held) / worker.speed
+        heapq.heappush(self.heap, (over, step_s, (load + 1) / worker.joined.slots, worker.id, self.entries))
         if len(self.heap) > 4 * len(self.newest) + 64:
             self.heap = [entry for entry in self.heap if self.newest.get(entry[3]) == entry[4]]
             heapq.heapify(self.heap)
 
     def remove(self, worker_id: str) -> None:
         """Remove a worker."""
-        self.members.discard(worker_id)
+        self.members.pop(worker_id, None)
         self.newest.pop(worker_id, None)
 
     def best(self) -> str | None:
@@ -102,6 +101,12 @@ class CandidatePool:
         while heap and self.newest.get(heap[0][3]) != heap[0][4]:
             heapq.heappop(heap)
         return heap[0][3] if heap else None
+
+    @property
+    def is_balanced(self) -> bool:
+        """Return True if no migration between the members pays, as of their last updates."""
+        now_s, next_s = zip(*self.members.values(), strict=True)
+        return is_balanced(max(now_s), min(next_s))
 
 
 def best_of(pools: Iterable[CandidatePool]) -> str | None:
@@ -133,11 +138,10 @@ class CandidatePools:
             if job_id == requirement.job_id and requirement.oldest <= version <= requirement.version
         ]
 
-    def by_serving(self) -> dict[Serving, list[Worker]]:
-        """Return the workers that generate, by what they serve."""
+    def by_serving(self) -> dict[Serving, CandidatePool]:
+        """Return the pools by what their workers serve."""
         self._refresh()
-        workers = self._fleet.workers
-        return {serving: [workers[i] for i in sorted(pool.members)] for serving, pool in self._pools.items()}
+        return self._pools
 
     def update(self, worker_id: str) -> None:
         """Put a worker into the pool that it belongs to now, with its current rank."""

@@ -39,10 +39,6 @@ class SampleQueue:
     """Group of `members` -> its estimate; entries of `longest` with another one are superseded."""
     turns: int = 0
 
-    def __len__(self) -> int:
-        """Return an upper bound of the number of queued samples."""
-        return len(self.resumed) + sum(len(members) for members in self.members.values())
-
     @property
     def empty(self) -> bool:
         """Return True if no sample is queued."""

@@ -21,6 +21,8 @@ MARGIN = 2.0
 """A migration must save this many times its cost."""
 DEAD_BAND = 1.2
 """A worker gives samples only if their tokens take this many times longer than they would on another worker."""
+STALE = 0.9
+"""A fleet is compared in full from this share of the dead band: intervals of earlier heartbeats may be that wrong."""
 MIN_STAY = 20.0
 """A sample stays for this many times the cost of its migration: migrations slow workers down, which must not cause
 further migrations."""
@@ -57,17 +59,23 @@ class WorkerLoad:
     """Called only where a sample may migrate."""
 
     def token_s(self, more: int = 0, tokens: int = 0) -> float:
-        """Return the seconds between two tokens of a sample, with `more` samples of `tokens` in all.
-
-        Samples beyond the batch cap take turns.
-        """
-        load = self.load + more
-        step_s = self.profile.step_s(min(load, self.batch_cap), self.tokens + tokens)
-        return step_s * max(1.0, load / self.batch_cap) / self.speed
+        """Return the seconds between two tokens of a sample, with `more` samples of `tokens` in all."""
+        return self.profile.token_interval_s(self.load + more, self.batch_cap, self.tokens + tokens) / self.speed
 
     def prefill_s(self, tokens: int) -> float:
         """Return the seconds of a prefill of this many tokens, during which no other sample there gets a token."""
         return tokens / (PREFILL_FACTOR * self.profile.tokens_per_s(self.batch_cap, self.tokens) * self.speed)
+
+
+def is_balanced(slowest_s: float, fastest_s: float) -> bool:
+    """Return True if no migration can pay.
+
+    Args:
+        slowest_s: the longest interval between tokens that a worker has.
+        fastest_s: the shortest interval that a worker would have with one more sample.
+
+    """
+    return slowest_s < STALE * DEAD_BAND * fastest_s
 
 
 def select_migrations(loads: Sequence[WorkerLoad]) -> dict[str, list[int]]:

@@ -23,7 +23,7 @@ export const setToken = (token) => sessionStorage.setItem(KEY, token);
 export const forgetToken = () => sessionStorage.removeItem(KEY);
 
 export const get = async (path, signal) => (await request("GET", path, { signal })).json();
-export const post = async (path) => (await request("POST", path)).json();
+export const post = async (path, body) => (await request("POST", path, { body })).json();
 
 // Yield a job's events {id, kind, at, source, fields} until it has ended.
 export async function* events(jobId, lastId, signal) {
@@ -42,11 +42,12 @@ export async function* events(jobId, lastId, signal) {
   }
 }
 
-async function request(method, path, { headers = {}, signal } = {}) {
+async function request(method, path, { headers = {}, signal, body } = {}) {
   let response;
   try {
-    const all = { Authorization: `Bearer ${sessionStorage.getItem(KEY)}`, ...headers };
-    response = await fetch(`v1/${path}`, { method, headers: all, signal, redirect: "manual" });
+    const json = body && { "Content-Type": "application/json" };
+    const all = { Authorization: `Bearer ${sessionStorage.getItem(KEY)}`, ...json, ...headers };
+    response = await fetch(`v1/${path}`, { method, headers: all, signal, body: body && JSON.stringify(body), redirect: "manual" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The manager does not answer; trying again.");

@@ -63,13 +63,14 @@ export function preemptionText(audit) {
     `${number(sum(audit.dropped))} dropped.`;
 }
 
-// What a job cost, from GET /cost; empty without prices.
+// What a job cost, from GET /cost, as 'rlboost status' says it; empty without prices.
 export function costText(cost) {
   if (!cost.dollars) return "";
   const kinds = cost.workers.map(({ role, kind, hours, dollars: d }) => `${role} ${kind} ${dollars(d)} for ${hours.toFixed(2)} h`);
-  return `${dollars(cost.dollars)} so far: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
+  const limit = cost.max_dollars ? ` of at most ${dollars(cost.max_dollars)}` : "";
+  return `${dollars(cost.dollars)}${limit}: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
     `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples. Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ` +
-    `${dollars(cost.dollars_regenerated)} were generated again.`;
+    `${dollars(cost.dollars_regenerated)} were regenerated.`;
 }
 
 export function dollars(value) {
@@ -81,7 +82,17 @@ export function fleetText(fleet) {
   const wanted = fleet.target_workers;
   const worth = wanted === null ? "" :
     wanted > fleet.present ? `; up to ${wanted} would shorten the steps` : `; more than ${wanted} would not shorten the steps`;
-  return `${fleet.present} spot and ${fleet.reserved} reserved workers generate ${number(fleet.tokens_per_s)} tokens/s${worth}.`;
+  return `${fleet.present} spot and ${fleet.reserved} reserved workers generate ${number(fleet.tokens_per_s)} tokens/s${worth}.` +
+    scalingText(fleet.autoscaling);
+}
+
+// What the fleet costs and what autoscaling does; empty without prices and pools.
+function scalingText({ workers, limited_by: limit, dollars_per_hour: price, max_dollars_per_hour: most, pools }) {
+  const cost = price || most !== null ? ` It costs ${dollars(price)} per hour${most === null ? "" : ` of at most ${dollars(most)}`}.` : "";
+  if (!pools.length) return cost;
+  const kinds = pools.map((pool) => `${pool.target ?? "-"} of at most ${pool.max_workers} ${pool.kind}`);
+  const errors = pools.filter((pool) => pool.error).map((pool) => ` Provider: ${pool.error}`);
+  return `${cost} Autoscaling (${workers}): ${kinds.join(", ")}${limit ? `; limited by ${limit}` : ""}.${errors.join("")}`;
 }
 
 // The workers' lives: name -> {role, spans: [{state, from, to}], marks: [{at, text, end}]}, and the moves between them.

@@ -29,6 +29,7 @@ function open() {
   const jobId = decodeURIComponent(location.hash.match(/^#\/jobs\/([^/]+)$/)?.[1] ?? "");
   view = { jobId, rows: [], events: [], stop: new AbortController() };
   show(jobId ? "job-view" : "home-view");
+  $("scale").addEventListener("submit", scale);
   document.title = jobId ? `${jobId} - RLBoost` : "RLBoost";
   if (jobId) {
     $("sample-load").addEventListener("click", loadSamples);
@@ -118,6 +119,7 @@ function drawJobs(jobs) {
 
 function drawWorkers(workers, fleet) {
   $("fleet-line").textContent = fleetText(fleet);
+  $("scale").hidden = !fleet.autoscaling.pools.length;
   const present = workers.filter((worker) => !["lost", "left"].includes(worker.state));
   table($("worker-table"), ["worker", "kind", "state", "version", "running", "queued", "tokens/s", "$/h", ""], present.map((worker) => [
     workerName(worker.id), `${worker.role === "reserved" ? "reserved" : "spot"}, ${worker.kind}`, worker.state,
@@ -210,11 +212,17 @@ function table(box, columns, rows, emptyText) {
 
 // --- acting ----------------------------------------------------------------------------------------------------------
 
-async function act(path, question) {
+function scale(event) {
+  event.preventDefault();
+  const workers = $("scale-workers").value === "" ? "auto" : Number($("scale-workers").value);
+  act("fleet/scale", null, { workers });
+}
+
+async function act(path, question, body) {
   if (question && !(await confirmed(question))) return;
   document.activeElement?.blur();
   try {
-    await post(path);
+    await post(path, body);
     await refresh(view);
   } catch (error) {
     $("connection").textContent = error.message;

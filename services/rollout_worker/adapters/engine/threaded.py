@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
-from rlboost.services.rollout_worker.ports import EngineStats, Sequences
+from rlboost.services.rollout_worker.ports import EngineStats, Sequences, StagedWeights
+from rlboost.shared.threads import run_in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -88,10 +89,11 @@ class ThreadedEngine(ABC):
             return {request.key for request in self._table.requests}
 
     async def load_weights(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool = False
-    ) -> None:
-        """See `ports.Engine`."""
-        await self._call(lambda: self._load(version, tensors, keep_kv=keep_kv))
+        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+    ) -> list[str]:
+        """See `ports.Engine`; compares what is in the engine's memory."""
+        await self._call(lambda: self._load(version, weights.tensors(changed), keep_kv=keep_kv))
+        return await run_in_thread("weights-verify", lambda: weights.differing(self.loaded_tensors()))
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         """See `ports.Engine`."""
@@ -109,13 +111,12 @@ class ThreadedEngine(ABC):
         """See `ports.Engine`."""
         await self._thread.close()
 
-    async def wait_failed(self) -> None:
-        """See `ports.Engine`."""
-        await self._thread.wait_ended()
-
     @abstractmethod
     def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `ports.Engine`."""
+        """Yield the tensors in the engine's memory, under Hugging Face names, in the engine's dtype, without copying.
+
+        Tied tensors are yielded under each of their names.
+        """
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._thread.call(function))

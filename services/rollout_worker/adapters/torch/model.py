@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlboost.services.rollout_worker.adapters.engine.hf_tensors import check_nothing_missing, target_of
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
+from rlboost.services.rollout_worker.adapters.torch.tensor_checks import check_nothing_missing, target_of
 from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.experts import split_experts

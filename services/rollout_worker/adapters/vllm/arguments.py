@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm import EngineArgs
+from vllm import AsyncEngineArgs
 from vllm import __version__ as vllm_version
+from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
-from rlboost.services.rollout_worker.adapters.vllm import seeded_sampling, worker_extension
+from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.shared.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 256 << 20
@@ -38,7 +39,7 @@ class VllmOptions:
     enable_sleep: bool = False
     """True if a suspended engine frees device memory, including weights, where vLLM supports it."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
-    """More of vLLM's `EngineArgs`; see `check_arguments`."""
+    """More of vLLM's `AsyncEngineArgs`; see `check_arguments`."""
 
 
 def check_device(device: str) -> None:
@@ -64,7 +65,7 @@ def check_arguments(names: Iterable[str]) -> None:
         ConfigError: vLLM has no such argument, or RLBoost sets it.
 
     """
-    known = {field.name for field in fields(EngineArgs)}
+    known = {field.name for field in fields(AsyncEngineArgs)}
     owned = _own_arguments(Path(), VllmOptions(1)).keys()
     for name in names:
         if name in owned:
@@ -79,9 +80,9 @@ def check_arguments(names: Iterable[str]) -> None:
             )
 
 
-def engine_args(directory: Path, options: VllmOptions) -> EngineArgs:
+def engine_args(directory: Path, options: VllmOptions) -> AsyncEngineArgs:
     """Return the arguments of an engine whose model is in a directory."""
-    return EngineArgs(**_own_arguments(directory, options), **options.vllm_args)
+    return AsyncEngineArgs(**_own_arguments(directory, options), **options.vllm_args)
 
 
 def _own_arguments(directory: Path, options: VllmOptions) -> dict[str, Any]:
@@ -93,15 +94,14 @@ def _own_arguments(directory: Path, options: VllmOptions) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "max_num_seqs": options.slots,
-        "gpu_memory_utilization": options.gpu_memory_utilization or EngineArgs.gpu_memory_utilization,
+        "gpu_memory_utilization": options.gpu_memory_utilization or AsyncEngineArgs.gpu_memory_utilization,
         "kv_cache_memory_bytes": options.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
         "enforce_eager": on_cpu,  # compilation costs more time than it saves
-        "async_scheduling": False,  # a step that began before a load would end after it
         "tensor_parallel_size": options.tensor_parallel,
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "enable_sleep_mode": options.enable_sleep and not on_cpu,
-        "logits_processors": [seeded_sampling.CLASS],
-        "logprobs_mode": "processed_logits",  # see `seeded_sampling`
-        "worker_extension_cls": worker_extension.CLASS,
+        "logprobs_mode": "processed_logprobs",  # after temperature and top-p, as `Emission.logprobs`
+        "weight_transfer_config": WeightTransferConfig(backend=plugin.NAME),
         "disable_log_stats": True,
+        "enable_log_requests": False,
     }

@@ -1,131 +1,314 @@
-"""`ports.Engine` over vLLM: `RequestTable` keeps the requests, `VllmCore` generates the tokens.
+"""`ports.Engine` over vLLM's `AsyncLLM`, whose engine core runs in a process of its own.
 
-In each round, vLLM gets the requests that have started and ended since the last round, and runs one step. A running
-request that vLLM does not know (it is new, the engine was suspended, or the weights changed) is added with its prompt
-and its tokens so far. Its next tokens depend on nothing else (see `seeded_sampling`), so vLLM's state may be dropped at
-any time; this is how KV caches are recomputed.
+`StreamedRequests` keeps the requests and their tokens. While the engine decodes, each live request has a task that
+reads its stream. Without `keep_kv`, a pause aborts them in vLLM, and `resume` submits each one again with its tokens so
+far: this is how KV caches are recomputed. With `keep_kv` vLLM keeps them, and the streams continue.
+
+A token's version is the one that was loaded when it arrived: vLLM pauses before a load, and the tokens of a paused
+engine arrive before the answers to the calls that load.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from itertools import count
+from typing import Any, Literal, TypeVar
 
-import numpy as np
-import torch
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
-from rlboost.services.rollout_worker.adapters.engine.threaded import ThreadedEngine
-from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore
-from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable
-from rlboost.services.rollout_worker.domain.requests import Key
-from rlboost.services.rollout_worker.ports import Sequences
-from rlboost.shared.errors import Timeout
+from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions, check_device, engine_args
+from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder
+from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.streamed_requests import LiveRequest, StreamedRequests
+from rlboost.services.rollout_worker.domain.uniforms import stream_seed
+from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
+from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
+from rlboost.shared.threads import run_in_thread
 
 T = TypeVar("T")
 
-_NO_PREFILL_LIMIT = 1 << 40
-"""Tokens to admit at once: vLLM itself splits long prefixes into chunks."""
-_READ_LIMIT_S = 60.0
-"""Time limit to read one tensor back; a step of the engine may run first."""
+_FINISH = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
 
 
-class VllmEngine(ThreadedEngine):
+def start(config_json: str, options: VllmOptions) -> AsyncLLM:
+    """Start vLLM with dummy weights; blocks for seconds.
+
+    Raises:
+        ConfigError: it does not support this model or device.
+
+    """
+    check_device(options.device)
+    try:
+        args = engine_args(model_folder(json.loads(config_json)), options)
+        return AsyncLLM.from_engine_args(args)
+    except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(f"vllm cannot run this model on this machine: {error}") from error
+
+
+class VllmEngine:
     """`ports.Engine` over vLLM.
 
     Args:
-        core: vLLM without weights, built on `thread`; only that thread may use it.
-        thread: closed with the engine.
-        slots: maximum number of running requests; vLLM's `max_num_seqs`.
+        llm: with dummy weights; closed with the engine.
+        options: what it was started with.
 
     """
 
-    def __init__(self, core: VllmCore, thread: EngineThread, *, slots: int) -> None:
-        self._core = core
-        self._running: dict[Key, str] = {}
-        """vLLM's request id of each request that it runs."""
-        self._complete = False
-        """True if every tensor has been loaded and no load has failed since."""
-        table = RequestTable(slots, core.max_len, core.vocabulary)
-        super().__init__(thread, table, slots=slots, kv_tokens=core.kv_tokens, kv_block_tokens=core.kv_block_tokens)
+    def __init__(self, llm: AsyncLLM, options: VllmOptions) -> None:
+        cache = llm.vllm_config.cache_config
+        self.slots = options.slots
+        self.kv_tokens = int(cache.kv_cache_size_tokens or 0)
+        self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
+        self.max_request_tokens = 0
+        self.llm = llm
+        """Used by benchmarks."""
+        self._can_sleep = options.enable_sleep
+        self._requests = StreamedRequests(
+            options.slots, int(llm.model_config.max_model_len), int(llm.model_config.get_vocab_size())
+        )
+        self._streams: dict[LiveRequest, asyncio.Task[None]] = {}
+        self._ids = count()
+        self._n_loads = 0
+        self._is_suspended = False
+        self._is_decoding = False
+        """False while vLLM is paused, by a suspension or for a load."""
+        self._asleep: set[str] = set()
+        """Tags of the device memory that vLLM has given back."""
+        self._turn = asyncio.Lock()
+        """Held while the engine loads, scores, suspends or resumes."""
+        self._end: EngineFailed | Literal["closed"] | None = None
+        """Why the engine ended."""
 
-    def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `ports.Engine`. Each tensor is read between two steps, when the iterator advances."""
-        for name in self._core.names():
-            yield name, self._read(partial(self._core.read, name))
+    # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _read(self, call: Callable[[], T]) -> T:
-        try:
-            return self._thread.call(call).result(_READ_LIMIT_S)
-        except concurrent.futures.TimeoutError:
-            raise Timeout(f"the inference engine did not read its weights back in {_READ_LIMIT_S:.0f} s") from None
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See `ports.Engine`."""
+        self._check_alive()
+        self._requests.submit(requests)
+        self._start_streams()
 
-    # --- the engine's thread ------------------------------------------------------------------------------------------
+    def abort(self, keys: Iterable[Key]) -> None:
+        """See `ports.Engine`."""
+        self._check_alive()
+        self._end_streams(self._requests.abort(keys))
 
-    def _load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool) -> None:
-        may_be_partial, self._complete = self._complete, False
-        if not keep_kv:
-            self._clear_kv()
-        try:
-            self._core.load(tensors, may_be_partial=may_be_partial)
-            self._complete = True
-        finally:
-            if not self._complete:
-                self._clear_kv()
-            with self._thread.lock:
-                self._table.begin_version(version if self._complete else -1)
+    def release(self, keys: Iterable[Key]) -> None:
+        """See `ports.Engine`."""
+        self._check_alive()
+        self._end_streams(self._requests.release(keys))
 
-    def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        self._core.wake()
-        return self._core.score(sequences, temperature)
+    def drain(self) -> list[Emission]:
+        """See `ports.Engine`."""
+        self._check_alive(allow_closed=True)
+        return self._requests.drain()
 
-    def _clear_kv(self) -> None:
-        self._core.abort(list(self._running.values()))
-        self._running.clear()
-        self._core.clear()
+    def stats(self) -> EngineStats:
+        """See `ports.Engine`. vLLM admits requests in order; those that it preempts count as running."""
+        self._check_alive(allow_closed=True)
+        requests = self._requests
+        return EngineStats(len(requests.running), requests.n_pending, requests.generated_total, requests.version)
 
-    def _suspend(self, *, keep_kv: bool) -> None:
-        super()._suspend(keep_kv=keep_kv)
-        if not keep_kv:
-            self._core.sleep()
+    def running(self) -> set[Key]:
+        """See `ports.Engine`."""
+        return self._requests.running
 
-    def _resume(self) -> None:
-        self._core.wake()
-        super()._resume()
-
-    def _shut_down(self) -> None:
-        self._core.close()
-
-    def _round(self) -> None:
-        with self._thread.lock:
-            self._table.remove_aborted()
-            decode = self._can_decode()
-            if decode:
-                self._table.admit(_NO_PREFILL_LIMIT)
-        self._abort_ended()
-        if not decode or not self._table.n:
+    def _start_streams(self) -> None:
+        if not self._is_decoding:
             return
-        self._add_new()
-        generated = {token.request_id: token for token in self._core.step()}
-        tokens = np.full(self._table.n, NO_TOKEN, np.int64)
-        logprobs = np.zeros(self._table.n, np.float32)
-        for slot, request in enumerate(self._table.requests):
-            if (new := generated.get(self._running[request.key])) is not None:
-                tokens[slot], logprobs[slot] = new.token, new.logprob
-        with self._thread.lock:
-            self._table.commit(tokens, logprobs)
-        self._abort_ended()
+        for live in self._requests.start():
+            if live not in self._streams:
+                task = asyncio.create_task(self._stream(live), name=f"stream-{live.request.sample}")
+                self._streams[live] = task
+                task.add_done_callback(partial(self._on_stream_end, live))
 
-    def _abort_ended(self) -> None:
-        """Abort in vLLM the requests that are not in the table any more."""
-        ended = self._running.keys() - {request.key for request in self._table.requests}
-        self._core.abort([self._running.pop(key) for key in ended])
+    def _end_streams(self, ended: Iterable[LiveRequest]) -> None:
+        for live in ended:
+            if (task := self._streams.get(live)) is not None:
+                task.cancel()  # which aborts it in vLLM
 
-    def _add_new(self) -> None:
-        """Add to vLLM the requests that it does not run."""
-        for slot, request in enumerate(self._table.requests):
-            if request.key not in self._running:
-                completion = self._table.tokens(slot)[len(request.prompt) :].tolist()
-                self._running[request.key] = self._core.add(request, completion)
+    def _on_stream_end(self, live: LiveRequest, task: asyncio.Task[None]) -> None:
+        if self._streams.get(live) is task:
+            del self._streams[live]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _stream(self, live: LiveRequest) -> None:
+        request, sampling = live.request, live.request.sampling
+        vocabulary = self._requests.vocabulary
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p if sampling.temperature else 1.0,
+            max_tokens=sampling.max_tokens - len(live.tokens),
+            stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < vocabulary],
+            ignore_eos=True,
+            seed=stream_seed(request.seed, len(live.tokens)),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        async for completion in self._generate([*request.prompt, *live.tokens], params):
+            self._requests.extend(live, completion.token_ids, completion.logprobs.logprobs)
+            if completion.finish_reason in _FINISH:
+                self._requests.end(live, finish=_FINISH[completion.finish_reason])
+            elif completion.finish_reason is not None and self._is_decoding:
+                raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
+            elif not self._requests.is_live(live):
+                raise asyncio.CancelledError  # its output is not a number: abort it in vLLM
+
+    async def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
+        # Salted: a new request must not share a prefix whose keys and values were computed with older weights.
+        prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._n_loads)}
+        async for output in self.llm.generate(prompt, params, request_id=str(next(self._ids))):
+            yield output.outputs[0]
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def load_weights(
+        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+    ) -> list[str]:
+        """See `ports.Engine`. Every tensor is loaded; vLLM's processes verify what they read."""
+        del changed
+        return await self._in_turn(lambda: self._load(version, weights.location, keep_kv=keep_kv))
+
+    async def _load(self, version: int, location: Mapping[str, Any], *, keep_kv: bool) -> list[str]:
+        await self._wake("weights")
+        await self._pause(keep_kv=keep_kv)
+        self._n_loads += 1
+        try:
+            await self.llm.start_weight_update()
+            await self.llm.update_weights(WeightTransferUpdateRequest(dict(location)))
+            await self.llm.finish_weight_update(str(version))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            await self._pause(keep_kv=False)
+            self._requests.begin_version(-1)
+            raise ConfigError(f"vllm could not load version {version}: {error}") from error
+        self._requests.begin_version(version)
+        if not self._is_suspended:
+            await self._decode()
+        return []
+
+    async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        """See `ports.Engine`.
+
+        Each token is one request, so the forward pass and the temperature are those of generation; vLLM's
+        `prompt_logprobs` would skip the latter.
+        """
+        return await self._in_turn(lambda: self._score(sequences, temperature))
+
+    async def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+        await self._wake("weights", "kv_cache")
+        await self.llm.resume_generation()
+        scores = [
+            [self._score_token([*prompt, *completion[:at]], token, temperature) for at, token in enumerate(completion)]
+            for prompt, completion in sequences
+        ]
+        async with asyncio.TaskGroup() as group:
+            tasks = [[group.create_task(score, name="score") for score in row] for row in scores]
+        await self.llm.pause_generation(mode="abort", clear_cache=True)
+        return [[task.result() for task in row] for row in tasks]
+
+    async def _score_token(self, tokens: list[int], token: int, temperature: float) -> float:
+        params = SamplingParams(
+            temperature=temperature, max_tokens=1, ignore_eos=True, logprob_token_ids=[token], detokenize=False
+        )
+        async for completion in self._generate(tokens, params):
+            return float(completion.logprobs[0][token].logprob)
+        raise RuntimeError("vllm ended a request without a token")
+
+    # --- pausing ------------------------------------------------------------------------------------------------------
+
+    async def suspend(self, *, keep_kv: bool = False) -> None:
+        """See `ports.Engine`."""
+        await self._in_turn(lambda: self._suspend(keep_kv=keep_kv))
+
+    async def _suspend(self, *, keep_kv: bool) -> None:
+        self._is_suspended = True
+        await self._pause(keep_kv=keep_kv)
+        if not keep_kv and self._can_sleep and "weights" not in self._asleep:
+            await self.llm.sleep(level=1)
+            self._asleep = {"weights", "kv_cache"}
+
+    async def resume(self) -> None:
+        """See `ports.Engine`."""
+        await self._in_turn(self._resume)
+
+    async def _resume(self) -> None:
+        await self._wake("weights", "kv_cache")
+        self._is_suspended = False
+        await self._decode()
+
+    async def _pause(self, *, keep_kv: bool) -> None:
+        self._is_decoding = False
+        if keep_kv:
+            await self.llm.pause_generation(mode="keep", clear_cache=False)
+            return
+        await self.llm.pause_generation(mode="abort", clear_cache=True)
+        self._end_streams(list(self._streams))  # one that vLLM got only now would wait until it resumes
+        if self._streams:
+            await asyncio.wait(list(self._streams.values()))
+
+    async def _decode(self) -> None:
+        await self.llm.resume_generation()
+        self._is_decoding = self._requests.version >= 0
+        self._start_streams()
+
+    async def _wake(self, *tags: str) -> None:
+        """Take device memory back."""
+        # Only those asleep: waking the others would map their memory twice.
+        if asleep := [tag for tag in tags if tag in self._asleep]:
+            await self.llm.wake_up(asleep)
+            self._asleep.difference_update(asleep)
+
+    # --- life and death -----------------------------------------------------------------------------------------------
+
+    async def _in_turn(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work` after the work before it; once it has begun, cancelling the caller does not stop it."""
+        self._check_alive()
+        await self._turn.acquire()
+
+        async def run() -> T:
+            try:
+                self._check_alive()
+                return await work()
+            except EngineDeadError as error:
+                raise self._fail(error) from error
+            finally:
+                self._turn.release()
+
+        return await asyncio.shield(asyncio.create_task(run(), name="vllm-control"))
+
+    async def close(self) -> None:
+        """See `ports.Engine`."""
+        self._end = self._end or "closed"
+        streams = list(self._streams.values())
+        for stream in streams:
+            stream.cancel()
+        if streams:
+            await asyncio.wait(streams)
+        await run_in_thread("vllm-shutdown", self.llm.shutdown)
+
+    def _fail(self, cause: BaseException) -> EngineFailed:
+        failure = EngineFailed(f"the inference engine died: {cause!r}; see vllm's messages in the log")
+        failure.__cause__ = cause
+        self._end = self._end or failure
+        return failure
+
+    def _check_alive(self, *, allow_closed: bool = False) -> None:
+        """Raise `EngineFailed` if the engine died, `Fatal` if it was closed."""
+        if self._end is None and self.llm.errored:
+            self._fail(self.llm.dead_error)
+        if isinstance(self._end, EngineFailed):
+            raise EngineFailed(str(self._end)) from self._end.__cause__
+        if self._end is not None and not allow_closed:
+            raise Fatal("the inference engine is closed")

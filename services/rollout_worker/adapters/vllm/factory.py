@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
+from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.importing import gc_paused
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.ports import Engine
 
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in this process: see `core`
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its interface for logits processors differs: see `seeded_sampling`
-}
 _DEFAULTS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have this process's secrets, sockets and locks
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # models come from config.json and pulled weights
 }
 _CPU_DEFAULTS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the one rank runs in the engine core's process, not in a third one
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the cores
     "TORCHDYNAMO_DISABLE": "1",  # compilation takes seconds and saves little
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings concern settings that are required here
@@ -65,11 +65,15 @@ class VllmFactory:
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
-        os.environ.update(_ENVIRONMENT)
+        if plugin.NAME not in entry_points(group="vllm.general_plugins").names:
+            raise ConfigError(
+                "vllm does not find RLBoost's plugin, since the installed rlboost is older than its source: run 'make "
+                "install', or install the package again"
+            )
         for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._device == "cpu" else {})}.items():
             os.environ.setdefault(name, value)
         with gc_paused():
-            from rlboost.services.rollout_worker.adapters.vllm import arguments, core  # noqa: F401, PLC0415 - they import vllm
+            from rlboost.services.rollout_worker.adapters.vllm import arguments, engine  # noqa: F401, PLC0415 - they import vllm
 
         arguments.check_device(self._device)
         arguments.check_arguments(self._vllm_args)
@@ -77,8 +81,7 @@ class VllmFactory:
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""
         from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions  # noqa: PLC0415 - it imports vllm
-        from rlboost.services.rollout_worker.adapters.vllm.core import VllmCore  # noqa: PLC0415 - it imports vllm
-        from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - it imports vllm
+        from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine, start  # noqa: PLC0415 - it imports vllm
 
         options = VllmOptions(
             slots=self._slots,
@@ -90,10 +93,18 @@ class VllmFactory:
             enable_sleep=self._enable_sleep,
             vllm_args=self._vllm_args,
         )
-        thread = EngineThread("vllm-engine")
-        try:
-            core = thread.call(lambda: VllmCore(config_json, options)).result()
-        except BaseException:
-            thread.stop()
-            raise
-        return VllmEngine(core, thread, slots=self._slots)
+        with engine_core_environment():
+            llm = start(config_json, options)
+        return VllmEngine(llm, options)
+
+
+@contextmanager
+def engine_core_environment() -> Iterator[None]:
+    """Give processes that are started meanwhile the worker's id, and none of its settings: they have secrets."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RLBOOST_")}
+    os.environ[plugin.PARENT_VARIABLE] = str(os.getpid())
+    try:
+        yield
+    finally:
+        os.environ.pop(plugin.PARENT_VARIABLE, None)
+        os.environ.update(hidden)

@@ -1,4 +1,7 @@
-"""Writes a job's output folder: `job.json`, `metrics.jsonl`, `model/`, and `adapter/` if an adapter was trained."""
+"""Writes a job's output folder.
+
+It holds `job.json`, `metrics.jsonl`, `profile.json`, `model/`, and `adapter/` if an adapter was trained.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.columns import floats, ints
 from rlboost.shared.errors import Fatal
+from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.model.folder import copy_without_weights, declare_dtype
 from rlboost.shared.weights.publisher import Shard
 
@@ -50,6 +54,11 @@ class JobFolder:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._log.log(step, metrics)
         return self._log.new_problems()
+
+    def write_profile(self, profile: RunProfile) -> None:
+        """See `RunFolder.write_profile`."""
+        with self._disk_errors():
+            replace_file(self._folder / "profile.json", profile.model_dump_json(indent=2) + "\n")
 
     def dump_batch(self, name: str, rows: Sequence[TrainingRow]) -> Path:
         """See `RunFolder.dump_batch`: JSON, a row a line."""

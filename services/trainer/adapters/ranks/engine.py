@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -45,7 +46,8 @@ class RankEngine(ABC):
     def __init__(
         self,
         rank: int,
-        rendezvous: str,
+        local_rank: int,
+        init_method: str,
         device: str,
         layout: Layout,
         optimizer: dict[str, Any],
@@ -55,8 +57,9 @@ class RankEngine(ABC):
 
         Args:
             rank: this rank's number.
-            rendezvous: path of a new file that all ranks can access.
-            device: `cpu`, or `cuda` for the GPU with the rank's number.
+            local_rank: its number on its machine.
+            init_method: where the ranks find each other: `file://PATH` of a new file, or `env://`.
+            device: `cpu`, or `cuda` for the GPU with the local rank's number.
             layout: degrees of parallelism.
             optimizer: the job's `OptimizerSpec`, as a mapping.
             settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
@@ -64,10 +67,11 @@ class RankEngine(ABC):
 
         """
         if device != "cpu":
-            torch.cuda.set_device(rank)
+            _require_gpu(local_rank)
+            torch.cuda.set_device(local_rank)
         distributed.init_process_group(
             "gloo" if device == "cpu" else "nccl",
-            init_method=f"file://{rendezvous}",
+            init_method=init_method,
             rank=rank,
             world_size=layout.n_ranks,
             timeout=COLLECTIVE_LIMIT,
@@ -112,8 +116,16 @@ class RankEngine(ABC):
 
     # --- the model ---
 
-    def load_hf(self, model: dict[str, Any], files: list[str]) -> list[TensorSlice]:
-        """Build the model and load it from safetensors files; return this rank's slices."""
+    def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> list[TensorSlice]:
+        """Build the model and load it from safetensors files; return this rank's slices.
+
+        `shared` is a directory that the trainer has just made where checkpoints are written.
+        """
+        if not Path(shared).is_dir():
+            raise ConfigError(
+                f"machine {socket.gethostname()} does not have the trainer's folder {Path(shared).parent}: put "
+                "RLBOOST_TRAINER_DIR on a file system that all machines of the trainer share, under the same path"
+            )
         self._model, self._passes, self._state = self._build(model)
         self._n_steps = 0
         self._accumulated = False
@@ -277,3 +289,11 @@ class RankEngine(ABC):
         self._state.set_steps(n_steps)
         self._n_steps = n_steps
         self.offload()
+
+
+def _require_gpu(local_rank: int) -> None:
+    if (n_gpus := torch.cuda.device_count()) <= local_rank:
+        raise ConfigError(
+            f"machine {socket.gethostname()} has {n_gpus} GPUs for {local_rank + 1} or more ranks of the trainer: "
+            "lower trainer.tensor_parallel, pipeline_parallel or data_parallel, or raise trainer.nodes"
+        )

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from rlboost.services.trainer.adapters.ranks.calls import Launcher, RankCalls
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.packed import pack_rows
-from rlboost.services.trainer.adapters.ranks.processes import RankProcesses
+from rlboost.services.trainer.adapters.ranks.processes import LocalRanks
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
@@ -49,7 +50,7 @@ _ReplicaBatches = list[list[TrainingRow]]
 
 
 class RanksPolicy(ABC):
-    """`PolicyEngine` on rank processes of this machine."""
+    """`PolicyEngine` on rank processes, of this machine or of several."""
 
     rank = RankInfo()
     adapter_json = ""
@@ -64,6 +65,7 @@ class RanksPolicy(ABC):
         device: str,
         reference: bool = False,
         folder: Path | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         """Prepare; `load_hf` starts the ranks.
 
@@ -72,10 +74,12 @@ class RanksPolicy(ABC):
             spec: the degrees of parallelism, and the dtype.
             optimizer: AdamW's settings.
             temperature: the sampling temperature, which divides the logits.
-            device: `cpu`, or `cuda` for one GPU of this machine per rank.
+            device: `cpu`, or `cuda` for one GPU per rank.
             reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
                 copy of them on the devices, and another forward pass.
-            folder: parent of scratch directories; the system's temporary directory if None.
+            folder: parent of scratch directories; the system's temporary directory if None. Ranks on other machines
+                must have it under the same path.
+            launcher: starts the ranks; on this machine if None.
 
         Raises:
             ConfigError: there are fewer GPUs than ranks.
@@ -83,7 +87,10 @@ class RanksPolicy(ABC):
         """
         self._layout = Layout.of(spec)
         device = device.partition(":")[0]
-        _require_devices(device, self._layout)
+        if launcher is None:
+            _require_devices(device, self._layout)
+            launcher = LocalRanks(self._layout, device)
+        self._launcher = launcher
         self._keeps_reference = reference
         self._offload = spec.offload
         self._folder = folder
@@ -93,23 +100,18 @@ class RanksPolicy(ABC):
         """The snapshot that is not being written yet. Who takes it from here, under the lock, removes it."""
         self._capture_lock = threading.Lock()
 
-        def init_arguments(rank: int, rendezvous: str) -> dict[str, Any]:
-            return {
-                "rank": rank,
-                "rendezvous": rendezvous,
-                "device": device,
-                "layout": self._layout,
-                "optimizer": optimizer.model_dump(),
-                "settings": {
-                    "temperature": temperature,
-                    "dtype": spec.dtype,
-                    "reference": reference,
-                    "offload": spec.offload,
-                    "activation_checkpointing": spec.activation_checkpointing,
-                },
-            }
-
-        self._ranks = RankProcesses(kind, self._layout.n_ranks, device, init_arguments)
+        arguments = {
+            "device": device,
+            "optimizer": optimizer.model_dump(),
+            "settings": {
+                "temperature": temperature,
+                "dtype": spec.dtype,
+                "reference": reference,
+                "offload": spec.offload,
+                "activation_checkpointing": spec.activation_checkpointing,
+            },
+        }
+        self._ranks = RankCalls(kind, launcher, arguments)
 
     @abstractmethod
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
@@ -122,6 +124,7 @@ class RanksPolicy(ABC):
 
     def load_hf(self, source: Path) -> None:
         """See `PolicyEngine.load_hf`."""
+        self._layout = self._launcher.layout
         try:
             model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))
         except (OSError, ValueError, KeyError) as error:
@@ -133,7 +136,8 @@ class RanksPolicy(ABC):
         if self._folder is not None:
             remove_stale(self._folder)
         try:
-            answers = self._ranks.call("load_hf", {"model": model, "files": files})
+            with ScratchDir(self._folder) as shared:
+                answers = self._ranks.call("load_hf", {"model": model, "files": files, "shared": str(shared)})
         except ConfigError as error:
             raise ConfigError(f"model {source}: {error}") from error
         self._shapes = {name: tuple(shape) for slices in answers for name, shape, *_ in slices}

@@ -1,4 +1,6 @@
-"""`python -m rlboost.services.trainer.adapters.ranks.rank FD KIND`: the process of one rank.
+"""`python -m rlboost.services.trainer.adapters.ranks.rank KIND FD`: the process of one rank.
+
+On a machine that has joined the trainer it has `KIND URL SESSION` and runs under torchrun; see `machines.agent`.
 
 Consumes: calls from the trainer, on socket FD. Produces: a result or an error per call, and questions during a call.
 Waits for: the next call, in `inbox.get()`, which the reader thread feeds; and for other ranks, in collectives.
@@ -27,9 +29,8 @@ _REPORTERS = ("tensorboard", "wandb")
 """Optional imports of megatron-core that a rank does not need; they would cost a second of CPU time per start."""
 
 
-def main(descriptor: int, kind: str) -> None:
+def main(kind: str, channel: socket.socket) -> None:
     """Serve the trainer at the other end of a socket, as a rank of kind `megatron` or `fsdp`."""
-    channel = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), name="calls", daemon=True).start()
     # megatron-core warns about every optional library that is missing.
@@ -78,5 +79,13 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[dict[str, Any]]) -> N
         os._exit(1)
 
 
+def _channel(where: str, *session: str) -> socket.socket:
+    if not session:
+        return socket.socket(fileno=int(where))
+    from rlboost.services.trainer.adapters.machines.rank_channel import join_session  # noqa: PLC0415 - not for local ranks
+
+    return join_session(where, *session)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], _channel(*sys.argv[2:]))

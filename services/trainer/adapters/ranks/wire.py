@@ -10,7 +10,13 @@ import msgpack
 from rlboost.shared import errors
 from rlboost.shared.errors import RLBoostError
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
+
+
+def pack(body: dict[str, Any]) -> bytes:
+    """Return a message as it is sent."""
+    data: bytes = msgpack.packb(body)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def send(channel: socket.socket, body: dict[str, Any]) -> None:
@@ -20,9 +26,7 @@ def send(channel: socket.socket, body: dict[str, Any]) -> None:
         OSError: the peer's process has ended.
 
     """
-    data = msgpack.packb(body)
-    channel.sendall(len(data).to_bytes(_LENGTH_BYTES, "big"))
-    channel.sendall(data)
+    channel.sendall(pack(body))
 
 
 def receive(channel: socket.socket) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def receive(channel: socket.socket) -> dict[str, Any]:
         OSError: the peer's process has ended.
 
     """
-    length = int.from_bytes(_read_exactly(channel, _LENGTH_BYTES), "big")
+    length = int.from_bytes(_read_exactly(channel, LENGTH_BYTES), "big")
     body: dict[str, Any] = msgpack.unpackb(_read_exactly(channel, length))
     return body
 

@@ -1,0 +1,245 @@
+"""The paper's evaluation in simulation: calibration, its table, ablations and sweeps.
+
+    python -m benchmarks.evaluation fit
+    python -m benchmarks.evaluation table --trace g4dn-trace.csv [--models 8b] [--completions short]
+    python -m benchmarks.evaluation ablations --trace ... --models 14b
+    python -m benchmarks.evaluation sweep --models 14b
+
+One JSON line for each fit or run. `fit` uses the paper's numbers for constant fleets only: of 8B, 10, 12, 14, 16 and 18
+thousand tokens/s with 0 to 4 instances; of 14B, 1.37 times veRL with one instance, and 1.64 times that with six.
+`rlboost/simulation/presets.py` has its results. `table` shows what was not fitted: traces, and 32B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, get_args
+
+from benchmarks.step_bound import shortest_steps
+from rlboost.simulation import POLICIES, Machine, Policy, SimulatedJob, SimulationResult, simulate
+from rlboost.simulation.policies import ABLATIONS
+from rlboost.simulation.presets import FITS, GBIT, SHAPES, Completions, Fit, Model, preset
+from rlboost.simulation.summary import summarize
+from rlboost.simulation.traces import G4DN, FleetEvent, FleetTrace, generate_trace, read_trace
+
+Row = dict[str, Any]
+HOUR_S = 3600.0
+REPORTED_8B = (10_000, 12_000, 14_000, 16_000, 18_000)
+"""Tokens/s with 0 to 4 instances (the repository's notes)."""
+REPORTED_14B_ONE, REPORTED_14B_SIX = 1.37, 1.64
+"""Throughput with one instance against veRL, and with six against one."""
+TRAIN_GRID: dict[Model, tuple[int, ...]] = {
+    "8b": (14_000, 17_000, 20_000, 24_000),
+    "14b": (7_000, 9_000, 11_000, 13_000),
+}
+"""Training rates that are tried, in tokens/s."""
+FIRST_SLOWDOWN = 4.0
+SAMPLED = 0.5
+"""Share of the trace's instances that the paper replays."""
+IMPLIED_MEANS = {4: 3.76, 6: 5.07}
+"""Most instances in use -> mean number that the paper's costs imply, for 8B and 14B."""
+SEGMENT_S = 2 * HOUR_S
+REPORTED = {"8b": (1.66, 1.34), "14b": (1.97, 1.49), "32b": (1.51, 1.28)}
+"""Throughput and tokens per dollar of RLBoost against veRL, means of three segments."""
+SWEEPS: dict[str, tuple[float, ...]] = {
+    "instances": (0, 1, 2, 4, 6, 8),
+    "median_length": (700, 1500, 3000, 6000),
+    "spot_price": (2.66, 5.32, 10.6, 14.7, 20.9),
+    "life_min": (10, 20, 40, 80),
+    "gbit": (1, 5, 50),
+}
+
+
+# --- fit --------------------------------------------------------------------------------------------------------------
+
+
+def constant(instances: int, duration_s: float) -> FleetTrace:
+    """Return a fleet that does not change."""
+    return FleetTrace(tuple(FleetEvent(0.0, "add", f"node{i}") for i in range(instances)), duration_s)
+
+
+def constant_fleet(model: Model, completions: Completions, fit: Fit, instances: int, seeds: int) -> float:
+    """Return the mean throughput of the paper's policy, or of veRL without instances."""
+    job, machine = preset(model, completions, fit)
+    policy = POLICIES["paper" if instances else "verl"]
+    step_tokens = sum(group.tokens + sum(group.lengths) for group in job.groups(0, 0))
+    duration_s = 6 * step_tokens / (0.9 * fit.train_tokens_per_s)
+    trace = constant(instances, duration_s)
+    runs = [
+        simulate(job, machine, trace, policy, seed=seed, warm_up_steps=7 if instances else 1) for seed in range(seeds)
+    ]
+    return fmean(run.tokens_per_s for run in runs)
+
+
+def fit_8b(completions: Completions, seeds: int) -> tuple[Fit, Row]:
+    """Fit training rate and slowdown: nearly all times scale together, so a scale follows from each training rate."""
+    best_error, best = math.inf, Fit(FIRST_SLOWDOWN, 0.0, 1.0)
+    for train in TRAIN_GRID["8b"]:
+        rates = [constant_fleet("8b", completions, Fit(FIRST_SLOWDOWN, train, 1.0), n, seeds) for n in range(1, 5)]
+        scale, error = _scale(rates)
+        if error < best_error:
+            best_error, best = error, Fit(FIRST_SLOWDOWN / scale, train * scale, 1.0)
+    none, *rates = [constant_fleet("8b", completions, best, n, seeds) for n in range(5)]
+    fit = best._replace(verl_factor=REPORTED_8B[0] / none)
+    return fit, {"tokens_per_s": [round(rate) for rate in (none, *rates)], "error": round(_scale(rates)[1], 3)}
+
+
+def _scale(rates: Sequence[float]) -> tuple[float, float]:
+    """Return the factor from simulated to reported throughput with 1 to 4 instances, and the relative error left."""
+    logs = [math.log(reported / rate) for reported, rate in zip(REPORTED_8B[1:], rates, strict=True)]
+    return math.exp(fmean(logs)), pstdev(logs)
+
+
+def fit_14b(completions: Completions, slowdown: float, seeds: int) -> tuple[Fit, Row]:
+    """Fit the training rate to the ratio between six instances and one; the slowdown is that of 8B."""
+    found = []
+    for train in TRAIN_GRID["14b"]:
+        fit = Fit(slowdown, train, 1.0)
+        none, one, six = (constant_fleet("14b", completions, fit, n, seeds) for n in (0, 1, 6))
+        found.append((abs(six / one - REPORTED_14B_SIX), fit, one / none, six / one))
+    _, fit, one_to_none, six_to_one = min(found)
+    row = {"one_to_none": round(one_to_none, 3), "six_to_one": round(six_to_one, 3)}
+    return fit._replace(verl_factor=one_to_none / REPORTED_14B_ONE), row
+
+
+def fits(seeds: int) -> Iterator[Row]:
+    """Yield the fit of each model and calibration; that of 32B is extrapolated."""
+    for completions in get_args(Completions):
+        small, shown = fit_8b(completions, seeds)
+        yield _fit_row("8b", completions, small) | shown
+        medium, shown = fit_14b(completions, small.slowdown, seeds)
+        yield _fit_row("14b", completions, medium) | shown
+        # Training takes time in proportion to the parameters, on twice the nodes.
+        train = medium.train_tokens_per_s * SHAPES["14b"].parameters / SHAPES["32b"].parameters * 2
+        large = Fit(small.slowdown, train, math.sqrt(small.verl_factor * medium.verl_factor))
+        yield _fit_row("32b", completions, large)
+
+
+def _fit_row(model: Model, completions: Completions, fit: Fit) -> Row:
+    return {
+        "fit": model,
+        "completions": completions,
+        **{name: round(value, 4) for name, value in fit._asdict().items()},
+    }
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def sampled_trace(path: Path | None) -> FleetTrace:
+    """Return the trace of half of the instances; of 20 samples the one with the means that the paper's costs imply."""
+    whole = read_trace(path) if path else generate_trace(G4DN, seed=0)
+
+    def distance(trace: FleetTrace) -> float:
+        return sum(abs(trace.limited(n).mean_instances - mean) for n, mean in IMPLIED_MEANS.items())
+
+    return min((whole.sampled(SAMPLED, seed) for seed in range(20)), key=distance)
+
+
+def segments(trace: FleetTrace) -> dict[str, FleetTrace]:
+    """Return two-hour segments: A has many instances and removals, B the fewest instances, C is between."""
+    starts = range(0, int(trace.duration_s - SEGMENT_S) + 1, int(HOUR_S / 2))
+    found = [trace.between(start, start + SEGMENT_S) for start in starts]
+    rich = [segment for segment in found if segment.mean_instances >= trace.mean_instances]
+    return {
+        "A": max(rich, key=lambda segment: sum(event.kind == "remove" for event in segment.events)),
+        "B": min(found, key=lambda segment: segment.mean_instances),
+        "C": min(found, key=lambda segment: abs(segment.mean_instances - trace.mean_instances)),
+    }
+
+
+def over_segments(args: argparse.Namespace, policies: dict[str, Policy]) -> Iterator[Row]:
+    """Yield throughput and cost of each policy, in each segment."""
+    parts = segments(sampled_trace(args.trace))
+    for model, completions, (name, segment) in product(args.models, args.completions, parts.items()):
+        job, machine = preset(model, completions)
+        fleet = segment.limited(SHAPES[model].useful_instances)
+        for policy in args.policies or policies:
+            runs = [simulate(job, machine, fleet, policies[policy], seed=seed) for seed in range(args.seeds)]
+            row: Row = {
+                "model": model,
+                "completions": completions,
+                "segment": name,
+                "present": round(fleet.mean_instances, 2),
+            }
+            if policies[policy].fleet == "spot":
+                row["step_over_bound"] = round(fmean(_over_bound(job, machine, fleet, run) for run in runs), 3)
+            yield row | summarize(runs).public()
+
+
+def _over_bound(job: SimulatedJob, machine: Machine, fleet: FleetTrace, run: SimulationResult) -> float:
+    """Return the time of all steps relative to the shortest that they could take one by one."""
+    return sum(step.duration_s for step in run.steps) / sum(shortest_steps(job, machine, fleet, run))
+
+
+def against_verl(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield each policy's throughput and tokens per dollar against veRL as reported, means of the segments."""
+    found: dict[tuple[Model, Completions, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["completions"], row["policy"]), []).append(row)
+    for (model, completions, policy), some in found.items():
+        verl = found[model, completions, "verl"]
+        factor = 1.0 if policy.startswith("verl") else 1 / FITS[model, completions].verl_factor
+        faster = [factor * row["tokens_per_s"] / base["tokens_per_s"] for row, base in zip(some, verl, strict=True)]
+        cost = "dollars_per_million_tokens"
+        cheaper = [factor * base[cost] / row[cost] for row, base in zip(some, verl, strict=True)]
+        figures = {"throughput": round(fmean(faster), 3), "tokens_per_dollar": round(fmean(cheaper), 3)}
+        by_segment = {"by_segment": [round(value, 2) for value in faster]}
+        yield {"table": model, "completions": completions, "policy": policy} | figures | by_segment
+
+
+def sweep(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield throughput and cost of our policy over one parameter at a time, and of veRL."""
+    for model, (name, values) in product(args.models, SWEEPS.items()):
+        for value in values:
+            job, machine = preset(model, "short")
+            trace = constant(SHAPES[model].useful_instances, SEGMENT_S)
+            if name == "instances":
+                trace = constant(int(value), SEGMENT_S)
+            elif name == "median_length":
+                job = replace(job, lengths=replace(job.lengths, median=value))
+            elif name == "spot_price":
+                machine = replace(machine, instance_price_per_hour=value)
+            elif name == "life_min":
+                trace = generate_trace(replace(G4DN, median_life_s=60 * value, mean_life_s=90 * value), seed=0)
+                trace = trace.between(HOUR_S, HOUR_S + SEGMENT_S).limited(SHAPES[model].useful_instances)
+            else:
+                machine = replace(machine, instance_bytes_per_s=value * GBIT)
+            for policy in ("verl", "paper", "rlboost"):
+                runs = [simulate(job, machine, trace, POLICIES[policy], seed=seed) for seed in range(args.seeds)]
+                yield {"sweep": name, "value": value, "model": model} | summarize(runs).public()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["fit", "table", "ablations", "sweep"])
+    parser.add_argument("--trace", type=Path, help="Bamboo's g4dn log; generated from its statistics without this")
+    parser.add_argument("--models", nargs="+", choices=get_args(Model), default=get_args(Model))
+    parser.add_argument("--completions", nargs="+", choices=get_args(Completions), default=get_args(Completions))
+    parser.add_argument("--policies", nargs="+")
+    parser.add_argument("--seeds", type=int, default=2)
+    args = parser.parse_args()
+    rows: list[Row] = []
+    found = {
+        "fit": lambda: fits(args.seeds),
+        "table": lambda: over_segments(args, POLICIES),
+        "ablations": lambda: over_segments(args, {"rlboost": POLICIES["rlboost"]} | ABLATIONS),
+        "sweep": lambda: sweep(args),
+    }
+    for row in found[args.command]():
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.command == "table":
+        for row in against_verl(rows):
+            print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Predicts time and dollars of a job on fleets of several sizes, and chooses the best one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rlboost.planning.simulated_run import simulate_run, simulated_machine, worker_kinds
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.run_profile import RunProfile
+from rlboost.shared.job.spec import RlJob
+from rlboost.simulation.prices import Prices
+from rlboost.simulation.traces import FleetTrace
+
+SIMULATED_STEPS = 30
+"""A longer job is extrapolated from about this many steps, at a random time of the trace for each seed."""
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over the seeds."""
+
+    mean: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return mean and range of some values."""
+        return cls(sum(values) / len(values), min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The prediction for one fleet."""
+
+    kind: str
+    max_workers: int
+    """The fleet takes up to this many preemptible workers, as far as the trace has them."""
+    workers: Spread
+    """Workers in use, averaged over time."""
+    hours: Spread
+    """Of the whole job."""
+    dollars: Spread
+    tokens_per_s: Spread
+    """Generated tokens."""
+
+
+def plans(
+    spec: RlJob,
+    profile: RunProfile,
+    prices: Prices,
+    trace_of: Callable[[int], FleetTrace],
+    *,
+    max_workers: int,
+    seeds: int,
+    startup_s: float,
+) -> Iterator[Plan]:
+    """Yield the prediction for 0 to `max_workers` workers of each measured kind.
+
+    Args:
+        spec: the job.
+        profile: what a run has measured.
+        prices: dollars per hour.
+        trace_of: returns the availability of instances for a seed.
+        max_workers: the largest fleet.
+        seeds: number of simulations of each fleet.
+        startup_s: from an instance's request to its join.
+
+    Raises:
+        ConfigError: a price is missing, or the trace is too short for a step.
+
+    """
+    length_s = min(SIMULATED_STEPS, spec.steps) * profile.step_s
+    windows = [_window(trace_of(seed), length_s, seed) for seed in range(seeds)]
+    for kind in worker_kinds(profile):
+        machine = simulated_machine(kind, profile, prices, startup_s=startup_s)
+        for n in range(0 if machine.reserved_engines else 1, max_workers + 1):
+            runs = [simulate_run(spec, profile, machine, w.limited(n), seed) for seed, w in enumerate(windows)]
+            if not all(run.steps for run in runs):
+                text = f"no step of the job ends within {length_s:.0f} s with {n} workers: use a longer --trace"
+                raise ConfigError(text)
+            factors = [spec.steps / len(run.steps) for run in runs]
+            yield Plan(
+                kind=kind.kind,
+                max_workers=n,
+                workers=Spread.of([run.mean_instances for run in runs]),
+                hours=Spread.of([f * run.duration_s / _HOUR_S for f, run in zip(factors, runs, strict=True)]),
+                dollars=Spread.of([f * run.dollars for f, run in zip(factors, runs, strict=True)]),
+                tokens_per_s=Spread.of(
+                    [sum(step.generated_tokens for step in run.steps) / run.duration_s for run in runs]
+                ),
+            )
+
+
+def best(found: Iterable[Plan], *, max_dollars: float | None = None, max_hours: float | None = None) -> Plan | None:
+    """Return the fastest plan within a budget, otherwise the cheapest one, within a deadline if there is one.
+
+    A limit holds for every seed, not only for the mean. None if no plan is within the limits.
+    """
+    allowed = [
+        plan
+        for plan in found
+        if (max_dollars is None or plan.dollars.highest <= max_dollars)
+        and (max_hours is None or plan.hours.highest <= max_hours)
+    ]
+    if max_dollars is not None and max_hours is None:
+        return min(allowed, key=lambda plan: plan.hours.mean, default=None)
+    return min(allowed, key=lambda plan: plan.dollars.mean, default=None)
+
+
+def _window(trace: FleetTrace, length_s: float, seed: int) -> FleetTrace:
+    """Return a part of the trace that begins at a random time."""
+    latest_s = max(0.0, trace.duration_s - length_s)
+    start_s = random.Random(seed).uniform(0.0, latest_s)  # noqa: S311 - not a secret
+    return trace.between(start_s, start_s + length_s)

@@ -1,0 +1,28 @@
+"""Simulates a job on a spot fleet in virtual time, with the rollout manager's own decisions.
+
+    result = simulate(job, machine, trace, POLICIES["rlboost"], seed=1)
+
+Workers, trainer, network and cloud are simulated; what is placed, migrated, reclaimed or awaited is decided by
+`services/rollout_manager/domain`, which receives the messages that the real services send.
+"""
+
+from __future__ import annotations
+
+from rlboost.simulation.job import Lengths, SimulatedJob
+from rlboost.simulation.machine import EngineSpec, Machine
+from rlboost.simulation.policies import POLICIES, Policy
+from rlboost.simulation.result import InstanceResult, SimulationResult, StepResult
+from rlboost.simulation.run import simulate
+
+__all__ = [
+    "POLICIES",
+    "EngineSpec",
+    "InstanceResult",
+    "Lengths",
+    "Machine",
+    "Policy",
+    "SimulatedJob",
+    "SimulationResult",
+    "StepResult",
+    "simulate",
+]

@@ -1,0 +1,93 @@
+"""Pictures of simulations: throughput over the trace with the fleet under it, and one step's timeline.
+
+Needs matplotlib, which comes with `rlboost[local]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from rlboost.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, RED, SKY, figure, look
+from rlboost.simulation.result import SimulationResult, StepResult
+
+_COLORS = (MUTED, ORANGE, BLUE, GREEN, PINK, RED, SKY, INK)
+_DPI = 160
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Simulation</title>
+<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
+img {{ width: 100% }}</style>
+<h1>Simulation: {policies}</h1>
+{figures}
+</html>
+"""
+
+
+def draw(folder: Path, results: Sequence[SimulationResult]) -> list[Path]:
+    """Write `throughput.png`, a timeline of one step for each policy, and `index.html`; return their paths.
+
+    Args:
+        folder: is created.
+        results: one for each policy, over the same trace.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {"throughput": "Generated and trained tokens per second, and the instances in use"}
+    with look():
+        _save(folder / "throughput.png", throughput(results))
+        for result in results:
+            name = f"step-{result.policy}"
+            drawn[name] = f"{result.policy}: the step in the middle of the run"
+            _save(folder / f"{name}.png", timeline(result, result.steps[len(result.steps) // 2]))
+    figures = "\n".join(f'<h2>{escape(text)}</h2>\n<img src="{name}.png" alt="">' for name, text in drawn.items())
+    page = folder / "index.html"
+    policies = escape(", ".join(result.policy for result in results))
+    page.write_text(_PAGE.format(policies=policies, figures=figures), encoding="utf-8")
+    return [*(folder / f"{name}.png" for name in drawn), page]
+
+
+def _save(path: Path, drawn: Figure) -> None:
+    drawn.savefig(path, dpi=_DPI)
+
+
+def throughput(results: Sequence[SimulationResult]) -> Figure:
+    """Draw each policy's throughput by step, and under it the fleet."""
+    drawn = figure(4.6)
+    above, below = drawn.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for result, color in zip(results, _COLORS, strict=False):
+        moments = [step.start_s / 3600 for step in result.steps] + [result.duration_s / 3600]
+        rates = [(step.generated_tokens + step.trained_tokens) / step.duration_s / 1000 for step in result.steps]
+        above.stairs(rates, moments, color=color, lw=1.6, label=result.policy, baseline=None)
+    above.set_ylabel("thousand tokens/s")
+    above.set_ylim(bottom=0)
+    above.legend(loc="lower right", ncols=min(4, len(results)))
+    longest = max(results, key=lambda result: (len(result.instances), result.duration_s))
+    fleet = longest.fleet()
+    hours = [moment / 3600 for moment, _ in fleet] + [longest.duration_s / 3600]
+    below.stairs([count for _, count in fleet], hours, fill=True, color=PALE)
+    below.set_ylabel("instances")
+    below.set_xlabel("hours")
+    return drawn
+
+
+def timeline(result: SimulationResult, step: StepResult) -> Figure:
+    """Draw who works when in one step."""
+    drawn = figure(1.9)
+    axes: Axes = drawn.subplots()
+    start_s = step.start_s
+    _bar(axes, 2, [(0.0, min(step.seeding_s, step.last_sample_s or step.seeding_s))], SKY)
+    if result.instances:
+        _bar(axes, 1, [(0.0, step.last_sample_s)], GREEN)
+    _bar(axes, 0, [(begin - start_s, end - start_s) for begin, end in step.training], BLUE)
+    axes.set_yticks([0, 1, 2], ["training", "instances generate", "reserved engines generate"])
+    axes.set_xlim(0, step.duration_s)
+    axes.set_xlabel(f"seconds of step {step.step}; the trainer waits {step.train_wait_s:.0f} s for samples")
+    return drawn
+
+
+def _bar(axes: Axes, row: int, spans: Sequence[tuple[float, float]], color: str) -> None:
+    axes.broken_barh([(start, end - start) for start, end in spans], (row - 0.35, 0.7), color=color)

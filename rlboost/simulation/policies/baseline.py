@@ -1,0 +1,369 @@
+"""What the baselines share: a manager's bookkeeping, without any of our own domain code.
+
+A baseline follows the same messages as ours and learns of lost workers in the same way. Which worker gets a sample,
+what a migration takes along and how long the seeding window is, its subclass decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlboost.shared.columns import I32, U8, U32, U64, ints, pack
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import (
+    FINISH_NONE,
+    FINISH_RELEASED,
+    Assign,
+    Assignment,
+    GroupRequested,
+    Message,
+    PreemptionNotice,
+    Release,
+    Resume,
+    SampleFinished,
+    SeedingEnded,
+    SeedingReopened,
+    StepReport,
+    Suspend,
+    TokenFrame,
+    UseVersion,
+    WeightsCommitted,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+)
+from rlboost.simulation.environment import LEASE_S, generation_s
+from rlboost.simulation.job import JOB_ID, SimulatedJob
+from rlboost.simulation.machine import Machine
+from rlboost.simulation.policies import Policy
+from rlboost.simulation.policies.turn import Turn
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One sample in flight."""
+
+    id: int
+    request: GroupRequested
+    tokens: int = 0
+    attempt: int = 0
+    worker: str = ""
+    """Its owner; empty while it is queued."""
+    finish: int = FINISH_NONE
+    releasing: bool = False
+    """Its owner was asked to release it."""
+
+
+@dataclass(slots=True)
+class Instance:
+    """One worker as the manager sees it."""
+
+    id: str
+    reserved: bool
+    last_seen_at: float
+    state: str = "joining"
+    version: int = -1
+    noticed: bool = False
+    assigned_version: int = -1
+    assigned_active: bool | None = None
+    held: dict[int, Tracked] = field(default_factory=dict)
+    """In order of assignment."""
+    queue: int = 0
+    """Pending samples at its last heartbeat."""
+    assigned: int = 0
+    """Samples assigned since then."""
+    releasing: int = 0
+    """Samples that it was asked to release since then."""
+    idle_since: float = 0.0
+
+    @property
+    def pending(self) -> int:
+        """Return how many samples are known to wait for a slot."""
+        return max(0, self.queue - self.releasing)
+
+
+@dataclass(slots=True)
+class Window:
+    """The seeding window of one step."""
+
+    step: int
+    length_s: float
+    phase: Literal["open", "closing", "ended"] = "open"
+    began_at: float = math.inf
+
+
+@dataclass(slots=True)
+class FleetSize:
+    """The number of preemptible workers during a step."""
+
+    since: float = 0.0
+    """When the step began."""
+    changed: bool = False
+    last: int = -1
+
+    def update(self, n: int) -> None:
+        """Note the present number."""
+        self.changed |= self.last not in {-1, n}
+        self.last = n
+
+    def begin(self, now: float) -> None:
+        """Begin a step."""
+        self.since, self.changed = now, False
+
+
+class Baseline:
+    """A manager; subclasses implement `schedule` and `learn`."""
+
+    def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
+        """Start without workers and samples."""
+        self.job, self.machine, self.policy = job, machine, policy
+        self.now = 0.0
+        self.workers: dict[str, Instance] = {}
+        self.samples: dict[int, Tracked] = {}
+        self.queued: dict[int, Tracked] = {}
+        """Without an owner, in the order in which they start."""
+        self.window: Window | None = None
+        self.window_s = generation_s(job, machine) / 2 if policy.seeding else 0.0
+        self.fleet = FleetSize()
+        self.version = -1
+        self._out = Turn()
+
+    # --- what a subclass decides --------------------------------------------------------------------------------------
+
+    def schedule(self) -> None:
+        """Assign queued samples, and migrate running ones."""
+        raise NotImplementedError
+
+    def learn(self, report: StepReport, remote_wait_s: float) -> None:
+        """Set `window_s` for the next step."""
+        raise NotImplementedError
+
+    def requeue(self, samples: Iterable[Tracked]) -> None:
+        """Queue samples that have lost their owner: before all others, with their tokens."""
+        first = {sample.id: sample for sample in samples if not sample.finish}
+        self.queued = {**first, **self.queued}
+
+    def finished(self, sample: Tracked) -> None:
+        """Deliver a sample that is complete."""
+        self.deliver(sample)
+
+    @property
+    def ends_early(self) -> bool:
+        """Return True if the window ends once everything is generated."""
+        return True
+
+    # --- a turn -------------------------------------------------------------------------------------------------------
+
+    def turn(self, messages: Collection[Message], now: float, has_lease: Callable[[str], bool]) -> Turn:
+        """Take one turn: read, decide, write."""
+        self.now, self._out = now, Turn()
+        reports = [m for m in messages if isinstance(m, WorkerHeartbeat | WorkerLeft | PreemptionNotice)]
+        for message in messages:
+            if not isinstance(message, WorkerHeartbeat | WorkerLeft | PreemptionNotice):
+                self._take(message)
+        for message in reports:
+            self._on_report(message)
+        for worker in list(self.workers.values()):
+            if now - worker.last_seen_at > LEASE_S and not has_lease(worker.id):
+                self._remove(worker)
+        self.fleet.update(len(self._preemptible()))
+        self._advance_window()
+        for worker in self.workers.values():
+            self._instruct(worker)
+        self.schedule()
+        return self._out
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case TokenFrame():
+                self._frame(message)
+            case GroupRequested():
+                self._request(message)
+            case WeightsCommitted():
+                self.version = message.version
+            case StepReport():
+                idle = [self.now - w.idle_since for w in self._preemptible() if not w.held]
+                n = len(self._preemptible())
+                if self.policy.seeding:
+                    self.learn(message, sum(idle) / n if n else 0.0)
+                self.fleet.begin(self.now)
+            case WorkerJoined():
+                self.workers[message.worker] = Instance(
+                    message.worker, message.role == "reserved", self.now, idle_since=self.now
+                )
+            case _:
+                raise RuntimeError(f"unexpected message: {message.tag}")
+
+    def _request(self, request: GroupRequested) -> None:
+        step = SampleId.unpack(request.group).step
+        if self.window is None or step > self.window.step:
+            self.window = Window(step, self.window_s)
+        for i in range(request.n):
+            sample = Tracked(request.group + i, request)
+            self.samples[sample.id] = self.queued[sample.id] = sample
+
+    def _frame(self, frame: TokenFrame) -> None:
+        worker = self.workers.get(frame.worker)
+        rows = zip(
+            ints(frame.samples, U64),
+            ints(frame.attempts, U32),
+            ints(frame.offsets, U32),
+            ints(frame.counts, U32),
+            ints(frame.finish, U8),
+            strict=True,
+        )
+        for sample_id, attempt, offset, count, finish in rows:
+            sample = self.samples.get(sample_id)
+            if sample is None or worker is None or attempt != sample.attempt or sample.finish:
+                continue
+            if offset != sample.tokens:
+                raise RuntimeError(
+                    f"sample {sample_id} has {sample.tokens} tokens, but its worker continues at {offset}"
+                )
+            sample.tokens += count
+            if finish == FINISH_RELEASED:
+                self.unassign(sample)
+                self.requeue([sample])
+            elif finish:
+                sample.finish = finish
+                self.unassign(sample)
+                self.finished(sample)
+
+    def unassign(self, sample: Tracked) -> None:
+        """Take a sample from its owner."""
+        worker = self.workers.get(sample.worker)
+        if worker is not None:
+            worker.held.pop(sample.id, None)
+            if not worker.held:
+                worker.idle_since = self.now
+        sample.worker, sample.releasing = "", False
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _on_report(self, message: Message) -> None:
+        match message:
+            case WorkerHeartbeat() if message.worker in self.workers:
+                worker = self.workers[message.worker]
+                before = worker.state
+                worker.last_seen_at, worker.version = self.now, message.version
+                worker.state = "draining" if worker.noticed else message.state
+                worker.queue, worker.assigned, worker.releasing = message.pending, 0, 0
+                if worker.state == "suspended" != before:
+                    self._unassign_all(worker)
+            case PreemptionNotice() if message.worker in self.workers:
+                worker = self.workers[message.worker]
+                worker.noticed, worker.state = True, "draining"
+            case WorkerLeft() if message.worker in self.workers:
+                self._remove(self.workers[message.worker])
+
+    def _remove(self, worker: Instance) -> None:
+        if not self.policy.migration:
+            for sample in worker.held.values():
+                sample.tokens = 0
+        self._unassign_all(worker)
+        del self.workers[worker.id]
+
+    def _unassign_all(self, worker: Instance) -> None:
+        samples = list(worker.held.values())
+        for sample in samples:
+            self.unassign(sample)
+        self.requeue(samples)
+
+    def _preemptible(self) -> list[Instance]:
+        return [worker for worker in self.workers.values() if not worker.reserved and worker.state != "draining"]
+
+    def serving(self) -> list[Instance]:
+        """Return the workers that can take samples now."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.state == "ready" and worker.version == self.version and worker.assigned_active is not False
+        ]
+
+    def _instruct(self, worker: Instance) -> None:
+        if worker.state == "draining" or self.window is None:
+            return
+        if worker.assigned_version != self.version:
+            worker.assigned_version = self.version
+            self._send(worker, UseVersion(job_id=JOB_ID, version=self.version))
+        active = self.window.phase == "open"
+        if worker.reserved and worker.assigned_active is not active:
+            worker.assigned_active = active
+            step = self.window.step
+            self._send(worker, Resume(step=step) if active else Suspend(step=step))
+
+    # --- the window ---------------------------------------------------------------------------------------------------
+
+    def _advance_window(self) -> None:
+        window, reserved = self.window, [worker for worker in self.workers.values() if worker.reserved]
+        if window is None:
+            return
+        preemptible = self._preemptible()
+        if window.phase == "open":
+            over = self.now - window.began_at >= window.length_s
+            ready = any(worker.state == "ready" and worker.version == self.version for worker in preemptible)
+            nothing_left = not self.samples and (self.ends_early or over or not preemptible)
+            if nothing_left or (over and ready):
+                window.phase = "closing"
+        elif window.phase == "closing":
+            if all(worker.state == "suspended" for worker in reserved):
+                window.phase = "ended"
+                length_s = 0.0 if window.began_at == math.inf else self.now - window.began_at
+                self._out.deliveries.append(SeedingEnded(step=window.step, window_s=length_s, reason="window"))
+        elif self.samples and not preemptible and reserved:
+            window.phase, window.began_at = "open", self.now
+            self._out.deliveries.append(SeedingReopened(step=window.step))
+
+    # --- commands and deliveries --------------------------------------------------------------------------------------
+
+    def _send(self, worker: Instance, message: Message) -> None:
+        self._out.commands.append((worker.id, message))
+
+    def assign(self, worker: Instance, samples: Collection[Tracked]) -> None:
+        """Assign queued samples to a worker."""
+        if self.window is not None:
+            self.window.began_at = min(self.window.began_at, self.now)
+        for sample in samples:
+            del self.queued[sample.id]
+            sample.attempt += 1
+            sample.worker = worker.id
+            worker.held[sample.id] = sample
+        worker.assigned += len(samples)
+        assignments = [
+            Assignment(
+                sample=sample.id,
+                attempt=sample.attempt,
+                prompt=sample.request.prompt,
+                tokens=bytes(I32.itemsize * sample.tokens),
+                sampling=sample.request.sampling,
+                seed=0,
+            )
+            for sample in samples
+        ]
+        self._send(worker, Assign(job_id=JOB_ID, version=self.version, samples=assignments))
+
+    def release(self, worker: Instance, samples: Collection[Tracked]) -> None:
+        """Ask a worker to release samples."""
+        for sample in samples:
+            sample.releasing = True
+        worker.releasing += len(samples)
+        columns = [sample.id for sample in samples], [sample.attempt for sample in samples]
+        self._send(worker, Release(samples=pack(columns[0], U64), attempts=pack(columns[1], U32)))
+
+    def deliver(self, sample: Tracked) -> None:
+        """Deliver a complete sample to the trainer."""
+        del self.samples[sample.id]
+        self._out.deliveries.append(
+            SampleFinished(
+                sample=sample.id,
+                tokens=bytes(I32.itemsize * sample.tokens),
+                logprobs=b"",
+                finish="stop" if sample.tokens < self.job.lengths.cap else "length",
+                spans=[],
+                attempts=sample.attempt,
+                group_done=False,
+            )
+        )

@@ -1,0 +1,316 @@
+"""A rollout worker with a simulated engine: it executes the manager's commands and sends what a real worker sends."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from rlboost.services.rollout_worker.domain.throughput import Throughput
+from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, pack
+from rlboost.shared.ids import group_of
+from rlboost.shared.messages import (
+    FINISH_LENGTH,
+    FINISH_NONE,
+    FINISH_RELEASED,
+    FINISH_STOP,
+    Assign,
+    Assignment,
+    Drain,
+    Message,
+    PreemptionNotice,
+    Release,
+    Resume,
+    Revoke,
+    Role,
+    Suspend,
+    TokenFrame,
+    UseVersion,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerState,
+)
+from rlboost.simulation.engine import Engine, Held
+from rlboost.simulation.environment import Environment
+
+
+class SimWorker:
+    """One incarnation. A reserved worker is suspended and resumed; a preemptible one may be preempted."""
+
+    def __init__(self, env: Environment, worker: str, role: Role) -> None:
+        """Create a worker that has not joined yet."""
+        self.id, self.role = worker, role
+        self.engine = Engine(env.machine.engine, now=env.now)
+        self.alive = True
+        self._env = env
+        self._job_id, self._serving, self._assigned = "", -1, -1
+        self._suspended = self._quiet = self._resuming = self._draining = False
+        self._early: dict[int, Held] = {}
+        """Samples that were assigned for weights that are not loaded yet."""
+        self._pulls = self._wakes = self._seq = 0
+        self._throughput = Throughput()
+
+    @property
+    def state(self) -> WorkerState:
+        """Return the state that a heartbeat reports."""
+        if self._draining:
+            return "draining"
+        if self._quiet:
+            return "suspended"
+        if self._assigned < 0:
+            return "joining"
+        return "ready" if self._serving == self._assigned and not self._resuming else "pulling"
+
+    # --- life cycle ---------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Join, and report from now on."""
+        if not self.alive:
+            return
+        env, engine = self._env, self._env.machine.engine
+        env.send(
+            WorkerJoined(
+                worker=self.id,
+                role=self.role,
+                kind="simulated",
+                slots=engine.slots,
+                host=self.id,
+                pid=1,
+                price_per_hour=env.machine.instance_price_per_hour if self.role == "preemptible" else 0.0,
+                at=env.now,
+                trainer="trainer" if self.role == "reserved" else "",
+                kv_tokens=engine.kv_tokens,
+            )
+        )
+        self._heartbeat_periodically()
+        self._report_periodically()
+
+    def kill(self) -> None:
+        """End without notice; all tokens are in the log, up to the 0.05 s between two flushes of a real worker."""
+        if self.alive:
+            self._advance()
+            self._flush(everything=True)
+            self.alive = False
+
+    def give_notice(self) -> None:
+        """Report a preemption notice, hand all samples off and leave."""
+        if self.alive:
+            self._advance()
+            lead_s, reason = self._env.machine.notice_s, "spot preemption"
+            self._env.send(PreemptionNotice(worker=self.id, lead_s=lead_s, reason=reason, at=self._env.now))
+            self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
+        self._draining = True
+        self._flush(everything=True)
+        self._env.send(WorkerLeft(worker=self.id, reason=reason, at=self._env.now))
+        self.alive = False
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def receive(self, command: Message) -> None:
+        """Execute one command."""
+        if not self.alive:
+            return
+        self._advance()
+        before = self.state
+        match command:
+            case UseVersion():
+                self._use(command.job_id, command.version)
+            case Assign():
+                self._assign(command)
+            case Revoke() | Release():
+                self._take_back(command)
+            case Suspend():
+                self._suspend()
+            case Resume():
+                self._resume()
+            case Drain():
+                self._leave("drained")
+            case _:
+                raise RuntimeError(f"unexpected command: {command.tag}")
+        if self.alive and self.state != before:
+            self._heartbeat()
+        self._schedule_wake()
+
+    def _use(self, job_id: str, version: int) -> None:
+        if (job_id, version) == (self._job_id, self._assigned):
+            return
+        self._job_id, self._assigned = job_id, version
+        self._pulls += 1
+        env, machine = self._env, self._env.machine
+        if self.role == "reserved":
+            self._load(self._pulls, machine.reserved_load_s)
+            return
+        share = env.sent_share if self._serving >= 0 else env.policy.bytes_factor
+        env.pulling += 1
+        # The bandwidth is shared with those that pull already, and with those that are commanded at this moment.
+        pull = self._pulls
+        env.at(env.now, lambda: env.at(env.now + self._pull_s(share), partial(self._pulled, pull)))
+
+    def _pull_s(self, share: float) -> float:
+        env = self._env
+        return env.machine.pull_s(share, env.pulling, peers=env.policy.peers)
+
+    def _pulled(self, pull: int) -> None:
+        self._env.pulling -= 1
+        if self.alive:
+            self._advance()
+            self._load(pull, self._env.machine.load_s)
+
+    def _load(self, pull: int, seconds: float) -> None:
+        if pull == self._pulls:
+            self.engine.load_weights(seconds)
+            self._env.at(self._env.now + seconds, partial(self._loaded, pull))
+
+    def _loaded(self, pull: int) -> None:
+        if pull != self._pulls or not self.alive:
+            return
+        self._advance()
+        self._flush(everything=True)  # a row is of one version
+        self._serving = self._assigned
+        for held in self._early.values():
+            self.engine.submit(held)
+        self._early.clear()
+        self._heartbeat()
+        self._schedule_wake()
+
+    def _assign(self, command: Assign) -> None:
+        if self._suspended:
+            return  # the manager does not know yet
+        if (command.job_id, command.version) != (self._job_id, self._assigned):
+            raise RuntimeError(f"{self.id} was assigned samples of version {command.version}, not {self._assigned}")
+        for assignment in command.samples:
+            self._forget(assignment.sample)
+            held = self._held(assignment)
+            if self._serving == self._assigned:
+                self.engine.submit(held)
+            else:
+                self._early[held.sample] = held
+
+    def _held(self, assignment: Assignment) -> Held:
+        tokens = len(assignment.tokens) // I32.itemsize
+        return Held(
+            sample=assignment.sample,
+            attempt=assignment.attempt,
+            group=group_of(assignment.sample),
+            prompt=len(assignment.prompt) // I32.itemsize,
+            length=self._env.length_of(assignment.sample),
+            base=tokens,
+            flushed=tokens,
+        )
+
+    def _take_back(self, command: Revoke | Release) -> None:
+        taken = [held for sample in ints(command.samples, U64) if (held := self._forget(sample)) is not None]
+        if isinstance(command, Release) and taken:
+            self._send_tokens(taken, FINISH_RELEASED)
+
+    def _forget(self, sample: int) -> Held | None:
+        return self._early.pop(sample, None) or self.engine.remove(sample)
+
+    def _suspend(self) -> None:
+        if self._suspended:
+            return
+        self._suspended = True
+        self._flush(everything=True)
+        self.engine.clear()
+        self._early.clear()
+        self._env.at(self._env.now + self._env.machine.switch_s, self._on_suspended)
+
+    def _on_suspended(self) -> None:
+        if self._suspended:
+            self._quiet = True
+            self._heartbeat()
+
+    def _resume(self) -> None:
+        if not self._suspended:
+            return
+        self._suspended = self._quiet = False
+        self._resuming = True
+        self._env.at(self._env.now + self._env.machine.switch_s, self._on_resumed)
+
+    def _on_resumed(self) -> None:
+        self._advance()
+        self._resuming = False
+        self._heartbeat()
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        self.engine.advance(self._env.now)
+
+    def _report_periodically(self) -> None:
+        if self.alive:
+            self._advance()
+            self._flush(everything=True)
+            self._env.at(self._env.now + self._env.report_s, self._report_periodically)
+            self._schedule_wake()
+
+    def _heartbeat_periodically(self) -> None:
+        if self.alive:
+            self._advance()
+            self._heartbeat()
+            self._env.at(self._env.now + self._env.heartbeat_s, self._heartbeat_periodically)
+            self._schedule_wake()
+
+    def _schedule_wake(self) -> None:
+        """Wake when the next sample ends; later calls replace earlier ones."""
+        self._wakes += 1
+        at = self._env.now if self.engine.done else self.engine.next_event_at()
+        if at < self._env.now + self._env.report_s:
+            grid = self._env.finish_s
+            self._env.at(math.ceil(at / grid + 1e-9) * grid, partial(self._wake, self._wakes))
+
+    def _wake(self, wake: int) -> None:
+        if wake == self._wakes and self.alive:
+            self._advance()
+            self._flush(everything=False)
+            self._schedule_wake()
+
+    def _flush(self, *, everything: bool) -> None:
+        rows, self.engine.done = self.engine.done, []
+        if everything:
+            tokens_of = self.engine.tokens_of
+            rows += [held for held in self.engine.running.values() if tokens_of(held) > held.flushed]
+        if rows:
+            self._send_tokens(rows, FINISH_NONE)
+
+    def _send_tokens(self, rows: list[Held], finish: int) -> None:
+        totals = [self.engine.tokens_of(held) for held in rows]
+        counts = [total - held.flushed for total, held in zip(totals, rows, strict=True)]
+        cap = self._env.job.lengths.cap
+        ends = [
+            (FINISH_LENGTH if total >= cap else FINISH_STOP) if total == held.length else finish
+            for total, held in zip(totals, rows, strict=True)
+        ]
+        frame = TokenFrame(
+            worker=self.id,
+            seq=self._seq,
+            samples=pack([held.sample for held in rows], U64),
+            attempts=pack([held.attempt for held in rows], U32),
+            offsets=pack([held.flushed for held in rows], U32),
+            counts=pack(counts, U32),
+            versions=pack([self._serving] * len(rows), U32),
+            finish=pack(ends, U8),
+            tokens=bytes(I32.itemsize * sum(counts)),
+            logprobs=bytes(F32.itemsize * sum(counts)),
+        )
+        self._seq += 1
+        for total, held in zip(totals, rows, strict=True):
+            held.flushed = total
+        self._env.send(frame)
+
+    def _heartbeat(self) -> None:
+        engine = self.engine
+        self._env.send(
+            WorkerHeartbeat(
+                worker=self.id,
+                state=self.state,
+                job_id=self._job_id,
+                version=self._serving,
+                running=len(engine.running),
+                pending=len(engine.pending) + len(self._early),
+                tokens_per_s=self._throughput.update(round(engine.decoded), self._env.now),
+                at=self._env.now,
+            )
+        )

@@ -1,0 +1,98 @@
+"""What `rlboost top` shows at one moment, read from the REST API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+
+from rlboost.client import Client, ClientError, Json, Rows
+from rlboost.shared.messages import ENDED
+
+JOBS_SHOWN = 8
+"""Most jobs of a snapshot: active ones first, the newest first."""
+_CURVES = ("reward/mean", "perplexity", "loss")
+"""The first of these metrics that a job reports is its curve."""
+_RECENT_STEPS = 10
+"""Steps whose mean duration is used to estimate how long a job will take."""
+_GONE = frozenset({"lost", "left"})
+
+
+@dataclass(slots=True)
+class JobSnapshot:
+    """One job."""
+
+    record: Json
+    """The answer of `GET /v1/jobs/{job_id}`."""
+    curve_name: str = ""
+    curve: list[float] = field(default_factory=list)
+    """One value per step, from the first."""
+    recent: Rows = field(default_factory=list)
+    """Metrics of the last steps."""
+    dollars: float = 0.0
+    dollars_per_step: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Jobs, fleet and present workers."""
+
+    at: float
+    """Unix seconds."""
+    url: str
+    fleet: Json
+    jobs: list[JobSnapshot]
+    hidden_jobs: int
+    """Jobs beyond `JOBS_SHOWN`."""
+    workers: Rows
+
+    def public(self) -> Json:
+        """Return the snapshot for `--json`."""
+        return asdict(self)
+
+
+class SnapshotReader:
+    """Reads snapshots; of each job's metrics, only the rows since the last snapshot."""
+
+    def __init__(self) -> None:
+        """Start without any job."""
+        self._jobs: dict[str, JobSnapshot] = {}
+        self._next_step: dict[str, int] = {}
+
+    def read(self, client: Client) -> Snapshot:
+        """Return a new snapshot; raises `ClientError`."""
+        records, workers, fleet = client.jobs.list(), client.workers.list(), client.fleet()
+        newest_first = records[::-1]
+        records = sorted(newest_first, key=lambda record: record["state"] in ENDED)
+        present = [worker for worker in workers if worker["state"] not in _GONE]
+        shown = [self._read_job(client, record) for record in records[:JOBS_SHOWN]]
+        return Snapshot(time.time(), client.url, fleet, shown, len(records) - len(shown), present)
+
+    def _read_job(self, client: Client, record: Json) -> JobSnapshot:
+        job_id = record["id"]
+        was_ended = job_id in self._jobs and self._jobs[job_id].record["state"] in ENDED
+        job = self._jobs.setdefault(job_id, JobSnapshot(record))
+        job.record = record
+        if was_ended or record["state"] == "pending":
+            return job
+        for row in client.jobs.metrics(job_id, self._next_step.get(job_id, 0)):
+            self._next_step[job_id] = row["step"] + 1
+            _add_row(job, row)
+        try:
+            cost = client.jobs.cost(job_id)
+        except ClientError as error:
+            if error.status != httpx.codes.CONFLICT:  # a quarantined job's cost is not known
+                raise
+        else:
+            job.dollars, job.dollars_per_step = cost["dollars"], cost["dollars_per_step"]
+        return job
+
+
+def _add_row(job: JobSnapshot, row: Mapping[str, Any]) -> None:
+    job.curve_name = job.curve_name or next((name for name in _CURVES if name in row), "")
+    if job.curve_name in row:
+        job.curve.append(row[job.curve_name])
+    job.recent = [*job.recent, dict(row)][-_RECENT_STEPS:]

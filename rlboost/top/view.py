@@ -1,0 +1,210 @@
+"""Draw a snapshot for the terminal: a pure function of the snapshot, the time and the size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlboost.client import Json
+from rlboost.job_lines import duration, fitted, remaining, unix_s, wait_line
+from rlboost.shared.ids import worker_name
+from rlboost.shared.messages import ENDED
+from rlboost.terminal import STATE_STYLES, chart
+from rlboost.top.snapshot import JobSnapshot, Snapshot
+
+_INDENT = "  "
+_WIDEST_CHART = 60
+_FEWEST_WORKERS = 3
+"""Lines that jobs leave for workers, if there are as many."""
+_JOB_STYLES = {"running": "green", "paused": "yellow", "failed": "red", "pending": "cyan"}
+_LONG_WAIT_S = 30.0
+"""A longer wait is highlighted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    value: Callable[[Json], str | Text]
+    justify: Any = "left"
+    from_width: int = 0
+    """Narrower terminals leave the column out."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The screen.
+
+    Attributes:
+        snapshot: what to show.
+        now: Unix seconds.
+        height: most lines; None for no limit. The last jobs and workers are left out, and counted.
+        problem: why there is no newer snapshot; empty if there is one.
+
+    """
+
+    snapshot: Snapshot
+    now: float
+    height: int | None = None
+    problem: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Render for the console's width."""
+        width = options.max_width
+        workers = self.snapshot.workers
+        lines = _head(self.snapshot, self.now, self.problem, width)
+        reserve = 2 + min(_FEWEST_WORKERS, len(workers) or 1)  # a blank line and the header
+        blocks = [_job(job, self.now, width) for job in self.snapshot.jobs]
+        shown = _fitting([len(block) + 1 for block in blocks], self._left(lines, reserve + 2))
+        for block in blocks[:shown]:
+            lines += [Text(), *block]
+        if hidden := len(blocks) - shown + self.snapshot.hidden_jobs:
+            lines += [Text(), Text(f"{hidden} more job{'s' if hidden > 1 else ''}: 'rlboost ps'", style="dim")]
+        if not blocks:
+            lines += [Text(), Text("no job: 'rlboost run JOB.yaml' starts one", style="dim")]
+        lines.append(Text())
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+            yield line
+        yield from _workers(workers, self._left(lines, 1), width)
+
+    def _left(self, lines: Sequence[Text], reserve: int) -> int | None:
+        return None if self.height is None else max(0, self.height - len(lines) - reserve)
+
+
+def _fitting(heights: Sequence[int], room: int | None) -> int:
+    """Return how many blocks from the first fit into a number of lines."""
+    used = 0
+    for n, height in enumerate(heights):
+        used += height
+        if room is not None and used > room:
+            return n
+    return len(heights)
+
+
+def _head(snapshot: Snapshot, now: float, problem: str, width: int) -> list[Text]:
+    fleet = snapshot.fleet
+    states = ", ".join(f"{n} {state}" for state, n in fleet["by_state"].items())
+    head = Text("rlboost top", style="bold")
+    workers = f"{fleet['present']} spot and {fleet['reserved']} reserved workers" + (f" ({states})" if states else "")
+    head.append(f"  {fleet['tokens_per_s']:,.0f} tokens/s  {workers}", style="not bold")
+    if len(head) + len(snapshot.url) + 2 <= width:
+        head.append(f"  {snapshot.url}", style="dim not bold")
+    lines = [head]
+    if problem:
+        age = duration(now - snapshot.at)
+        text = f"the manager has not answered for {age}: {problem}"
+        lines += [Text(line, style="bold red") for line in fitted(text, width).splitlines()]
+    return lines
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def _job(job: JobSnapshot, now: float, width: int) -> list[Text]:
+    record = job.record
+    head = Text(record["id"], style="bold")
+    head.append(f"  {record['state']}", style=_JOB_STYLES.get(record["state"], "not bold"))
+    facts = [f"step {record['step']} of {record['steps']}" if record["steps"] else ""]
+    facts.append(remaining(record, job.recent))
+    if job.dollars:
+        facts.append(f"{_dollars(job.dollars)} ({_dollars(job.dollars_per_step)} a step)")
+    head.append("".join(f"  {fact}" for fact in facts if fact), style="not bold")
+    lines = [head]
+    if record["error"]:
+        lines += _paragraph(f"error: {record['error']}", "red", width)
+    if job.curve:
+        lines.append(_curve(job, width))
+    if record["state"] in ENDED:
+        return lines
+    if wait := record["waiting"]:
+        is_long = now - unix_s(wait["since"]) > _LONG_WAIT_S
+        lines += _paragraph(wait_line(wait, now), "yellow" if is_long else "", width)
+    for warning in record.get("warnings", ()):
+        lines += _paragraph(f"warning: {warning}", "yellow", width)
+    return lines
+
+
+def _curve(job: JobSnapshot, width: int) -> Text:
+    values, name = job.curve, f"{_INDENT}{job.curve_name} "
+    number = f" {values[0]:.4g} -> {values[-1]:.4g}"
+    room = min(_WIDEST_CHART, width - len(name) - len(number))
+    values = _averaged(values, max(1, room))
+    return Text.assemble(name, chart(values, min(values), max(values), room), number)
+
+
+def _averaged(values: Sequence[float], n: int) -> list[float]:
+    """Return at most `n` means of equally long parts, so that the whole run fits."""
+    n = min(n, len(values))
+    bounds = [len(values) * i // n for i in range(n + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+
+
+def _paragraph(text: str, style: str, width: int) -> list[Text]:
+    broken = fitted(text, width - len(_INDENT)).splitlines()
+    return [Text(_INDENT + line, style=style) for line in broken]
+
+
+def _dollars(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"${value:.2f}" if value >= 1 or value == 0 else f"${value:.2g}"
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def _workers(workers: Sequence[Json], room: int | None, width: int) -> Iterator[RenderableType]:
+    if not workers:
+        yield Text("no worker: 'rlboost worker join' starts one", style="dim")
+        return
+    columns = [column for column in _COLUMNS if column.from_width <= width]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.title, justify=column.justify, no_wrap=True, overflow="ellipsis")
+    ordered = sorted(workers, key=lambda worker: (worker["role"] != "reserved", worker["joined_at"]))
+    shown = len(ordered) if room is None or len(ordered) <= room else max(0, room - 1)
+    for worker in ordered[:shown]:
+        table.add_row(*(column.value(worker) for column in columns))
+    yield table
+    if hidden := len(ordered) - shown:
+        yield Text(f"{hidden} more worker{'s' if hidden > 1 else ''}", style="dim")
+
+
+def _state(worker: Json) -> Text:
+    return Text(worker["state"], style=STATE_STYLES.get(worker["state"], ""))
+
+
+def _number(name: str) -> Callable[[Json], str]:
+    return lambda worker: "-" if worker.get(name) is None else f"{worker[name]:,.0f}"
+
+
+def _joined(worker: Json) -> str:
+    return datetime.fromtimestamp(unix_s(worker["joined_at"])).astimezone().strftime("%H:%M:%S")
+
+
+def _wait(worker: Json) -> str:
+    wait = worker.get("waiting")
+    return wait["for"] if wait else "-"
+
+
+_COLUMNS = (
+    _Column("worker", lambda worker: worker_name(worker["id"])),
+    _Column("role", lambda worker: "reserved" if worker["role"] == "reserved" else "spot"),
+    _Column("kind", lambda worker: str(worker["kind"]), from_width=100),
+    _Column("state", _state),
+    _Column("version", _number("weight_version"), "right"),
+    _Column("running", _number("running"), "right", from_width=60),
+    _Column("pending", _number("pending"), "right", from_width=70),
+    _Column("tokens/s", _number("tokens_per_s"), "right"),
+    _Column("$/h", lambda worker: f"{worker['price_per_hour']:.2f}" if worker["price_per_hour"] else "-", "right", 80),
+    _Column("joined", _joined, from_width=110),
+    _Column("waiting for", _wait, from_width=120),
+    _Column("job", lambda worker: worker["job_id"] or "-", from_width=100),
+)

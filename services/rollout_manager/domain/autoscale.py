@@ -1,0 +1,189 @@
+"""Decides how many preemptible workers of each kind a provider should run, and which of those present to drain.
+
+The fleet follows the number of workers worth having. It grows at most once per `COOL_DOWN_S`, and shrinks only to the
+largest number that was desired within the last `scale_in_delay_s` (the stabilization window of Kubernetes'
+HorizontalPodAutoscaler). A number that the operator sets applies at once. Neither passes a limit of workers or dollars.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.window_tuner import target_workers
+from rlboost.services.rollout_manager.domain.world import World
+
+COOL_DOWN_S = 30.0
+"""Shortest time between two increases: what one adds is seen in the next steps only."""
+_ROUNDING = 1e-6
+"""Dollars by which a sum of prices may pass a limit, since floating-point numbers are rounded."""
+Limit = Literal["max_workers", "max_dollars_per_hour"]
+
+
+class Pool(BaseModel):
+    """A kind of preemptible worker that a provider can start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """`RLBOOST_WORKER_KIND` of its workers, and the provider's name for it."""
+    max_workers: int = Field(ge=0)
+    price_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Dollars for one worker; where its workers report a higher price, theirs counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """What the number of workers depends on."""
+
+    desired: int | None
+    """Number of preemptible workers worth having; None: not known yet, so the fleet keeps its size, but one at least.
+    """
+    present: Mapping[str, int] = field(default_factory=dict)
+    """Kind -> preemptible workers that do not drain."""
+    price_per_hour: Mapping[str, float] = field(default_factory=dict)
+    """Kind -> the highest price that one of its workers has reported."""
+    other_dollars_per_hour: float = 0.0
+    """Price of the workers that are in no pool."""
+
+
+def view(world: World, pools: Sequence[Pool]) -> FleetView:
+    """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget want no workers."""
+    jobs = [j for j in world.jobs.active() if j.state == "running" and not world.audits[j.id].cost.budget_reached]
+    kinds = {pool.kind for pool in pools}
+    present: dict[str, int] = {}
+    prices: dict[str, float] = {}
+    other = 0.0
+    for worker in world.fleet.workers.values():
+        if not _is_pooled(worker, kinds):
+            other += worker.joined.price_per_hour
+        elif worker.state != "draining":
+            present[worker.joined.kind] = present.get(worker.joined.kind, 0) + 1
+    for worker in (*world.fleet.workers.values(), *world.fleet.gone.values()):
+        kind = worker.joined.kind
+        prices[kind] = max(prices.get(kind, 0.0), worker.joined.price_per_hour)
+    desired = target_workers(job.window_tuner for job in jobs) if jobs else 0
+    return FleetView(desired, present, prices, other)
+
+
+class Autoscaler:
+    """Targets over time. Times are of the manager's clock.
+
+    Args:
+        pools: the kinds of workers, preferred first.
+        max_dollars_per_hour: most that all workers together may cost; None: no limit.
+        scale_in_delay_s: how long fewer workers must be enough before the fleet shrinks.
+
+    """
+
+    def __init__(self, pools: Sequence[Pool], max_dollars_per_hour: float | None, scale_in_delay_s: float) -> None:
+        self.pools = pools
+        self.targets: dict[str, int] = {}
+        """Kind -> workers; empty before the first decision."""
+        self.limited_by: Limit | None = None
+        """What keeps the fleet from more workers."""
+        self.max_dollars_per_hour = max_dollars_per_hour
+        self._scale_in_delay_s = scale_in_delay_s
+        self._began_at: float | None = None
+        self._grew_at = float("-inf")
+        self._desired: deque[tuple[float, int]] = deque()
+        """When how many workers were desired, of the last `scale_in_delay_s`; the numbers decrease."""
+
+    def decide(self, seen: FleetView, fixed: int | None, now: float) -> None:
+        """Set the targets.
+
+        Args:
+            seen: the fleet.
+            fixed: the operator's number of workers; None: the number worth having.
+            now: the time.
+
+        """
+        self._began_at = now if self._began_at is None else self._began_at
+        total = self._followed(seen, now) if fixed is None else fixed
+        self.targets, self.limited_by = self._within_limits(total, seen)
+
+    def _followed(self, seen: FleetView, now: float) -> int:
+        """Return the number worth having, or as much of the change toward it as is due."""
+        assert self._began_at is not None
+        current = sum(self.targets.values())
+        is_new = now - self._began_at < self._scale_in_delay_s
+        if is_new:  # an earlier manager or the operator started these, for a reason that is not known here
+            current = max(current, sum(seen.present.values()))
+        desired = max(1, current) if seen.desired is None else seen.desired
+        while self._desired and self._desired[-1][1] <= desired:
+            self._desired.pop()
+        self._desired.append((now, desired))
+        while now - self._desired[0][0] > self._scale_in_delay_s:
+            self._desired.popleft()
+        if desired <= current:
+            return current if is_new else min(self._desired[0][1], current)
+        if now - self._grew_at < COOL_DOWN_S:
+            return current
+        self._grew_at = now
+        return desired
+
+    def _within_limits(self, total: int, seen: FleetView) -> tuple[dict[str, int], Limit | None]:
+        """Divide a number of workers among the pools in their order."""
+        targets, missing, limited_by = {}, total, None
+        limit = self.max_dollars_per_hour
+        left = float("inf") if limit is None else limit - seen.other_dollars_per_hour
+        for pool in self.pools:
+            price = max(pool.price_per_hour, seen.price_per_hour.get(pool.kind, 0.0))
+            n = min(missing, pool.max_workers)
+            if price and price * n > left + _ROUNDING:
+                n, limited_by = int(max(0.0, left + _ROUNDING) / price), "max_dollars_per_hour"
+            targets[pool.kind] = n
+            missing, left = missing - n, left - price * n
+        if not missing:
+            return targets, None
+        return targets, "max_dollars_per_hour" if limited_by else "max_workers"
+
+
+def surplus(
+    workers: Iterable[Worker], targets: Mapping[str, int], max_dollars_per_hour: float | None
+) -> dict[str, str]:
+    """Return the preemptible workers to drain, with the reason.
+
+    Of a kind with too many, those with the fewest samples; while all workers cost too much, those that joined last.
+    """
+    workers = [worker for worker in workers if worker.state != "draining"]
+    drained = {}
+    for kind, target in targets.items():
+        members = [worker for worker in workers if _is_pooled(worker, {kind})]
+        members.sort(key=lambda worker: (len(worker.samples), -worker.joined.at))
+        for worker in members[: max(0, len(members) - target)]:
+            drained[worker.id] = f"scale-in: {target} workers of kind {kind} are enough"
+    if max_dollars_per_hour is None:
+        return drained
+    remaining = [worker for worker in workers if worker.id not in drained]
+    excess = sum(worker.joined.price_per_hour for worker in remaining) - max_dollars_per_hour
+    for worker in sorted(remaining, key=lambda worker: -worker.joined.at):
+        if excess > _ROUNDING and worker.joined.price_per_hour and not worker.reserved:
+            excess -= worker.joined.price_per_hour
+            drained[worker.id] = f"the workers cost more than {max_dollars_per_hour:g} dollars per hour"
+    return drained
+
+
+def requested(target: int, before: int | None, present: int) -> int:
+    """Return the number of workers of a kind to request from the provider.
+
+    A provider that is asked for fewer may stop any of them, so it is asked for fewer only as they leave.
+
+    Args:
+        target: how many there should be.
+        before: the last request; None: unknown.
+        present: workers of the kind that are there, those that drain included.
+
+    """
+    if before is None or target >= before:
+        return max(target, present) if before is None else target
+    return min(before, max(target, present))
+
+
+def _is_pooled(worker: Worker, kinds: Iterable[str]) -> bool:
+    return not worker.reserved and worker.joined.kind in kinds

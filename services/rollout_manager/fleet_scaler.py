@@ -1,0 +1,155 @@
+"""Keeps the number of preemptible workers at what autoscaling decides, and the fleet's cost below its limit.
+
+Consumes: the fleet and the jobs of the manager's world, and the operator's number.
+Produces: drains of surplus workers, with the manager's next transaction; requests to the provider, which are repeated
+    every `REPEAT_S`, since the provider's number may be changed by others.
+Waits for: the next second; in `request`, the provider, which limits its own calls.
+Ends when: the stop is set. A standby decides and requests nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.autoscale import Autoscaler, requested, surplus, view
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared import names
+from rlboost.shared.bus import Bus, HashSet, Op
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.lifecycle import until_stop
+
+log = structlog.get_logger(__name__)
+
+CHECK_EVERY_S = 1.0
+REPEAT_S = 60.0
+RETRY_S = 10.0
+"""Time after which a request that failed is repeated."""
+AUTO = "auto"
+_FIELD = "workers"
+
+
+@dataclass(slots=True)
+class _Request:
+    """The last request for workers of one kind."""
+
+    workers: int
+    at: float
+    error: str = ""
+
+
+class FleetScaler:
+    """Decides once per second while its manager leads.
+
+    Args:
+        manager: whose fleet.
+        bus: has the operator's number.
+        settings: pools and limits.
+        provider: starts and stops workers; None: something else follows `GET /v1/fleet`.
+
+    """
+
+    def __init__(self, manager: Manager, bus: Bus, settings: Settings, provider: FleetProvider | None = None) -> None:
+        self._manager, self._bus, self._settings, self._provider = manager, bus, settings, provider
+        self._autoscaler = self._new_autoscaler()
+        self._fixed: int | None = None
+        self._world: World | None = None
+        """The world that the present decisions are about; None while another manager leads."""
+        self._requests: dict[str, _Request] = {}
+
+    @property
+    def has_pools(self) -> bool:
+        """Return True if there is a kind of worker to start."""
+        return bool(self._autoscaler.pools)
+
+    def public(self) -> dict[str, Any]:
+        """Return the fields of the REST API."""
+        fleet = self._manager.world.fleet.workers.values()
+        scaler = self._autoscaler
+        errors = {kind: request.error or None for kind, request in self._requests.items()}
+        present = view(self._manager.world, scaler.pools).present
+        return {
+            "workers": AUTO if self._fixed is None else self._fixed,
+            "limited_by": scaler.limited_by,
+            "dollars_per_hour": sum(worker.joined.price_per_hour for worker in fleet),
+            "max_dollars_per_hour": scaler.max_dollars_per_hour,
+            "pools": [
+                {
+                    **pool.model_dump(),
+                    "present": present.get(pool.kind, 0),
+                    "target": scaler.targets.get(pool.kind),
+                    "error": errors.get(pool.kind),
+                }
+                for pool in scaler.pools
+            ],
+        }
+
+    async def set_workers(self, workers: int | None, write: Callable[[Sequence[Op]], Awaitable[None]]) -> None:
+        """Set the number of preemptible workers, None for automatic; `write` writes to the bus."""
+        text = AUTO if workers is None else str(workers)
+        await write([HashSet(names.FLEET_SCALE, {_FIELD: text})])
+        self._fixed = workers
+
+    async def decide(self, stop: asyncio.Event) -> None:
+        """Decide until the stop."""
+        while not await until_stop(stop, CHECK_EVERY_S):
+            try:
+                await self.decide_once(Now(time.monotonic(), time.time()))
+            except BusUnavailable as error:
+                log.warning("redis_unavailable", error=str(error), during="reading the number of workers")
+
+    async def decide_once(self, now: Now) -> None:
+        """Set the targets, and drain workers beyond them; raises `BusUnavailable`."""
+        if not self._manager.leads:
+            self._world, self._requests = None, {}
+            return
+        world = self._manager.world
+        if world is not self._world:
+            text = await self._bus.hash_get(names.FLEET_SCALE, _FIELD)
+            self._fixed = int(text) if text and text != AUTO else None
+            self._autoscaler, self._world = self._new_autoscaler(), world
+        scaler = self._autoscaler
+        before = dict(scaler.targets)
+        scaler.decide(view(world, scaler.pools), self._fixed, now.mono)
+        for kind, target in scaler.targets.items():
+            if before and before[kind] != target:
+                log.info("fleet_scaled", worker_kind=kind, workers=target, limited_by=scaler.limited_by)
+                world.emit_event("fleet_scaled", now, worker_kind=kind, workers=target, before=before[kind])
+        workers = world.fleet.workers
+        for worker_id, reason in surplus(workers.values(), scaler.targets, scaler.max_dollars_per_hour).items():
+            world.drain(workers[worker_id], now, reason)
+
+    async def request(self, stop: asyncio.Event) -> None:
+        """Request workers from the provider until the stop."""
+        while not await until_stop(stop, CHECK_EVERY_S):
+            await self.request_once(time.monotonic())
+
+    async def request_once(self, now: float) -> None:
+        """Make the requests that are due."""
+        if self._provider is None or self._world is None:
+            return
+        fleet = self._world.fleet.workers.values()
+        for kind, target in self._autoscaler.targets.items():
+            last = self._requests.get(kind)
+            present = sum(not worker.reserved and worker.joined.kind == kind for worker in fleet)
+            workers = requested(target, last.workers if last else None, present)
+            wait_s = RETRY_S if last and last.error else REPEAT_S
+            if last is None or (workers != last.workers and not last.error) or now - last.at >= wait_s:
+                self._requests[kind] = request = _Request(workers, now)
+                try:
+                    await self._provider.scale(kind, workers)
+                except ProviderFailed as error:
+                    request.error = str(error)
+                    log.warning("provider_failed", worker_kind=kind, workers=workers, error=request.error)
+
+    def _new_autoscaler(self) -> Autoscaler:
+        settings = self._settings
+        return Autoscaler(settings.pools, settings.max_dollars_per_hour, settings.scale_in_delay_s)

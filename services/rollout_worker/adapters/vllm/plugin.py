@@ -1,0 +1,31 @@
+"""Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
+
+NAME = "rlboost"
+"""Of the entry point and of the weight transfer engine."""
+PARENT_VARIABLE = "RLBOOST_VLLM_PARENT"
+"""Holds the process id of the worker."""
+
+
+def register() -> None:
+    """Register the weight transfer engine; in the engine core of a worker, watch the worker."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # noqa: PLC0415 - the factory has no vllm
+
+    WeightTransferEngineFactory.register_engine(
+        NAME, "rlboost.services.rollout_worker.adapters.vllm.weight_transfer", "CacheWeightTransfer"
+    )
+    parent = parent_process()
+    if parent is not None and os.environ.get(PARENT_VARIABLE) == str(parent.pid):
+        threading.Thread(target=_exit_after, args=(parent,), name="exit-with-worker", daemon=True).start()
+
+
+def _exit_after(worker: BaseProcess) -> None:
+    """Exit when the worker has died: a killed worker cannot end its engine core."""
+    worker.join()
+    os._exit(1)

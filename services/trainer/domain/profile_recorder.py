@@ -1,0 +1,72 @@
+"""Records what a plan for another fleet needs to know of a run: lengths, training and publishing times, throughput."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.shared.columns import I32, length
+from rlboost.shared.job.run_profile import RunProfile
+from rlboost.shared.messages import EngineProfile
+
+RECENT_STEPS = 20
+"""Completions get longer in training, so only the recent steps count."""
+_PROBABILITIES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    prompts: tuple[int, ...]
+    completions: tuple[int, ...]
+    tokens: int
+    """Of all samples, prompts included."""
+    train_s: float
+    update_s: float
+    step_s: float
+
+
+class ProfileRecorder:
+    """The recent steps of one job."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._steps: deque[_Step] = deque(maxlen=RECENT_STEPS)
+        self._engines: dict[tuple[str, str], EngineProfile] = {}
+        """(role, kind) -> the newest profile."""
+
+    def observe(self, tally: StepTally) -> RunProfile | None:
+        """Take a complete step; return the profile, None while a throughput or a training time is unknown."""
+        self._engines |= {(engine.role, engine.kind): engine for engine in tally.engines}
+        times = tally.durations
+        if tally.scored and times.train_s and not tally.requested_before:
+            waited_s = times.seeding_s + times.wait_s
+            completions = tuple(length(s.tokens, I32) for group in tally.scored for s in group.samples)
+            prompt_tokens = sum(length(group.prompt, I32) * len(group.samples) for group in tally.scored)
+            self._steps.append(
+                _Step(
+                    prompts=tuple(length(group.prompt, I32) for group in tally.scored),
+                    completions=completions,
+                    tokens=sum(completions) + prompt_tokens,
+                    train_s=times.train_s,
+                    update_s=max(0.0, times.step_s - waited_s - times.train_s),
+                    step_s=times.step_s,
+                )
+            )
+        return self._profile() if self._engines and self._steps else None
+
+    def _profile(self) -> RunProfile:
+        steps = self._steps
+        prompts = [tokens for step in steps for tokens in step.prompts]
+        completions = np.array([max(1, tokens) for step in steps for tokens in step.completions])
+        return RunProfile(
+            steps=len(steps),
+            step_s=float(np.mean([step.step_s for step in steps])),
+            engines=tuple(engine for _, engine in sorted(self._engines.items())),
+            prompt_tokens=(min(prompts), max(prompts)),
+            completion_quantiles=tuple((p, float(np.quantile(completions, p))) for p in _PROBABILITIES),
+            train_s_per_token=sum(step.train_s for step in steps) / sum(step.tokens for step in steps),
+            update_s=float(np.mean([step.update_s for step in steps])),
+        )

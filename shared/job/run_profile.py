@@ -1,0 +1,30 @@
+"""What a run measured, in `runs/JOB/profile.json`: from it `rlboost plan` predicts other fleets."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from rlboost.shared.messages import EngineProfile
+
+
+class RunProfile(BaseModel):
+    """Means over the recent steps of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    steps: PositiveInt
+    """How many steps were measured."""
+    step_s: NonNegativeFloat
+    engines: tuple[EngineProfile, ...]
+    """One for each role and kind of worker."""
+    prompt_tokens: tuple[int, int]
+    """Shortest and longest prompt."""
+    completion_quantiles: tuple[tuple[float, float], ...]
+    """(probability, tokens) of the completions' lengths, both rising, from probability 0 to 1."""
+    train_s_per_token: PositiveFloat
+    """Computing on the trainer's device, for each token of the step's samples, prompts included."""
+    update_s: NonNegativeFloat
+    """From the last micro-batch of a step to its end: committing the weights, and what the trainer does besides."""

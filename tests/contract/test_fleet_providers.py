@@ -1,0 +1,121 @@
+"""Providers of workers: one contract for a shell command and for Kubernetes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
+from rlboost.services.rollout_manager.adapters.shell_command import ShellCommand
+from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
+from rlboost.shared.errors import ConfigError
+from tests.support.eventually import eventually
+from tests.support.kubernetes_server import KubernetesServer
+
+
+class Site(NamedTuple):
+    """A provider, and how many workers of kind `spot` its machines were told to run."""
+
+    provider: FleetProvider
+    workers: Callable[[], int]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KubernetesServer:
+    server = KubernetesServer(tmp_path, spot=1)
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@pytest.fixture(params=["command", "kubernetes"])
+async def site(request: pytest.FixtureRequest, tmp_path: Path, server: KubernetesServer) -> AsyncIterator[Site]:
+    if request.param == "command":
+        folder = tmp_path / "scaled"
+        folder.mkdir()
+        (folder / "spot").write_text("1")
+        known = f"cd {shlex.quote(str(folder))} && test -f $RLBOOST_KIND || {{ echo $RLBOOST_KIND not found; exit 3; }}"
+        command = f"{known}; echo $RLBOOST_WORKERS > $RLBOOST_KIND"
+        site = Site(ShellCommand(command), lambda: int((folder / "spot").read_text()))
+    else:
+        site = Site(Kubernetes.of_pod("", server.account), lambda: server.replicas["spot"])
+    yield site
+    await site.provider.close()
+    server.stop()
+
+
+async def test_provider_runs_the_number_that_was_requested_last(site: Site) -> None:
+    for workers in (3, 3, 0, 12):
+        await site.provider.scale("spot", workers)
+        assert site.workers() == workers
+
+
+async def test_provider_without_such_a_kind_fails_and_names_it(site: Site) -> None:
+    with pytest.raises(ProviderFailed, match=r"gone.* not found"):
+        await site.provider.scale("gone", 3)
+    assert site.workers() == 1
+
+
+# --- shell command ------------------------------------------------------------------------------------------------
+
+
+async def test_command_gets_no_secret_of_the_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_TOKEN", "a-secret")
+    monkeypatch.setenv("RLBOOST_MANAGER_JOIN_TOKEN", "a-secret")
+    monkeypatch.setenv("RLBOOST_REDIS_URL", "redis://:a-secret@host")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "for the provider")
+    await ShellCommand(f"env > {shlex.quote(str(tmp_path / 'env'))}").scale("spot", 1)
+    env = (tmp_path / "env").read_text()
+    assert "a-secret" not in env
+    assert "AWS_ACCESS_KEY_ID=for the provider" in env
+
+
+@pytest.mark.parametrize("end", ["wait", "exit"])
+async def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path, end: str) -> None:
+    file = shlex.quote(str(tmp_path / "pid"))
+    with pytest.raises(ProviderFailed, match="did not end"):
+        await ShellCommand(f"sleep 60 & echo $! > {file}; {end}", limit_s=1.0).scale("spot", 1)
+    pid = int((tmp_path / "pid").read_text())
+    await eventually(lambda: not _runs(pid))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+# --- Kubernetes ---------------------------------------------------------------------------------------------------
+
+
+async def test_kubernetes_reads_its_token_again_for_each_request(server: KubernetesServer) -> None:
+    provider = Kubernetes.of_pod("", server.account)
+    await provider.scale("spot", 2)
+    server.token = "renewed"
+    with pytest.raises(ProviderFailed, match="401"):
+        await provider.scale("spot", 3)
+    server.mount()
+    await provider.scale("spot", 3)
+    assert server.replicas == {"spot": 3}
+    await provider.close()
+    server.stop()
+
+
+async def test_kubernetes_that_does_not_answer_fails(server: KubernetesServer) -> None:
+    provider = Kubernetes.of_pod("", server.account)
+    server.stop()
+    with pytest.raises(ProviderFailed, match="PATCH https://127"):
+        await provider.scale("spot", 2)
+    await provider.close()
+
+
+def test_kubernetes_outside_of_a_pod_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a pod with a mounted service account"):
+        Kubernetes.of_pod("rl", tmp_path)

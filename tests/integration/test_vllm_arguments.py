@@ -1,0 +1,83 @@
+"""What vLLM is started with, and what is refused before it starts. Real vLLM on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost.shared.errors import ConfigError
+from tests.support import vllm_engines
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "why"),
+    [
+        ({"num_attention_heads": 3}, {}, "vllm cannot run this model"),
+        ({"model_type": "nonsense", "architectures": None}, {}, "no causal language model of model_type"),
+        ({}, {"device": "cuda"}, "installed vllm runs on cpu"),
+        ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model"),
+    ],
+)
+def test_unsupported_model_or_device_is_refused_at_build(
+    changes: dict[str, Any], settings: dict[str, Any], why: str
+) -> None:
+    vllm_engines.require()
+    config = vllm_engines.config()
+    with pytest.raises(ConfigError, match=why):
+        vllm_engines.build({**config.to_dict(), **changes}, slots=2, **settings)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of vLLM that is not there yet."""
+    vllm_engines.require()
+    from vllm import envs  # noqa: PLC0415 - see require
+
+    monkeypatch.setitem(vars(envs), "VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_model_folder_is_stable_for_vllms_compilation_cache(cache: Path) -> None:
+    from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder  # noqa: PLC0415 - it imports vllm
+
+    one = model_folder({"model_type": "qwen3", "hidden_size": 8})
+    assert one == model_folder({"hidden_size": 8, "model_type": "qwen3"})
+    assert one != model_folder({"hidden_size": 16, "model_type": "qwen3"})
+    assert cache in one.parents
+    (file,) = one.iterdir()
+    read = json.loads(file.read_text())
+    assert read == {"model_type": "qwen3", "hidden_size": 8, "architectures": ["Qwen3ForCausalLM"]}
+    assert file.stat().st_mode & 0o777 == 0o644, "a worker of another user reads it, too"
+
+
+def test_unwritable_vllm_cache_names_its_setting(cache: Path) -> None:
+    from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder  # noqa: PLC0415 - it imports vllm
+
+    cache.write_text("a file")
+    with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT to one that can"):
+        model_folder({"model_type": "qwen3"})
+
+
+def test_engine_arguments_reach_vllm_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    vllm_engines.require()
+    from rlboost.services.rollout_worker.adapters.vllm import arguments  # noqa: PLC0415 - needs vllm
+
+    more = {"max_num_batched_tokens": 8192}
+    given = arguments.engine_args(tmp_path, arguments.VllmOptions(8, gpu_memory_utilization=0.4, vllm_args=more))
+    assert (given.gpu_memory_utilization, given.max_num_batched_tokens, given.max_num_seqs) == (0.4, 8192, 8)
+    assert arguments.engine_args(tmp_path, arguments.VllmOptions(8)).gpu_memory_utilization == 0.92
+    arguments.check_arguments(more)
+    with pytest.raises(
+        ConfigError, match=r"has no engine argument 'max_num_batch_tokens': did you mean max_num_batched_"
+    ):
+        arguments.check_arguments(["max_num_batch_tokens"])
+    with pytest.raises(ConfigError, match="load_format is not free"):
+        arguments.check_arguments(["load_format"])

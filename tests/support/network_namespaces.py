@@ -1,0 +1,71 @@
+"""Machines with addresses of their own, as network namespaces of this one. Needs root and iproute2.
+
+The switch is a namespace, too: packets that cross a bridge of the machine itself may be dropped by its firewall.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+_SWITCH = "rlboost-switch"
+_HOST_LINK = "rlboost-host"
+_NETWORK = "10.231.77"
+
+
+class Namespace(NamedTuple):
+    """One machine of a network."""
+
+    name: str
+
+    @property
+    def prefix(self) -> Sequence[str]:
+        """The command with which programs run there."""
+        return ("ip", "netns", "exec", self.name)
+
+    def unplug(self) -> None:
+        """Cut it off from the network: packets are lost, and no connection is closed."""
+        _ip("-n", _SWITCH, "link", "set", self.name, "down")
+
+    def plug(self) -> None:
+        """Connect it again."""
+        _ip("-n", _SWITCH, "link", "set", self.name, "up")
+
+
+@contextmanager
+def network(n: int) -> Iterator[tuple[str, list[Namespace]]]:
+    """Yield this machine's address in a network, and `n` namespaces in it."""
+    machines = [Namespace(f"rlboost-{i}") for i in range(n)]
+    names = [_SWITCH, *(machine.name for machine in machines)]
+    _remove(names)  # what an earlier run has left
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", _SWITCH, "link", "add", "switch", "type", "bridge")
+        _ip("-n", _SWITCH, "link", "set", "switch", "up")
+        _ip("link", "add", _HOST_LINK, "type", "veth", "peer", "name", "host", "netns", _SWITCH)
+        _ip("address", "add", f"{_NETWORK}.1/24", "dev", _HOST_LINK)
+        _ip("link", "set", _HOST_LINK, "up")
+        for i, machine in enumerate(machines):
+            at = ("-n", machine.name)
+            _ip(*at, "link", "add", "eth0", "type", "veth", "peer", "name", machine.name, "netns", _SWITCH)
+            _ip(*at, "address", "add", f"{_NETWORK}.{i + 2}/24", "dev", "eth0")
+            _ip(*at, "link", "set", "eth0", "up")
+        for end in ("host", *(machine.name for machine in machines)):
+            _ip("-n", _SWITCH, "link", "set", end, "master", "switch", "up")
+        yield f"{_NETWORK}.1", machines
+    finally:
+        _remove(names)
+
+
+def _remove(namespaces: Sequence[str]) -> None:
+    """Remove namespaces, and with them the virtual cables."""
+    for name in namespaces:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)

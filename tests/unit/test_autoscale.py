@@ -1,0 +1,192 @@
+"""The number of workers that autoscaling decides, and which workers it drains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlboost.services.rollout_manager.domain.autoscale import (
+    COOL_DOWN_S,
+    Autoscaler,
+    FleetView,
+    Pool,
+    requested,
+    surplus,
+    view,
+)
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.world import World
+from tests.support.builders import job_spec, worker_joined
+
+DELAY_S = 300.0
+ONE = [Pool(kind="k", max_workers=10)]
+TWO = [Pool(kind="cheap", max_workers=2, price_per_hour=1.0), Pool(kind="dear", max_workers=4, price_per_hour=3.0)]
+
+
+class Fleet:
+    """An autoscaler whose provider starts and stops workers at once."""
+
+    def __init__(self, pools: Sequence[Pool] = ONE, limit: float | None = None, **present: int) -> None:
+        self.scaler = Autoscaler(pools, limit, DELAY_S)
+        self.present: dict[str, int] = present
+        self.now = 0.0
+
+    def at(self, now: float, desired: int | None, fixed: int | None = None, **view: float) -> dict[str, int]:
+        self.now = now
+        self.scaler.decide(FleetView(desired, self.present, **view), fixed, now)  # type: ignore[arg-type]
+        self.present = dict(self.scaler.targets)
+        return self.scaler.targets
+
+
+def test_fleet_grows_at_once_and_again_after_the_cool_down() -> None:
+    fleet = Fleet()
+    assert fleet.at(0.0, 3) == {"k": 3}
+    assert fleet.at(COOL_DOWN_S / 2, 5) == {"k": 3}
+    assert fleet.at(COOL_DOWN_S, 5) == {"k": 5}
+
+
+def test_fleet_shrinks_to_the_most_desired_within_the_delay() -> None:
+    fleet = Fleet(k=8)
+    fleet.at(0.0, 8)
+    assert fleet.at(100.0, 2) == {"k": 8}
+    assert fleet.at(200.0, 4) == {"k": 8}
+    assert fleet.at(250.0, 2) == {"k": 8}
+    assert fleet.at(DELAY_S + 1, 2) == {"k": 4}
+    assert fleet.at(200.0 + DELAY_S + 1, 2) == {"k": 2}
+
+
+def test_number_that_alternates_changes_the_fleet_once() -> None:
+    fleet = Fleet()
+    sizes = [fleet.at(10.0 * i, 4 + i % 2)["k"] for i in range(200)]
+    assert sizes == [4] * 3 + [5] * 197
+
+
+def test_new_leader_drains_no_worker_within_the_delay() -> None:
+    fleet = Fleet(k=6)
+    assert fleet.at(0.0, 1) == fleet.at(DELAY_S - 1, 1) == {"k": 6}
+    assert fleet.at(2 * DELAY_S, 1) == {"k": 1}
+
+
+def test_unknown_number_keeps_the_fleet_with_one_worker_at_least() -> None:
+    assert Fleet().at(0.0, None) == {"k": 1}
+    fleet = Fleet(k=3)
+    assert fleet.at(0.0, None) == fleet.at(10 * DELAY_S, None) == {"k": 3}
+
+
+def test_operators_number_applies_at_once_in_both_directions() -> None:
+    fleet = Fleet(k=5)
+    assert fleet.at(0.0, 5, fixed=2) == {"k": 2}
+    assert fleet.at(1.0, 5, fixed=4) == {"k": 4}
+    assert fleet.at(2.0, 5, fixed=99) == {"k": 10}
+    assert fleet.scaler.limited_by == "max_workers"
+
+
+def test_pools_are_filled_in_their_order_up_to_the_limit_of_dollars() -> None:
+    assert Fleet(TWO).at(0.0, 5) == {"cheap": 2, "dear": 3}
+    fleet = Fleet(TWO, limit=9.0)
+    assert fleet.at(0.0, 5, other_dollars_per_hour=1.0) == {"cheap": 2, "dear": 2}
+    assert fleet.scaler.limited_by == "max_dollars_per_hour"
+
+
+def test_higher_price_that_workers_report_counts() -> None:
+    assert Fleet(TWO, limit=8.0).at(0.0, 6, price_per_hour={"cheap": 4.0}) == {"cheap": 2, "dear": 0}  # type: ignore[arg-type]
+
+
+@given(
+    limit=st.floats(0.0, 50.0),
+    pools=st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 9.0)), max_size=3),
+    steps=st.lists(
+        st.tuples(st.floats(0.0, 200.0), st.none() | st.integers(0, 40), st.none() | st.integers(0, 40)), max_size=12
+    ),
+    other=st.floats(0.0, 20.0),
+)
+def test_targets_never_pass_a_limit(
+    limit: float,
+    pools: list[tuple[int, float]],
+    steps: list[tuple[float, int | None, int | None]],
+    other: float,
+) -> None:
+    kinds = [Pool(kind=f"k{i}", max_workers=n, price_per_hour=price) for i, (n, price) in enumerate(pools)]
+    fleet = Fleet(kinds, limit)
+    for passed_s, desired, fixed in steps:
+        targets = fleet.at(fleet.now + passed_s, desired, fixed, other_dollars_per_hour=other)
+        assert all(0 <= targets[pool.kind] <= pool.max_workers for pool in kinds)
+        cost = sum(targets[pool.kind] * pool.price_per_hour for pool in kinds)
+        assert cost <= max(0.0, limit - other) + 1e-5
+
+
+# --- what the world shows -----------------------------------------------------------------------------------------
+
+
+def test_view_counts_pooled_workers_that_do_not_drain() -> None:
+    world = World(lease_s=2.0)
+    for name, kind, price in (("a", "k", 1.0), ("b", "k", 2.0), ("c", "other", 4.0)):
+        world.fleet.join(worker_joined(name, kind=kind, price_per_hour=price), 0.0)
+    world.fleet.join(worker_joined("r", role="reserved", kind="k", price_per_hour=8.0), 0.0)
+    world.fleet.on_drain(world.fleet.workers["b"])
+    seen = view(world, ONE)
+    assert (seen.present, seen.price_per_hour["k"], seen.other_dollars_per_hour) == ({"k": 1}, 8.0, 12.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "target", "desired"), [("running", None, None), ("running", 2.5, 3), ("paused", 2.5, 0)]
+)
+def test_running_jobs_alone_want_workers(state: str, target: float | None, desired: int | None) -> None:
+    world = World(lease_s=2.0)
+    job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state=state)  # type: ignore[arg-type]
+    job.window_tuner.target_workers = target
+    assert view(world, ONE).desired == desired
+
+
+def test_job_whose_budget_is_reached_wants_no_workers() -> None:
+    world = World(lease_s=2.0)
+    job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state="running")
+    job.window_tuner.target_workers = 3.0
+    world.audits["j"].cost.budget_reached = True
+    assert view(world, ONE).desired == 0
+
+
+# --- which workers leave ------------------------------------------------------------------------------------------
+
+
+def worker(name: str, *, samples: int = 0, **fields: object) -> Worker:
+    found = Worker(worker_joined(name, **fields), 0.0)
+    found.samples = set(range(samples))
+    return found
+
+
+def test_workers_with_the_fewest_samples_leave_first() -> None:
+    fleet = [worker("busy", samples=9), worker("old", at=1.0), worker("new", at=2.0), worker("x", kind="other")]
+    fleet.append(worker("r", role="reserved"))
+    assert list(surplus(fleet, {"k": 2}, None)) == ["new"]
+    assert list(surplus(fleet, {"k": 1}, None)) == ["new", "old"]
+
+
+def test_newest_workers_leave_while_all_cost_too_much() -> None:
+    fleet = [worker(f"w{i}", price_per_hour=2.0, at=float(i)) for i in range(3)]
+    fleet.append(worker("r", role="reserved", price_per_hour=3.0, at=9.0))
+    assert list(surplus(fleet, {}, 7.0)) == ["w2"]
+    assert list(surplus(fleet, {"k": 1}, 7.0)) == ["w2", "w1"]
+    assert not surplus(fleet, {}, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "before", "present", "workers"),
+    [
+        (5, 3, 3, 5),  # more at once
+        (2, 5, 3, 3),  # fewer than those that are only starting: these are cancelled
+        (2, 5, 5, 5),  # fewer only as they leave
+        (2, 5, 2, 2),
+        (2, 3, 9, 3),  # workers of earlier incarnations count twice for a moment
+        (2, None, 4, 4),  # a new leader does not know what was requested
+        (4, None, 1, 4),
+    ],
+)
+def test_provider_is_asked_for_fewer_only_as_workers_leave(
+    target: int, before: int | None, present: int, workers: int
+) -> None:
+    assert requested(target, before, present) == workers

@@ -1,0 +1,125 @@
+"""Decisions do no work in proportion to the fleet or to the queue, and shortcuts do not change what is decided.
+
+Work is counted in calls, which depends on no clock.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.decisions import Load
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.scheduler import REBALANCE_EVERY_S, rebalance
+from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePool, has_capacity, set_batch_cap
+from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
+from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH, Profile
+from rlboost.services.rollout_manager.domain.world import Now
+from tests.support.builders import worker_joined
+
+ENDED = 8
+
+
+def calls_in(function: Callable[[], object]) -> int:
+    """Return how many calls of functions, resumed generators included, a call makes."""
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event in {"call", "c_call"}
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def turn_calls(queued: int) -> int:
+    load = Load(workers=2, samples_each=16)
+    load.turn(load.requests(queued))
+    load.turn([*load.requests(ENDED), *load.ends(ENDED)])
+    messages = [*load.requests(ENDED), *load.ends(ENDED)]
+    return calls_in(lambda: load.turn(messages))
+
+
+def test_turn_makes_no_more_calls_where_more_samples_are_queued() -> None:
+    assert turn_calls(queued=8_000) < 1.2 * turn_calls(queued=800)
+
+
+def rebalance_calls(workers: int) -> int:
+    world = Load(workers, samples_each=8).manager.world
+    now = Now(1e3, 1e3)
+    rebalance(world, now)
+    later = Now(now.mono + 2 * REBALANCE_EVERY_S, now.wall)
+    return calls_in(lambda: rebalance(world, later))
+
+
+def test_rebalance_compares_no_loads_of_a_balanced_fleet() -> None:
+    per_worker = (rebalance_calls(48) - rebalance_calls(16)) / 32
+    assert per_worker <= 2, "only a pass over intervals that are known already"
+
+
+Shape = list[tuple[int, int, float, int]]
+SHAPES: st.SearchStrategy[Shape] = st.lists(
+    st.tuples(st.integers(1, 32), st.integers(0, 40), st.floats(0.1, 2.0), st.integers(0, 50_000)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.fixture(scope="module")
+def known() -> Profile:
+    profile = Profile()
+    for running in (1, 4, 16, 64) * ENOUGH:
+        profile.observe(running, 100 * running, running / (0.02 + 0.002 * running))
+    return profile
+
+
+def fleet(shape: Shape, profile: Profile) -> list[Worker]:
+    workers = []
+    for number, (slots, load, speed, held) in enumerate(shape):
+        worker = Worker(worker_joined(f"w{number}", slots=slots), 0.0, samples=set(range(load)), profile=profile)
+        worker.speed, worker.kv.held = speed, held
+        set_batch_cap(worker, 0.0)
+        workers.append(worker)
+    return workers
+
+
+@given(shape=SHAPES, changes=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), max_size=8))
+def test_best_is_the_least_of_all_workers_ranked_anew(
+    known: Profile, shape: Shape, changes: list[tuple[int, int]]
+) -> None:
+    pool, workers = CandidatePool(), fleet(shape, known)
+    for worker in workers:
+        pool.update(worker, known)
+    for number, load in changes:
+        worker = workers[number % len(workers)]
+        worker.samples = set(range(load))
+        pool.update(worker, known)
+
+    def rank(worker: Worker) -> tuple[float, ...]:
+        running = worker.load + 1
+        step_s = known.step_s(min(running, worker.batch_cap), worker.kv.held) / worker.speed
+        return max(0, running - worker.batch_cap), step_s, running / worker.joined.slots
+
+    expected = min(filter(has_capacity, workers), key=lambda worker: (*rank(worker), worker.id), default=None)
+    assert pool.best() == (expected and expected.id)
+
+
+@given(shape=SHAPES)
+def test_no_migration_pays_in_a_pool_that_is_balanced(known: Profile, shape: Shape) -> None:
+    pool, workers = CandidatePool(), fleet(shape, known)
+    for worker in workers:
+        pool.update(worker, known)
+    running = [RunningSample(i, 1e6, 1, started=False, on_worker_s=1e6) for i in range(40)]
+    loads = [
+        WorkerLoad(w.id, w.batch_cap, w.load, w.kv.held, known, w.speed, lambda n=w.load: running[:n]) for w in workers
+    ]
+    assert not (pool.is_balanced and select_migrations(loads))

@@ -1,0 +1,186 @@
+"""The manager follows the number of workers worth having, with a provider whose machines a test plays."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.autoscale import Pool
+from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.fleet_scaler import REPEAT_S, RETRY_S, FleetScaler
+from rlboost.services.rollout_manager.ports import ProviderFailed
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared import names
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.messages import JobReport
+from rlboost.shared.settings import read
+from tests.support.jobs import job_file
+from tests.support.sim_worker import SimWorker
+
+DELAY_S = 300.0
+POOL = Pool(kind="sim", max_workers=4, price_per_hour=2.0)
+
+
+class Cloud:
+    """A provider, and the machines that it runs."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, int]] = []
+        self.error = ""
+
+    async def scale(self, kind: str, workers: int) -> None:
+        self.requests.append((kind, workers))
+        if self.error:
+            raise ProviderFailed(self.error)
+
+    async def close(self) -> None:
+        pass
+
+
+class System:
+    """A leading manager on a fake bus, one running job, and workers that appear as the provider is asked for them."""
+
+    def __init__(self, *, pools: list[Pool], limit: float | None = None) -> None:
+        self.bus, self.cloud, self.at_s = MemoryBus(), Cloud(), 0.0
+        self.manager = Manager(self.bus, lease_s=1e9, redis_limit_s=1.0)
+        settings = Settings(token="t", pools=pools, max_dollars_per_hour=limit, scale_in_delay_s=DELAY_S)
+        self.scaler = FleetScaler(self.manager, self.bus, settings, self.cloud)
+        transport = httpx.ASGITransport(build(self.manager, self.bus, settings, scaler=self.scaler))
+        headers = {"Authorization": "Bearer t"}
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://manager/v1", headers=headers)
+        self.workers: list[SimWorker] = []
+        self.job = ""
+
+    async def start(self) -> None:
+        await self.manager.recover()
+        self.job = (await self.http.post("/jobs", json=job_file())).json()["id"]
+        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state="running", step=0))
+        await self.manager.turn()
+
+    def want(self, workers: float | None) -> None:
+        self.manager.world.jobs[self.job].window_tuner.target_workers = workers
+
+    async def pass_s(self, seconds: float) -> None:
+        """Let time pass; machines start and leave as commanded."""
+        self.at_s += seconds
+        await self.scaler.decide_once(Now(self.at_s, self.at_s))
+        await self.scaler.request_once(self.at_s)
+        wanted = self.cloud.requests[-1][1] if self.cloud.requests and not self.cloud.error else 0
+        while len(self.present) < wanted:
+            await self.join()
+        await self.manager.turn()
+        for worker in self.workers:
+            await worker.obey()
+        await self.manager.turn()
+
+    async def join(self) -> None:
+        self.workers.append(SimWorker(self.bus, f"w{len(self.workers)}", lease_s=1e9))
+        await self.workers[-1].join()
+
+    @property
+    def present(self) -> list[str]:
+        return [worker.id for worker in self.workers if not worker.dismissed]
+
+    async def fleet(self) -> dict[str, object]:
+        fleet: dict[str, object] = (await self.http.get("/fleet")).json()["autoscaling"]
+        return fleet
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[System]:
+    system = System(pools=[POOL])
+    await system.start()
+    yield system
+    await system.http.aclose()
+
+
+async def test_fleet_follows_the_number_worth_having(system: System) -> None:
+    await system.pass_s(1)
+    assert system.present == ["w0"]  # not known yet
+    system.want(2.4)
+    await system.pass_s(60)
+    assert system.present == ["w0", "w1", "w2"]
+    system.want(0.9)
+    for _ in range(8):
+        await system.pass_s(60)
+    assert len(system.present) == 1
+    assert system.cloud.requests[-1] == ("sim", 1)
+    (pool,) = (await system.fleet())["pools"]  # type: ignore[misc]
+    assert pool == {**POOL.model_dump(), "present": 1, "target": 1, "error": None}
+
+
+async def test_workers_leave_before_the_provider_stops_any(system: System) -> None:
+    await system.http.post("/fleet/scale", json={"workers": 3})
+    await system.pass_s(1)
+    await system.http.post("/fleet/scale", json={"workers": 1})
+    await system.pass_s(1)
+    assert system.cloud.requests == [("sim", 3)]  # two drain
+    await system.pass_s(1)
+    assert system.cloud.requests == [("sim", 3), ("sim", 1)]
+
+
+async def test_operators_number_survives_a_new_leader_and_auto_ends_it(system: System) -> None:
+    answer = await system.http.post("/fleet/scale", json={"workers": 3})
+    assert answer.json() == {"workers": 3}
+    await system.manager.recover()
+    await system.pass_s(1)
+    assert (await system.fleet())["workers"] == len(system.present) == 3
+    await system.http.post("/fleet/scale", json={"workers": "auto"})
+    assert (await system.fleet())["workers"] == "auto"
+
+
+async def test_failed_request_is_shown_and_repeated(system: System) -> None:
+    system.cloud.error = "no quota"
+    for seconds in (1, RETRY_S / 2, RETRY_S):
+        await system.pass_s(seconds)
+    assert system.cloud.requests == [("sim", 1)] * 2
+    (pool,) = (await system.fleet())["pools"]  # type: ignore[misc]
+    assert pool["error"] == "no quota"
+    system.cloud.error = ""
+    for seconds in (RETRY_S, RETRY_S, REPEAT_S):
+        await system.pass_s(seconds)
+    assert system.cloud.requests == [("sim", 1)] * 4
+
+
+async def test_manager_that_does_not_lead_requests_nothing(system: System) -> None:
+    system.manager.recovered = False
+    await system.pass_s(1)
+    assert not system.cloud.requests
+
+
+async def test_fleet_never_costs_more_per_hour_than_its_limit() -> None:
+    system = System(pools=[POOL], limit=5.0)
+    await system.start()
+    await system.http.post("/fleet/scale", json={"workers": 4})
+    await system.pass_s(1)
+    assert system.cloud.requests == [("sim", 2)]
+    fleet = await system.fleet()
+    assert (fleet["limited_by"], fleet["max_dollars_per_hour"]) == ("max_dollars_per_hour", 5.0)
+    await system.http.aclose()
+
+
+async def test_scale_without_pools_says_what_to_set() -> None:
+    system = System(pools=[])
+    await system.start()
+    answer = await system.http.post("/fleet/scale", json={"workers": 4})
+    assert answer.status_code == 409
+    assert "RLBOOST_MANAGER_POOLS" in answer.json()["detail"]
+    await system.http.aclose()
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--provider", "kubernetes"], "no kind of worker to start: set RLBOOST_MANAGER_POOLS"),
+        (["--provider", "command", "--pools", f"[{POOL.model_dump_json()}]"], "set RLBOOST_MANAGER_PROVIDER_COMMAND"),
+        (["--pools", '[{"kind": "a b", "max_workers": 1}]'], "kind"),
+    ],
+)
+def test_incomplete_provider_is_refused(args: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read(Settings, args)

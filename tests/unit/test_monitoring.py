@@ -1,0 +1,184 @@
+"""The Grafana board, the alert rules and the scrape configuration against the metrics that the code exports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import promql_parser as promql
+import pytest
+import yaml
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.trainer.adapters.prometheus import SHOWN, observe_step
+from rlboost.shared.errors import Timeout
+from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.http.guard import Guard
+from rlboost.shared.http.server import create_app
+from rlboost.shared.waiting import Waits
+from tests.support.interface_reference import metric_families
+from tests.unit.test_compose import FILE, SECRETS, settings_of
+
+GRAFANA = Path(__file__).parents[2] / "deploy/grafana"
+BOARD: dict[str, Any] = json.loads((GRAFANA / "board.json").read_text(encoding="utf-8"))
+ALERTS: dict[str, Any] = yaml.safe_load((GRAFANA / "alerts.yml").read_text(encoding="utf-8"))
+SCRAPES: list[dict[str, Any]] = yaml.safe_load((GRAFANA / "prometheus.yml").read_text(encoding="utf-8"))[
+    "scrape_configs"
+]
+OF_PROMETHEUS = {"job", "instance"}
+
+
+@cache
+def known() -> dict[str, set[str]]:
+    """Return the labels of each metric that Prometheus has."""
+    metrics = {family.name: set(family.labels) for family in metric_families()}
+    summary = metrics.pop("rlboost_worker_flush_seconds")
+    metrics |= {f"rlboost_worker_flush_seconds_{part}": summary for part in ("sum", "count")}
+    return metrics | {"up": set(), "process_resident_memory_bytes": set()}
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Yield each query with where it is."""
+    for panel in BOARD["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+    for group in ALERTS["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+
+
+def parts(query: str) -> list[Any]:
+    """Return all nodes of a query; raises `ValueError` if Prometheus could not parse it."""
+    nodes: list[Any] = []
+    promql.walk(promql.parse(query), nodes.append)
+    return nodes
+
+
+@pytest.mark.parametrize(("place", "query"), list(queries()))
+def test_query_names_metrics_and_labels_that_exist(place: str, query: str) -> None:
+    labels: set[str] = set()
+    nodes = parts(query)
+    selectors = [node for node in nodes if isinstance(node, promql.VectorSelector)]
+    assert selectors, place
+    for selector in selectors:
+        assert selector.name in known(), place
+        labels |= known()[selector.name]
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in known()[selector.name] | OF_PROMETHEUS, place
+            if matcher.name == "name":
+                assert matcher.value in SHOWN, place
+    for node in nodes:
+        if isinstance(node, promql.AggregateExpr) and node.modifier:
+            assert set(node.modifier.labels) <= labels | OF_PROMETHEUS, place
+
+
+def test_query_with_an_unknown_metric_is_found() -> None:
+    (selector,) = [node for node in parts("sum(rate(rlboost_nothing_total[5m]))") if hasattr(node, "matchers")]
+    assert selector.name not in known()
+    with pytest.raises(ValueError, match="parenthesis"):
+        parts("sum by (rate(")
+
+
+def test_every_job_in_a_rule_is_scraped() -> None:
+    jobs = {scrape["job_name"] for scrape in SCRAPES}
+    for place, query in queries():
+        for node in parts(query):
+            if isinstance(node, promql.VectorSelector):
+                named = [matcher.value for matcher in node.matchers.matchers if matcher.name == "job"]
+                assert {job for value in named for job in value.split("|")} <= jobs, place
+
+
+def test_scrapes_reach_every_service_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {config["target"]: config["source"] for config in FILE["services"]["prometheus"]["configs"]}
+    scraped = set()
+    for scrape in SCRAPES:
+        secret = FILE["configs"][configs[scrape["authorization"]["credentials_file"]]]["content"]
+        for found in scrape["dns_sd_configs"]:
+            for name in found["names"]:
+                scraped.add(name)
+                settings: Any = settings_of(name, monkeypatch)
+                assert (settings.port, settings.token.get_secret_value()) == (found["port"], secret)
+    assert scraped == {name for name, service in FILE["services"].items() if "build" in service}
+
+
+def test_monitoring_needs_its_profile_and_mounts_files_that_exist() -> None:
+    for name in ("prometheus", "grafana"):
+        service = FILE["services"][name]
+        assert service["profiles"] == ["monitoring"]
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert not source.startswith("./") or (GRAFANA.parents[1] / source).exists()
+    assert FILE["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == SECRETS["RLBOOST_TOKEN"]
+
+
+def test_board_and_data_source_agree_on_the_uid() -> None:
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text(encoding="utf-8"))[
+        "datasources"
+    ]
+    assert {panel["datasource"]["uid"] for panel in BOARD["panels"]} == {source["uid"]}
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+
+
+# --- what the metrics count -------------------------------------------------------------------------------------------
+
+
+def test_trainer_exports_the_last_step_without_stale_metrics() -> None:
+    before = REGISTRY.get_sample_value("rlboost_trainer_phase_seconds_total", {"phase": "train"}) or 0.0
+    observe_step({"reward/mean": 0.5, "time/train_s": 2.0, "reward/of_a_user": 1.0})
+    observe_step({"eval/reward_mean": 0.25, "time/train_s": 1.0})
+    names = {
+        sample.labels["name"]: sample.value
+        for metric in REGISTRY.collect()
+        if metric.name == "rlboost_trainer_step_metric"
+        for sample in metric.samples
+    }
+    assert names == {"eval/reward_mean": 0.25}
+    after = REGISTRY.get_sample_value("rlboost_trainer_phase_seconds_total", {"phase": "train"})
+    assert after == before + 3.0
+
+
+async def test_waits_are_exported_with_their_age_and_their_timeouts() -> None:
+    waits = Waits()
+    app = create_app("a service", guard=Guard.of_token("t"), ready=lambda: None, waits=waits)
+
+    async def scraped(name: str) -> float:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
+            text = (await client.get("/metrics", headers={"Authorization": "Bearer t"})).text
+        (value,) = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+        return float(value)
+
+    timeouts = await scraped("rlboost_wait_timeouts_total")
+    assert await scraped("rlboost_wait_oldest_seconds") == 0.0
+    async with waits.on("Redis", because="a test", limit_s=60.0):
+        age_s, ratio = await scraped("rlboost_wait_oldest_seconds"), await scraped("rlboost_wait_limit_ratio")
+        assert age_s > 0.0
+        assert 0.0 < ratio < 1.0
+    with pytest.raises(Timeout):
+        async with waits.on("Redis", because="a test", limit_s=0.0):
+            await asyncio.Event().wait()
+    assert await scraped("rlboost_wait_timeouts_total") == timeouts + 1
+
+
+async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
+    manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
+    registry = CollectorRegistry()
+    registry.register(WorldCollector(manager))
+
+    def delivered() -> float | None:
+        return registry.get_sample_value("rlboost_tokens_total", {"fate": "delivered"})
+
+    await manager.recover()
+    manager.world.audits["a"].tokens_delivered = 3
+    manager.world.audits["b"].tokens_delivered = 4
+    assert delivered() == 7.0
+    del manager.world.audits["a"]
+    assert delivered() == 7.0
+    manager._step_down("a test")
+    assert delivered() == 0.0

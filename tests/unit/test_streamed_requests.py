@@ -1,0 +1,92 @@
+"""The bookkeeping of an engine that streams tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rlboost.services.rollout_worker.domain.streamed_requests import StreamedRequests
+from rlboost.services.rollout_worker.domain.uniforms import stream_seed
+from rlboost.shared.errors import Conflict
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from tests.support.engines import request
+
+
+@pytest.fixture
+def table() -> StreamedRequests:
+    table = StreamedRequests(slots=2, max_len=20, vocabulary=96)
+    table.begin_version(0)
+    return table
+
+
+def test_tokens_before_and_after_a_version_are_emitted_separately(table: StreamedRequests) -> None:
+    table.submit([request(1, tokens=[5])])
+    (live,) = table.start()
+    table.extend(live, [6, 7], [-0.5, -0.25])
+    table.begin_version(1)
+    table.extend(live, [8], [-1.0])
+    table.end(live, finish=FINISH_LENGTH)
+    emissions = [(e.offset, e.tokens, e.logprobs, e.version, e.finish) for e in table.drain()]
+    assert emissions == [(1, [6, 7], [-0.5, -0.25], 0, FINISH_NONE), (3, [8], [-1.0], 1, FINISH_LENGTH)]
+    assert table.generated_total == 3
+    assert table.drain() == []
+
+
+def test_repeated_submission_is_a_conflict_and_adds_nothing(table: StreamedRequests) -> None:
+    table.submit([request(1)])
+    with pytest.raises(Conflict, match="sample 1, attempt 1"):
+        table.submit([request(2), request(1)])
+    assert [live.request.sample for live in table.start()] == [1]
+
+
+def test_started_requests_run_in_order_up_to_the_slots(table: StreamedRequests) -> None:
+    table.submit([request(n) for n in range(4)])
+    assert (table.running, table.n_pending) == (set(), 4)
+    first, *_ = table.start()
+    assert (table.running, table.n_pending) == ({(0, 1), (1, 1)}, 2)
+    table.end(first, finish=FINISH_STOP)
+    assert table.running == {(1, 1), (2, 1)}
+
+
+def test_aborted_request_keeps_its_tokens_and_ignores_later_ones(table: StreamedRequests) -> None:
+    table.submit([request(1)])
+    (live,) = table.start()
+    table.extend(live, [6], [-0.5])
+    assert table.abort([(1, 1), (7, 1)]) == [live]
+    table.extend(live, [7], [-0.5])
+    table.end(live, finish=FINISH_STOP)
+    (emission,) = table.drain()
+    assert (emission.tokens, emission.finish) == ([6], FINISH_NONE)
+
+
+def test_released_request_ends_with_released_even_without_a_token(table: StreamedRequests) -> None:
+    table.submit([request(1, tokens=[5, 6])])
+    (live,) = table.start()
+    assert table.release([(1, 1)]) == [live]
+    assert table.release([(1, 1)]) == []
+    (emission,) = table.drain()
+    assert (emission.offset, emission.tokens, emission.finish) == (2, [], FINISH_RELEASED)
+
+
+def test_logprob_that_is_not_a_number_ends_the_request_with_an_error(table: StreamedRequests) -> None:
+    table.submit([request(1)])
+    (live,) = table.start()
+    table.extend(live, [6], [math.nan])
+    (emission,) = table.drain()
+    assert (emission.tokens, emission.error) == ([], "the model's output is not a number")
+    assert not table.is_live(live)
+
+
+def test_invalid_and_finished_requests_end_at_the_start(table: StreamedRequests) -> None:
+    table.submit([request(1, prompt=[96]), request(2, tokens=[1, 2], stop=[2]), request(3)])
+    assert [live.request.sample for live in table.start()] == [3]
+    invalid, finished = table.drain()
+    assert "token id" in invalid.error
+    assert finished.finish == FINISH_STOP
+
+
+def test_stream_seed_differs_by_seed_and_offset_and_fits_63_bits() -> None:
+    seeds = {stream_seed(seed, offset) for seed in (-(2**63), -1, 0, 1, 2**63) for offset in range(50)}
+    assert len(seeds) == 4 * 50  # modulo 2^64, -2^63 and 2^63 are one seed
+    assert all(0 <= seed < 2**63 for seed in seeds)

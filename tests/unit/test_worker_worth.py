@@ -1,0 +1,172 @@
+"""How much of its time a worker generates, how often it is preempted, and what one more is worth."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message, lose_worker
+from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availability
+from rlboost.services.rollout_manager.domain.seeding import Window
+from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH
+from rlboost.services.rollout_manager.domain.window_tuner import Meter
+from rlboost.services.rollout_manager.domain.worker_worth import (
+    saved_by_one_more_s,
+    step_duration_s,
+    worth_of_one_more,
+)
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.messages import Message, StepReport
+from tests.support.builders import heartbeat, job_running, worker_joined
+
+HOUR_S = 3600.0
+
+
+def apply(world: World, at: float, *messages: Message) -> None:
+    for message in messages:
+        apply_message(world, message, "1-0", Now(mono=at, wall=at))
+
+
+@pytest.fixture
+def world() -> World:
+    """A job in step 0, with one reserved worker at 8 dollars per hour and one spot worker at 1."""
+    world = World(lease_s=2.0)
+    apply(world, 0.0, *job_running())
+    for name, role, price in (("own", "reserved", 8.0), ("spot", "preemptible", 1.0)):
+        apply(world, 0.0, worker_joined(name, role=role, price_per_hour=price, kind=name, slots=8))
+        world.fleet.assign(world.fleet.workers[name], ("j", 0))
+    window = world.progress["j"].window = Window(0, 10.0, began_at=0.0)
+    window.meter = Meter(0.0, 0.0)
+    return world
+
+
+def meter(world: World) -> Meter:
+    window = world.progress["j"].window
+    assert window
+    assert window.meter
+    return window.meter
+
+
+# --- effective compute ---
+
+
+@pytest.mark.parametrize(("running", "work_s"), [(0, 0.0), (2, 0.25), (8, 1.0), (9, 1.0)])
+def test_worker_counts_by_the_part_of_a_full_batch_that_it_runs(world: World, running: int, work_s: float) -> None:
+    apply(world, 1.0, heartbeat("spot", running=running))
+    apply(world, 2.0, heartbeat("spot", running=running))
+    assert meter(world).work_s == work_s
+
+
+def test_worker_that_pulls_weights_counts_nothing(world: World) -> None:
+    for at in (1.0, 2.0, 3.0):
+        apply(world, at, heartbeat("spot", state="pulling", version=-1))
+    assert meter(world).work_s == 0.0
+
+
+def test_profiled_worker_counts_by_throughput_and_not_by_samples() -> None:
+    worker = Worker(worker_joined(slots=64), 0.0, batch_cap=64)
+    for running in (1, 8, 64) * ENOUGH:
+        worker.profile.observe(running, 0, running / (0.02 + 0.001 * running))
+    worker.on_heartbeat(heartbeat(running=16), 1.0)
+    assert worker.utilization() == pytest.approx((16 / 0.036) / (64 / 0.084), rel=1e-3)
+    assert worker.utilization() > 16 / 64
+
+
+def test_silent_worker_counts_for_a_lease_at_most(world: World) -> None:
+    apply(world, 1.0, heartbeat("spot", running=8))
+    apply(world, 100.0, heartbeat("spot", running=8))
+    assert meter(world).work_s == world.fleet.lease_s
+
+
+# --- preemptions ---
+
+
+def test_hazard_is_preemptions_per_time_of_all_workers_of_the_kind(world: World) -> None:
+    apply(world, 1.0, worker_joined("other", kind="spot"))
+    apply(world, 1.0, heartbeat("spot", at=HOUR_S), heartbeat("other", at=3 * HOUR_S))
+    assert world.fleet.preemptions_per_s("spot") == 0.0
+    lose_worker(world, world.fleet.workers["spot"], Now(2.0, 2.0))
+    assert world.fleet.preemptions_per_s("spot") == pytest.approx(1 / (4 * HOUR_S))
+    assert world.fleet.preemptions_per_s("own") == 0.0
+
+
+def test_startup_lasts_from_the_join_until_the_first_version_is_served(world: World) -> None:
+    apply(world, 1.0, heartbeat("spot", state="joining", at=10.0))
+    apply(world, 1.0, heartbeat("spot", state="pulling", at=20.0))
+    apply(world, 1.0, heartbeat("spot", at=90.0), heartbeat("spot", state="pulling", at=200.0))
+    apply(world, 1.0, heartbeat("spot", at=300.0), heartbeat("own", at=9000.0))
+    assert world.fleet.lifetimes["spot"].startup_s == 90.0
+    assert "own" not in world.fleet.lifetimes, "it was ready when it was seen first"
+
+
+def test_availability_is_lifetime_per_lifetime_and_startup() -> None:
+    lifetimes = Lifetimes(departed_s=9 * HOUR_S, preemptions=10)
+    lifetimes.on_startup(HOUR_S / 4)
+    assert availability(lifetimes.preemptions_per_s(HOUR_S), lifetimes.startup_s) == pytest.approx(0.8)
+    assert availability(0.0, 100.0) == 1.0
+
+
+# --- the worth of one more ---
+
+
+def test_window_closes_where_the_fleet_reaches_the_target() -> None:
+    assert step_duration_s(workers=4, reserved=2, work_s=400.0, train_s=100.0) == 100.0
+    assert step_duration_s(workers=2, reserved=2, work_s=400.0, train_s=100.0) == 150.0
+    assert step_duration_s(workers=0, reserved=2, work_s=400.0, train_s=100.0) == 300.0
+    assert step_duration_s(workers=0, reserved=0, work_s=400.0, train_s=100.0) == math.inf
+
+
+@given(workers=st.integers(0, 50), reserved=st.integers(1, 50), work_s=st.floats(1.0, 1e5), train_s=st.floats(1.0, 1e4))
+def test_each_further_worker_gains_less_and_none_beyond_the_target(
+    workers: int, reserved: int, work_s: float, train_s: float
+) -> None:
+    first, second = (saved_by_one_more_s(n, reserved, work_s, train_s) for n in (workers, workers + 1))
+    assert 0 <= second <= first * (1 + 1e-9) + 1e-9
+    if workers >= work_s / train_s:
+        assert first == 0
+
+
+def finish_step(world: World, work_s: float) -> None:
+    """End step 0, of 220 s with 100 s of training, and 11,000 tokens."""
+    measured = meter(world)
+    measured.update(220.0, fleet=1, reserved=1, working=True)
+    measured.work_s = work_s
+    world.audits["j"].tokens_delivered += 11_000
+    apply(world, 220.0, StepReport(job_id="j", step=0, metrics={}, checkpointed_step=0, wait_s=0.0, train_s=100.0))
+
+
+def test_worth_of_one_more_is_unknown_before_the_first_step_ends(world: World) -> None:
+    assert worth_of_one_more(world) is None
+
+
+def test_worth_of_one_more_is_its_tokens_at_the_present_price(world: World) -> None:
+    finish_step(world, work_s=300.0)
+    # The window of one worker is 100 s, that of two 33 s; another 20 s of the step remain.
+    speedup = 220.0 / (220.0 - 100.0 + 100.0 / 3) - 1.0
+    assert worth_of_one_more(world) == {
+        "job_id": "j",
+        "tokens_per_hour": pytest.approx(speedup * 50 * HOUR_S),
+        "dollars_per_hour": pytest.approx(speedup * 9.0),
+        "price_per_hour": 1.0,
+    }
+
+
+def test_one_more_is_worth_less_where_workers_are_often_preempted(world: World) -> None:
+    finish_step(world, work_s=300.0)
+    calm = worth_of_one_more(world)
+    world.fleet.lifetimes["spot"] = Lifetimes(departed_s=HOUR_S, preemptions=4, startup_s=HOUR_S / 4)
+    preempted = worth_of_one_more(world)
+    assert calm
+    assert preempted
+    assert preempted["dollars_per_hour"] == pytest.approx(calm["dollars_per_hour"] / 2)
+
+
+def test_one_more_is_worth_nothing_from_the_target_on(world: World) -> None:
+    finish_step(world, work_s=100.0)
+    worth = worth_of_one_more(world)
+    assert worth
+    assert worth["tokens_per_hour"] == worth["dollars_per_hour"] == 0.0
