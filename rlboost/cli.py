@@ -17,6 +17,7 @@ from rlboost.commands import (
     follow,
     init,
     jobs,
+    memory,
     page,
     plan,
     ps,
@@ -54,6 +55,7 @@ app.add_typer(worker.app, name="worker")
 app.add_typer(trainer.app, name="trainer")
 app.add_typer(token.app, name="token")
 app.add_typer(config.app, name="config")
+memory.register(app)
 
 
 def _print_version(is_given: bool) -> None:

@@ -80,12 +80,7 @@ def _check_trainer(spec: JobSpec, n_parameters: int, devices: DeviceSummary, fou
     available = devices.trainer_memory_bytes
     if not available:
         return
-    model = memory.TrainedModel(
-        n_parameters,
-        frozen=spec.adapter is not None,
-        has_reference=spec.kind == "rl" and spec.algorithm.kl_coef > 0 and spec.adapter is None,
-        muon=spec.optimizer.name == "muon",
-    )
+    model = memory.trained_model(spec, n_parameters)
     needed = memory.state_bytes(model, trainer)
     if needed > available:
         found.problems.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 
 
@@ -21,6 +22,16 @@ class TrainedModel:
     has_reference: bool = False
     """True if a copy of the model is kept for a KL penalty."""
     muon: bool = False
+
+
+def trained_model(spec: JobSpec, n_parameters: int) -> TrainedModel:
+    """Return what a job trains, if its model has this many parameters."""
+    return TrainedModel(
+        n_parameters,
+        frozen=spec.adapter is not None,
+        has_reference=spec.kind == "rl" and spec.algorithm.kl_coef > 0 and spec.adapter is None,
+        muon=spec.optimizer.name == "muon",
+    )
 
 
 def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:

@@ -20,6 +20,7 @@ from rlboost.shared.data.shards import names
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_log import lacking
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.experts import is_mixture, require_known_layout
 from rlboost.shared.model.folder import count_parameters, read_config, read_tensor_shapes, require_tokenizer
 from rlboost.shared.model.lora_targets import check_targets
 
@@ -37,7 +38,10 @@ except ConfigError as error:
 def model_problems(spec: JobSpec) -> list[str]:
     """Return the problems of a job whose model is a local folder, one line each."""
     model = Path(spec.model).expanduser()
-    checks: list[Callable[[], None]] = [lambda: require_tokenizer(model)]
+    checks: list[Callable[[], None]] = [
+        lambda: require_tokenizer(model),
+        lambda: _check_experts(model),
+    ]
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
     if spec.trainer.backend == "megatron":
@@ -96,9 +100,15 @@ def _load_data(spec: JobSpec) -> None:
         plan.check(spec, len(data.evaluation))
 
 
+def _check_experts(model: Path) -> None:
+    if is_mixture(config := read_config(model)):
+        require_known_layout(config, read_tensor_shapes(model))
+
+
 def _check_cut(spec: JobSpec, model: Path) -> None:
     config = read_config(model)
-    given = {"tie_word_embeddings": False, "rope_parameters": {}, **config.get("text_config", config)}
+    text = config.get("text_config", config)
+    given = {"num_experts": text.get("num_local_experts"), "tie_word_embeddings": False, "rope_parameters": {}, **text}
     given["rope_parameters"] = {"rope_theta": 0.0, **(given["rope_parameters"] or {})}
     try:
         shape = megatron.shape_of(SimpleNamespace(**given))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FUSED = re.compile(r"(.*\bexperts)\.(gate_up_proj|down_proj)")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of `config.json` with the number of experts."""
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -38,15 +40,24 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return views
 
 
-def require_known_layout(model_type: str, names: Iterable[str], in_files: Iterable[str]) -> None:
-    """Check that a model's files have the expert tensors that `split_experts` gave.
+def is_mixture(config: Mapping[str, Any]) -> bool:
+    """Return True if a model with this `config.json` has experts."""
+    return any(config.get(key) for key in _COUNTS)
+
+
+def require_known_layout(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Check that the tensors of a mixture of experts have the names that `split_experts` gives.
+
+    Args:
+        config: the model's `config.json`.
+        names: of the tensors in its files.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they have others.
 
     """
-    if unknown := {name for name in names if "experts." in name} - set(in_files):
+    if is_mixture(config) and not any(name.endswith(".experts.0.down_proj.weight") for name in names):
         raise ConfigError(
-            f"model type {model_type}: its files have no tensor {min(unknown)}: mixtures of experts are supported if "
-            "they are saved with gate_proj, up_proj and down_proj per expert, as those of Qwen and DeepSeek"
+            f"model type {config.get('model_type')}: its files have no tensor experts.0.down_proj.weight: mixtures of "
+            "experts are supported if they have gate_proj, up_proj and down_proj per expert, as those of Qwen"
         )

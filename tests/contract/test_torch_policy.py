@@ -173,7 +173,7 @@ def test_experts_under_other_names_in_files_are_rejected(tmp_path: Path) -> None
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"model type mixtral: its files have no tensor .*experts\.0\.down_proj"):
+    with pytest.raises(ConfigError, match=r"model type mixtral: its files have no tensor experts\.0\.down_proj"):
         engine(tmp_path)
 
 

@@ -9,10 +9,8 @@ import torch
 from rlboost.services.trainer.domain.utilization import Machine, flops_per_token, peak_flops
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.folder import count_parameters, read_config
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of `config.json` of mixtures of experts, in which a token does not use every parameter."""
 
 
 def machine_of(spec: JobSpec, model: Path, device: str) -> Machine:
@@ -25,7 +23,7 @@ def machine_of(spec: JobSpec, model: Path, device: str) -> Machine:
     if peak is None:
         return Machine(n_devices)
     try:
-        dense = not any(read_config(model).get(key) for key in _EXPERTS)
+        dense = not is_mixture(read_config(model))
         flops = flops_per_token(count_parameters(model), frozen=spec.adapter is not None) if dense else 0.0
     except ConfigError:
         flops = 0.0

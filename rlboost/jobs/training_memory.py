@@ -1,0 +1,114 @@
+"""What an update of the torch backend holds on each GPU, by purpose; `memory` has the trainer's state.
+
+Tests compare these bytes with what torch saves for the backward pass. A CUDA context, libraries' workspaces and
+fragmentation come on top.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from rlboost.jobs.memory import TrainedModel, state_bytes, trained_model
+from rlboost.jobs.model_size import ModelSize, size_of
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.training import TrainerSpec
+from rlboost.shared.model.folder import read_config
+
+_CHUNK_LOGITS = 1 << 26
+"""Logits that are converted to float32 at a time, as in the trainer's `selected_logprobs`."""
+
+
+class Estimate(NamedTuple):
+    """The memory of a job's training."""
+
+    parameters: int
+    active_parameters: int
+    """Those that compute one token; fewer than all in a mixture of experts."""
+    gpus: int
+    tokens: int
+    """Of one GPU's part of a micro-batch."""
+    bytes: dict[str, int]
+    """Purpose -> bytes on each GPU, and `total`; only `state` where the rest is unknown."""
+
+
+def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
+    """Return the memory of a job whose model is a local folder, of which only `config.json` is read.
+
+    Args:
+        spec: the job.
+        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`.
+
+    Raises:
+        ConfigError: the model is not a local folder, or of an unknown kind.
+
+    """
+    config = read_config(Path(spec.model).expanduser())
+    size, trainer = size_of(config.get("text_config", config)), spec.trainer
+    n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample or spec.sampling.max_tokens)
+    model = trained_model(spec, size.total)
+    if spec.adapter is not None or trainer.backend == "megatron":
+        found = {"state": state_bytes(model, trainer)}
+    else:
+        update = update_memory(size, model, trainer, n_tokens)
+        found = {**update._asdict(), "total": update.total}
+    return Estimate(size.total, size.active, trainer.n_ranks, n_tokens, found)
+
+
+class UpdateMemory(NamedTuple):
+    """Bytes on each GPU at the peak of an update."""
+
+    state: int
+    """Weights, gradients, moments, and the reference model."""
+    activations: int
+    """Saved for the backward pass."""
+    recomputed_layer: int
+    """Activations of the layer that is being recomputed, with activation checkpointing."""
+    logits: int
+    """Logits, their gradient, and a chunk of both in float32."""
+    working_weights: int
+    """Weights in bfloat16 for matrix products; with FSDP2, gathered weights."""
+
+    @property
+    def total(self) -> int:
+        """Return the peak: logits are freed before a layer is recomputed."""
+        return self.state + self.activations + self.working_weights + max(self.logits, self.recomputed_layer)
+
+
+def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tokens: int) -> UpdateMemory:
+    """Return the bytes of an update.
+
+    Args:
+        size: of the model.
+        model: what is trained.
+        spec: of the torch backend.
+        n_tokens: of one GPU's part of a micro-batch, all of them trained.
+
+    """
+    half = spec.dtype == "bfloat16"
+    layer = n_tokens * token_bytes(size, half=half)
+    checkpointed = spec.activation_checkpointing
+    activations = size.layers * (4 * n_tokens * size.hidden if checkpointed else layer)
+    activations += 12 * n_tokens * size.hidden  # the last norm
+    logits = 2 * (2 if half else 4) * n_tokens * size.vocabulary
+    logits += 2 * 4 * min(_CHUNK_LOGITS, n_tokens * size.vocabulary)
+    n_cast = (1 if checkpointed else size.layers) * size.layer + size.vocabulary * size.hidden
+    working = 2 * n_cast if half else 0
+    if spec.data_parallel > 1:
+        # The root's own parameters stay gathered for the whole pass, a layer's while it computes.
+        working += 4 * (size.embeddings + size.layer)
+    return UpdateMemory(state_bytes(model, spec), activations, layer if checkpointed else 0, logits, working)
+
+
+def token_bytes(size: ModelSize, *, half: bool) -> int:
+    """Return what a layer saves of each token for its backward pass; `half`: with matrices in bfloat16.
+
+    Norms save their input and two intermediate results in float32; attention its queries, keys, values and output; a
+    gated MLP four results as wide as itself; experts also each token's input and output, once per expert.
+    """
+    element = 2 if half else 4
+    saved = (26 if half else 24) * size.hidden + 2 * element * (size.query + size.key)
+    if size.qk_norm:
+        saved += (6 if half else 8) * (size.query + size.key)
+    saved += 4 * element * size.mlp * max(1, size.experts_per_token)
+    return saved + 2 * element * size.hidden * size.experts_per_token + 4 * size.experts

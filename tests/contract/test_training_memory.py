@@ -1,0 +1,181 @@
+"""The memory that `rlboost memory` computes, against what torch saves and what models have."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from rlboost.cli import app
+from rlboost.jobs.memory import TrainedModel
+from rlboost.jobs.model_size import ModelSize, size_of
+from rlboost.jobs.training_memory import estimate, update_memory
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.columns import F32, I32, pack
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from tests.support.saved_bytes import saved_bytes
+
+N_TOKENS = 512
+_SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": N_TOKENS,
+    "vocab_size": 500,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**_SIZES, intermediate_size=384),
+    "qwen2": Qwen2Config(**_SIZES, intermediate_size=384, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**_SIZES, intermediate_size=384, head_dim=32),
+    "qwen3-moe": Qwen3MoeConfig(**_SIZES, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96),
+}
+QWEN3_235B = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "vocab_size": 151936,
+}
+
+
+def written(config: Any, folder: Path) -> ModelSize:
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return size_of(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_computed_bytes_match_what_torch_saves(tmp_path: Path, family: str, dtype: Any, checkpointing: bool) -> None:
+    """Within a tenth: activations, logits, and weights cast to bfloat16."""
+    size = written(CONFIGS[family], tmp_path)
+    policy = TorchPolicy(
+        OptimizerSpec(), temperature=1.0, dtype=dtype, device="cpu", activation_checkpointing=checkpointing
+    )
+    policy.load_hf(tmp_path)
+    tokens = [1] * (N_TOKENS - 1)
+    row = TrainingRow(pack([1], I32), pack(tokens, I32), pack([-1.0] * len(tokens), F32), 1.0)
+    with saved_bytes(policy._model.parameters()) as n_saved:
+        policy._forward([row])
+        saved = n_saved()
+    spec = TrainerSpec(dtype=dtype, activation_checkpointing=checkpointing)
+    update = update_memory(size, TrainedModel(size.total), spec, N_TOKENS)
+    element = 4 if dtype == "float32" else 2
+    computed = update.activations + update.working_weights + element * N_TOKENS * size.vocabulary
+    if checkpointing and dtype == "bfloat16":
+        computed -= 2 * size.layer  # cast again in the backward pass
+    assert computed == pytest.approx(saved, rel=0.1)
+
+
+LARGER: dict[str, Any] = {**_SIZES, "hidden_size": 512, "num_hidden_layers": 8, "max_position_embeddings": 4096}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(**{**LARGER, "vocab_size": 8000}, head_dim=64, intermediate_size=1536),
+        Qwen3MoeConfig(
+            **{**LARGER, "vocab_size": 8000},
+            head_dim=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=384,
+        ),
+    ],
+    ids=["qwen3", "qwen3-moe"],
+)
+def test_computed_total_matches_peak_of_a_process(tmp_path: Path, config: Any, dtype: Any, checkpointing: bool) -> None:
+    """Within a tenth, for a whole update with its state."""
+    size, n_tokens = written(config, tmp_path), 2048
+    arguments = [str(tmp_path), dtype, str(checkpointing), str(n_tokens)]
+    # Freed buffers go back to the system, so that the peak is the allocated memory.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    measured = int(
+        subprocess.run(
+            [sys.executable, "-m", "tests.support.peak_of_update", *arguments],
+            env=env,
+            check=True,
+            capture_output=True,
+            timeout=180,
+        ).stdout
+    )
+    spec = TrainerSpec(dtype=dtype, activation_checkpointing=checkpointing)
+    assert update_memory(size, TrainedModel(size.total), spec, n_tokens).total == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parameter_count_matches_the_model(tmp_path: Path, family: str) -> None:
+    size = written(CONFIGS[family], tmp_path)
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+    assert size.total == pytest.approx(sum(parameter.numel() for parameter in model.parameters()), rel=2e-3)
+    assert (size.active < size.total) is (family == "qwen3-moe")
+
+
+def test_qwen3_235b_has_its_published_sizes() -> None:
+    size = size_of(QWEN3_235B)
+    assert round(size.total / 1e9) == 235
+    assert round(size.active / 1e9) == 22
+
+
+def job(tmp_path: Path, config: dict[str, Any], **trainer: Any) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return {
+        "model": str(tmp_path),
+        "data": {"train": "t"},
+        "reward": {"function": "m:f"},
+        "sampling": {"max_tokens": 8192},
+        "trainer": trainer,
+        "steps": 1,
+    }
+
+
+def test_more_gpus_need_less_memory_each(tmp_path: Path) -> None:
+    few, many = (estimate(parse(job(tmp_path, QWEN3_235B, data_parallel=n, micro_batch_tokens=65536))) for n in (8, 64))
+    assert few.bytes["state"] == pytest.approx(8 * many.bytes["state"], rel=1e-6)
+    assert (few.tokens, many.tokens) == (8192, 8192), "a sample is never divided"
+    assert few.bytes["total"] == sum(few.bytes[name] for name in ("state", "activations", "logits", "working_weights"))
+
+
+def test_megatron_has_state_only(tmp_path: Path) -> None:
+    found = estimate(parse(job(tmp_path, QWEN3_235B, backend="megatron", data_parallel=2)))
+    assert list(found.bytes) == ["state"]
+
+
+def test_unknown_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model type gpt2: its memory cannot be computed"):
+        estimate(parse(job(tmp_path, {"model_type": "gpt2"})))
+    with pytest.raises(ConfigError, match=r"config\.json has no moe_intermediate_size"):
+        estimate(parse(job(tmp_path, {k: v for k, v in QWEN3_235B.items() if k != "moe_intermediate_size"})))
+
+
+def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job(tmp_path, QWEN3_235B, data_parallel=64)))
+    shown = CliRunner().invoke(app, ["memory", str(file), "trainer.dtype=bfloat16", "--tokens", "16384"])
+    assert shown.exit_code == 0, shown.output
+    assert "235.09 billion parameters, 22.19 per token" in shown.output
+    assert "on each of 64 GPUs, with 16384 tokens in a micro-batch:" in shown.output
+    printed = json.loads(CliRunner().invoke(app, ["memory", str(file), "--json"]).output)
+    assert (printed["gpus"], printed["tokens"]) == (64, 8192)
