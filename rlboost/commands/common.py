@@ -29,6 +29,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobArgument = Annotated[
     str, typer.Argument(metavar="JOB", help="The job's id or name; of several jobs of a name, the newest.")
 ]
+JobFileArgument = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that override the file's.")
+]
 DEFAULT_STATE = Path(".rlboost")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlboost.commands.checking import print_findings, progress
-from rlboost.commands.common import DEFAULT_STATE, JsonOption, new_app, print_json
+from rlboost.commands.common import DEFAULT_STATE, JobFileArgument, JsonOption, OverridesArgument, new_app, print_json
 
 if TYPE_CHECKING:
     from rlboost.local.layout import DeviceSummary
@@ -23,10 +23,8 @@ def _group() -> None:
 
 @app.command()
 def check(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that override the file's.")
-    ] = None,
+    job_file: JobFileArgument,
+    overrides: OverridesArgument = None,
     cluster: Annotated[
         Path | None, typer.Option(help="File of 'rlboost up': also check that the job fits on this machine's GPUs.")
     ] = None,

@@ -12,6 +12,7 @@ from rlboost.commands.common import (
     DEFAULT_STATE,
     EXIT_FAILED,
     JsonOption,
+    OverridesArgument,
     StateOption,
     command,
     connect,
@@ -36,9 +37,7 @@ def evaluate(
     target: Annotated[
         str, typer.Argument(metavar="JOB.yaml|JOB", help="A job file, or the id or name of a completed job.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that override the file's.")
-    ] = None,
+    overrides: OverridesArgument = None,
     model: Annotated[str | None, typer.Option(help="What to evaluate in place of the job's (final) model.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Completions in all; eval.samples if not given.")] = None,
     no_check: NoCheckOption = False,

@@ -13,7 +13,9 @@ from rlboost.commands.checking import NoCheckOption, require_sound
 from rlboost.commands.common import (
     DEFAULT_STATE,
     JobArgument,
+    JobFileArgument,
     JsonOption,
+    OverridesArgument,
     StateOption,
     command,
     connect,
@@ -33,10 +35,8 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that override the file's.")
-    ] = None,
+    job_file: JobFileArgument,
+    overrides: OverridesArgument = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show each step; fail if the job fails.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and create nothing.")] = False,
     no_check: NoCheckOption = False,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rlboost.commands.common import JsonOption, print_json
+from rlboost.commands.common import JobFileArgument, JsonOption, OverridesArgument, print_json
 
 _GIB = 1 << 30
 
@@ -18,10 +17,8 @@ def register(app: typer.Typer) -> None:
 
 
 def memory(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that override the file's.")
-    ] = None,
+    job_file: JobFileArgument,
+    overrides: OverridesArgument = None,
     tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of the longest sample with its prompt; 0: sampling.max_tokens.")
     ] = 0,

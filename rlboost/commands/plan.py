@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlboost.commands.common import JsonOption, print_json, print_table
+from rlboost.commands.common import JobFileArgument, JsonOption, OverridesArgument, print_json, print_table
 from rlboost.shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,11 +21,9 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(  # noqa: PLR0913, PLR0917 - the options of a command
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")],
+    job_file: JobFileArgument,
     profile: Annotated[Path, typer.Option(metavar="FILE", help="The profile.json in the folder of an earlier run.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[a.b=v ...]", help="Values that override the file's.")
-    ] = None,
+    overrides: OverridesArgument = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Recorded availability of spot instances; generated if not given."),
