@@ -5,38 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
-from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared import names
 from rlboost.shared.bus import START
-from rlboost.shared.fakes import MemoryBus
-from rlboost.shared.messages import JobCommand, JobReport, StepReport
-from tests.support.jobs import job_file
+from rlboost.shared.messages import JobCommand, StepReport
+from tests.support.manager_rig import ManagerRig
 
 
-class System:
-    """A leading manager on a fake bus, and one running job."""
-
-    def __init__(self) -> None:
-        self.bus = MemoryBus()
-        self.manager = Manager(self.bus, lease_s=1.0, redis_limit_s=1.0)
-        transport = httpx.ASGITransport(build(self.manager, self.bus, Settings(token="t")))
-        headers = {"Authorization": "Bearer t"}
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://manager/v1", headers=headers)
-        self.job = ""
-
-    async def start(self) -> None:
-        await self.manager.recover()
-        self.job = (await self.http.post("/jobs", json=job_file())).json()["id"]
-        await self.report("running")
-
-    async def report(self, state: str) -> None:
-        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state=state, step=0))
-        await self.manager.turn()
+class System(ManagerRig):
+    """Shows the commands that the manager writes."""
 
     async def act(self, action: str) -> None:
         (await self.http.post(f"/jobs/{self.job}/{action}")).raise_for_status()
@@ -50,6 +29,7 @@ class System:
 async def system() -> AsyncIterator[System]:
     system = System()
     await system.start()
+    await system.report("running")
     yield system
     await system.http.aclose()
 

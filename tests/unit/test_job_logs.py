@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 import structlog
 
 from rlboost.services.rollout_manager import event_followers
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.event_followers import in_order
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared import logs, names
@@ -20,7 +17,7 @@ from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.job_logs import log_ops, log_sender
 from rlboost.shared.log_buffer import BUFFER, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
 from rlboost.shared.messages import Event, WorkerLog
-from tests.support.jobs import job_file
+from tests.support.manager_rig import ManagerRig
 from tests.support.worker_manager import JOB
 from tests.support.worker_rig import Rig
 
@@ -109,16 +106,8 @@ async def test_worker_sends_its_lines_once_it_has_a_job() -> None:
 # --- the route --------------------------------------------------------------------------------------------------------
 
 
-class System:
-    """A leading manager on a fake bus, and one job."""
-
-    def __init__(self) -> None:
-        self.bus = MemoryBus()
-        self.manager = Manager(self.bus, lease_s=1.0, redis_limit_s=1.0)
-        transport = httpx.ASGITransport(build(self.manager, self.bus, Settings(token="t")))
-        headers = {"Authorization": "Bearer t"}
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://manager/v1", headers=headers)
-        self.job = ""
+class System(ManagerRig):
+    """Shows the job's log."""
 
     async def log(self) -> list[str]:
         return (await self.http.get(f"/jobs/{self.job}/logs")).text.splitlines()
@@ -127,8 +116,7 @@ class System:
 @pytest.fixture
 async def system() -> AsyncIterator[System]:
     system = System()
-    await system.manager.recover()
-    system.job = (await system.http.post("/jobs", json=job_file())).json()["id"]
+    await system.start()
     yield system
     await system.http.aclose()
 

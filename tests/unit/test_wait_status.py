@@ -8,24 +8,19 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from rlboost.services.rollout_manager import wait_status
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.wait_status import TRAINER_SILENCE_S, job_wait_status
 from rlboost.shared import names
 from rlboost.shared.bus import Delete
 from rlboost.shared.errors import BusUnavailable
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import JobReport, JobState, UseVersion, Wait, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from tests.support.builders import job_created
 from tests.support.eventually import eventually
-from tests.support.jobs import job_file
+from tests.support.manager_rig import ManagerRig
 from tests.support.worker_manager import JOB
 from tests.support.worker_rig import Rig
 
@@ -205,16 +200,8 @@ async def test_worker_that_loads_weights_waits_for_its_engine() -> None:
 # --- over REST --------------------------------------------------------------------------------------------------------
 
 
-class System:
-    """A leading manager on a bus that can be unavailable, and one running job."""
-
-    def __init__(self) -> None:
-        self.bus = MemoryBus()
-        self.manager = Manager(self.bus, lease_s=1.0, redis_limit_s=60.0)
-        transport = httpx.ASGITransport(build(self.manager, self.bus, Settings(token="t")))
-        headers = {"Authorization": "Bearer t"}
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://manager/v1", headers=headers)
-        self.job = ""
+class System(ManagerRig):
+    """Shows the job."""
 
     async def shown(self) -> dict[str, Any]:
         job: dict[str, Any] = (await self.http.get(f"/jobs/{self.job}")).json()
@@ -223,11 +210,9 @@ class System:
 
 @pytest.fixture
 async def system() -> AsyncIterator[System]:
-    system = System()
-    await system.manager.recover()
-    system.job = (await system.http.post("/jobs", json=job_file())).json()["id"]
-    await system.bus.append(names.JOB_REPORTS, JobReport(job_id=system.job, state="running", step=0))
-    await system.manager.turn()
+    system = System(redis_limit_s=60.0)
+    await system.start()
+    await system.report("running")
     yield system
     await system.http.aclose()
 
