@@ -10,8 +10,8 @@ of 10.8 million random parameters; on a GPU it is `0.6b`, of the sizes of Qwen3-
 forward pass with transformers' cache, in one batch.
 
 They take turns; a figure is the median over the rounds, a ratio the median of the rounds' ratios. On a CPU a second is
-one of processor time of this session's processes, so that neighbors on the machine disturb little. Where vLLM is not
-installed its columns stay empty.
+one of processor time, with vLLM of all processes of this session, so that neighbors on the machine disturb little.
+Where vLLM is not installed its columns stay empty.
 """
 
 from __future__ import annotations
@@ -142,6 +142,14 @@ def factories(slots: int, device: str, dtype: Any) -> dict[str, EngineFactory]:
     return found
 
 
+def clock_of(device: str, engines: Mapping[str, EngineFactory]) -> Callable[[], float]:
+    """Return the clock; on a CPU it counts the other processes of the session only where vLLM has some."""
+    if device != "cpu":
+        return time.perf_counter
+    # The kernel counts those in hundredths of a second, too coarsely for short runs.
+    return partial(session_cpu_s, os.getsid(0)) if "vllm" in engines else time.process_time
+
+
 async def take_turns(
     runs: Mapping[str, Callable[[], Awaitable[None]]], rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
@@ -172,7 +180,7 @@ async def measure(name: str, args: argparse.Namespace, engines: Mapping[str, Eng
     plain = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype], attn_implementation="sdpa")
     plain = plain.eval().to(args.device)
     weights = {name: tensor for name, tensor in plain.state_dict().items() if name != "lm_head.weight"}
-    clock = partial(session_cpu_s, os.getsid(0)) if args.device == "cpu" else time.perf_counter
+    clock = clock_of(args.device, engines)
     async with AsyncExitStack() as stack:
         running: dict[str, Engine] = {}
         for contender, factory in engines.items():
