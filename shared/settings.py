@@ -33,6 +33,11 @@ RENAMED: Mapping[str, str] = {
 """Former name of an environment variable -> its present name, which the error names."""
 
 
+def environment_without_settings(*kept: str) -> dict[str, str]:
+    """Return this process's environment for a child without our settings, of which some are secrets, but those kept."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_") or name in kept}
+
+
 class ServiceSettings(BaseSettings):
     """The settings that all services have."""
 

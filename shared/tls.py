@@ -50,6 +50,11 @@ def client_verification() -> ssl.SSLContext | Literal[True]:
     return client_context() or True
 
 
+def verifying_context() -> ssl.SSLContext:
+    """Return the context of `client_context`, or the system's authorities if there is none."""
+    return client_context() or ssl.create_default_context()
+
+
 def client_context() -> ssl.SSLContext | None:
     """Return the context of a client that trusts `RLBOOST_TLS_CA`, None if it is not set.
 

@@ -28,6 +28,6 @@ rlboost up "$SHARED/system.yaml" --host "$address" --state "$SHARED/state" --det
 trap 'rlboost down --state "$SHARED/state"' EXIT
 # A step for each node: the loss of one does not end the others.
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-    srun --nodes 1 --nodelist "$node" --overlap rlboost trainer join --url "tcp://$address:8702" --name "$node" &
+    srun --nodes 1 --ntasks 1 --nodelist "$node" --overlap rlboost trainer join --url "tcp://$address:8702" --name "$node" &
 done
 rlboost run "$job" --state "$SHARED/state" --follow

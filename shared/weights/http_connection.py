@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from rlboost.shared.tls import client_context
+from rlboost.shared.tls import verifying_context
 
 
 def connect(url: str, *, timeout_s: float, use_proxies: bool) -> http.client.HTTPConnection:
@@ -55,7 +55,7 @@ def _connection(scheme: str, host: str, port: int | None, timeout_s: float) -> h
 
 @cache
 def _tls() -> ssl.SSLContext:
-    return client_context() or ssl.create_default_context()
+    return verifying_context()
 
 
 def _proxy(parts: SplitResult) -> SplitResult | None:

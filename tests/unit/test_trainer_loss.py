@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlboost.services.trainer.domain.loss.importance import accepted, ratios
+from rlboost.services.trainer.domain.loss.importance import accepted, engine_ratios
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
 from rlboost.services.trainer.domain.tokens import TokenBatch
 from rlboost.shared.errors import Fatal
@@ -240,11 +240,11 @@ LENGTHS = (3, 3)
     ],
 )
 def test_ratios_of_tokens_and_completions_match_hand_numbers(level: RejectionLevel, expected: list[float]) -> None:
-    assert ratios(level, LOG_RATIOS, LENGTHS).tolist() == pytest.approx(expected, abs=1e-5)
+    assert engine_ratios(level, LOG_RATIOS, LENGTHS).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_sequence_ratio_of_a_long_completion_stays_finite() -> None:
-    assert ratios("sequence", torch.full((4096,), 0.5), (4096,)).isfinite().all()
+    assert engine_ratios("sequence", torch.full((4096,), 0.5), (4096,)).isfinite().all()
 
 
 @pytest.mark.parametrize(

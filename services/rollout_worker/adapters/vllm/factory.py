@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.importing import gc_paused
+from rlboost.shared.settings import environment_without_settings
+from rlboost.shared.tls import CA_VARIABLE
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.ports import Engine
@@ -100,8 +102,11 @@ class VllmFactory:
 
 @contextmanager
 def engine_core_environment() -> Iterator[None]:
-    """Give processes that are started meanwhile the worker's id, and none of its settings: they have secrets."""
-    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RLBOOST_")}
+    """Give processes that are started meanwhile the worker's id, and none of its settings, of which some are secrets.
+
+    The trusted authority stays, since connections that this process opens meanwhile need it.
+    """
+    hidden = {name: os.environ.pop(name) for name in os.environ.keys() - environment_without_settings(CA_VARIABLE)}
     os.environ[plugin.PARENT_VARIABLE] = str(os.getpid())
     try:
         yield

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from rlboost.services.trainer.adapters.log.run_log import LoggerFailed
 from rlboost.services.trainer.adapters.log.wandb_child import STARTED
 from rlboost.shared.job.run_log import WandbSpec
 from rlboost.shared.job.spec import BaseJob
+from rlboost.shared.settings import environment_without_settings
 
 
 class Wandb:
@@ -42,7 +42,7 @@ class Wandb:
             stdin=PIPE,
             stdout=PIPE,
             stderr=self._stderr,
-            env={name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_")},
+            env=environment_without_settings(),
             text=True,
             start_new_session=True,  # signals to the trainer must not stop it before it has sent its rows
         )

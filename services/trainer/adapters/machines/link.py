@@ -21,7 +21,7 @@ import msgpack
 from rlboost.services.trainer.adapters.ranks.wire import LENGTH_BYTES, pack
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.http.token_signature import is_valid_signature, sign
-from rlboost.shared.tls import ServerCertificate, client_context
+from rlboost.shared.tls import ServerCertificate, verifying_context
 
 MACHINE = ""
 """The session of a machine that joins; a rank names the one that it belongs to."""
@@ -49,7 +49,7 @@ def parse_url(url: str) -> tuple[str, int, ssl.SSLContext | None]:
             f"the trainer's URL is {url!r}: give tcp://HOST:PORT, or tls://HOST:PORT if the trainer has a "
             "certificate; PORT is its RLBOOST_TRAINER_MACHINES_PORT"
         )
-    context = (client_context() or ssl.create_default_context()) if parts.scheme == "tls" else None
+    context = verifying_context() if parts.scheme == "tls" else None
     return parts.hostname, port, context
 
 

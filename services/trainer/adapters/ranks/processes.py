@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.adapters.ranks.layout import Layout
+from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.tls import CA_VARIABLE
 
 _EXIT_LIMIT_S = 2.0
@@ -97,9 +97,7 @@ class LocalRanks:
 
 def rank_environment(device: str, interface: str) -> dict[str, str]:
     """Return the environment of a rank, without secrets; gloo uses a network interface, the device `cpu` no GPU."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_") or name == CA_VARIABLE
-    }
+    environment = environment_without_settings(CA_VARIABLE)
     environment.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
         return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": interface}

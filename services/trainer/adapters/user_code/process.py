@@ -15,6 +15,7 @@ import msgpack
 
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.user_code.allowed import USER_MODULES_SETTING
 from rlboost.shared.user_code.errors import MAX_CHARS
 from rlboost.shared.waiting import Waits
@@ -82,7 +83,7 @@ class UserCodeProcess:
             stdout=PIPE,
             stderr=None if self._log is None else self._log.open(),
             start_new_session=True,
-            env=_environment(),
+            env=environment_without_settings(USER_MODULES_SETTING),
         )
         try:
             async with asyncio.timeout(IMPORT_LIMIT_S):
@@ -219,11 +220,3 @@ async def start_all(processes: Iterable[UserCodeProcess], waits: Waits, subject:
     """
     async with waits.on(subject, because="import of the user's code", limit_s=IMPORT_LIMIT_S + 5):
         await asyncio.gather(*(process.start() for process in processes))
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("RLBOOST_") or name == USER_MODULES_SETTING
-    }

@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlboost.services.trainer.domain.loss.ratios import at_each_token
 from rlboost.shared.job.algorithm import RejectionLevel, RejectionSpec
 
 _MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before `exp`, so that products over long completions stay finite."""
 
 
-def ratios(level: RejectionLevel, log_ratios: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def engine_ratios(level: RejectionLevel, log_ratios: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Return trainer / engine at each token, [tokens].
 
     Args:
@@ -29,7 +30,7 @@ def ratios(level: RejectionLevel, log_ratios: Tensor, lengths: tuple[int, ...]) 
     if level != "token":
         parts = torch.split(log_ratios, list(lengths))
         of_completions = torch.stack([part.sum() if level == "sequence" else part.mean() for part in parts])
-        log_ratios = _at_each_token(of_completions, lengths)
+        log_ratios = at_each_token(of_completions, lengths)
     return log_ratios.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
@@ -53,14 +54,9 @@ def accepted(spec: RejectionSpec, log_ratios: Tensor, lengths: tuple[int, ...]) 
     """
     result = torch.ones_like(log_ratios, dtype=torch.bool)
     if spec.level is not None:
-        ratio, (low, high) = ratios(spec.level, log_ratios, lengths), spec.bounds
+        ratio, (low, high) = engine_ratios(spec.level, log_ratios, lengths), spec.bounds
         result = (ratio >= low) & (ratio <= high)
     if spec.token_veto is not None:
         lowest = torch.stack([part.min() for part in torch.split(log_ratios, list(lengths))])
-        result &= _at_each_token(lowest.exp() >= spec.token_veto, lengths)
+        result &= at_each_token(lowest.exp() >= spec.token_veto, lengths)
     return result
-
-
-def _at_each_token(of_completions: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    repeats = torch.tensor(lengths, device=of_completions.device)
-    return of_completions.repeat_interleave(repeats, output_size=sum(lengths))

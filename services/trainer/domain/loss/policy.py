@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
 from rlboost.services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip, unclipped
-from rlboost.services.trainer.domain.loss.importance import RULES, accepted, ratios
+from rlboost.services.trainer.domain.loss.importance import RULES, accepted, engine_ratios
 from rlboost.services.trainer.domain.loss.kl import ESTIMATORS, k3
 from rlboost.services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
 from rlboost.services.trainer.domain.sums import MAX_PREFIX, MISMATCH
@@ -69,6 +69,7 @@ class PolicyLoss:
 
         """
         first = batch.logprobs.detach() if batch.proximal is None else batch.proximal
+        since_sampled = first - batch.sampled
         log_ratio = batch.logprobs - (first if self.decoupled else batch.sampled)
         level = sequence_ratios if self.ratio == "sequence" else token_ratios
         ratio = level(log_ratio, batch.lengths)
@@ -76,7 +77,7 @@ class PolicyLoss:
         losses = self._losses(ratio, clipped, batch)
         sums: dict[str, Tensor] = {}
         if self.decoupled and self.tis_cap is not None:
-            raw = ratios(self.rollout_is, first - batch.sampled, batch.lengths)
+            raw = engine_ratios(self.rollout_is, since_sampled, batch.lengths)
             weights = RULES[self.importance](raw, self.tis_cap)
             losses = weights * losses
             sums["tis_capped"] = (weights != raw).sum()
@@ -86,7 +87,7 @@ class PolicyLoss:
                 losses = losses + self.kl_coef * kl
             sums["reference_kl"] = kl.detach().sum()
         if self.rollout_rs is not None:
-            stay = accepted(self.rollout_rs, first - batch.sampled, batch.lengths)
+            stay = accepted(self.rollout_rs, since_sampled, batch.lengths)
             losses = torch.where(stay, losses, 0.0)
             sums["rejected"] = (~stay).sum()
         total = self._summed(losses, batch.lengths)

@@ -18,4 +18,16 @@ def sequence_ratios(log_ratios: Tensor, lengths: tuple[int, ...]) -> Tensor:
     GSPO, arXiv 2507.18071, equation 7. The gradient of one completion's ratio reaches all of its tokens.
     """
     means = torch.stack([part.mean() for part in torch.split(log_ratios, list(lengths))])
-    return means.exp().repeat_interleave(torch.tensor(lengths, device=means.device), output_size=log_ratios.numel())
+    return at_each_token(means.exp(), lengths)
+
+
+def at_each_token(of_completions: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Return the value of each token's completion, [tokens].
+
+    Args:
+        of_completions: one value per completion, [completions].
+        lengths: tokens of each completion.
+
+    """
+    repeats = torch.tensor(lengths, device=of_completions.device)
+    return of_completions.repeat_interleave(repeats, output_size=sum(lengths))
