@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.black_box import Observer, black_box
+from tests.support.black_box import BlackBox, Observer, black_box
 from tests.support.small_job import check, small_job
 
 pytestmark = pytest.mark.timeout(600)
 
 
+def reassigned(box: BlackBox, job: str) -> list[dict[str, Any]]:
+    return [event["fields"] for event in box.events(job) if event["kind"] == "worker_reassigned"]
+
+
 def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> None:
-    specs = [small_job(steps=10, seed=1, elastic={"share": 2.0}), small_job(steps=6, seed=2)]
+    specs = [small_job(steps=16, seed=1, elastic={"share": 2.0}), small_job(steps=6, seed=2)]
     with black_box(tmp_path / "state", trainers=2, reserved=2, workers=3) as box, ExitStack() as stack:
 
         def begin(spec: dict[str, Any]) -> tuple[str, Observer]:
@@ -27,14 +31,14 @@ def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> Non
         # Until the second begins, all spot workers are the first one's.
         (first, _), (second, _) = begun = [begin(spec) for spec in specs]
         assert [box.get(f"/v1/jobs/{job}")["state"] for job in (first, second)] == ["running", "running"]
+        box.until(lambda: reassigned(box, second), "the second job gets a worker of the first one")
         for role in ("trainer", "preemptible", "manager"):
             box.until_busy(second)
             box.kill(role)
         for (job, observer), spec in zip(begun, specs, strict=True):
             box.until_completed(job)
             check(box, job, observer, spec)
-        changes = [event["fields"] for event in box.events(second) if event["kind"] == "worker_reassigned"]
-        assert first in {change["before"] for change in changes}
+        assert first in {change["before"] for change in reassigned(box, second)}
         made = [{worker for body in o.finished.values() for worker, _, _ in body[0]["spans"]} for _, o in begun]
         assert any(worker.startswith("worker-") for worker in made[0] & made[1])
         own = [{worker for worker in workers if worker.startswith("reserved-")} for workers in made]
