@@ -18,6 +18,11 @@ def reassigned(box: BlackBox, job: str) -> list[dict[str, Any]]:
     return [event["fields"] for event in box.events(job) if event["kind"] == "worker_reassigned"]
 
 
+def workers_of(box: BlackBox, job: str) -> list[dict[str, Any]]:
+    workers = box.get("/v1/workers")
+    return [one for one in workers if (one["role"], one["state"], one["job_id"]) == ("preemptible", "ready", job)]
+
+
 def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> None:
     specs = [small_job(steps=16, seed=1, elastic={"share": 2.0}), small_job(steps=6, seed=2)]
     with black_box(tmp_path / "state", trainers=2, reserved=2, workers=3) as box, ExitStack() as stack:
@@ -29,7 +34,10 @@ def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> Non
             return job, observer
 
         # Until the second begins, all spot workers are the first one's.
-        (first, _), (second, _) = begun = [begin(spec) for spec in specs]
+        first, _ = one = begin(specs[0])
+        box.until(lambda: len(workers_of(box, first)) == 3, "all spot workers serve the first job")
+        second, _ = other = begin(specs[1])
+        begun = [one, other]
         assert [box.get(f"/v1/jobs/{job}")["state"] for job in (first, second)] == ["running", "running"]
         box.until(lambda: reassigned(box, second), "the second job gets a worker of the first one")
         for role in ("trainer", "preemptible", "manager"):
