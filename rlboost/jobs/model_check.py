@@ -20,7 +20,7 @@ from rlboost.shared.data.shards import names
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_log import lacking
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.model.experts import is_mixture, require_known_layout
+from rlboost.shared.model.experts import require_known_experts
 from rlboost.shared.model.folder import count_parameters, read_config, read_tensor_shapes, require_tokenizer
 from rlboost.shared.model.lora_targets import check_targets
 
@@ -40,7 +40,7 @@ def model_problems(spec: JobSpec) -> list[str]:
     model = Path(spec.model).expanduser()
     checks: list[Callable[[], None]] = [
         lambda: require_tokenizer(model),
-        lambda: _check_experts(model),
+        lambda: require_known_experts(model),
     ]
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
@@ -98,11 +98,6 @@ def _load_data(spec: JobSpec) -> None:
     data = load_data(spec, Path(spec.model).expanduser())
     if spec.kind != "sft":
         plan.check(spec, len(data.evaluation))
-
-
-def _check_experts(model: Path) -> None:
-    if is_mixture(config := read_config(model)):
-        require_known_layout(config, read_tensor_shapes(model))
 
 
 def _check_cut(spec: JobSpec, model: Path) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.model.folder import read_config, read_tensor_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,22 +29,44 @@ def names_of_expert(fused: str, expert: int) -> list[str]:
     return [f"{match[1]}.{expert}.{part}.weight" for part in _PARTS[match[2]]] if match else []
 
 
+def n_matrices(name: str) -> int:
+    """Return how many matrices of one expert are stacked in a parameter; 0 if it is not fused."""
+    match = _FUSED.fullmatch(name)
+    return len(_PARTS[match[2]]) if match else 0
+
+
+def matrices(fused: str, tensor: Tensor) -> list[Tensor]:
+    """Return the matrices of all experts in a fused parameter, [experts, rows, columns], as views, expert by expert."""
+    return [matrix for rows in tensor for matrix in rows.chunk(n_matrices(fused))]
+
+
 def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors by their names in Hugging Face files; an expert's matrices are views."""
     views: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if not names_of_expert(name, 0):
+        if not n_matrices(name):
             views[name] = tensor
             continue
-        for expert, rows in enumerate(tensor.detach()):
-            names = names_of_expert(name, expert)
-            views |= zip(names, rows.chunk(len(names)), strict=True)
+        names = [one for expert in range(len(tensor)) for one in names_of_expert(name, expert)]
+        views |= zip(names, matrices(name, tensor.detach()), strict=True)
     return views
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
     """Return True if a model with this `config.json` has experts."""
     return any(config.get(key) for key in _COUNTS)
+
+
+def require_known_experts(model: Path) -> None:
+    """Check a model directory as `require_known_layout` does; the weights of a dense model are not read.
+
+    Raises:
+        ConfigError: the experts have other names, or a file is invalid.
+
+    """
+    config = read_config(model)
+    if is_mixture(config):
+        require_known_layout(config, read_tensor_shapes(model))
 
 
 def require_known_layout(config: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from rlboost.services.trainer.adapters.torch.activation_checkpointing import che
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.model.experts import names_of_expert
+from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
 
 
 class FsdpWeightMap:
@@ -45,12 +45,11 @@ class FsdpWeightMap:
 
     def split(self, name: str, value: Tensor) -> list[Tensor]:
         """Return the value as the only slice, or the matrices of its experts."""
-        names = names_of_expert(name, 0)
-        return [matrix for rows in value for matrix in rows.chunk(len(names))] if names else [value]
+        return matrices(name, value) if n_matrices(name) else [value]
 
     def join(self, name: str, values: list[Tensor]) -> Tensor:
         """Join the slices; the inverse of `split`."""
-        if not names_of_expert(name, 0):
+        if not n_matrices(name):
             (value,) = values
             return value
         shape = self._rows[name].local_shape
@@ -164,11 +163,11 @@ def _sharded_module(source: Path, device: str, *, trained: bool, activation_chec
 
 def _matrices(rows: TensorSlice) -> list[TensorSlice]:
     """Return the matrices of the experts that are the rows of a fused parameter, or the rows of any other."""
-    if not (n_matrices := len(names_of_expert(rows.name, 0))):
+    if not (n_parts := n_matrices(rows.name)):
         return [rows]
     n_rows, n_columns = rows.global_shape[1:]
     return [
-        TensorSlice.whole(name, (n_rows // n_matrices, n_columns))
+        TensorSlice.whole(name, (n_rows // n_parts, n_columns))
         for expert in range(rows.offset[0], rows.end[0])
         for name in names_of_expert(rows.name, expert)
     ]

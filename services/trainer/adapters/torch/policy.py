@@ -33,8 +33,7 @@ from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, R
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
-from rlboost.shared.model.experts import require_known_layout, split_experts
-from rlboost.shared.model.folder import read_config, read_tensor_shapes
+from rlboost.shared.model.experts import require_known_experts, split_experts
 from rlboost.shared.weights.publisher import Shard
 
 
@@ -99,6 +98,7 @@ class TorchPolicy:
     def load_hf(self, source: Path) -> None:
         """See `PolicyEngine.load_hf`."""
         transformers_logging.disable_progress_bar()
+        require_known_experts(source)
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -112,7 +112,6 @@ class TorchPolicy:
         # In evaluation mode: with dropout the trained distribution would differ from the sampled one.
         self._model: Any = model.to(self._device).eval()
         self._tensors = self._trained = without_aliases(self._model.state_dict(keep_vars=True))
-        require_known_layout(read_config(source), read_tensor_shapes(source))
         if self._lora is not None:
             self._adapter = Adapter(self._model, self._tensors, self._lora, self._seed)
             self._trained = self._adapter.tensors
