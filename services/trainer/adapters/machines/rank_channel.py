@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import threading
 
 from rlboost.services.trainer.adapters.machines.link import connect
+from rlboost.shared.errors import RLBoostError
 
 KEY_VARIABLE = "RLBOOST_RANK_KEY"
 """The key of the rank's session; an argument would be readable by all users of the machine."""
 
 
 def join_session(url: str, session: str) -> socket.socket:
-    """Connect to the trainer as the rank that torchrun has made this process; return a socket to it.
+    """Return a socket to the trainer, for the rank that torchrun has made this process.
 
-    Raises:
-        RLBoostError: the trainer does not accept the connection.
-
+    It is closed, and the reason printed, if the trainer does not accept the connection.
     """
     ours, theirs = socket.socketpair()
     threading.Thread(target=_relay, args=(url, session, theirs), name="trainer-link", daemon=True).start()
@@ -32,4 +32,7 @@ def _relay(url: str, session: str, channel: socket.socket) -> None:
 
     # Its end closes the channel, and that ends the rank.
     with channel:
-        asyncio.run(relay())
+        try:
+            asyncio.run(relay())
+        except RLBoostError as error:
+            print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
