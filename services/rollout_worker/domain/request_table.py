@@ -18,10 +18,10 @@ from rlboost.services.rollout_worker.domain.requests import (
     Key,
     Request,
     finish_at_start,
+    require_new,
     validation_error,
 )
 from rlboost.services.rollout_worker.domain.uniforms import as_u64
-from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 
 Ints = npt.NDArray[np.int64]
@@ -140,11 +140,7 @@ class RequestTable:
             Conflict: a request with the same key is queued or running; none was taken.
 
         """
-        known = {request.key for request in (*self.pending, *self.requests)}
-        for request in requests:
-            if request.key in known:
-                raise Conflict(f"sample {request.sample}, attempt {request.attempt} is already queued or running")
-            known.add(request.key)
+        require_new(requests, {request.key for request in (*self.pending, *self.requests)})
         self.pending.extend(requests)
 
     def admit(self, budget_tokens: int) -> range:

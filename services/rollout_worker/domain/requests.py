@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Sampling
 
 Key = tuple[int, int]
@@ -49,6 +51,19 @@ class Emission:
     """FINISH_* of `shared.messages`. A stop token is the last of `tokens`."""
     error: str = ""
     """Why the request cannot be generated; empty if it can. It is the request's last emission then."""
+
+
+def require_new(requests: Iterable[Request], known: set[Key]) -> None:
+    """Check that no two requests have the same key, and none a known one; the keys are added to `known`.
+
+    Raises:
+        Conflict: two have.
+
+    """
+    for request in requests:
+        if request.key in known:
+            raise Conflict(f"sample {request.sample}, attempt {request.attempt} is already queued or running")
+        known.add(request.key)
 
 
 def validation_error(request: Request, max_len: int, vocabulary: int) -> str:

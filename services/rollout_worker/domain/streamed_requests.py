@@ -12,9 +12,9 @@ from rlboost.services.rollout_worker.domain.requests import (
     Key,
     Request,
     finish_at_start,
+    require_new,
     validation_error,
 )
-from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED
 
 
@@ -57,11 +57,7 @@ class StreamedRequests:
             Conflict: a request with the same key is live; none was taken.
 
         """
-        known = set(self._live)
-        for request in requests:
-            if request.key in known:
-                raise Conflict(f"sample {request.sample}, attempt {request.attempt} is already queued or running")
-            known.add(request.key)
+        require_new(requests, set(self._live))
         self._live.update((request.key, LiveRequest(request, list(request.tokens))) for request in requests)
 
     def start(self) -> list[LiveRequest]:
@@ -124,9 +120,14 @@ class StreamedRequests:
         return set(islice((key for key, live in self._live.items() if live.is_started), self._slots))
 
     @property
+    def n_running(self) -> int:
+        """Number of started requests that have a slot."""
+        return min(self._slots, sum(live.is_started for live in self._live.values()))
+
+    @property
     def n_pending(self) -> int:
         """Number of requests that wait for a slot."""
-        return len(self._live) - len(self.running)
+        return len(self._live) - self.n_running
 
     def _end(self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "") -> None:
         del self._live[live.request.key]

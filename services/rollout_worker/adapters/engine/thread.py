@@ -71,24 +71,16 @@ class EngineThread:
             self.lock.notify()
         return done
 
-    def stop(self) -> None:
-        """Stop for good, after the current round; idempotent."""
+    async def close(self) -> None:
+        """Stop for good, after the current round, and wait until the thread has ended; idempotent."""
         with self.lock:
             self._closing = True
             self.lock.notify()
-
-    async def close(self) -> None:
-        """Stop, and wait until the thread has ended."""
-        self.stop()
         # Not joined in a thread of asyncio's pool: the end of the process would wait for that thread without a limit.
         with contextlib.suppress(Fatal):
-            await self.wait_ended()
+            # Shielded: cancelling this wait must not cancel the future, which the thread sets.
+            await asyncio.shield(asyncio.wrap_future(self._ended))
         self._thread.join(1.0)  # it only unwinds: the process must not end before
-
-    async def wait_ended(self) -> None:
-        """Return once the engine is closed; raise `EngineFailed` if it died."""
-        # Shielded: cancelling one waiter must not cancel the others.
-        await asyncio.shield(asyncio.wrap_future(self._ended))
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
@@ -97,7 +89,7 @@ class EngineThread:
         try:
             while self._between_rounds():
                 self._round()
-        except Exception as error:  # noqa: BLE001 - ends the thread; `wait_ended` raises it
+        except Exception as error:  # noqa: BLE001 - ends the thread; `check_alive` raises it
             failure = _death(error)
         try:
             self._on_end()

@@ -114,7 +114,7 @@ class VllmEngine:
         """See `ports.Engine`. vLLM admits requests in order; those that it preempts count as running."""
         self._check_alive(allow_closed=True)
         requests = self._requests
-        return EngineStats(len(requests.running), requests.n_pending, requests.generated_total, requests.version)
+        return EngineStats(requests.n_running, requests.n_pending, requests.generated_total, requests.version)
 
     def running(self) -> set[Key]:
         """See `ports.Engine`."""
