@@ -26,15 +26,16 @@ def test_system_file_sets_known_settings() -> None:
     assert (spec.reserved, spec.workers) == (0, 0)
 
 
-def test_kubernetes_job_sets_known_settings() -> None:
-    job: Any = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text(encoding="utf-8"))
-    spec = job["spec"]
+def test_kubernetes_machines_set_known_settings_and_are_replaced() -> None:
+    machines: Any = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text(encoding="utf-8"))
+    spec = machines["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     assert {variable["name"] for variable in container["env"]} <= known(MachineSettings)
     assert container["command"] == ["rlboost", "trainer", "join"]
-    # Kubernetes counts failures per index only with this policy.
-    assert spec["template"]["spec"]["restartPolicy"] == "Never"
-    assert spec["completions"] == spec["parallelism"]
+    # A Job would count a machine that is evicted, and so ends in order, as complete.
+    assert machines["kind"] == "StatefulSet"
+    assert spec["podManagementPolicy"] == "Parallel"
+    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
 
