@@ -181,4 +181,5 @@ async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
     del manager.world.audits["a"]
     assert delivered() == 7.0
     manager._step_down("a test")
-    assert delivered() == 0.0
+    assert delivered() is None
+    assert registry.get_sample_value("rlboost_cost_dollars_total") is None
