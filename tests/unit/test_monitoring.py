@@ -131,8 +131,9 @@ def test_board_and_data_source_agree_on_the_uid() -> None:
 
 def test_trainer_exports_the_last_step_without_stale_metrics() -> None:
     before = REGISTRY.get_sample_value("rlboost_trainer_phase_seconds_total", {"phase": "train"}) or 0.0
-    observe_step({"reward/mean": 0.5, "time/train_s": 2.0, "reward/of_a_user": 1.0})
-    observe_step({"eval/reward_mean": 0.25, "time/train_s": 1.0})
+    steps = REGISTRY.get_sample_value("rlboost_trainer_steps_total") or 0.0
+    observe_step({"reward/mean": 0.5, "time/train_s": 2.0, "reward/of_a_user": 1.0}, trained=True)
+    observe_step({"eval/reward_mean": 0.25, "time/train_s": 1.0}, trained=False)
     names = {
         sample.labels["name"]: sample.value
         for metric in REGISTRY.collect()
@@ -142,6 +143,7 @@ def test_trainer_exports_the_last_step_without_stale_metrics() -> None:
     assert names == {"eval/reward_mean": 0.25}
     after = REGISTRY.get_sample_value("rlboost_trainer_phase_seconds_total", {"phase": "train"})
     assert after == before + 3.0
+    assert REGISTRY.get_sample_value("rlboost_trainer_steps_total") == steps + 1
 
 
 async def test_waits_are_exported_with_their_age_and_their_timeouts() -> None:
