@@ -95,6 +95,12 @@ def test_every_job_in_a_rule_is_scraped() -> None:
                 assert {job for value in named for job in value.split("|")} <= jobs, place
 
 
+def test_absence_of_each_service_without_a_standby_is_an_alert() -> None:
+    (query,) = [query for place, query in queries() if place == "RLBoostServiceDown"]
+    for job in ("weight-store", "trainer"):
+        assert f'absent(up{{job="{job}"}})' in query
+
+
 def test_scrapes_reach_every_service_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = {config["target"]: config["source"] for config in FILE["services"]["prometheus"]["configs"]}
     scraped = set()
