@@ -17,6 +17,7 @@ from rlboost.shared.messages.engine_profile import EngineProfile
 from rlboost.shared.messages.fields import Role
 from rlboost.shared.messages.jobs import (
     ENDED,
+    ENDED_JOB_RETENTION_S,
     DeadLetter,
     Event,
     JobCommand,
@@ -73,6 +74,7 @@ from rlboost.shared.messages.workers import (
 
 __all__ = [
     "ENDED",
+    "ENDED_JOB_RETENTION_S",
     "FINISH_LENGTH",
     "FINISH_NONE",
     "FINISH_RELEASED",
