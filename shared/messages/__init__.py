@@ -70,6 +70,7 @@ from rlboost.shared.messages.workers import (
     WorkerLeft,
     WorkerLog,
     WorkerState,
+    public_wait,
 )
 
 __all__ = [
@@ -125,5 +126,6 @@ __all__ = [
     "WorkerState",
     "class_of",
     "message",
+    "public_wait",
     "registered",
 ]

@@ -231,14 +231,7 @@ class Worker:
             "pid": self.joined.pid,
             "joined_at": self.joined.at,
             "last_beat_at": self.last_heartbeat_at or self.joined.at,
-            "waiting": {
-                "for": self.waiting.subject,
-                "because": self.waiting.because,
-                "since": self.waiting.since,
-                "limit_s": self.waiting.limit_s,
-            }
-            if self.waiting
-            else None,
+            "waiting": self.waiting.public() if self.waiting else None,
             "gone_reason": self.gone_reason or None,
         }
 
