@@ -191,3 +191,5 @@ async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
     manager._step_down("a test")
     assert delivered() is None
     assert registry.get_sample_value("rlboost_cost_dollars_total") is None
+    await manager.recover()
+    assert delivered() == 7.0

@@ -21,7 +21,7 @@ class WorldCollector:
         """Collect from this manager's world."""
         self._manager = manager
         self._audits: dict[str, Audit] = {}
-        """Of all jobs seen while this manager leads."""
+        """Of all jobs seen while this manager led."""
 
     def register(self) -> None:
         """Add the metrics to the process's registry."""
@@ -63,8 +63,6 @@ class WorldCollector:
             for kind in ("with_notice", "without_notice"):
                 preemptions.add_metric([kind], sum(audit.preemptions[kind] for audit in audits))
             dollars.add_metric([], sum(audit.cost.dollars for audit in audits))
-        else:
-            self._audits.clear()
         yield from (tokens, migrations, preemptions, dollars)
 
     def _jobs(self) -> Iterator[Metric]:
