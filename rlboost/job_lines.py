@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 _SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
+RECENT_STEPS = 10
+"""Steps whose mean duration is used to estimate how long a job will take."""
 _INDENT = "    "
 _BRIEF_S = 5.0
 _UNITS = (("day", 86_400), ("h", 3_600), ("min", 60))

@@ -18,13 +18,11 @@ from rlboost.shared.bus import Append, Bus, Expire, Op
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.lifecycle import Loop, until_stop
 from rlboost.shared.log_buffer import BUFFER, LogBuffer
-from rlboost.shared.messages import Event
+from rlboost.shared.messages import ENDED_JOB_RETENTION_S, Event
 
 SEND_EVERY_S = 1.0
 MAX_LINES = 10_000
-"""The newest lines of a job that are retained."""
-RETENTION_S = 7 * 24 * 3600.0
-"""How long a job's lines are retained after the last one."""
+"""The newest lines of a job that are retained, for `ENDED_JOB_RETENTION_S` after the last one."""
 
 
 def log_ops(job_id: str, source: str, lines: Iterable[tuple[float, str]]) -> list[Op]:
@@ -33,7 +31,7 @@ def log_ops(job_id: str, source: str, lines: Iterable[tuple[float, str]]) -> lis
     ops: list[Op] = [
         Append(stream, Event(kind="log", at=at, source=source, fields={"text": text}), MAX_LINES) for at, text in lines
     ]
-    return [*ops, Expire(stream, RETENTION_S)]
+    return [*ops, Expire(stream, ENDED_JOB_RETENTION_S)]
 
 
 def log_sender(bus: Bus, source: str, jobs: Callable[[], Collection[str]], buffer: LogBuffer = BUFFER) -> Loop:

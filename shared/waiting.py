@@ -14,6 +14,7 @@ from prometheus_client import Counter
 from pydantic import BaseModel, ConfigDict
 
 from rlboost.shared.errors import Timeout
+from rlboost.shared.messages import public_wait
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +33,7 @@ class WaitStatus(BaseModel):
 
     def public(self) -> dict[str, Any]:
         """Return the wait as the REST API shows it."""
-        return {"for": self.for_, "because": self.because, "since": self.since, "limit_s": self.limit_s}
+        return public_wait(self.for_, self.because, self.since, self.limit_s)
 
 
 class Waits:

@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Preemptible workers at the start.")] = 3,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Preemptible workers at the start; with --autoscale, at most its number.")
+    ] = 3,
     autoscale: Annotated[
         int, typer.Option(min=0, help="Most preemptible workers: their number then follows what shortens steps.")
     ] = 0,

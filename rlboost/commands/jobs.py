@@ -24,9 +24,6 @@ from rlboost.commands.common import (
 )
 from rlboost.commands.follow import cost_of, follow_job
 
-_RECENT_STEPS = 10
-"""Steps whose mean duration is used to estimate how long a job will take."""
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
@@ -73,10 +70,12 @@ def run(
 
 def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """Show a job's state, how long it will take, what it waits for, and the metrics of its last step."""
+    from rlboost.job_lines import RECENT_STEPS  # noqa: PLC0415 - keeps --help quick
+
     with connect(state) as client:
         shown = client.jobs.find(job)
         is_running = shown["state"] == "running" and not as_json
-        recent = client.jobs.metrics(shown["id"], max(0, shown["step"] - _RECENT_STEPS)) if is_running else []
+        recent = client.jobs.metrics(shown["id"], max(0, shown["step"] - RECENT_STEPS)) if is_running else []
     if as_json:
         print_json(shown)
         return

@@ -34,7 +34,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     """Return the options of a local system on a machine with these GPUs.
 
     Raises:
-        ConfigError: a GPU does not exist, or the processes do not fit on the GPUs.
+        ConfigError: a GPU does not exist, the processes do not fit on the GPUs, or options exclude each other.
 
     """
     options = LocalOptions(
@@ -54,6 +54,11 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     if spec.autoscale and options.workers > spec.autoscale:
         raise ConfigError(
             f"--workers {options.workers} is more than --autoscale {spec.autoscale}, the most: change one of them"
+        )
+    if spec.autoscale and "RLBOOST_MANAGER_POOLS" in spec.env:
+        raise ConfigError(
+            "--autoscale sets RLBOOST_MANAGER_POOLS to the workers of this machine: remove it from env, or do without "
+            "--autoscale"
         )
     if not spec.gpus:
         return options

@@ -10,14 +10,13 @@ from typing import Any
 import httpx
 
 from rlboost.client import Client, ClientError, Json, Rows
+from rlboost.job_lines import RECENT_STEPS
 from rlboost.shared.messages import ENDED
 
 JOBS_SHOWN = 8
 """Most jobs of a snapshot: active ones first, the newest first."""
 _CURVES = ("reward/mean", "perplexity", "loss")
 """The first of these metrics that a job reports is its curve."""
-_RECENT_STEPS = 10
-"""Steps whose mean duration is used to estimate how long a job will take."""
 _GONE = frozenset({"lost", "left"})
 
 
@@ -95,4 +94,4 @@ def _add_row(job: JobSnapshot, row: Mapping[str, Any]) -> None:
     job.curve_name = job.curve_name or next((name for name in _CURVES if name in row), "")
     if job.curve_name in row:
         job.curve.append(row[job.curve_name])
-    job.recent = [*job.recent, dict(row)][-_RECENT_STEPS:]
+    job.recent = [*job.recent, dict(row)][-RECENT_STEPS:]

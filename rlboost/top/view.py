@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlboost.client import Json
-from rlboost.job_lines import duration, fitted, remaining, unix_s, wait_line
+from rlboost.job_lines import dollars, duration, fitted, remaining, unix_s, wait_line
 from rlboost.shared.ids import worker_name
 from rlboost.shared.messages import ENDED
 from rlboost.terminal import STATE_STYLES, chart
@@ -114,7 +114,7 @@ def _job(job: JobSnapshot, now: float, width: int) -> list[Text]:
     facts = [f"step {record['step']} of {record['steps']}" if record["steps"] else ""]
     facts.append(remaining(record, job.recent))
     if job.dollars:
-        facts.append(f"{_dollars(job.dollars)} ({_dollars(job.dollars_per_step)} a step)")
+        facts.append(f"{dollars(job.dollars)} ({dollars(job.dollars_per_step)} a step)")
     head.append("".join(f"  {fact}" for fact in facts if fact), style="not bold")
     lines = [head]
     if record["error"]:
@@ -149,12 +149,6 @@ def _averaged(values: Sequence[float], n: int) -> list[float]:
 def _paragraph(text: str, style: str, width: int) -> list[Text]:
     broken = fitted(text, width - len(_INDENT)).splitlines()
     return [Text(_INDENT + line, style=style) for line in broken]
-
-
-def _dollars(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"${value:.2f}" if value >= 1 or value == 0 else f"${value:.2g}"
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

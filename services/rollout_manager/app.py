@@ -94,7 +94,8 @@ class Manager:
         self.outage = ""
         """Why this manager cannot work at present; empty while Redis answers."""
         self.turn_began_at: float | None = None
-        """When the turn under way began (Unix), None between turns: only Redis can make it long."""
+        """When the turn under way began (Unix), None between turns. Only Redis can make one long in which
+        this manager leads."""
         self._cursors: dict[str, str] = {}
         self._audit_texts: dict[str, str] = {}
         self._closed_streams: list[str] = []
@@ -116,14 +117,15 @@ class Manager:
                     continue
                 unavailable_since, self.outage = None, ""
                 began, self.turn_began_at = time.monotonic(), time.time()
-                await self.turn(BLOCK_S)
-                self.turn_began_at = None
+                try:
+                    await self.turn(BLOCK_S)
+                finally:
+                    self.turn_began_at = None
                 await until_stop(stop, max(0.0, TURN_S - (time.monotonic() - began)))
             except Fenced as error:
-                self.turn_began_at = None
                 self._step_down(str(error))
             except BusUnavailable as error:
-                self.recovered, self.turn_began_at = False, None
+                self.recovered = False
                 self.outage = f"Redis does not answer the manager: {error}"
                 unavailable_since = unavailable_since or time.monotonic()
                 outage_s = time.monotonic() - unavailable_since

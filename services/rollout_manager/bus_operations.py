@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 
 from rlboost.services.rollout_manager.domain.audit import Audit
-from rlboost.services.rollout_manager.domain.compaction import ENDED_JOB_RETENTION_S
 from rlboost.services.rollout_manager.domain.effects import (
     ClearQuarantine,
     DeadLetterEntry,
@@ -33,7 +32,7 @@ from rlboost.shared.bus import Append, Delete, Expire, HashDelete, HashSet, Op, 
 from rlboost.shared.codec import encode
 from rlboost.shared.dead_letters import dead_letter_op
 from rlboost.shared.job_logs import log_ops
-from rlboost.shared.messages import Dismissed
+from rlboost.shared.messages import ENDED_JOB_RETENTION_S, Dismissed
 
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
 """The largest entry id; no stream reaches it."""

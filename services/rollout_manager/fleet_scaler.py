@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.autoscale import Autoscaler, requested, surplus, view
+from rlboost.services.rollout_manager.domain.autoscale import Autoscaler, present_workers, requested, surplus, view
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
 from rlboost.services.rollout_manager.settings import Settings
@@ -75,7 +75,7 @@ class FleetScaler:
         fleet = self._manager.world.fleet.workers.values()
         scaler = self._autoscaler
         errors = {kind: request.error or None for kind, request in self._requests.items()}
-        present = view(self._manager.world, scaler.pools).present
+        present = present_workers(self._manager.world, {pool.kind for pool in scaler.pools})
         return {
             "workers": AUTO if self._fixed is None else self._fixed,
             "limited_by": scaler.limited_by,
@@ -84,7 +84,7 @@ class FleetScaler:
             "pools": [
                 {
                     **pool.model_dump(),
-                    "present": present.get(pool.kind, 0),
+                    "present": present[pool.kind],
                     "target": scaler.targets.get(pool.kind),
                     "error": errors.get(pool.kind),
                 }

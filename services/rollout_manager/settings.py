@@ -69,7 +69,10 @@ class Settings(ServiceSettings):
     redis_limit_s: float = Field(300.0, gt=0, description="exit after Redis has not answered for this time")
 
     @model_validator(mode="after")
-    def _provider_is_complete(self) -> Self:
+    def _check_autoscaling(self) -> Self:
+        kinds = [pool.kind for pool in self.pools]
+        if repeated := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(f"several pools are of kind {', '.join(repeated)}: give each pool its own kind")
         if self.provider != "none" and not self.pools:
             raise ValueError(f"provider {self.provider} has no kind of worker to start: set RLBOOST_MANAGER_POOLS")
         if self.provider == "command" and not self.provider_command:

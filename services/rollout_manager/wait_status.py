@@ -9,6 +9,7 @@ from rlboost.services.rollout_manager.domain.fleet import Fleet
 from rlboost.services.rollout_manager.domain.job_progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.messages import public_wait
 
 TRAINER_SILENCE_S = 3.0
 """A trainer that has not renewed its lease for this time counts as missing; it renews every second."""
@@ -23,14 +24,14 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
     if job.ended:
         return None
     if job.state == "pending":
-        return _wait(*_trainer_of_pending(world), job.created_at)
+        return public_wait(*_trainer_of_pending(world), job.created_at)
     progress = world.progress.get(job.id)
     if progress is None or progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
     silence_s = progress.trainer_checked_at - progress.trainer_renewed_at
     if progress.trainer_status is None or silence_s > TRAINER_SILENCE_S:
         because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
-        return _wait("the trainer", because + "look at its log", progress.trainer_renewed_at)
+        return public_wait("the trainer", because + "look at its log", progress.trainer_renewed_at)
     if progress.stalled_since is not None:
         because = f"samples are queued and no worker can take them: {_why_none(world.fleet)}"
         if world.audits[job.id].cost.budget_reached:
@@ -38,7 +39,7 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
                 f"its budget (elastic.max_dollars: {job.spec.elastic.max_dollars:g}) pays for no more preemptible "
                 "workers: add reserved workers, or cancel it and continue from its model in another job"
             )
-        return _wait("a worker that is ready with this job's weights", because, progress.stalled_since)
+        return public_wait("a worker that is ready with this job's weights", because, progress.stalled_since)
     return _trainers_wait(world.fleet, job, progress)
 
 
@@ -46,7 +47,7 @@ def redis_wait(turn_began_at: float | None, now: float) -> dict[str, Any] | None
     """Return the wait of every job while Redis does not answer the manager, None while it does; Unix seconds."""
     if turn_began_at is None or now - turn_began_at <= LONG_TURN_S:
         return None
-    return _wait("Redis", "it does not answer the manager: check its machine, disk and network", turn_began_at)
+    return public_wait("Redis", "it does not answer the manager: check its machine, disk and network", turn_began_at)
 
 
 def _trainers_wait(fleet: Fleet, job: Job, progress: JobProgress) -> dict[str, Any] | None:
@@ -69,10 +70,6 @@ def _trainer_of_pending(world: World) -> tuple[str, str]:
     if paused := next((job.id for job in holders if job.state == "paused"), None):
         because += f": 'rlboost resume {paused}' lets that job end, 'rlboost cancel {paused}' gives up on it"
     return f"{trainers} {held_by}", because
-
-
-def _wait(for_: str, because: str, since: float) -> dict[str, Any]:
-    return {"for": for_, "because": because, "since": since, "limit_s": None}
 
 
 def _why_none(fleet: Fleet) -> str:

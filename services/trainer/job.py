@@ -269,7 +269,7 @@ class JobRun:
         train_s: float,
         tally: StepTally | None = None,
     ) -> None:
-        observe_step(metrics)
+        observe_step(metrics, trained=step < self._spec.steps)
         await self._warn(await self._device(lambda: resources.folder.log_step(step, metrics)))
         report = StepReport(
             job_id=self._active.job_id,

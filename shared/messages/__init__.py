@@ -17,6 +17,7 @@ from rlboost.shared.messages.engine_profile import EngineProfile
 from rlboost.shared.messages.fields import Role
 from rlboost.shared.messages.jobs import (
     ENDED,
+    ENDED_JOB_RETENTION_S,
     DeadLetter,
     Event,
     JobCommand,
@@ -69,10 +70,12 @@ from rlboost.shared.messages.workers import (
     WorkerLeft,
     WorkerLog,
     WorkerState,
+    public_wait,
 )
 
 __all__ = [
     "ENDED",
+    "ENDED_JOB_RETENTION_S",
     "FINISH_LENGTH",
     "FINISH_NONE",
     "FINISH_RELEASED",
@@ -123,5 +126,6 @@ __all__ = [
     "WorkerState",
     "class_of",
     "message",
+    "public_wait",
     "registered",
 ]

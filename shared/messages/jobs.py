@@ -12,6 +12,8 @@ from rlboost.shared.messages.registry import Message, message
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
 """The states of a job that never runs again."""
+ENDED_JOB_RETENTION_S = 7 * 24 * 3600.0
+"""How long an ended job and its streams are retained."""
 
 
 @message

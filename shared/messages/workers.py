@@ -139,6 +139,11 @@ class WorkerJoined(Message):
     """Age of the worker's process; 0 when it joins again, since this time is charged once."""
 
 
+def public_wait(for_: str, because: str, since: float, limit_s: float | None = None) -> dict[str, Any]:
+    """Return a wait as the REST API shows it."""
+    return {"for": for_, "because": because, "since": since, "limit_s": limit_s}
+
+
 class Wait(Message):
     """What a worker waits for; see `shared.waiting`."""
 
@@ -147,6 +152,10 @@ class Wait(Message):
     since: Finite
     """Unix seconds, worker's clock."""
     limit_s: Seconds
+
+    def public(self) -> dict[str, Any]:
+        """Return the wait as the REST API shows it."""
+        return public_wait(self.subject, self.because, self.since, self.limit_s)
 
 
 @message

@@ -179,8 +179,9 @@ async def test_scale_without_pools_says_what_to_set() -> None:
         (["--provider", "kubernetes"], "no kind of worker to start: set RLBOOST_MANAGER_POOLS"),
         (["--provider", "command", "--pools", f"[{POOL.model_dump_json()}]"], "set RLBOOST_MANAGER_PROVIDER_COMMAND"),
         (["--pools", '[{"kind": "a b", "max_workers": 1}]'], "kind"),
+        (["--pools", f"[{POOL.model_dump_json()}, {POOL.model_dump_json()}]"], "several pools are of kind sim"),
     ],
 )
-def test_incomplete_provider_is_refused(args: list[str], text: str) -> None:
+def test_unusable_autoscaling_settings_are_refused(args: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read(Settings, args)

@@ -217,8 +217,9 @@ def test_autoscaling_leaves_the_trainer_the_gpus_of_no_possible_worker() -> None
     [
         ({"workers": 4, "autoscale": 3}, "--workers 4 is more than --autoscale 3"),
         ({"trainer_gpus": "0-5", "autoscale": 3}, "which have room for 2 workers"),
+        ({"env": {"RLBOOST_MANAGER_POOLS": "[]"}, "autoscale": 3}, "--autoscale sets RLBOOST_MANAGER_POOLS"),
     ],
 )
-def test_autoscaling_beyond_the_machine_names_the_option_to_change(given: dict[str, Any], why: str) -> None:
+def test_autoscaling_that_cannot_work_names_the_option_to_change(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         options(8, **given)

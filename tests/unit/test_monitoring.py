@@ -95,6 +95,12 @@ def test_every_job_in_a_rule_is_scraped() -> None:
                 assert {job for value in named for job in value.split("|")} <= jobs, place
 
 
+def test_absence_of_each_service_without_a_standby_is_an_alert() -> None:
+    (query,) = [query for place, query in queries() if place == "RLBoostServiceDown"]
+    for job in ("weight-store", "trainer"):
+        assert f'absent(up{{job="{job}"}})' in query
+
+
 def test_scrapes_reach_every_service_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = {config["target"]: config["source"] for config in FILE["services"]["prometheus"]["configs"]}
     scraped = set()
@@ -131,8 +137,9 @@ def test_board_and_data_source_agree_on_the_uid() -> None:
 
 def test_trainer_exports_the_last_step_without_stale_metrics() -> None:
     before = REGISTRY.get_sample_value("rlboost_trainer_phase_seconds_total", {"phase": "train"}) or 0.0
-    observe_step({"reward/mean": 0.5, "time/train_s": 2.0, "reward/of_a_user": 1.0})
-    observe_step({"eval/reward_mean": 0.25, "time/train_s": 1.0})
+    steps = REGISTRY.get_sample_value("rlboost_trainer_steps_total") or 0.0
+    observe_step({"reward/mean": 0.5, "time/train_s": 2.0, "reward/of_a_user": 1.0}, trained=True)
+    observe_step({"eval/reward_mean": 0.25, "time/train_s": 1.0}, trained=False)
     names = {
         sample.labels["name"]: sample.value
         for metric in REGISTRY.collect()
@@ -142,6 +149,7 @@ def test_trainer_exports_the_last_step_without_stale_metrics() -> None:
     assert names == {"eval/reward_mean": 0.25}
     after = REGISTRY.get_sample_value("rlboost_trainer_phase_seconds_total", {"phase": "train"})
     assert after == before + 3.0
+    assert REGISTRY.get_sample_value("rlboost_trainer_steps_total") == steps + 1
 
 
 async def test_waits_are_exported_with_their_age_and_their_timeouts() -> None:
@@ -181,4 +189,7 @@ async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
     del manager.world.audits["a"]
     assert delivered() == 7.0
     manager._step_down("a test")
-    assert delivered() == 0.0
+    assert delivered() is None
+    assert registry.get_sample_value("rlboost_cost_dollars_total") is None
+    await manager.recover()
+    assert delivered() == 7.0

@@ -322,8 +322,8 @@ async def test_worker_with_invalid_tokens_is_drained_if_others_send_valid_ones(
                 await worker.flush()
         await rig.turn()
     fleet = rig.manager.world.fleet
-    assert [worker.id for worker in fleet.gone.values() if worker.rejected] == rejected
-    assert not any(worker.rejected for worker in fleet.workers.values())
+    assert [worker.id for worker in fleet.gone.values() if worker.drain_commanded] == rejected
+    assert not any(worker.drain_commanded for worker in fleet.workers.values())
     audit = rig.manager.world.audits["j"]
     assert (audit.delivered, audit.dropped["failed"]) == ((8, 0) if rejected else (0, 8))
 

@@ -100,7 +100,7 @@ def test_snapshot_of_a_quarantined_job_has_no_cost(rest: FakeRest) -> None:
 def test_view_shows_what_a_job_waits_for_and_what_it_costs() -> None:
     wait = {"for": "samples", "because": "3 of 8 are there", "since": "2026-01-01T00:00:00+00:00", "limit_s": 600.0}
     lines = drawn(snapshot([running(waiting=wait)], [worker("w-1")]))
-    assert "j-1  running  step 2 of 3  about 2 s left (2 s a step)  $0.5 ($0.25 a step)" in lines
+    assert "j-1  running  step 2 of 3  about 2 s left (2 s a step)  $0.50 ($0.25 a step)" in lines
     assert "  reward/mean ▁█ 0 -> 1" in lines
     assert "  waiting for samples because 3 of 8 are there (60 s so far, 10 min at most)" in lines
     assert lines[-1].split() == ["w-1", "spot", "ready", "3", "4", "0", "617", "0.40"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.domain.training_row import TrainingRow
@@ -85,11 +86,13 @@ async def test_groups_are_requested_only_after_their_version_is_committed(tmp_pa
 
 async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(data={"train": "t", "eval": "e", "prompts_per_step": 4}, eval={"every": 2, "samples": 4}))
+    trained = REGISTRY.get_sample_value("rlboost_trainer_steps_total") or 0.0
     async with rig.trainer():
         await rig.command("create")
         await rig.ended()
     rows = {report.step: report.metrics for report in await rig.steps()}
     assert [step for step in rows if "eval/reward_mean" in rows[step]] == [0, 2, 4, 5]
+    assert REGISTRY.get_sample_value("rlboost_trainer_steps_total") == trained + 5
     assert "reward/mean" not in rows[5]
 
 

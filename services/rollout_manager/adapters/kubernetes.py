@@ -10,6 +10,7 @@ import aiohttp
 
 from rlboost.services.rollout_manager.ports import ProviderFailed
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.http.server_url import server_url
 
 REQUEST_LIMIT_S = 30.0
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -51,7 +52,7 @@ class Kubernetes:
                 f"provider kubernetes needs a pod with a mounted service account (missing: {error}): run the manager "
                 "in one, or set RLBOOST_MANAGER_PROVIDER to command"
             ) from error
-        return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", namespace, account / "token", tls)
+        return cls(server_url(host, int(port), tls=True), namespace, account / "token", tls)
 
     async def scale(self, kind: str, workers: int) -> None:
         """See `FleetProvider.scale`."""

@@ -21,7 +21,7 @@ class WorldCollector:
         """Collect from this manager's world."""
         self._manager = manager
         self._audits: dict[str, Audit] = {}
-        """Of all jobs seen since this manager leads."""
+        """Of all jobs seen while this manager led."""
 
     def register(self) -> None:
         """Add the metrics to the process's registry."""
@@ -47,25 +47,23 @@ class WorldCollector:
         yield from self._jobs()
 
     def _counters(self) -> Iterator[Metric]:
-        # A counter that falls when the world drops an ended job would count the others again.
+        tokens = CounterMetricFamily("rlboost_tokens", "Tokens of jobs by outcome", labels=["fate"])
+        migrations = CounterMetricFamily("rlboost_migrations", "Migrated samples of jobs")
+        preemptions = CounterMetricFamily("rlboost_preemptions", "Preemptions that jobs have seen", labels=["kind"])
+        dollars = CounterMetricFamily("rlboost_cost_dollars", "What the workers of jobs have cost")
+        # A counter must not start at 0 when another manager has counted before, nor fall when the world drops an
+        # ended job: Prometheus would count what was there before as new.
         if self._manager.leads:
             self._audits.update(self._manager.world.audits)
-        else:
-            self._audits.clear()
-        audits = self._audits.values()
-        tokens = CounterMetricFamily("rlboost_tokens", "Tokens of jobs by outcome", labels=["fate"])
-        tokens.add_metric(["delivered"], sum(audit.tokens_delivered for audit in audits))
-        tokens.add_metric(["regenerated"], sum(sum(audit.tokens_regenerated.values()) for audit in audits))
-        tokens.add_metric(["saved_by_migration"], sum(audit.tokens_saved for audit in audits))
-        yield tokens
-        migrations = sum(audit.migrations for audit in audits)
-        yield CounterMetricFamily("rlboost_migrations", "Migrated samples of jobs", value=migrations)
-        preemptions = CounterMetricFamily("rlboost_preemptions", "Preemptions that jobs have seen", labels=["kind"])
-        for kind in ("with_notice", "without_notice"):
-            preemptions.add_metric([kind], sum(audit.preemptions[kind] for audit in audits))
-        yield preemptions
-        dollars = sum(audit.cost.dollars for audit in audits)
-        yield CounterMetricFamily("rlboost_cost_dollars", "What the workers of jobs have cost", value=dollars)
+            audits = self._audits.values()
+            tokens.add_metric(["delivered"], sum(audit.tokens_delivered for audit in audits))
+            tokens.add_metric(["regenerated"], sum(sum(audit.tokens_regenerated.values()) for audit in audits))
+            tokens.add_metric(["saved_by_migration"], sum(audit.tokens_saved for audit in audits))
+            migrations.add_metric([], sum(audit.migrations for audit in audits))
+            for kind in ("with_notice", "without_notice"):
+                preemptions.add_metric([kind], sum(audit.preemptions[kind] for audit in audits))
+            dollars.add_metric([], sum(audit.cost.dollars for audit in audits))
+        yield from (tokens, migrations, preemptions, dollars)
 
     def _jobs(self) -> Iterator[Metric]:
         world = self._manager.world

@@ -7,8 +7,8 @@ HorizontalPodAutoscaler). A number that the operator sets applies at once. Neith
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,19 +56,22 @@ def view(world: World, pools: Sequence[Pool]) -> FleetView:
     """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget want no workers."""
     jobs = [j for j in world.jobs.active() if j.state == "running" and not world.audits[j.id].cost.budget_reached]
     kinds = {pool.kind for pool in pools}
-    present: dict[str, int] = {}
     prices: dict[str, float] = {}
     other = 0.0
     for worker in world.fleet.workers.values():
         if not _is_pooled(worker, kinds):
             other += worker.joined.price_per_hour
-        elif worker.state != "draining":
-            present[worker.joined.kind] = present.get(worker.joined.kind, 0) + 1
     for worker in (*world.fleet.workers.values(), *world.fleet.gone.values()):
         kind = worker.joined.kind
         prices[kind] = max(prices.get(kind, 0.0), worker.joined.price_per_hour)
     desired = target_workers(job.window_tuner for job in jobs) if jobs else 0
-    return FleetView(desired, present, prices, other)
+    return FleetView(desired, present_workers(world, kinds), prices, other)
+
+
+def present_workers(world: World, kinds: Collection[str]) -> Counter[str]:
+    """Return how many preemptible workers of each kind do not drain."""
+    workers = world.fleet.workers.values()
+    return Counter(w.joined.kind for w in workers if _is_pooled(w, kinds) and w.state != "draining")
 
 
 class Autoscaler:
@@ -129,7 +132,8 @@ class Autoscaler:
 
     def _within_limits(self, total: int, seen: FleetView) -> tuple[dict[str, int], Limit | None]:
         """Divide a number of workers among the pools in their order."""
-        targets, missing, limited_by = {}, total, None
+        targets, missing = {}, total
+        limited_by: Limit = "max_workers"
         limit = self.max_dollars_per_hour
         left = float("inf") if limit is None else limit - seen.other_dollars_per_hour
         for pool in self.pools:
@@ -139,9 +143,7 @@ class Autoscaler:
                 n, limited_by = int(max(0.0, left + _ROUNDING) / price), "max_dollars_per_hour"
             targets[pool.kind] = n
             missing, left = missing - n, left - price * n
-        if not missing:
-            return targets, None
-        return targets, "max_dollars_per_hour" if limited_by else "max_workers"
+        return targets, limited_by if missing else None
 
 
 def surplus(
@@ -180,10 +182,8 @@ def requested(target: int, before: int | None, present: int) -> int:
         present: workers of the kind that are there, those that drain included.
 
     """
-    if before is None or target >= before:
-        return max(target, present) if before is None else target
-    return min(before, max(target, present))
+    return max(target, present if before is None else min(before, present))
 
 
-def _is_pooled(worker: Worker, kinds: Iterable[str]) -> bool:
+def _is_pooled(worker: Worker, kinds: Collection[str]) -> bool:
     return not worker.reserved and worker.joined.kind in kinds

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rlboost.services.rollout_manager.domain.ledger import Ledger
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.shared.messages import FINISH_NONE
+from rlboost.shared.messages import ENDED_JOB_RETENTION_S, FINISH_NONE
 
 MIN_LOG_TOKENS = 1 << 20
 """A log with fewer tokens is not compacted."""
@@ -19,9 +19,6 @@ MAX_RESTATED = 1024
 """Maximum number of samples that one call restates."""
 MAX_RESTATED_TOKENS = 1 << 20
 """Approximate maximum of tokens that one call restates: 8 MiB in the log, a few milliseconds of the manager."""
-
-ENDED_JOB_RETENTION_S = 7 * 24 * 3600.0
-"""How long an ended job and its streams are retained."""
 
 
 def compact(world: World, read_to: str) -> str:

@@ -85,7 +85,7 @@ def _drain_rejected(world: World, now: Now) -> None:
     distrusted, world.fleet.distrusted = world.fleet.distrusted, []
     for worker in distrusted:
         reason = f"it sent invalid tokens for {worker.refuted} samples that other workers completed"
-        world.fleet.reject(worker)
+        world.fleet.on_drain(worker)
         world.candidates.mark_changed(worker)
         for sample_id in worker.samples:
             world.revoke(world.ledger.samples[sample_id])

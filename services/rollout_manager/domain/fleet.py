@@ -71,10 +71,8 @@ class Worker:
     """Samples of which it sent rows that no engine sends, and which are not delivered yet."""
     refuted: int = 0
     """How many of these samples another worker completed, so that this worker is to blame and not the weights."""
-    rejected: bool = False
-    """It is not trusted any more, and was commanded to drain."""
     drain_commanded: bool = False
-    """It was commanded to drain for another reason."""
+    """It was commanded to drain."""
     unbilled_startup_s: float = 0.0
     """Time before its join that no job was charged with yet."""
     samples: set[int] = field(default_factory=set)
@@ -136,8 +134,12 @@ class Worker:
         """Return the throughput with a full batch, 0 while its kind is not profiled."""
         if not self.profile.known or self.state == "draining":
             return 0.0
-        tokens_each = self.kv.held / len(self.samples) if self.samples else 0.0
-        return self.profile.tokens_per_s(self.batch_cap, self.batch_cap * tokens_each) * self.speed
+        return self.profile.tokens_per_s(self.batch_cap, self.batch_cap * self._tokens_each) * self.speed
+
+    @property
+    def _tokens_each(self) -> float:
+        """Return how many tokens of its KV cache one of its samples takes on average."""
+        return self.kv.held / len(self.samples) if self.samples else 0.0
 
     @property
     def age_s(self) -> float:
@@ -151,9 +153,8 @@ class Worker:
             return float(running > 0)
         if not self.profile.known:
             return running / batch_cap
-        tokens_each = self.kv.held / len(self.samples) if self.samples else 0.0
-        full = self.profile.tokens_per_s(batch_cap, batch_cap * tokens_each)
-        return min(1.0, self.profile.tokens_per_s(running, running * tokens_each) / full)
+        full = self.profile.tokens_per_s(batch_cap, batch_cap * self._tokens_each)
+        return min(1.0, self.profile.tokens_per_s(running, running * self._tokens_each) / full)
 
     def serves(self, job_id: str, oldest: int, newest: int) -> bool:
         """Return True if it can generate for this job with one of these versions now."""
@@ -187,7 +188,7 @@ class Worker:
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
         self.max_request_tokens = heartbeat.max_request_tokens
         self.waiting = heartbeat.waiting
-        drains = self.noticed or self.rejected or self.drain_commanded
+        drains = self.noticed or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state
         self._observe_throughput(heartbeat, now)
         return before if before != self.state else None
@@ -230,14 +231,7 @@ class Worker:
             "pid": self.joined.pid,
             "joined_at": self.joined.at,
             "last_beat_at": self.last_heartbeat_at or self.joined.at,
-            "waiting": {
-                "for": self.waiting.subject,
-                "because": self.waiting.because,
-                "since": self.waiting.since,
-                "limit_s": self.waiting.limit_s,
-            }
-            if self.waiting
-            else None,
+            "waiting": self.waiting.public() if self.waiting else None,
             "gone_reason": self.gone_reason or None,
         }
 
@@ -303,11 +297,6 @@ class Fleet:
     def availability_of(self, kind: str) -> float:
         """Return the part of its time in which a worker of this kind generates."""
         return availability(self.preemptions_per_s(kind), self.lifetimes[kind].startup_s)
-
-    def reject(self, worker: Worker) -> None:
-        """Mark a worker as not trusted any more."""
-        worker.rejected, worker.state = True, "draining"
-        self.revision += 1
 
     def on_drain(self, worker: Worker) -> None:
         """Mark a worker as commanded to drain."""

@@ -13,14 +13,14 @@ SHOWN = (
     *("perf/tokens_per_s", "eval/reward_mean", "eval/pass@1"),
 )
 """Metrics of the run log that are exported. A fixed list: jobs may report any number of others."""
-_STEPS = Counter("rlboost_trainer_steps", "Steps finished by this process")
+_STEPS = Counter("rlboost_trainer_steps", "Training steps finished by this process")
 _PHASES = Counter("rlboost_trainer_phase_seconds", "Time of finished steps by phase", ["phase"])
 _LAST = Gauge("rlboost_trainer_step_metric", "Main metrics of the last step, named as in the run log", ["name"])
 
 
-def observe_step(metrics: Mapping[str, float]) -> None:
-    """Export a finished step, or an evaluation after the last one."""
-    _STEPS.inc()
+def observe_step(metrics: Mapping[str, float], *, trained: bool) -> None:
+    """Export a finished training step, or an evaluation after the last one."""
+    _STEPS.inc(trained)
     for phase in PHASES:
         _PHASES.labels(phase).inc(metrics.get(f"time/{phase}_s", 0.0))
     _LAST.clear()
