@@ -27,7 +27,7 @@ from rlboost.simulation import POLICIES, Machine, Policy, SimulatedJob, Simulati
 from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.presets import FITS, GBIT, SHAPES, Completions, Fit, Model, preset
 from rlboost.simulation.summary import summarize
-from rlboost.simulation.traces import G4DN, FleetEvent, FleetTrace, generate_trace, read_trace
+from rlboost.simulation.traces import G4DN, FleetTrace, generate_trace, read_trace
 
 Row = dict[str, Any]
 HOUR_S = 3600.0
@@ -60,18 +60,13 @@ SWEEPS: dict[str, tuple[float, ...]] = {
 # --- fit --------------------------------------------------------------------------------------------------------------
 
 
-def constant(instances: int, duration_s: float) -> FleetTrace:
-    """Return a fleet that does not change."""
-    return FleetTrace(tuple(FleetEvent(0.0, "add", f"node{i}") for i in range(instances)), duration_s)
-
-
 def constant_fleet(model: Model, completions: Completions, fit: Fit, instances: int, seeds: int) -> float:
     """Return the mean throughput of the paper's policy, or of veRL without instances."""
     job, machine = preset(model, completions, fit)
     policy = POLICIES["paper" if instances else "verl"]
     step_tokens = sum(group.tokens + sum(group.lengths) for group in job.groups(0, 0))
     duration_s = 6 * step_tokens / (0.9 * fit.train_tokens_per_s)
-    trace = constant(instances, duration_s)
+    trace = FleetTrace.constant(instances, duration_s)
     runs = [
         simulate(job, machine, trace, policy, seed=seed, warm_up_steps=7 if instances else 1) for seed in range(seeds)
     ]
@@ -200,9 +195,9 @@ def sweep(args: argparse.Namespace) -> Iterator[Row]:
     for model, (name, values) in product(args.models, SWEEPS.items()):
         for value in values:
             job, machine = preset(model, "short")
-            trace = constant(SHAPES[model].useful_instances, SEGMENT_S)
+            trace = FleetTrace.constant(SHAPES[model].useful_instances, SEGMENT_S)
             if name == "instances":
-                trace = constant(int(value), SEGMENT_S)
+                trace = FleetTrace.constant(int(value), SEGMENT_S)
             elif name == "median_length":
                 job = replace(job, lengths=replace(job.lengths, median=value))
             elif name == "spot_price":

@@ -169,8 +169,8 @@ def test_simulation_with_the_same_seed_gives_the_same_result() -> None:
 def test_simulation_bills_instances_from_their_request_to_their_end() -> None:
     result = simulated(POLICIES["rlboost"])
     billed = {instance.instance.partition(".")[0]: instance for instance in result.instances}
-    assert (billed["node0"].start_s, billed["node0"].end_s) == pytest.approx((0.0, 40.0))
-    assert (billed["node3"].start_s, billed["node3"].end_s) == pytest.approx((100.0, 170.0))
+    assert (billed["instance-1"].start_s, billed["instance-1"].end_s) == pytest.approx((0.0, 40.0))
+    assert (billed["instance-4"].start_s, billed["instance-4"].end_s) == pytest.approx((100.0, 170.0))
     assert result.dollars == pytest.approx(
         (80.0 * result.duration_s + 5.0 * sum(instance.billed_s for instance in result.instances)) / 3600
     )
