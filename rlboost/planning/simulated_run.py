@@ -11,6 +11,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import EngineProfile
+from rlboost.shared.validation import first_error
 from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.prices import Prices
 from rlboost.simulation.traces import FleetTrace
@@ -32,9 +33,7 @@ def read_profile(path: Path) -> RunProfile:
         text = f"profile {path}: {error.strerror}: name the profile.json of a run; a run writes it after some steps"
         raise ConfigError(text) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path} is not the profile of a run: {place}: {first['msg']}") from error
+        raise ConfigError(f"{path} is not the profile of a run: {first_error(error)}") from error
 
 
 def worker_kinds(profile: RunProfile) -> list[EngineProfile]:

@@ -179,11 +179,9 @@ def test_plan_command_prints_each_fleet_and_marks_one(tmp_path: Path) -> None:
     assert "no fleet is within the limits" in table.stderr
 
 
-def test_shipped_prices_are_a_dated_price_list() -> None:
+def test_shipped_prices_are_a_price_list() -> None:
     prices = read_prices(SHIPPED)
-    assert prices.as_of
-    assert prices.source
-    assert prices.reserved == 83.79
+    assert (prices.reserved, prices.workers) == (83.79, {"h100x2-spot": 5.32})
 
 
 @pytest.mark.parametrize(
@@ -193,10 +191,13 @@ def test_shipped_prices_are_a_dated_price_list() -> None:
         ("workers: {a: -1}", "workers.a"),
         ("reserverd: 1", "reserverd"),
         ("", "the file"),
+        ("reserved: 1\nreserved: 2", "'reserved' is given twice"),
+        ("a: \x00", "does not parse"),
+        ("a: \xe9", "in UTF-8"),
     ],
 )
 def test_damaged_price_list_is_refused(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "prices.yaml").write_text(text)
+    (tmp_path / "prices.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=problem):
         read_prices(tmp_path / "prices.yaml")
 
