@@ -106,7 +106,7 @@ class Simulation:
         self.manager = manager_of(env.job, env.machine, env.policy)
         self.trainer = SimTrainer(env)
         self.workers: dict[str, SimWorker] = {}
-        self.migrations = self.preemptions = 0
+        self.migrations = 0
         self._decoded_tokens = 0.0
         """As of the end of the last complete step."""
         self._warm_up_steps = warm_up_steps
@@ -167,7 +167,6 @@ class Simulation:
             instance = self._present.pop(event.instance)
             instance.worker.kill()
             instance.end_at = self.env.now
-            self.preemptions += 1
 
     def _give_notice(self, instance: str) -> None:
         self._present[instance].worker.give_notice()
@@ -239,9 +238,7 @@ class Simulation:
             counters=Counters(
                 generated_tokens=sum(step.generated_tokens for step in self.trainer.steps),
                 decoded_tokens=self._decoded_tokens,
-                reprefilled_tokens=sum(engine.reprefilled for engine in engines),
                 migrations=self.migrations,
                 retractions=sum(engine.retractions for engine in engines),
-                preemptions=self.preemptions,
             ),
         )
