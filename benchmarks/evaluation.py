@@ -23,13 +23,14 @@ from statistics import fmean, pstdev
 from typing import Any, get_args
 
 from benchmarks.step_bound import shortest_steps
-from rlboost.simulation import POLICIES, Machine, Policy, SimulatedJob, SimulationResult, simulate
+from rlboost.simulation import POLICIES, Machine, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.presets import FITS, GBIT, SHAPES, Completions, Fit, Model, preset
 from rlboost.simulation.summary import summarize
-from rlboost.simulation.traces import G4DN, FleetEvent, FleetTrace, generate_trace, read_trace
+from rlboost.simulation.traces import G4DN, FleetTrace, generate_trace, read_trace
 
 Row = dict[str, Any]
+KNOWN = POLICIES | ABLATIONS
 HOUR_S = 3600.0
 REPORTED_8B = (10_000, 12_000, 14_000, 16_000, 18_000)
 """Tokens/s with 0 to 4 instances (the repository's notes)."""
@@ -46,8 +47,6 @@ SAMPLED = 0.5
 IMPLIED_MEANS = {4: 3.76, 6: 5.07}
 """Most instances in use -> mean number that the paper's costs imply, for 8B and 14B."""
 SEGMENT_S = 2 * HOUR_S
-REPORTED = {"8b": (1.66, 1.34), "14b": (1.97, 1.49), "32b": (1.51, 1.28)}
-"""Throughput and tokens per dollar of RLBoost against veRL, means of three segments."""
 SWEEPS: dict[str, tuple[float, ...]] = {
     "instances": (0, 1, 2, 4, 6, 8),
     "median_length": (700, 1500, 3000, 6000),
@@ -60,18 +59,13 @@ SWEEPS: dict[str, tuple[float, ...]] = {
 # --- fit --------------------------------------------------------------------------------------------------------------
 
 
-def constant(instances: int, duration_s: float) -> FleetTrace:
-    """Return a fleet that does not change."""
-    return FleetTrace(tuple(FleetEvent(0.0, "add", f"node{i}") for i in range(instances)), duration_s)
-
-
 def constant_fleet(model: Model, completions: Completions, fit: Fit, instances: int, seeds: int) -> float:
     """Return the mean throughput of the paper's policy, or of veRL without instances."""
     job, machine = preset(model, completions, fit)
     policy = POLICIES["paper" if instances else "verl"]
     step_tokens = sum(group.tokens + sum(group.lengths) for group in job.groups(0, 0))
     duration_s = 6 * step_tokens / (0.9 * fit.train_tokens_per_s)
-    trace = constant(instances, duration_s)
+    trace = FleetTrace.constant(instances, duration_s)
     runs = [
         simulate(job, machine, trace, policy, seed=seed, warm_up_steps=7 if instances else 1) for seed in range(seeds)
     ]
@@ -155,21 +149,22 @@ def segments(trace: FleetTrace) -> dict[str, FleetTrace]:
     }
 
 
-def over_segments(args: argparse.Namespace, policies: dict[str, Policy]) -> Iterator[Row]:
+def over_segments(args: argparse.Namespace, names: Iterable[str]) -> Iterator[Row]:
     """Yield throughput and cost of each policy, in each segment."""
     parts = segments(sampled_trace(args.trace))
+    policies = [KNOWN[name] for name in dict.fromkeys(names)]
     for model, completions, (name, segment) in product(args.models, args.completions, parts.items()):
         job, machine = preset(model, completions)
         fleet = segment.limited(SHAPES[model].useful_instances)
-        for policy in args.policies or policies:
-            runs = [simulate(job, machine, fleet, policies[policy], seed=seed) for seed in range(args.seeds)]
+        for policy in policies:
+            runs = [simulate(job, machine, fleet, policy, seed=seed) for seed in range(args.seeds)]
             row: Row = {
                 "model": model,
                 "completions": completions,
                 "segment": name,
                 "present": round(fleet.mean_instances, 2),
             }
-            if policies[policy].fleet == "spot":
+            if policy.fleet == "spot":
                 row["step_over_bound"] = round(fmean(_over_bound(job, machine, fleet, run) for run in runs), 3)
             yield row | summarize(runs).public()
 
@@ -200,9 +195,9 @@ def sweep(args: argparse.Namespace) -> Iterator[Row]:
     for model, (name, values) in product(args.models, SWEEPS.items()):
         for value in values:
             job, machine = preset(model, "short")
-            trace = constant(SHAPES[model].useful_instances, SEGMENT_S)
+            trace = FleetTrace.constant(SHAPES[model].useful_instances, SEGMENT_S)
             if name == "instances":
-                trace = constant(int(value), SEGMENT_S)
+                trace = FleetTrace.constant(int(value), SEGMENT_S)
             elif name == "median_length":
                 job = replace(job, lengths=replace(job.lengths, median=value))
             elif name == "spot_price":
@@ -223,14 +218,14 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="Bamboo's g4dn log; generated from its statistics without this")
     parser.add_argument("--models", nargs="+", choices=get_args(Model), default=get_args(Model))
     parser.add_argument("--completions", nargs="+", choices=get_args(Completions), default=get_args(Completions))
-    parser.add_argument("--policies", nargs="+")
+    parser.add_argument("--policies", nargs="+", choices=KNOWN, help="of table and ablations")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
     rows: list[Row] = []
     found = {
         "fit": lambda: fits(args.seeds),
-        "table": lambda: over_segments(args, POLICIES),
-        "ablations": lambda: over_segments(args, {"rlboost": POLICIES["rlboost"]} | ABLATIONS),
+        "table": lambda: over_segments(args, ["verl", *(args.policies or POLICIES)]),  # it compares with veRL
+        "ablations": lambda: over_segments(args, args.policies or ["rlboost", *ABLATIONS]),
         "sweep": lambda: sweep(args),
     }
     for row in found[args.command]():

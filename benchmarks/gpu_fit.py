@@ -1,14 +1,14 @@
 """Which model fits which GPU: memory of the trainer and of a worker, computed, not measured.
 
-The bytes are those of `docs/gpu-memory.md`: bfloat16, AdamW, activation checkpointing, micro-batches of 4,096 tokens
-that are all trained. `python -m benchmarks.gpu_fit --write` puts the tables into `docs/first-settings.md`.
+The bytes are those of `rlboost memory`: bfloat16, AdamW, activation checkpointing, micro-batches of 4,096 tokens on
+each GPU that are all trained. `python -m benchmarks.gpu_fit --write` puts the tables into `docs/first-settings.md`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from rlboost.jobs.memory import TrainedModel, kv_token_bytes, state_bytes
+from rlboost.jobs.memory import TrainedModel, kv_token_bytes
+from rlboost.jobs.model_size import ModelSize
+from rlboost.jobs.training_memory import UpdateMemory, update_memory
 from rlboost.shared.job.training import TrainerSpec
 from tests.support.generated_docs import ROOT, run
 
@@ -27,73 +27,45 @@ _LORA_FRACTION = 0.01
 """Adapter's parameters of the model's: rank 32 on all linear layers is about that."""
 
 
-class Model(NamedTuple):
-    """The sizes of a model."""
-
-    name: str
-    hidden: int
-    layers: int
-    mlp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-
-    @property
-    def embeddings(self) -> int:
-        """Return the number of weights of the embedding and the output head."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def parameters(self) -> int:
-        """Return the number of weights, without norms."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.mlp) + self.embeddings
-
-    @property
-    def kv_bytes(self) -> int:
-        """Return the bytes of one token in a bfloat16 KV cache."""
-        return kv_token_bytes(self.layers, self.kv_heads, self.head_dim)
+def _qwen3(layers: int, hidden: int, heads: int, mlp: int, *, tied: bool) -> ModelSize:
+    return ModelSize(layers, hidden, 128 * heads, 128 * 8, mlp, 151_936, tied, qk_norm=True)
 
 
-MODELS = (
-    Model("Qwen3-0.6B", 1024, 28, 3072, 16, 8, 128, 151936, tied=True),
-    Model("Llama-3.2-1B", 2048, 16, 8192, 32, 8, 64, 128256, tied=True),
-    Model("Qwen3-1.7B", 2048, 28, 6144, 16, 8, 128, 151936, tied=True),
-    Model("Qwen3-4B", 2560, 36, 9728, 32, 8, 128, 151936, tied=True),
-    Model("Llama-3.1-8B", 4096, 32, 14336, 32, 8, 128, 128256, tied=False),
-    Model("Qwen3-8B", 4096, 36, 12288, 32, 8, 128, 151936, tied=False),
-    Model("Qwen3-14B", 5120, 40, 17408, 40, 8, 128, 151936, tied=False),
-    Model("Qwen3-32B", 5120, 64, 25600, 64, 8, 128, 151936, tied=False),
-)
+MODELS = {
+    "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
+    "Llama-3.2-1B": ModelSize(16, 2048, 64 * 32, 64 * 8, 8192, 128_256, tied=True),
+    "Qwen3-1.7B": _qwen3(28, 2048, 16, 6144, tied=True),
+    "Qwen3-4B": _qwen3(36, 2560, 32, 9728, tied=True),
+    "Llama-3.1-8B": ModelSize(32, 4096, 128 * 32, 128 * 8, 14_336, 128_256),
+    "Qwen3-8B": _qwen3(36, 4096, 32, 12_288, tied=False),
+    "Qwen3-14B": _qwen3(40, 5120, 40, 17_408, tied=False),
+    "Qwen3-32B": _qwen3(64, 5120, 64, 25_600, tied=False),
+}
 
 
-def micro_batch_bytes(model: Model, *, input_bytes: int = 4) -> float:
-    """Return logits with their gradient, the input of each layer, and one layer's activations."""
-    logits = 2 * 2 * model.vocabulary * TOKENS + _GIB / 2
-    inputs = input_bytes * model.hidden * model.layers * TOKENS
-    one_layer = (20 * model.hidden + 8 * model.mlp) * TOKENS
-    return logits + inputs + one_layer
-
-
-def full_gib(model: Model, gpus: int = 1) -> float:
+def full_gib(size: ModelSize, gpus: int = 1) -> float:
     """Return the trainer's peak on each GPU: float32 weights, gradients and moments, sharded by FSDP2."""
-    cast = 2 * (model.embeddings + (model.parameters - model.embeddings) / model.layers)
-    state = state_bytes(TrainedModel(model.parameters), TrainerSpec(dtype="bfloat16", data_parallel=gpus))
-    return (state + cast + micro_batch_bytes(model)) / _GIB + _CONTEXT_GIB
+    return _update(size, TrainedModel(size.total), gpus).total / _GIB + _CONTEXT_GIB
 
 
-def lora_gib(model: Model) -> float:
-    """Return the trainer's peak with a bfloat16 base and a float32 adapter."""
-    adapter = 16 * _LORA_FRACTION * model.parameters
-    return (2 * model.parameters + adapter + micro_batch_bytes(model, input_bytes=2)) / _GIB + _CONTEXT_GIB
+def lora_gib(size: ModelSize) -> float:
+    """Return the trainer's peak with a bfloat16 base, which is not cast for matmuls, and a float32 adapter."""
+    update = _update(size, TrainedModel(size.total, frozen=True))
+    layer_inputs = 2 * TOKENS * size.hidden * size.layers
+    update = update._replace(working_weights=0, activations=update.activations - layer_inputs)
+    return (update.total + 16 * _LORA_FRACTION * size.total) / _GIB + _CONTEXT_GIB
 
 
-def samples(model: Model, gib: float) -> int:
+def _update(size: ModelSize, model: TrainedModel, gpus: int = 1) -> UpdateMemory:
+    spec = TrainerSpec(dtype="bfloat16", data_parallel=gpus, activation_checkpointing=True)
+    return update_memory(size, model, spec, TOKENS)
+
+
+def samples(size: ModelSize, gib: float) -> int:
     """Return how many samples of `TOKENS` tokens a worker's KV cache holds after bfloat16 weights."""
-    free = gib * 0.9 - _CONTEXT_GIB - 2 * model.parameters / _GIB
-    return max(int(free * _KV_FILL * _GIB / (model.kv_bytes * TOKENS)), 0)
+    free = gib * 0.9 - _CONTEXT_GIB - 2 * size.total / _GIB
+    # `size.key` is the size of all key heads.
+    return max(int(free * _KV_FILL * _GIB / (kv_token_bytes(size.layers, 1, size.key) * TOKENS)), 0)
 
 
 def smallest(gib: float) -> str:
@@ -108,13 +80,13 @@ def tables() -> str:
         "| model | parameters | all weights, one GPU | all weights, 8 GPUs (FSDP2), each | LoRA, one GPU |",
         "|---|---|---|---|---|",
     ]
-    for model in MODELS:
-        cells = (smallest(full_gib(model)), smallest(full_gib(model, 8)), smallest(lora_gib(model)))
-        lines.append(f"| {model.name} | {model.parameters / 1e9:.1f} B | {' | '.join(cells)} |")
+    for name, size in MODELS.items():
+        cells = (smallest(full_gib(size)), smallest(full_gib(size, 8)), smallest(lora_gib(size)))
+        lines.append(f"| {name} | {size.total / 1e9:.1f} B | {' | '.join(cells)} |")
     lines += ["", f"| worker with vLLM | {' | '.join(_GPUS)} |", "|---" * (len(_GPUS) + 1) + "|"]
-    for model in MODELS:
-        counts = [samples(model, gib) for gib in _GPUS.values()]
-        lines.append(f"| {model.name} | {' | '.join(str(count) if count else '-' for count in counts)} |")
+    for name, size in MODELS.items():
+        counts = [samples(size, gib) for gib in _GPUS.values()]
+        lines.append(f"| {name} | {' | '.join(str(count) if count else '-' for count in counts)} |")
     return "\n".join(lines)
 
 

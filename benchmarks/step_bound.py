@@ -66,14 +66,10 @@ def shortest_steps(job: SimulatedJob, machine: Machine, trace: FleetTrace, resul
 
 def _lives(trace: FleetTrace, machine: Machine) -> list[tuple[float, float]]:
     """Return from when and until when each instance can generate."""
-    started: dict[str, float] = {}
-    lives = []
-    for event in trace.events:
-        if event.kind == "add":
-            started[event.instance] = event.at_s + (machine.startup_s if event.at_s > 0.0 else 0.0)
-        else:
-            lives.append((started.pop(event.instance), event.at_s))
-    return lives + [(start_s, math.inf) for start_s in started.values()]
+    return [
+        (start_s + (machine.startup_s if start_s > 0.0 else 0.0), end_s if end_s < trace.duration_s else math.inf)
+        for start_s, end_s in trace.intervals()
+    ]
 
 
 def shortest_step(job: SimulatedJob, machine: Machine, groups: Sequence[Group], fleet: Sequence[Presence]) -> float:

@@ -67,12 +67,13 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def describe(error: ValidationError, model: type[BaseModel] | None = None) -> list[str]:
+def describe(error: ValidationError, model: type[BaseModel] | None = None, whole: str = "job") -> list[str]:
     """Return one line per invalid field, such as `data.train: missing: give it`.
 
     Args:
         error: pydantic's error.
         model: the validated class; an unknown key that resembles one of its keys gets a suggestion.
+        whole: names the place of an error about everything.
 
     """
     found: dict[Place, list[ErrorDetails]] = {}
@@ -83,7 +84,13 @@ def describe(error: ValidationError, model: type[BaseModel] | None = None) -> li
             continue  # a consequence of invalid entries
         found.setdefault(_field(item), []).append(item)
     problems = [one for field, items in found.items() for one in _problems(field, items)]
-    return [_line(".".join(map(str, place)), text) for place, text in problems]
+    return [_line(".".join(map(str, place)), text, whole) for place, text in problems]
+
+
+def first_error(error: ValidationError, whole: str = "the file") -> str:
+    """Return where and what the first error is; `whole` stands for the place of an error about everything."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
 def one_of(*words: str) -> str:
@@ -97,10 +104,10 @@ def off_is_no_boolean(value: object) -> object:
     return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
 
 
-def _line(place: str, text: str) -> str:
+def _line(place: str, text: str, whole: str) -> str:
     """Put the field before the text, unless the text begins with a more specific one."""
     prefix = _FIELD_PREFIX.match(text)
-    return text if prefix and prefix[1].startswith(place) else f"{place or 'job'}: {text}"
+    return text if prefix and prefix[1].startswith(place) else f"{place or whole}: {text}"
 
 
 def _normalize_key_error(item: ErrorDetails) -> ErrorDetails:

@@ -20,7 +20,11 @@ def memory(
     job_file: JobFileArgument,
     overrides: OverridesArgument = None,
     tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of the longest sample with its prompt; 0: sampling.max_tokens.")
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens of the longest sample with its prompt; 0: sampling.max_tokens, for sft the micro-batch's.",
+        ),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:

@@ -69,7 +69,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     from rlboost.simulation import simulate as run  # noqa: PLC0415 - keeps --help quick
     from rlboost.simulation.policies import ABLATIONS, POLICIES  # noqa: PLC0415 - likewise
-    from rlboost.simulation.presets import SHAPES, preset  # noqa: PLC0415 - likewise
+    from rlboost.simulation.presets import LENGTHS, SHAPES, preset  # noqa: PLC0415 - likewise
     from rlboost.simulation.summary import summarize  # noqa: PLC0415 - likewise
 
     known = POLICIES | ABLATIONS
@@ -77,16 +77,16 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     for name in names:
         _check("--policy", name, known)
     _check("--model", model, SHAPES)
-    _check("--completions", completions, ("short", "long"))
+    _check("--completions", completions, LENGTHS)
     chosen = cast("Model", model)
     job, machine = preset(chosen, cast("Completions", completions))
     limit = SHAPES[chosen].useful_instances if instances is None else instances
     fleet = _fleet(trace, sample, start, hours, limit)
     results = {name: [run(job, machine, fleet, known[name], seed=seed) for seed in range(seeds)] for name in names}
-    for name, runs in results.items():
-        if any(not result.steps for result in runs):
-            raise ConfigError(f"{name} completes no step in {hours:g} hours: pass more --hours")
-    summaries = [summarize(runs) for runs in results.values()]
+    try:
+        summaries = [summarize(runs) for runs in results.values()]
+    except ValueError as error:
+        raise ConfigError(f"{error}: pass more --hours") from error
     if pictures is not None:
         _draw(pictures, results)
     if as_json:

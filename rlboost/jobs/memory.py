@@ -48,11 +48,12 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
 def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     """Return what of that state stays on each GPU while reserved engines generate: `trainer.offload` moves the rest.
 
-    Gradients, 4 bytes per parameter, exist only during an update, except with megatron.
+    Gradients, 4 bytes per parameter, exist only during an update; with megatron always, unless they are offloaded.
     """
     if spec.offload == "all":
         return 0
-    gradients = 0.0 if model.frozen or spec.backend == "megatron" else 4.0
+    stay = spec.backend == "megatron" and spec.offload == "none"
+    gradients = 0.0 if model.frozen or stay else 4.0
     optimizer = _per_parameter(model, spec)[1] if spec.offload == "optimizer" else 0.0
     freed = math.floor(model.n_parameters * _on_each_gpu(gradients, optimizer, spec))
     return max(0, state_bytes(model, spec) - freed)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from rlboost.jobs.memory import TrainedModel, state_bytes, trained_model
 from rlboost.jobs.model_size import ModelSize, size_of
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.folder import read_config
@@ -37,15 +38,19 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
 
     Args:
         spec: the job.
-        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`.
+        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`,
+            whose samples are not known here, a GPU's part of a micro-batch.
 
     Raises:
-        ConfigError: the model is not a local folder, or of an unknown kind.
+        ConfigError: the job trains nothing, or the model is not a local folder, or of an unknown kind.
 
     """
+    if spec.kind == "eval":
+        raise ConfigError("a job of kind eval trains nothing: give a job of kind rl or sft")
     config = read_config(Path(spec.model).expanduser())
     size, trainer = size_of(config.get("text_config", config)), spec.trainer
-    n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample or spec.sampling.max_tokens)
+    longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
+    n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
     model = trained_model(spec, size.total)
     if spec.adapter is not None or trainer.backend == "megatron":
         found = {"state": state_bytes(model, trainer)}

@@ -10,11 +10,14 @@ from rlboost.planning.simulated_run import simulate_run, simulated_machine, work
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob
+from rlboost.simulation import Machine, SimulationResult, StepTooLong
 from rlboost.simulation.prices import Prices
 from rlboost.simulation.traces import FleetTrace
 
 SIMULATED_STEPS = 30
 """A longer job is extrapolated from about this many steps, at a random time of the trace for each seed."""
+LEAST_STEPS = 3
+"""Fewer simulated steps are too few to extrapolate from: a larger job or a smaller fleet is simulated for longer."""
 _HOUR_S = 3600.0
 
 
@@ -70,18 +73,14 @@ def plans(
         startup_s: from an instance's request to its join.
 
     Raises:
-        ConfigError: a price is missing, or the trace is too short for a step.
+        ConfigError: a price is missing, no instance is available, or no step ends within the trace.
 
     """
-    length_s = min(SIMULATED_STEPS, spec.steps) * profile.step_s
-    windows = [_window(trace_of(seed), length_s, seed) for seed in range(seeds)]
+    traces = [trace_of(seed) for seed in range(seeds)]
     for kind in worker_kinds(profile):
         machine = simulated_machine(kind, profile, prices, startup_s=startup_s)
         for n in range(0 if machine.reserved_engines else 1, max_workers + 1):
-            runs = [simulate_run(spec, profile, machine, w.limited(n), seed) for seed, w in enumerate(windows)]
-            if not all(run.steps for run in runs):
-                text = f"no step of the job ends within {length_s:.0f} s with {n} workers: use a longer --trace"
-                raise ConfigError(text)
+            runs = [_run(spec, profile, machine, trace.limited(n), seed) for seed, trace in enumerate(traces)]
             factors = [spec.steps / len(run.steps) for run in runs]
             yield Plan(
                 kind=kind.kind,
@@ -111,8 +110,36 @@ def best(found: Iterable[Plan], *, max_dollars: float | None = None, max_hours: 
     return min(allowed, key=lambda plan: plan.dollars.mean, default=None)
 
 
-def _window(trace: FleetTrace, length_s: float, seed: int) -> FleetTrace:
-    """Return a part of the trace that begins at a random time."""
+def _run(spec: RlJob, profile: RunProfile, machine: Machine, trace: FleetTrace, seed: int) -> SimulationResult:
+    """Simulate the job in a part of the trace in which several steps end."""
+    length_s = max(1.0, min(SIMULATED_STEPS, spec.steps) * profile.step_s)
+    while True:
+        window = _window(trace, length_s, seed, needs_instance=not machine.reserved_engines)
+        try:
+            run = simulate_run(spec, profile, machine, window, seed)
+        except StepTooLong as error:
+            raise ConfigError(f"{error}: use a smaller job, or a --trace with more instances") from error
+        if len(run.steps) >= min(LEAST_STEPS, spec.steps):
+            return run
+        if length_s >= trace.duration_s:
+            break
+        length_s *= 2
+    if not run.steps:
+        hours = trace.duration_s / _HOUR_S
+        raise ConfigError(f"no step of the job ends within the trace of {hours:.1f} hours: use a longer --trace")
+    return run
+
+
+def _window(trace: FleetTrace, length_s: float, seed: int, *, needs_instance: bool) -> FleetTrace:
+    """Return a part of the trace that begins at a random time, if needed when an instance is available."""
     latest_s = max(0.0, trace.duration_s - length_s)
     start_s = random.Random(seed).uniform(0.0, latest_s)  # noqa: S311 - not a secret
+    if needs_instance:
+        moments = (trace.next_available_s(start_s), trace.next_available_s(0.0))
+        available_s = next((moment for moment in moments if moment is not None), None)
+        if available_s is None:
+            raise ConfigError(
+                "no instance is available in the trace, and the run has no reserved engines: use another --trace"
+            )
+        start_s = available_s
     return trace.between(start_s, start_s + length_s)

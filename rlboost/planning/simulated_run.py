@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,10 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import EngineProfile
+from rlboost.shared.validation import first_error
 from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.prices import Prices
 from rlboost.simulation.traces import FleetTrace
-
-PREFILL_FACTOR = 8.0
-"""How many times faster prefill is than the decoding of a full batch; the rollout manager assumes the same."""
 
 
 def read_profile(path: Path) -> RunProfile:
@@ -32,9 +31,7 @@ def read_profile(path: Path) -> RunProfile:
         text = f"profile {path}: {error.strerror}: name the profile.json of a run; a run writes it after some steps"
         raise ConfigError(text) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path} is not the profile of a run: {place}: {first['msg']}") from error
+        raise ConfigError(f"{path} is not the profile of a run: {first_error(error)}") from error
 
 
 def worker_kinds(profile: RunProfile) -> list[EngineProfile]:
@@ -75,18 +72,16 @@ def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, 
 
     """
     reserved = [engine for engine in profile.engines if engine.role == "reserved"]
-    batch = max(1, kind.slots)
-    decode_s = kind.step_s + kind.per_sample_s * batch
     engine = EngineSpec(
         step_s=kind.step_s,
         per_sample_s=kind.per_sample_s,
         per_kv_token_s=kind.per_kv_token_s,
-        prefill_tokens_per_s=PREFILL_FACTOR * batch / decode_s,
-        slots=batch,
+        prefill_tokens_per_s=math.inf,  # not measured
+        slots=max(1, kind.slots),
         kv_tokens=kind.kv_tokens,
     )
     return Machine(
-        engine=engine,
+        engine=engine.with_assumed_prefill(),
         reserved_engines=sum(engine.workers for engine in reserved),
         reserved_price_per_hour=_reserved_price(reserved, prices),
         instance_price_per_hour=_worker_price(kind, prices),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.validation import first_error
 
 Action = Literal["kill", "notice", "join"]
 
@@ -176,6 +177,4 @@ def load(path: Path) -> Record:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: name the record.json of a run") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path} is no record of a run: {place}: {first['msg']}") from error
+        raise ConfigError(f"{path} is no record of a run: {first_error(error)}") from error

@@ -12,7 +12,7 @@ from rlboost.simulation.job import Lengths, SimulatedJob
 from rlboost.simulation.machine import EngineSpec, Machine
 from rlboost.simulation.policies import POLICIES, Policy
 from rlboost.simulation.result import InstanceResult, SimulationResult, StepResult
-from rlboost.simulation.run import simulate
+from rlboost.simulation.run import StepTooLong, simulate
 
 __all__ = [
     "POLICIES",
@@ -24,5 +24,6 @@ __all__ = [
     "SimulatedJob",
     "SimulationResult",
     "StepResult",
+    "StepTooLong",
     "simulate",
 ]

@@ -5,7 +5,7 @@ once and each cached token once, and each sample costs some arithmetic). All run
 m steps between two events take `m (a + b n + c k) + c n m^2 / 2`: no step is simulated on its own.
 
 Prefill comes before decoding and stops it. A full KV cache retracts the sample that was admitted last: it keeps its
-tokens, waits at the head of the queue and is prefilled again, as in vLLM.
+tokens, waits at the head of the queue and is prefilled again, as in vLLM, which calls this a preemption.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class Engine:
     """Complete samples; the caller takes them."""
     decoded: float = 0.0
     """Generated tokens."""
-    reprefilled: float = 0.0
-    """Completion tokens that were prefilled: of migrated and retracted samples."""
     retractions: int = 0
     _steps: float = 0.0
     _kv: float = 0.0
@@ -193,7 +191,6 @@ class Engine:
             self._prefixes.add(held.group)
             held.prefill_s = (held.base + (0 if cached else held.prompt)) / self.spec.prefill_tokens_per_s
             self._prefill_s += held.prefill_s
-            self.reprefilled += held.base
             self._kv += size
 
     def _stop(self, held: Held) -> None:

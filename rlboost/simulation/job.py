@@ -28,21 +28,19 @@ class Lengths:
     """Replaces the lognormal distribution."""
     prompt_share: float = 0.5
     """Share of the variance that the prompt explains: samples of a group are alike, but not the same."""
-    growth_per_step: float = 0.0
-    """Relative growth of all lengths in one step of training."""
 
-    def quantile(self, probability: float, step: int = 0) -> float:
+    def quantile(self, probability: float) -> float:
         """Return the length that this share of the samples does not exceed."""
-        return self.from_normal(NormalDist().inv_cdf(probability), step)
+        return self.from_normal(NormalDist().inv_cdf(probability))
 
-    def from_normal(self, normal: float, step: int) -> float:
+    def from_normal(self, normal: float) -> float:
         """Return the length of a sample from a standard normal value."""
         if self.quantiles:
             probabilities, tokens = zip(*self.quantiles, strict=True)
             value = float(np.exp(np.interp(NormalDist().cdf(normal), probabilities, np.log(tokens))))
         else:
             value = self.median * float(np.exp(self.sigma * normal))
-        return max(1.0, min(float(self.cap), value * (1.0 + self.growth_per_step) ** step))
+        return max(1.0, min(float(self.cap), value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class SimulatedJob:
             Group(
                 id=SampleId(JOB_NO, False, step, number, 0).pack(),
                 prompt_tokens=int(prompts[number]),
-                lengths=tuple(round(self.lengths.from_normal(float(normal), step)) for normal in normals[number]),
+                lengths=tuple(round(self.lengths.from_normal(float(normal))) for normal in normals[number]),
             )
             for number in range(self.prompts)
         )

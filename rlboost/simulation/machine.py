@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rlboost.services.rollout_manager.domain.scheduling.rebalance import PREFILL_FACTOR
+
 ADMIT_UP_TO = 0.99
-"""Share of the KV cache that an admission may fill; vLLM's watermark."""
+"""Share of the KV cache that an admission may fill, as with the watermark of vLLM V0."""
 DELTA_SHARE = 0.024
 """Bytes of a delta per byte of the bf16 model where 4.86 % of the values change, the most that
 `benchmarks/weight_codec.py` measured at a learning rate of 1e-6 (0.98 bytes for each changed value)."""
@@ -40,6 +42,10 @@ class EngineSpec:
     def tokens_per_s(self, batch: float, kv_per_sample: float) -> float:
         """Return the throughput of a batch of samples of this size."""
         return batch / self.decode_s(batch, batch * kv_per_sample)
+
+    def with_assumed_prefill(self) -> EngineSpec:
+        """Return this engine with the prefill throughput that the rollout manager assumes."""
+        return replace(self, prefill_tokens_per_s=PREFILL_FACTOR * self.tokens_per_s(self.slots, kv_per_sample=0))
 
     def plateau(self, kv_per_sample: float, share: float) -> int:
         """Return the smallest batch that reaches `share` of the best throughput (B in the paper)."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import cycle, product
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rlboost.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, RED, SKY, figure, look
+from rlboost.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, RED, SKY, figure, look, png
 from rlboost.simulation.result import SimulationResult, StepResult
 
 _COLORS = (MUTED, ORANGE, BLUE, GREEN, PINK, RED, SKY, INK)
-_DPI = 160
+_LINES = ("-", "--", ":")
+"""After the last color, the colors begin again with the next line style."""
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Simulation</title>
 <style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
@@ -38,11 +40,11 @@ def draw(folder: Path, results: Sequence[SimulationResult]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {"throughput": "Generated and trained tokens per second, and the instances in use"}
     with look():
-        _save(folder / "throughput.png", throughput(results))
+        (folder / "throughput.png").write_bytes(png(throughput(results)))
         for result in results:
             name = f"step-{result.policy}"
             drawn[name] = f"{result.policy}: the step in the middle of the run"
-            _save(folder / f"{name}.png", timeline(result, result.steps[len(result.steps) // 2]))
+            (folder / f"{name}.png").write_bytes(png(timeline(result, result.steps[len(result.steps) // 2])))
     figures = "\n".join(f'<h2>{escape(text)}</h2>\n<img src="{name}.png" alt="">' for name, text in drawn.items())
     page = folder / "index.html"
     policies = escape(", ".join(result.policy for result in results))
@@ -50,18 +52,14 @@ def draw(folder: Path, results: Sequence[SimulationResult]) -> list[Path]:
     return [*(folder / f"{name}.png" for name in drawn), page]
 
 
-def _save(path: Path, drawn: Figure) -> None:
-    drawn.savefig(path, dpi=_DPI)
-
-
 def throughput(results: Sequence[SimulationResult]) -> Figure:
     """Draw each policy's throughput by step, and under it the fleet."""
     drawn = figure(4.6)
     above, below = drawn.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    for result, color in zip(results, _COLORS, strict=False):
+    for result, (line, color) in zip(results, cycle(product(_LINES, _COLORS)), strict=False):
         moments = [step.start_s / 3600 for step in result.steps] + [result.duration_s / 3600]
         rates = [(step.generated_tokens + step.trained_tokens) / step.duration_s / 1000 for step in result.steps]
-        above.stairs(rates, moments, color=color, lw=1.6, label=result.policy, baseline=None)
+        above.stairs(rates, moments, color=color, ls=line, lw=1.6, label=result.policy, baseline=None)
     above.set_ylabel("thousand tokens/s")
     above.set_ylim(bottom=0)
     above.legend(loc="lower right", ncols=min(4, len(results)))

@@ -20,7 +20,6 @@ class StepResult:
     """From the start until the device was the trainer's for the first time."""
     last_sample_s: float
     """From the start until the last sample was delivered."""
-    train_s: float
     train_wait_s: float
     """How long the trainer had the device and waited for samples."""
     generated_tokens: int
@@ -65,11 +64,8 @@ class Counters:
     decoded_tokens: float = 0.0
     """Until the end of the last complete step: what exceeds `generated_tokens` was regenerated, or, with staleness,
     belongs to later steps."""
-    reprefilled_tokens: float = 0.0
-    """Completion tokens that were prefilled, after a migration or a retraction."""
     migrations: int = 0
     retractions: int = 0
-    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +118,6 @@ class SimulationResult:
     def mean_instances(self) -> float:
         """Return the mean number of billed spot instances."""
         return sum(instance.billed_s for instance in self.instances) / self.duration_s if self.duration_s else 0.0
-
-    @property
-    def mean_step_s(self) -> float:
-        """Return the mean duration of a step."""
-        return sum(step.duration_s for step in self.steps) / len(self.steps) if self.steps else 0.0
 
     def fleet(self) -> list[tuple[float, int]]:
         """Return (moment, number of instances from then on), in order of time."""

@@ -33,6 +33,10 @@ MAX_STEP_S = 6 * 3600.0
 """A step that takes longer never ends."""
 
 
+class StepTooLong(RuntimeError):
+    """A step takes longer than `MAX_STEP_S`."""
+
+
 def simulate(
     job: SimulatedJob,
     machine: Machine,
@@ -56,17 +60,17 @@ def simulate(
             job. Measured from 0.2 s to 2 s for 8B (0.7 s is derived), throughput differs by less than 3 %.
 
     Raises:
-        RuntimeError: a step does not end, or a sample was lost or changed.
+        StepTooLong: a step does not end.
+        RuntimeError: a sample was lost or changed.
 
     """
     if policy.nodes > 1:
         machine, job = machine.nodes(policy.nodes), replace(job, train_s_per_token=job.train_s_per_token / policy.nodes)
     if policy.fleet == "dedicated":
         machine = machine.dedicated()
-        adds = [FleetEvent(0.0, "add", f"dedicated-{i}") for i in range(machine.dedicated_engines)]
-        trace = FleetTrace(tuple(adds), trace.duration_s)
+        trace = FleetTrace.constant(machine.dedicated_engines, trace.duration_s)
     elif policy.fleet == "none":
-        trace = FleetTrace((), trace.duration_s)
+        trace = FleetTrace.constant(0, trace.duration_s)
     if resolution_s is None:
         resolution_s = min(MAX_RESOLUTION_S, generation_s(job, machine) / TURNS_PER_STEP)
     environment = Environment(job, machine, policy, seed, resolution_s)
@@ -102,7 +106,7 @@ class Simulation:
         self.manager = manager_of(env.job, env.machine, env.policy)
         self.trainer = SimTrainer(env)
         self.workers: dict[str, SimWorker] = {}
-        self.migrations = self.preemptions = 0
+        self.migrations = 0
         self._decoded_tokens = 0.0
         """As of the end of the last complete step."""
         self._warm_up_steps = warm_up_steps
@@ -133,7 +137,7 @@ class Simulation:
                 if step == self._warm_up_steps:
                     self._begin_trace()
             if self.env.now - self.trainer.step_began_at > MAX_STEP_S:
-                raise RuntimeError(
+                raise StepTooLong(
                     f"step {self.trainer.step} of policy {self.env.policy.name} does not end: "
                     f"{self.trainer.missing} samples are missing after {MAX_STEP_S:g} s"
                 )
@@ -163,7 +167,6 @@ class Simulation:
             instance = self._present.pop(event.instance)
             instance.worker.kill()
             instance.end_at = self.env.now
-            self.preemptions += 1
 
     def _give_notice(self, instance: str) -> None:
         self._present[instance].worker.give_notice()
@@ -235,9 +238,7 @@ class Simulation:
             counters=Counters(
                 generated_tokens=sum(step.generated_tokens for step in self.trainer.steps),
                 decoded_tokens=self._decoded_tokens,
-                reprefilled_tokens=sum(engine.reprefilled for engine in engines),
                 migrations=self.migrations,
                 retractions=sum(engine.retractions for engine in engines),
-                preemptions=self.preemptions,
             ),
         )

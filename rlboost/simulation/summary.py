@@ -46,7 +46,7 @@ def summarize(results: Sequence[SimulationResult]) -> Summary:
 
     """
     if any(not result.steps for result in results):
-        raise ValueError(f"a run of {results[0].policy} has no complete step: simulate a longer time")
+        raise ValueError(f"a run of {results[0].policy} has no complete step")
     steps = [step for result in results for step in result.steps]
     rates = [result.tokens_per_s for result in results]
     all_steps = sum(result.steps[-1].step + 1 for result in results)

@@ -171,7 +171,6 @@ class SimTrainer:
                 end_s=env.now,
                 seeding_s=(self._device_at or env.now) - began,
                 last_sample_s=max(0.0, intake.last_sample_at - began),
-                train_s=self._train_s,
                 train_wait_s=self._wait_s,
                 generated_tokens=sum(sum(group.lengths) for group in groups),
                 trained_tokens=sum(group.tokens for group in groups),

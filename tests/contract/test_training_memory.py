@@ -163,6 +163,25 @@ def test_megatron_has_state_only(tmp_path: Path) -> None:
     assert list(found.bytes) == ["state"]
 
 
+def test_sft_without_tokens_takes_those_of_the_micro_batch(tmp_path: Path) -> None:
+    raw = job(tmp_path, QWEN3_235B, data_parallel=2, micro_batch_tokens=256)
+    sft = {"kind": "sft", **{name: raw[name] for name in ("model", "data", "trainer", "steps")}}
+    assert estimate(parse(sft)).tokens == 128
+    assert estimate(parse(sft), 5000).tokens == 5000
+
+
+def test_job_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    raw = job(tmp_path, QWEN3_235B)
+    evaluation = {
+        "kind": "eval",
+        "data": {"eval": "t"},
+        "eval": {},
+        **{name: raw[name] for name in ("model", "reward", "sampling")},
+    }
+    with pytest.raises(ConfigError, match="trains nothing"):
+        estimate(parse(evaluation))
+
+
 def test_unknown_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model type gpt2: its memory cannot be computed"):
         estimate(parse(job(tmp_path, {"model_type": "gpt2"})))

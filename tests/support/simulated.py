@@ -27,17 +27,17 @@ MACHINE = Machine(
 )
 FULL_CACHES = replace(MACHINE, engine=replace(MACHINE.engine, kv_tokens=12_000))
 """KV caches that hold a few samples, so that running samples are retracted."""
-STEADY = FleetTrace(tuple(FleetEvent(0.0, "add", f"node{i}") for i in range(3)), 300.0)
+STEADY = FleetTrace.constant(3, 300.0)
 UNSTEADY = FleetTrace(
     (
         *STEADY.events,
-        FleetEvent(40.0, "remove", "node0"),
-        FleetEvent(70.0, "remove", "node1"),
-        FleetEvent(100.0, "add", "node3"),
-        FleetEvent(150.0, "remove", "node2"),
-        FleetEvent(170.0, "remove", "node3"),
-        FleetEvent(200.0, "add", "node4"),
-        FleetEvent(230.0, "add", "node5"),
+        FleetEvent(40.0, "remove", "instance-1"),
+        FleetEvent(70.0, "remove", "instance-2"),
+        FleetEvent(100.0, "add", "instance-4"),
+        FleetEvent(150.0, "remove", "instance-3"),
+        FleetEvent(170.0, "remove", "instance-4"),
+        FleetEvent(200.0, "add", "instance-5"),
+        FleetEvent(230.0, "add", "instance-6"),
     ),
     400.0,
 )

@@ -152,7 +152,13 @@ def test_offloaded_optimizer_frees_only_its_share_on_each_gpu() -> None:
     spec = TrainerSpec(
         backend="megatron", dtype="bfloat16", data_parallel=4, distributed_optimizer=True, offload="optimizer"
     )
-    assert memory.generating_bytes(TrainedModel(BILLION), spec) == 6 * BILLION
+    assert memory.generating_bytes(TrainedModel(BILLION), spec) == 2 * BILLION
+
+
+@pytest.mark.parametrize(("dtype", "freed"), [("float32", 12), ("bfloat16", 16)])
+def test_megatron_offloads_gradients_with_the_optimizer(dtype: Any, freed: int) -> None:
+    model, spec = TrainedModel(BILLION), TrainerSpec(backend="megatron", dtype=dtype, offload="optimizer")
+    assert memory.state_bytes(model, spec) - memory.generating_bytes(model, spec) == freed * BILLION
 
 
 def test_devices_of_a_running_system_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,22 +37,28 @@ PROFILE = RunProfile(
     train_s_per_token=0.001,
     update_s=0.2,
 )
-ALWAYS = FleetTrace(tuple(FleetEvent(0.0, "add", name) for name in "abc"), 36_000.0)
+ALONE = PROFILE.model_copy(update={"engines": (ENGINE,)})
+"""Of a run without reserved engines."""
+ALWAYS = FleetTrace.constant(3, 36_000.0)
 
 
-def job() -> RlJob:
-    spec = parse(JOB)
+def job(**fields: object) -> RlJob:
+    spec = parse(JOB | fields)
     assert isinstance(spec, RlJob)
     return spec
 
 
 def plans_of(
-    profile: RunProfile = PROFILE, prices: Prices | None = None, *, max_workers: int = 1, seeds: int = 1
+    profile: RunProfile = PROFILE,
+    prices: Prices | None = None,
+    *,
+    spec: RlJob | None = None,
+    trace: FleetTrace = ALWAYS,
+    max_workers: int = 1,
+    seeds: int = 1,
 ) -> list[Plan]:
-    found = plans(
-        job(), profile, prices or Prices(), lambda _: ALWAYS, max_workers=max_workers, seeds=seeds, startup_s=1.0
-    )
-    return list(found)
+    spec, prices = spec or job(), prices or Prices()
+    return list(plans(spec, profile, prices, lambda _: trace, max_workers=max_workers, seeds=seeds, startup_s=1.0))
 
 
 # --- prediction -------------------------------------------------------------------------------------------------------
@@ -80,18 +86,46 @@ def test_given_prices_replace_those_of_the_run() -> None:
 
 
 def test_run_without_reserved_engines_is_planned_from_one_worker() -> None:
-    alone = PROFILE.model_copy(update={"engines": (ENGINE,)})
-    found = plans_of(alone, Prices(reserved=3.0), max_workers=1)
+    found = plans_of(ALONE, Prices(reserved=3.0), max_workers=1)
     assert [plan.max_workers for plan in found] == [1]
+
+
+def test_plan_without_reserved_engines_begins_when_an_instance_is_available() -> None:
+    late = FleetTrace((FleetEvent(35_000.0, "add", "a"),), 36_000.0)
+    found = plans_of(ALONE, Prices(reserved=3.0), trace=late, max_workers=1, seeds=2)
+    assert found[0].workers.lowest == pytest.approx(1.0)
+
+
+def test_plan_without_any_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no instance is available in the trace"):
+        plans_of(ALONE, Prices(reserved=3.0), trace=FleetTrace.constant(0, 36_000.0))
+
+
+def test_step_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.simulation.run.MAX_STEP_S", 60.0)
+    gone = FleetTrace((FleetEvent(0.0, "add", "a"), FleetEvent(1.0, "remove", "a")), 360_000.0)
+    with pytest.raises(ConfigError, match=r"does not end: .* use a smaller job, or a --trace with more instances"):
+        plans_of(ALONE, Prices(reserved=3.0), trace=gone)
+
+
+def test_job_of_longer_steps_than_the_measured_one_is_planned() -> None:
+    larger = job(data={"train": "t.jsonl", "prompts_per_step": 16}, steps=1)
+    short = PROFILE.model_copy(update={"step_s": 0.1})
+    found = plans_of(short, spec=larger, max_workers=1)
+    assert [plan.max_workers for plan in found] == [0, 1]
+
+
+def test_trace_shorter_than_a_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use a longer --trace"):
+        plans_of(trace=FleetTrace.constant(3, 0.5))
 
 
 def test_missing_price_is_refused() -> None:
     free = engine_profile("spot", price_per_hour=0.0)
     with pytest.raises(ConfigError, match="the price of workers of kind 'spot' is missing"):
         simulated_machine(free, PROFILE, Prices(), startup_s=0.0)
-    alone = PROFILE.model_copy(update={"engines": (ENGINE,)})
     with pytest.raises(ConfigError, match="the price of the reserved cluster is missing"):
-        simulated_machine(ENGINE, alone, Prices(), startup_s=0.0)
+        simulated_machine(ENGINE, ALONE, Prices(), startup_s=0.0)
 
 
 def test_profile_without_a_preemptible_worker_is_refused() -> None:
@@ -145,11 +179,9 @@ def test_plan_command_prints_each_fleet_and_marks_one(tmp_path: Path) -> None:
     assert "no fleet is within the limits" in table.stderr
 
 
-def test_shipped_prices_are_a_dated_price_list() -> None:
+def test_shipped_prices_are_a_price_list() -> None:
     prices = read_prices(SHIPPED)
-    assert prices.as_of
-    assert prices.source
-    assert prices.reserved == 83.79
+    assert (prices.reserved, prices.workers) == (83.79, {"h100x2-spot": 5.32})
 
 
 @pytest.mark.parametrize(
@@ -159,10 +191,13 @@ def test_shipped_prices_are_a_dated_price_list() -> None:
         ("workers: {a: -1}", "workers.a"),
         ("reserverd: 1", "reserverd"),
         ("", "the file"),
+        ("reserved: 1\nreserved: 2", "'reserved' is given twice"),
+        ("a: \x00", "does not parse"),
+        ("a: \xe9", "in UTF-8"),
     ],
 )
 def test_damaged_price_list_is_refused(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "prices.yaml").write_text(text)
+    (tmp_path / "prices.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=problem):
         read_prices(tmp_path / "prices.yaml")
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import rlboost.simulation
+from benchmarks import evaluation
 from rlboost.cli import app
-from rlboost.simulation import Machine, Policy, SimulatedJob, SimulationResult
+from rlboost.simulation import Machine, Policy, SimulatedJob, SimulationResult, StepResult
+from rlboost.simulation.pictures import throughput
+from rlboost.simulation.policies import ABLATIONS, POLICIES
 from rlboost.simulation.summary import ratio_text
 from rlboost.simulation.traces import FleetTrace
 from tests.support.simulated import simulated
@@ -71,6 +75,27 @@ def test_simulate_command_without_a_complete_step_is_an_error() -> None:
     result = command("--policy", "verl", "--seeds", "1")
     assert result.exit_code == 2
     assert "pass more --hours" in result.output
+
+
+def test_throughput_picture_has_a_curve_of_its_own_for_each_policy() -> None:
+    step = StepResult(0, 0.0, 60.0, 1.0, 50.0, 1.0, 1000, 2000)
+    known = POLICIES | ABLATIONS
+    above, _ = throughput([SimulationResult(name, 0, (step,), (), 1.0) for name in known]).axes
+    curves = {(str(curve.get_edgecolor()), str(curve.get_linestyle())) for curve in above.patches}
+    assert len(curves) == len(known) > 8
+
+
+def test_table_of_the_evaluation_always_simulates_what_it_compares_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated_names: list[str] = []
+
+    def over_segments(_: object, names: Iterable[str]) -> list[evaluation.Row]:
+        simulated_names.extend(names)
+        return []
+
+    monkeypatch.setattr(evaluation, "over_segments", over_segments)
+    monkeypatch.setattr("sys.argv", ["evaluation", "table", "--policies", "paper"])
+    evaluation.main()
+    assert simulated_names == ["verl", "paper"]
 
 
 def test_ratio_below_the_resolution_is_shown_as_the_same() -> None:

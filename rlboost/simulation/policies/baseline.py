@@ -117,6 +117,9 @@ class FleetSize:
 class Baseline:
     """A manager; subclasses implement `schedule` and `learn`."""
 
+    ends_early = True
+    """The window ends once everything is generated."""
+
     def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
         """Start without workers and samples."""
         self.job, self.machine, self.policy = job, machine, policy
@@ -149,11 +152,6 @@ class Baseline:
     def finished(self, sample: Tracked) -> None:
         """Deliver a sample that is complete."""
         self.deliver(sample)
-
-    @property
-    def ends_early(self) -> bool:
-        """Return True if the window ends once everything is generated."""
-        return True
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,9 @@ _STEADY, _CHANGED = 0.8, 0.2
 class PolyRLManager(Baseline):
     """Round robin, quota, whole groups."""
 
+    ends_early = False
+    """It sleeps for the whole window."""
+
     def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
         """Start with a window and no memory."""
         super().__init__(job, machine, policy)
@@ -43,11 +46,6 @@ class PolyRLManager(Baseline):
         self._quota_at = 0.0
         self._polled: dict[str, int] = {}
         self._polled_at = -1.0
-
-    @property
-    def ends_early(self) -> bool:
-        """It sleeps for the whole window."""
-        return False
 
     def learn(self, report: StepReport, remote_wait_s: float) -> None:
         """Adapt the window."""

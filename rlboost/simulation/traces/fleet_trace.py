@@ -40,10 +40,15 @@ class FleetTrace:
                 f"the last event is at {self.events[-1].at_s:g} s, but the trace ends at {self.duration_s:g} s"
             )
 
+    @classmethod
+    def constant(cls, n: int, duration_s: float) -> FleetTrace:
+        """Return the trace of `n` instances that are available all the time."""
+        return cls(tuple(FleetEvent(0.0, "add", f"instance-{i + 1}") for i in range(n)), duration_s)
+
     @property
     def mean_instances(self) -> float:
         """Return the number of available instances, averaged over time."""
-        instance_s = sum(end_s - start_s for start_s, end_s in self._intervals())
+        instance_s = sum(end_s - start_s for start_s, end_s in self.intervals())
         return instance_s / self.duration_s if self.duration_s else 0.0
 
     def sampled(self, fraction: float, seed: int) -> FleetTrace:
@@ -64,6 +69,12 @@ class FleetTrace:
         first = [FleetEvent(0.0, "add", instance) for instance in present]
         return FleetTrace((*first, *events), min(end_s, self.duration_s) - start_s)
 
+    def next_available_s(self, at_s: float) -> float | None:
+        """Return the first moment from `at_s` on at which an instance is available; None if none is."""
+        return min(
+            (max(at_s, start_s) for start_s, end_s in self.intervals() if end_s > max(at_s, start_s)), default=None
+        )
+
     def limited(self, n: int) -> FleetTrace:
         """Return the trace of a fleet of at most `n` instances.
 
@@ -80,7 +91,8 @@ class FleetTrace:
             used = chosen
         return FleetTrace(tuple(events), self.duration_s)
 
-    def _intervals(self) -> Iterator[tuple[float, float]]:
+    def intervals(self) -> Iterator[tuple[float, float]]:
+        """Yield from when until when each instance is available; to the end of the trace if it is not reclaimed."""
         started_s: dict[str, float] = {}
         for event in self.events:
             if event.kind == "add":

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.validation import first_error
 from rlboost.simulation.traces.fleet_trace import FleetEvent, FleetTrace, first_problem
 
 _EVENT = re.compile(r"(\d+),(add|remove),(\S+)")
@@ -90,10 +91,9 @@ def _availability(path: Path, text: str) -> FleetTrace:
     try:
         found = _Availability.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "JSON"
         form = '{"metadata": {"gap_seconds": seconds}, "data": [count, ...]}'
-        raise ConfigError(f"trace {path}: {place}: {first['msg']}: it is not of the form {form}") from error
+        problem = first_error(error, "JSON")
+        raise ConfigError(f"trace {path}: {problem}: it is not of the form {form}") from error
     gap_s = found.metadata.gap_seconds
     return _trace_of_counts(((i * gap_s, count) for i, count in enumerate(found.data)), len(found.data) * gap_s)
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.shared.columns import I32, length
@@ -20,7 +21,8 @@ _PROBABILITIES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 @dataclass(frozen=True, slots=True)
 class _Step:
     prompts: tuple[int, ...]
-    completions: tuple[int, ...]
+    completions: npt.NDArray[np.int32]
+    """Tokens of each."""
     tokens: int
     """Of all samples, prompts included."""
     train_s: float
@@ -43,13 +45,13 @@ class ProfileRecorder:
         times = tally.durations
         if tally.scored and times.train_s and not tally.requested_before:
             waited_s = times.seeding_s + times.wait_s
-            completions = tuple(length(s.tokens, I32) for group in tally.scored for s in group.samples)
+            lengths = [length(s.tokens, I32) for group in tally.scored for s in group.samples]
             prompt_tokens = sum(length(group.prompt, I32) * len(group.samples) for group in tally.scored)
             self._steps.append(
                 _Step(
                     prompts=tuple(length(group.prompt, I32) for group in tally.scored),
-                    completions=completions,
-                    tokens=sum(completions) + prompt_tokens,
+                    completions=np.array(lengths, np.int32),
+                    tokens=sum(lengths) + prompt_tokens,
                     train_s=times.train_s,
                     update_s=max(0.0, times.step_s - waited_s - times.train_s),
                     step_s=times.step_s,
@@ -60,13 +62,14 @@ class ProfileRecorder:
     def _profile(self) -> RunProfile:
         steps = self._steps
         prompts = [tokens for step in steps for tokens in step.prompts]
-        completions = np.array([max(1, tokens) for step in steps for tokens in step.completions])
+        completions = np.maximum(1, np.concatenate([step.completions for step in steps]))
+        quantiles = np.quantile(completions, _PROBABILITIES).tolist()
         return RunProfile(
             steps=len(steps),
             step_s=float(np.mean([step.step_s for step in steps])),
             engines=tuple(engine for _, engine in sorted(self._engines.items())),
             prompt_tokens=(min(prompts), max(prompts)),
-            completion_quantiles=tuple((p, float(np.quantile(completions, p))) for p in _PROBABILITIES),
+            completion_quantiles=tuple(zip(_PROBABILITIES, quantiles, strict=True)),
             train_s_per_token=sum(step.train_s for step in steps) / sum(step.tokens for step in steps),
             update_s=float(np.mean([step.update_s for step in steps])),
         )
