@@ -28,19 +28,21 @@ class Lengths:
     """Replaces the lognormal distribution."""
     prompt_share: float = 0.5
     """Share of the variance that the prompt explains: samples of a group are alike, but not the same."""
+    growth_per_step: float = 0.0
+    """Relative growth of all lengths in one step of training."""
 
     def quantile(self, probability: float) -> float:
-        """Return the length that this share of the samples does not exceed."""
-        return self.from_normal(NormalDist().inv_cdf(probability))
+        """Return the length that this share of the first step's samples does not exceed."""
+        return self.from_normal(NormalDist().inv_cdf(probability), 0)
 
-    def from_normal(self, normal: float) -> float:
+    def from_normal(self, normal: float, step: int) -> float:
         """Return the length of a sample from a standard normal value."""
         if self.quantiles:
             probabilities, tokens = zip(*self.quantiles, strict=True)
             value = float(np.exp(np.interp(NormalDist().cdf(normal), probabilities, np.log(tokens))))
         else:
             value = self.median * float(np.exp(self.sigma * normal))
-        return max(1.0, min(float(self.cap), value))
+        return max(1.0, min(float(self.cap), value * (1.0 + self.growth_per_step) ** step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class SimulatedJob:
             Group(
                 id=SampleId(JOB_NO, False, step, number, 0).pack(),
                 prompt_tokens=int(prompts[number]),
-                lengths=tuple(round(self.lengths.from_normal(float(normal))) for normal in normals[number]),
+                lengths=tuple(round(self.lengths.from_normal(float(normal), step)) for normal in normals[number]),
             )
             for number in range(self.prompts)
         )

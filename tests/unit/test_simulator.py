@@ -120,9 +120,11 @@ def test_lengths_follow_their_quantiles() -> None:
     assert lengths[-1] == 256
 
 
-def test_lengths_end_at_their_cap() -> None:
-    job = replace(JOB, lengths=replace(JOB.lengths, median=4000))
-    assert max(max(group.lengths) for group in job.groups(0, seed=0)) == 5120
+def test_lengths_grow_with_training_up_to_their_cap() -> None:
+    job = replace(JOB, lengths=replace(JOB.lengths, growth_per_step=0.01), prompts=256)
+    early, late = (sum(group.tokens for group in job.groups(step, seed=0)) for step in (0, 50))
+    assert 1.3 < late / early < 1.01**50
+    assert max(max(group.lengths) for group in job.groups(500, seed=0)) == 5120
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
