@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,6 +20,9 @@ SHIPPED = Path(str(files("rlboost.simulation") / "prices.yaml"))
 class Prices(Section):
     """Dollars per hour."""
 
+    as_of: str | int | date = ""
+    """When these were the prices, and where they are from: for readers."""
+    source: str = ""
     reserved: NonNegativeFloat | None = None
     """The whole reserved cluster."""
     workers: dict[str, NonNegativeFloat] = Field(default_factory=dict)

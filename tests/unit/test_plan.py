@@ -179,9 +179,17 @@ def test_plan_command_prints_each_fleet_and_marks_one(tmp_path: Path) -> None:
     assert "no fleet is within the limits" in table.stderr
 
 
-def test_shipped_prices_are_a_price_list() -> None:
+def test_shipped_prices_are_a_dated_price_list() -> None:
     prices = read_prices(SHIPPED)
-    assert (prices.reserved, prices.workers) == (83.79, {"h100x2-spot": 5.32})
+    assert prices.as_of
+    assert prices.source
+    assert prices.reserved == 83.79
+
+
+@pytest.mark.parametrize("moment", ["2026", "2026-10", "2026-10-01"])
+def test_price_list_is_dated_in_any_form(tmp_path: Path, moment: str) -> None:
+    (tmp_path / "prices.yaml").write_text(f"as_of: {moment}\n", encoding="utf-8")
+    assert str(read_prices(tmp_path / "prices.yaml").as_of) == moment
 
 
 @pytest.mark.parametrize(
