@@ -15,6 +15,7 @@ from rlboost.services.weight_store.api import create
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunk_response import find_chunk
 from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.services.weight_store.settings import Settings
@@ -25,6 +26,7 @@ from rlboost.shared.http.store_credential import may_download, store_authenticat
 from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
+from rlboost.shared.state_protocol import check_leader, leader_check
 from rlboost.shared.waiting import Waits
 
 NAME = "weight_store"
@@ -36,6 +38,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     bus = await connect(settings.redis_url, NAME)
     waits, metrics = Waits(), Metrics(REGISTRY)
     try:
+        await check_leader(bus)
         async with open_origin(
             settings.origin,
             settings.dir,
@@ -44,9 +47,9 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             redirect=settings.redirect,
             clock=time.time,
         ) as origin:
-            chunks, documents = origin.chunks, origin.documents
-            limited = LimitedChunks(chunks, settings.max_bytes, time.monotonic) if settings.max_bytes else None
-            chunks = limited or chunks
+            documents = origin.documents
+            limited = LimitedChunks(origin.chunks, settings.max_bytes, time.monotonic) if settings.max_bytes else None
+            chunks = DerivedChunks(limited or origin.chunks)
             deltas = Deltas(chunks, documents, metrics, keep=settings.keep_deltas, clock=time.time)
             store = WeightStore(
                 chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=time.time
@@ -75,6 +78,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 "announce": store.announcements.announce,
                 "collect": store.collect,
                 "compose": deltas.compose,
+                "protocol": leader_check(bus),
                 "logs": log_sender(bus, NAME, list),
             }
             await supervise(loops, stop)

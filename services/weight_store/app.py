@@ -5,7 +5,7 @@ Three loops, each until the stop:
 - `announcements.announce` consumes commits in order and produces `WeightsCommitted`. It waits for the next commit and
   for Redis, and ends at the stop. A commit is valid before it is announced; every head is announced again at start, in
   case a crash came between.
-- `compose` composes longer deltas: see `deltas`.
+- `compose` writes chunks that deltas lead to, and composes longer deltas: see `deltas`.
 - `collect` consumes nothing and, once a minute or at the limit of the store's size, retires the versions of ended jobs
   and removes the chunks that no version and no upload in progress needs. It waits for Redis and for the chunk and
   document stores, and ends at the stop.
@@ -14,15 +14,17 @@ Three loops, each until the stop:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
-from pydantic import ValidationError
 
 from rlboost.services.weight_store.announcements import Announcements
 from rlboost.services.weight_store.damage import DamagedChunks
 from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain.garbage import garbage
 from rlboost.services.weight_store.domain.versions import (
     Model,
@@ -37,7 +39,8 @@ from rlboost.services.weight_store.domain.versions import (
 )
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
-from rlboost.services.weight_store.ports import Chunks, Documents, Source, StagedPart
+from rlboost.services.weight_store.parts import assemble
+from rlboost.services.weight_store.ports import Documents, Source, StagedPart
 from rlboost.shared.bus import Bus
 from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.lifecycle import until_stop
@@ -51,6 +54,16 @@ log = structlog.get_logger(__name__)
 UPLOAD_GRACE_S = 3600.0
 """Maximum time of an upload from its first chunk to the commit."""
 _COLLECT_INTERVAL_S = 60.0
+ENDED_GRACE_S = 600.0
+"""How long the versions of an ended job remain, so that each can still be exported."""
+
+
+class _ChunksLacking(Conflict):
+    """A version's chunks are not in the store; `edges` may lead to them."""
+
+    def __init__(self, message: str, edges: Sequence[Edge]) -> None:
+        super().__init__(message)
+        self.edges = edges
 
 
 class WeightStore:
@@ -58,7 +71,7 @@ class WeightStore:
 
     def __init__(
         self,
-        chunks: Chunks,
+        chunks: DerivedChunks,
         documents: Documents,
         deltas: Deltas,
         bus: Bus,
@@ -87,6 +100,7 @@ class WeightStore:
 
     async def load(self) -> None:
         """Read every model, announce every head, and queue every version for the composition of deltas."""
+        held = await self._chunks.last_used()
         for job_id in await self._documents.jobs():
             try:
                 model = await self._documents.model(job_id)
@@ -96,6 +110,7 @@ class WeightStore:
             self._models[job_id] = model
             if model.versions:
                 self.announcements.add(job_id, model.versions[-1])
+            await self._deltas.restore(model, held)
             for version in model.versions:
                 self._deltas.committed(job_id, version.version, model.base)
         for job_id, reason in self._unreadable.items():
@@ -208,6 +223,15 @@ class WeightStore:
             Undecodable: a list of edges is invalid.
 
         """
+        try:
+            return await self._commit(job_id, version, request)
+        except _ChunksLacking as error:
+            # Of chunks that were derived only, a process that was restarted meanwhile knows nothing.
+            if not error.edges or await self._deltas.apply(error.edges):
+                raise
+        return await self._commit(job_id, version, request)
+
+    async def _commit(self, job_id: str, version: int, request: CommitRequest) -> Version:
         async with self._locks[job_id]:
             self._check_readable(job_id)
             model = self._models.get(job_id, Model(job_id))
@@ -215,16 +239,18 @@ class WeightStore:
                 await self._check_same(job_id, found, request)
                 return found
             check_commit(model, version, request.expect, request.base_version)
-            manifest = await self._assemble(job_id, version, request)
+            manifest = await assemble(self._documents, job_id, version, request)
+            hop = await self._deltas.published(version, manifest)
             now = self._now()
             refs = list(manifest.chunks())
             if missing := await self._chunks.missing(refs, now):
-                raise Conflict(
-                    f"version {version} of job {job_id} lacks {len(missing)} of {len(refs)} chunks: publish it again"
+                raise _ChunksLacking(
+                    f"version {version} of job {job_id} lacks {len(missing)} of {len(refs)} chunks: publish it again",
+                    [edge for edge in hop.edges if edge.new in missing] if hop else [],
                 )
             data = await asyncio.to_thread(manifest.encode)
             await self._chunks.sync()
-            delta_bytes = await self._deltas.record(job_id, version, manifest)
+            delta_bytes = await self._deltas.record(job_id, version, hop)
             await self._documents.put_manifest(job_id, version, data)
             new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
             await self._save(commit(model, new, keep=self._keep))
@@ -263,20 +289,20 @@ class WeightStore:
     async def collect(self, stop: asyncio.Event) -> None:
         """Collect garbage once a minute."""
         while not await until_stop(stop, _COLLECT_INTERVAL_S):
-            await self.tidy()
+            await self.tidy(ended_before=self._now() - ENDED_GRACE_S)
 
-    async def tidy(self) -> None:
+    async def tidy(self, ended_before: float = math.inf) -> None:
         """Retire the versions of ended jobs and collect garbage; what is unavailable now is deferred."""
         async with self._tidying:
-            for action in (self.retire_ended, self.collect_once):
+            for action in (partial(self.retire_ended, ended_before), self.collect_once):
                 try:
                     await action()
                 except (BusUnavailable, StoreUnavailable, Undecodable) as error:
                     log.warning("collection_deferred", error=str(error))
 
-    async def retire_ended(self) -> None:
-        """Retire all but the last version of ended jobs; pinned versions and bases stay; raises `BusUnavailable`."""
-        for job_id in sorted(await self._ended_jobs.ids() & self._models.keys()):
+    async def retire_ended(self, before: float = math.inf) -> None:
+        """Retire all but the last version of jobs that ended `before`; pinned ones and bases stay. See `EndedJobs`."""
+        for job_id in sorted(await self._ended_jobs.ids(before) & self._models.keys()):
             async with self._locks[job_id]:
                 model = self._models[job_id]
                 if (after := retire(model, keep=1)) != model:
@@ -296,6 +322,7 @@ class WeightStore:
         last_used = await self._chunks.last_used()
         referenced: set[str] = set()
         retired: dict[str, float] = {}
+        chunks_of: dict[tuple[str, int], set[str]] = {}
         seen: list[tuple[Model, list[int]]] = []
         for job_id in await self._documents.jobs():
             async with self._locks[job_id]:
@@ -304,17 +331,25 @@ class WeightStore:
                 for version in model.versions:
                     referenced |= await self._chunks_of(job_id, version)
                 for version in model.retired:
-                    retired |= dict.fromkeys(await self._chunks_of(job_id, version), version.committed_at)
+                    chunks_of[job_id, version.version] = chunks = await self._chunks_of(job_id, version)
+                    retired |= dict.fromkeys(chunks, version.committed_at)
                 deltas = await self._deltas.survey(model)
                 referenced |= deltas.referenced
                 retired |= deltas.dropped
                 seen.append((model, deltas.outdated))
-        victims = garbage(last_used, referenced, retired, now=now, grace_s=UPLOAD_GRACE_S)
+        derived_from = self._chunks.needed()
+        victims = garbage(last_used, referenced | derived_from, retired, now=now, grace_s=UPLOAD_GRACE_S)
         await self._chunks.remove(victims)
         self._metrics.chunks_removed.inc(len(victims))
         for model, outdated in seen:
             await self._deltas.forget(model.job_id, outdated)
-            await self._remove_retired(model)
+            # A version whose chunks are bases stays retired, so that its chunks are garbage once they are not.
+            removable = [
+                version
+                for version in model.retired
+                if chunks_of[model.job_id, version.version].isdisjoint(derived_from)
+            ]
+            await self._remove_retired(model.job_id, tuple(removable))
 
     async def _staged_chunks(self, model: Model, now: float) -> set[str]:
         chunks: set[str] = set()
@@ -335,43 +370,14 @@ class WeightStore:
             return set()
         return {chunk.digest for chunk in (await asyncio.to_thread(Manifest.decode, data)).chunks()}
 
-    async def _remove_retired(self, seen: Model) -> None:
-        if not seen.retired:
+    async def _remove_retired(self, job_id: str, versions: tuple[Version, ...]) -> None:
+        if not versions:
             return
-        for version in seen.retired:
-            await self._documents.remove_manifest(seen.job_id, version.version)
-            log.info("version_removed", job=seen.job_id, version=version.version)
-        async with self._locks[seen.job_id]:
-            await self._save(forget_retired(self._models[seen.job_id], seen.retired))
-
-    async def _assemble(self, job_id: str, version: int, request: CommitRequest) -> Manifest:
-        parts = []
-        for rank, digest in enumerate(request.parts):
-            try:
-                data = await self._documents.part(job_id, version, rank)
-            except NotFound as error:
-                raise Conflict(
-                    f"version {version} of job {job_id}: rank {rank} of {len(request.parts)} has not published"
-                ) from error
-            if digest_of(data) != digest:
-                raise Conflict(
-                    f"version {version} of job {job_id}: the part of rank {rank} does not have the digest in the commit"
-                )
-            parts.append(await asyncio.to_thread(Part.decode, data))
-        try:
-            return Manifest(
-                job_id=job_id,
-                version=version,
-                config_json=request.config_json,
-                parts=tuple(parts),
-                base_version=request.base_version,
-                adapter_json=request.adapter_json,
-                parity_json=request.parity_json,
-                signature=request.signature,
-            )
-        except ValidationError as error:
-            reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-            raise Conflict(f"version {version} of job {job_id} is incomplete: {reason}") from error
+        for version in versions:
+            await self._documents.remove_manifest(job_id, version.version)
+            log.info("version_removed", job=job_id, version=version.version)
+        async with self._locks[job_id]:
+            await self._save(forget_retired(self._models[job_id], versions))
 
     async def _check_same(self, job_id: str, found: Version, request: CommitRequest) -> None:
         data = await self._documents.manifest(job_id, found.version)

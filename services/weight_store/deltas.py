@@ -1,20 +1,23 @@
 """The delta graph of every job: apply uploaded deltas, record edges at a commit, compose longer hops, drop old ones.
 
-One loop, `compose`, consumes committed versions in order and produces, one hop at a time, the hops over 2, 4 and 8
-versions and, to every eighth version, the hop from the job's first version. It waits for the next commit and for the
-disk or object store, and ends at the stop, between two chunks. It composes one chunk at a time, in a thread. After a
-crash the next process composes the missing hops; a hop is visible completely or not at all.
+One loop, `compose`, consumes committed versions in order. It produces the files of the chunks that deltas lead to (see
+`derived_chunks`) and, one hop at a time, the hops over 2, 4 and 8 versions and, to every eighth version, the hop from
+the job's first version. It waits for the next commit and for the disk or object store, and ends at the stop, between
+two chunks. It composes one chunk at a time, in a thread. After a crash the next process composes the missing hops; a
+hop is visible completely or not at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import structlog
 
+from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain.delta_graph import (
     LONGEST_HOPS,
     EdgePair,
@@ -27,7 +30,7 @@ from rlboost.services.weight_store.domain.delta_graph import (
 )
 from rlboost.services.weight_store.domain.versions import Model
 from rlboost.services.weight_store.metrics import Metrics
-from rlboost.services.weight_store.ports import Chunks, Documents, StoreFull
+from rlboost.services.weight_store.ports import Documents, StoreFull
 from rlboost.shared.errors import NotFound, StoreUnavailable, Undecodable, Unprocessable
 from rlboost.shared.lifecycle import until_stop
 from rlboost.shared.weights import codec
@@ -64,7 +67,7 @@ class Deltas:
     """The delta graphs of one store."""
 
     def __init__(
-        self, chunks: Chunks, documents: Documents, metrics: Metrics, *, keep: int, clock: Callable[[], float]
+        self, chunks: DerivedChunks, documents: Documents, metrics: Metrics, *, keep: int, clock: Callable[[], float]
     ) -> None:
         """Use the store's ports; edges of the `keep` newest versions of each job are retained."""
         self._chunks = chunks
@@ -76,8 +79,35 @@ class Deltas:
         """By job: held while a document is replaced or surveyed."""
         self._composable: asyncio.Queue[_Commit | None] = asyncio.Queue()
 
+    async def restore(self, model: Model, held: Container[str]) -> None:
+        """Find the chunks of committed versions that an earlier process derived and did not write.
+
+        Args:
+            model: the job's versions.
+            held: the digests of all chunks in the store.
+
+        """
+        lacking: dict[str, tuple[int, float]] = {}
+        for version in model.versions:
+            try:
+                manifest = await self._documents.manifest(model.job_id, version.version)
+                chunks = (await asyncio.to_thread(Manifest.decode, manifest)).chunks()
+            except (NotFound, Undecodable):
+                continue  # the readers of this version, and the collection, report it
+            for chunk in chunks:
+                if chunk.digest not in held:
+                    lacking[chunk.digest] = chunk.n_bytes, version.committed_at
+        versions = await self._documents.edge_versions(model.job_id) if lacking else []
+        for number in reversed(versions):
+            with suppress(NotFound):
+                for edge in (await self.document(model.job_id, number)).hops[0].edges:
+                    if edge.new in lacking and edge.base in held and edge.delta in held:
+                        self._chunks.restore(edge, *lacking.pop(edge.new))
+        if lacking:
+            log.error("chunks_lost", job=model.job_id, chunks=len(lacking))
+
     async def apply(self, edges: Sequence[Edge]) -> list[str]:
-        """Make the chunks that these edges lead to; return the digests of those that cannot be made.
+        """Derive the chunks that these edges lead to; return the digests of those that cannot be derived.
 
         Raises:
             StoreFull: the disk is full.
@@ -86,32 +116,22 @@ class Deltas:
         failed: list[str] = []
 
         async def apply(edge: Edge) -> None:
-            if not await self._apply(edge):
+            try:
+                await self._chunks.derive(edge, self._now())
+            except (NotFound, Unprocessable) as error:
+                log.warning("delta_not_applied", chunk=edge.new, base=edge.base, error=str(error))
                 failed.append(edge.new)
+            else:
+                self._metrics.deltas_applied.inc()
 
         await for_each(edges, apply, concurrency=_MAX_CONCURRENT, name="deltas-apply")
         return failed
 
-    async def _apply(self, edge: Edge) -> bool:
-        try:
-            base, delta = await self._chunks.read(edge.base), await self._chunks.read(edge.delta)
-            data = await asyncio.to_thread(codec.apply, base, delta)
-            # Checks the digest, so a corrupt base or delta cannot become a corrupt chunk.
-            await self._chunks.put(edge.new, [data], self._now())
-        except (NotFound, Unprocessable) as error:
-            log.warning("delta_not_applied", chunk=edge.new, base=edge.base, error=str(error))
-            return False
-        self._metrics.deltas_applied.inc()
-        return True
-
-    async def record(self, job_id: str, version: int, manifest: Manifest) -> int | None:
-        """Write the publisher's edges, which become visible with the commit; return the total bytes of the deltas.
-
-        Returns None for a version without edges.
+    async def published(self, version: int, manifest: Manifest) -> EdgeList | None:
+        """Return the edges that a version's publisher uploaded, None for a version without edges.
 
         Raises:
             Undecodable: an edge list is invalid.
-            StoreFull: the disk is full.
 
         """
         lists = [
@@ -120,7 +140,15 @@ class Deltas:
             for ref in part.edges
             if (data := await self._read(ref.digest)) is not None
         ]
-        hop = published(version, lists, {chunk.digest: chunk.n_bytes for chunk in manifest.chunks()})
+        return published(version, lists, {chunk.digest: chunk.n_bytes for chunk in manifest.chunks()})
+
+    async def record(self, job_id: str, version: int, hop: EdgeList | None) -> int | None:
+        """Write the edges of `published`, which become visible with the commit; return the total bytes of the deltas.
+
+        Raises:
+            StoreFull: the disk is full.
+
+        """
         async with self._locks[job_id]:
             if hop is None:
                 await self._documents.remove_edges(job_id, version)
@@ -163,7 +191,7 @@ class Deltas:
 
     async def survey(self, model: Model) -> Survey:
         """Return which deltas of a job are referenced and which may be removed."""
-        result = Survey(set(), {}, [])
+        result, derived = Survey(set(), {}, []), self._chunks.needed()
         async with self._locks[model.job_id]:
             versions = await self._documents.edge_versions(model.job_id)
             result.outdated.extend(outdated(versions, model.head, keep=self._keep))
@@ -175,6 +203,8 @@ class Deltas:
                 except NotFound:
                     continue
                 deltas = {edge.delta for edge in document.edges()}
+                if version in result.outdated and deltas & derived:
+                    result.outdated.remove(version)
                 if version in result.outdated:
                     result.dropped.update(dict.fromkeys(deltas, document.at))
                 else:
@@ -187,7 +217,7 @@ class Deltas:
             await self._documents.remove_edges(job_id, version)
 
     async def compose(self, stop: asyncio.Event) -> None:
-        """Compose longer hops to every committed version, until the stop."""
+        """Write the derived chunks of every committed version and compose longer hops to it, until the stop."""
 
         async def end() -> None:
             await stop.wait()
@@ -201,10 +231,17 @@ class Deltas:
         finally:
             ending.cancel()
 
+    async def _write_chunks(self, stop: asyncio.Event) -> None:
+        try:
+            await self._chunks.write_all(stop)
+        except StoreFull as error:
+            log.warning("derived_chunks_not_written", chunks=len(self._chunks), error=str(error))
+
     async def _compose_commit(self, commit: _Commit, stop: asyncio.Event) -> bool:
-        """Compose the hops to a version; return False if the object store was unavailable."""
+        """Write and compose what a version needs; return False if the object store was unavailable."""
         job_id, version, _ = commit
         try:
+            await self._write_chunks(stop)
             await self._extend(commit, stop)
         except NotFound:
             pass  # a version was removed meanwhile, or has no edges

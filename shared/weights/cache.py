@@ -1,7 +1,12 @@
-"""A cache of verified blobs (chunks and deltas) in files on this machine, named by digest."""
+"""A cache of verified blobs (chunks and deltas) in files on this machine, named by digest.
+
+Files of removed chunks are overwritten with later chunks: each page of a new file must be allocated, which costs more
+processor time than to receive and verify its bytes where memory is scarce or virtual.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -34,6 +39,8 @@ class Cache:
         self.verified: set[str] = set()
         """Digests of the blobs verified by this process."""
         self._pulled_file = root / "held.json"
+        self._spare: list[Path] = []
+        """Files of `CHUNK_BYTES` to be overwritten."""
         self._lock = lock_directory(root)
         with self._errors():
             self.blobs.mkdir(exist_ok=True)
@@ -106,7 +113,13 @@ class Cache:
         if len(data) != blob.n_bytes or digest_of(data) != blob.digest:
             return False
         with self._errors():
-            replace_file(self.path(blob.digest), data)
+            spare = self._take_spare() if blob.n_bytes == CHUNK_BYTES else None
+            if spare is None:
+                replace_file(self.path(blob.digest), data)
+            else:
+                with spare.open("r+b") as file:
+                    file.write(data)
+                spare.replace(self.path(blob.digest))
         self.verified.add(blob.digest)
         return True
 
@@ -125,12 +138,32 @@ class Cache:
                 self.path(digest).unlink(missing_ok=True)
 
     def prune(self, keep: AbstractSet[str], pulled: list[tuple[str, int]]) -> None:
-        """Remove all blobs but `keep`, and record what was pulled last."""
+        """Remove all blobs but `keep`, and record what was pulled last. The next pull overwrites removed chunks."""
         with self._errors():
+            while self._spare:
+                self._spare.pop().unlink()
             for digest in self.digests() - keep:
-                self.path(digest).unlink()
+                self._discard(self.path(digest))
             replace_file(self._pulled_file, json.dumps(pulled))
         self.verified &= keep
+
+    def _discard(self, path: Path) -> None:
+        """Remove a blob, or retain its file to be overwritten."""
+        if path.stat().st_size != CHUNK_BYTES:
+            path.unlink()
+            return
+        spare = path.with_name(f".spare.{secrets.token_hex(8)}")
+        path.rename(spare)
+        self._spare.append(spare)
+
+    def _take_spare(self) -> Path | None:
+        """Return an unused file: a peer may still be receiving one, or the weight store have a link to it."""
+        while self._spare:
+            path = self._spare.pop()
+            if _is_unused(path):
+                return path
+            path.unlink()
+        return None
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -140,6 +173,21 @@ class Cache:
             raise Fatal(
                 f"cache directory {self.blobs.parent}: {error.strerror}; free space there, or set another directory"
             ) from error
+
+
+def _is_unused(path: Path) -> bool:
+    """Return True if the file has no other name and is not open anywhere: only then is a write lease granted."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_nlink > 1:
+            return False  # and no lease either: opening a leased file by its other name signals this process
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # released by closing the file
+    except (OSError, AttributeError):  # file systems and platforms without leases
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 class _Scratch(threading.local):

@@ -187,6 +187,10 @@ class StoreClient:
         answer = await self._request("POST", f"/v1/chunks/{digest}/verify")
         return ChunkState.model_validate_json(answer.body).intact
 
+    async def prepare(self, digest: str) -> None:
+        """Let the store write the file of a chunk that it has only as base and delta."""
+        await self._request("HEAD", f"/v1/chunks/{digest}")
+
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:
         """Upload a chunk without copying it as a whole."""
 

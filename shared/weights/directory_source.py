@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import structlog
 
-from rlboost.shared.errors import StoreUnavailable
+from rlboost.shared.errors import NotFound, StoreUnavailable
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import ChunkRef
@@ -44,7 +45,11 @@ class DirectorySource:
         rest: list[ChunkRef] = []
 
         async def take(blob: ChunkRef) -> None:
-            if await asyncio.to_thread(self._cache.adopt, blob, directory.chunk(blob.digest)):
+            path = directory.chunk(blob.digest)
+            if not rest and not await asyncio.to_thread(path.exists):
+                with suppress(StoreUnavailable, NotFound):
+                    await self._client.prepare(blob.digest)
+            if await asyncio.to_thread(self._cache.adopt, blob, path):
                 traffic.from_directory += blob.n_bytes
                 await arrived(blob, None)
             else:

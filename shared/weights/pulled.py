@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,14 @@ from rlboost.shared.errors import Corrupt, NotFound
 from rlboost.shared.weights.manifest import ITEM_BYTES, Manifest, Part, TensorEntry, digest_of
 
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class WholeTensor(NamedTuple):
+    """A tensor of a version, assembled from the shards of all ranks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class PulledVersion:
@@ -46,12 +54,10 @@ class PulledVersion:
         base = cls.at(location["base"]) if location["base"] is not None else None
         return cls(Manifest.decode(location["manifest"].encode()), Path(location["chunks"]), base, verify=True)
 
-    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[TensorEntry, memoryview]]:
-        """Yield the entry and the bytes of every tensor, or of those with these names.
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[WholeTensor, memoryview]]:
+        """Yield every tensor with its bytes, or those with these names.
 
-        Tensors are whole: `offset` is zeros and `local_shape` is `global_shape`. Shards of several ranks are assembled,
-        and the entry has the digest of the whole tensor. One tensor is in memory at a time. Blocks on files: call it
-        outside the event loop.
+        One tensor is in memory at a time. Blocks on files: call it outside the event loop.
 
         Raises:
             NotFound: two later versions have been pulled, and the chunks of this one are removed.
@@ -68,29 +74,20 @@ class PulledVersion:
                 yield _whole(held, reader)
 
 
-def _whole(shards: list[tuple[Part, TensorEntry]], reader: _Reader) -> tuple[TensorEntry, memoryview]:
-    part, entry = shards[0]
+def _whole(shards: list[tuple[Part, TensorEntry]], reader: _Reader) -> tuple[WholeTensor, memoryview]:
+    entry = shards[0][1]
     tensor = np.empty(entry.global_shape, dtype=_UINT[ITEM_BYTES[entry.dtype]])
-    if len(shards) == 1:
-        reader.read_into(part, entry, tensor)
-        return entry, _bytes(tensor)
     for part, shard in shards:
-        target = tensor[tuple(slice(low, low + n) for low, n in zip(shard.offset, shard.local_shape, strict=True))]
+        slices = [slice(low, low + n) for low, n in zip(shard.offset, shard.local_shape, strict=True)]
+        index: tuple[Any, ...] = (..., *slices)  # with the ellipsis, the target is an array even without dimensions
+        target = tensor[index]
         if target.flags.c_contiguous:
             reader.read_into(part, shard, target)
         else:
             shard_data = np.empty(shard.local_shape, dtype=tensor.dtype)
             reader.read_into(part, shard, shard_data)
             target[...] = shard_data
-    data = _bytes(tensor)
-    whole = {
-        "offset": (0,) * tensor.ndim,
-        "local_shape": entry.global_shape,
-        "start": 0,
-        "n_bytes": len(data),
-        "digest": digest_of(data),
-    }
-    return entry.model_copy(update=whole), data
+    return WholeTensor(entry.name, entry.dtype, entry.global_shape), _bytes(tensor)
 
 
 def _bytes(array: npt.NDArray[np.unsignedinteger]) -> memoryview:

@@ -88,6 +88,10 @@ class Puller:
         """Close the cache."""
         self._cache.close()
 
+    def distrust_cache(self) -> None:
+        """Verify each cached chunk again in the next pull that needs it."""
+        self._cache.verified.clear()
+
     async def pull(self, job_id: str, version: int) -> PulledVersion:
         """Pull a committed version into the cache; for an adapter, its base version too.
 

@@ -12,11 +12,11 @@ from rlboost.shared.weights.pulled import PulledVersion
 
 def tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor, or those with these names, on the CPU in its published dtype, each with its own memory."""
-    for entry, data in pulled.tensors(names):
-        dtype = getattr(torch, entry.dtype)
+    for whole, data in pulled.tensors(names):
+        dtype = getattr(torch, whole.dtype)
         # torch.frombuffer rejects an empty buffer.
-        flat = torch.frombuffer(data, dtype=dtype) if entry.n_bytes else torch.empty(0, dtype=dtype)
-        yield entry.name, flat.view(entry.global_shape)
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        yield whole.name, flat.view(whole.shape)
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

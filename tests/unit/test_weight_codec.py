@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tests.support.golden_deltas import GOLDEN, golden_case
 STEPPED = sorted(WIDTHS)
 SPARSE = [Kind.RICE, Kind.BITMAP]
 IMPLEMENTATIONS = list(kernels.available())
-TYPES = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "int8": np.uint8}
+TYPES: dict[str, Any] = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "int8": np.uint8}
 SPECIAL = {2: [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x8001, 0x7C00, 0x7E01, 0x3F80]}
 SPECIAL[4] = [
     0x00000000,

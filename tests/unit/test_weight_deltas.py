@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
 from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
@@ -58,9 +59,10 @@ class World:
 
     def restart(self) -> None:
         metrics = Metrics(CollectorRegistry())
-        self.deltas = Deltas(self.chunks, self.documents, metrics, keep=12, clock=lambda: self.now)
+        self.derived = DerivedChunks(self.chunks)
+        self.deltas = Deltas(self.derived, self.documents, metrics, keep=12, clock=lambda: self.now)
         self.store = WeightStore(
-            self.chunks,
+            self.derived,
             self.documents,
             self.deltas,
             MemoryBus(),

@@ -12,6 +12,7 @@ from rlboost.services.weight_store import app, deltas
 from rlboost.services.weight_store.adapters.model_document import decode_model
 from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
 from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
@@ -39,9 +40,10 @@ class World:
 
     def store(self, keep: int = 2) -> WeightStore:
         metrics = Metrics(CollectorRegistry())
-        self.deltas = Deltas(self.chunks, self.documents, metrics, keep=3, clock=lambda: self.now)
+        self.derived = DerivedChunks(self.chunks)
+        self.deltas = Deltas(self.derived, self.documents, metrics, keep=3, clock=lambda: self.now)
         return WeightStore(
-            self.chunks,
+            self.derived,
             self.documents,
             self.deltas,
             self.bus,

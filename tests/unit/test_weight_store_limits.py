@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
@@ -127,6 +129,17 @@ async def test_only_the_last_version_of_an_ended_job_is_retained(world: World, s
     await store.tidy()
     assert [known.version for known in store.model(JOB).versions] == [2]
     assert set(world.chunks.held) == {digest_of(b"weights 2")}
+
+
+async def test_versions_of_a_job_that_ended_just_now_remain(world: World, store: WeightStore) -> None:
+    for version in range(2):
+        await commit(store, version, b"weights %d" % version)
+    record = {"state": "completed", "finished_at": world.now}
+    await world.bus.transact([HashSet(JOBS, {JOB: json.dumps(record)})])
+    await store.tidy(ended_before=world.now)
+    assert [known.version for known in store.model(JOB).versions] == [0, 1]
+    await store.tidy(ended_before=world.now + 0.1)
+    assert [known.version for known in store.model(JOB).versions] == [1]
 
 
 async def test_base_of_an_ended_adapter_job_is_retained(world: World, store: WeightStore) -> None:

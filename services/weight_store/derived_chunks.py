@@ -1,0 +1,185 @@
+"""Chunks that are durable as a base chunk and a delta before they are written whole.
+
+A delta is applied and its result verified before the commit; the chunk is written after it, in the background or when a
+reader asks for it first. Base and delta are retained until then. A base is always written before a chunk is derived
+from it, so one delta leads to every derived chunk. Results stay in memory up to a limit; the others, and all after a
+restart, are derived a second time: the edges of the versions tell from what (`Deltas.restore`). If the disk is full,
+readers get the result without a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import structlog
+
+from rlboost.services.weight_store.ports import BadChunk, Chunks, Proxied, Source, StoreFull
+from rlboost.shared.errors import NotFound, Unprocessable
+from rlboost.shared.weights import codec
+from rlboost.shared.weights.delta_graph import Edge
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
+
+log = structlog.get_logger(__name__)
+
+
+MAX_BYTES_IN_MEMORY = 256 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Derived:
+    edge: Edge
+    n_bytes: int
+    used_at: float
+    """Also the time of the file, so that collection treats it like a chunk that was uploaded before the commit."""
+    data: bytes = b""
+    """The chunk, if it is in memory."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class DerivedChunks:
+    """`ports.Chunks`, and chunks derived from them that are not yet written."""
+
+    def __init__(self, chunks: Chunks, max_bytes_in_memory: int = MAX_BYTES_IN_MEMORY) -> None:
+        """Write to `chunks`; keep results of deltas up to a limit until they are written."""
+        self._chunks = chunks
+        self._max_bytes_in_memory = max_bytes_in_memory
+        self._derived: dict[str, _Derived] = {}
+        self._bytes_in_memory = 0
+
+    def __len__(self) -> int:
+        """Return the number of derived chunks that are not written."""
+        return len(self._derived)
+
+    async def derive(self, edge: Edge, now: float) -> None:
+        """Add the chunk that an edge leads to, verified but not written.
+
+        Raises:
+            NotFound: the base or the delta is missing.
+            Unprocessable: the result does not have the digest.
+            StoreFull: the base is derived itself, and there is no space to write it.
+
+        """
+        if edge.base in self._derived:
+            await self.write(edge.base)
+        data = await self._applied(edge)
+        if await asyncio.to_thread(digest_of, data) != edge.new:
+            raise BadChunk(f"the delta {edge.delta} does not lead from {edge.base} to this chunk")
+        if await self._chunks.missing([ChunkRef(edge.new, len(data))], now):
+            self.restore(edge, len(data), now)
+            derived = self._derived[edge.new]
+            if not derived.data and self._bytes_in_memory + len(data) <= self._max_bytes_in_memory:
+                derived.data = data
+                self._bytes_in_memory += len(data)
+
+    def restore(self, edge: Edge, n_bytes: int, used_at: float) -> None:
+        """Add a chunk of a committed version, which was verified before its commit."""
+        self._derived.setdefault(edge.new, _Derived(edge, n_bytes, used_at))
+
+    def needed(self) -> set[str]:
+        """Return the digests of the bases and deltas of all derived chunks."""
+        return {digest for derived in self._derived.values() for digest in (derived.edge.base, derived.edge.delta)}
+
+    async def write(self, digest: str) -> None:
+        """Write a derived chunk; does nothing if it is written.
+
+        Raises:
+            NotFound: its base or delta is lost or damaged.
+            StoreFull: the disk is full.
+
+        """
+        if (derived := self._derived.get(digest)) is None:
+            return
+        async with derived.lock:
+            if self._derived.get(digest) is not derived:
+                return
+            try:
+                await self._chunks.put(digest, [await self._data(derived)], derived.used_at)  # checks the digest
+            except (NotFound, Unprocessable) as error:
+                self._forget(digest)
+                log.error("derived_chunk_lost", chunk=digest, base=derived.edge.base, error=str(error))  # noqa: TRY400 - the message says it all
+                raise NotFound(f"chunk {digest} cannot be derived any more: {error}") from error
+            self._forget(digest)
+
+    async def write_all(self, stop: asyncio.Event) -> None:
+        """Write the derived chunks, one after the other, until the stop.
+
+        Raises:
+            StoreFull: the disk is full.
+
+        """
+        for digest in list(self._derived):
+            if stop.is_set():
+                return
+            with suppress(NotFound):
+                await self.write(digest)
+
+    def _forget(self, digest: str) -> None:
+        if (derived := self._derived.pop(digest, None)) is not None:
+            self._bytes_in_memory -= len(derived.data)
+
+    async def _data(self, derived: _Derived) -> bytes:
+        return derived.data or await self._applied(derived.edge)
+
+    async def _applied(self, edge: Edge) -> bytes:
+        base, delta = await self._chunks.read(edge.base), await self._chunks.read(edge.delta)
+        return await asyncio.to_thread(codec.apply, base, delta)
+
+    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+        """See `Chunks.put`."""
+        await self._chunks.put(digest, blocks, now)
+        self._forget(digest)
+
+    async def sync(self) -> None:
+        """See `Chunks.sync`."""
+        await self._chunks.sync()
+
+    async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
+        """See `Chunks.missing`."""
+        for chunk in chunks:
+            if derived := self._derived.get(chunk.digest):
+                derived.used_at = now
+        return await self._chunks.missing([chunk for chunk in chunks if not self._derives(chunk)], now)
+
+    def _derives(self, chunk: ChunkRef) -> bool:
+        derived = self._derived.get(chunk.digest)
+        return derived is not None and derived.n_bytes == chunk.n_bytes
+
+    async def read(self, digest: str) -> bytes:
+        """See `Chunks.read`. A derived chunk is written first."""
+        try:
+            await self.write(digest)
+        except StoreFull:
+            return await self._data(self._derived[digest])
+        return await self._chunks.read(digest)
+
+    async def source(self, digest: str) -> Source:
+        """See `Chunks.source`. A derived chunk is written first."""
+        try:
+            await self.write(digest)
+        except StoreFull as error:
+            log.warning("derived_chunk_not_written", chunk=digest, error=str(error))
+            data = await self._data(self._derived[digest])
+            return Proxied(len(data), lambda start, stop: _block(data[start:stop]))
+        return await self._chunks.source(digest)
+
+    async def n_bytes(self) -> int:
+        """See `Chunks.n_bytes`."""
+        return await self._chunks.n_bytes()
+
+    async def last_used(self) -> dict[str, float]:
+        """See `Chunks.last_used`; without derived chunks."""
+        return await self._chunks.last_used()
+
+    async def remove(self, unused_since: Mapping[str, float]) -> None:
+        """See `Chunks.remove`."""
+        await self._chunks.remove(unused_since)
+
+
+async def _block(data: bytes) -> AsyncIterator[bytes]:
+    async def block() -> AsyncIterator[bytes]:
+        yield data
+
+    return block()

@@ -1,0 +1,76 @@
+"""The files of a worker's cache: which of them are overwritten with later chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, digest_of
+
+OLD, NEW, LAST = (bytes([value]) * CHUNK_BYTES for value in range(3))
+
+
+def ref(data: bytes) -> ChunkRef:
+    return ChunkRef(digest_of(data), len(data))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Cache]:
+    """A cache that has just removed the chunk `OLD`."""
+    cache = Cache(tmp_path)
+    assert cache.store(ref(OLD), OLD)
+    yield cache
+    cache.close()
+
+
+def names(cache: Cache) -> set[str]:
+    return {path.name for path in cache.blobs.iterdir()}
+
+
+def test_file_of_a_removed_chunk_is_overwritten_by_the_next(cache: Cache) -> None:
+    inode = cache.path(ref(OLD).digest).stat().st_ino
+    cache.prune(set(), [])
+    assert not cache.holds(ref(OLD))
+    assert cache.store(ref(NEW), NEW)
+    assert cache.path(ref(NEW).digest).stat().st_ino == inode
+    assert cache.path(ref(NEW).digest).read_bytes() == NEW
+    assert names(cache) == {ref(NEW).digest}
+
+
+def test_file_that_is_still_being_read_is_not_overwritten(cache: Cache) -> None:
+    """Such as by a thread that sends it to a peer."""
+    with cache.path(ref(OLD).digest).open("rb", buffering=0) as file:
+        cache.prune(set(), [])
+        assert cache.store(ref(NEW), NEW)
+        assert file.read() == OLD
+    assert names(cache) == {ref(NEW).digest}
+
+
+def test_file_that_the_weight_store_has_too_is_not_overwritten(cache: Cache, tmp_path: Path) -> None:
+    stored = tmp_path / "of the store"
+    stored.hardlink_to(cache.path(ref(OLD).digest))
+    cache.prune(set(), [])
+    assert cache.store(ref(NEW), NEW)
+    assert stored.read_bytes() == OLD
+
+
+def test_removed_files_are_retained_until_the_next_removal_or_restart(cache: Cache, tmp_path: Path) -> None:
+    cache.prune(set(), [])
+    assert len(names(cache)) == 1
+    cache.prune(set(), [])
+    assert names(cache) == set()
+    assert cache.store(ref(LAST), LAST)
+    cache.prune(set(), [])
+    cache.close()
+    again = Cache(tmp_path)
+    assert names(again) == set()
+    again.close()
+
+
+def test_small_blob_has_a_file_of_its_own(cache: Cache) -> None:
+    cache.prune(set(), [])
+    assert cache.store(ref(b"small"), b"small")
+    assert cache.path(ref(b"small").digest).read_bytes() == b"small"
