@@ -14,14 +14,20 @@ from typing import Any
 
 from rlboost.jobs.user_code_check import complaint
 from rlboost.services.trainer.adapters.megatron import model_shape as megatron
-from rlboost.services.trainer.adapters.ranks.layout import Layout
+from rlboost.services.trainer.adapters.ranks.layout import Layout, require_divisible_heads
 from rlboost.shared.data.rows import is_remote
 from rlboost.shared.data.shards import names
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_log import lacking
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.model.experts import require_known_experts
-from rlboost.shared.model.folder import count_parameters, read_config, read_tensor_shapes, require_tokenizer
+from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
+from rlboost.shared.model.folder import (
+    count_parameters,
+    read_config,
+    read_tensor_shapes,
+    require_tokenizer,
+    require_unquantized,
+)
 from rlboost.shared.model.lora_targets import check_targets
 
 _USER_CODE_SCRIPT = """
@@ -38,10 +44,17 @@ except ConfigError as error:
 def model_problems(spec: JobSpec) -> list[str]:
     """Return the problems of a job whose model is a local folder, one line each."""
     model = Path(spec.model).expanduser()
-    checks: list[Callable[[], None]] = [
+    checks: list[Callable[[], object]] = [
         lambda: require_tokenizer(model),
+        lambda: require_unquantized(read_config(model)),
         lambda: require_known_experts(model),
     ]
+    if spec.trainer.router_aux_loss_coef:
+        checks.append(lambda: require_mixture(model, "trainer.router_aux_loss_coef"))
+    if spec.trainer.router_replay != "none":
+        checks.append(lambda: require_replayable(model, spec.sampling.max_tokens))
+    if spec.trainer.context_parallel > 1:
+        checks.append(lambda: _check_heads(spec, model))
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
     if spec.trainer.backend == "megatron":
@@ -110,6 +123,12 @@ def _check_cut(spec: JobSpec, model: Path) -> None:
     except AttributeError:
         return  # an incomplete configuration: only the trainer can check it
     megatron.require_divisible(shape, Layout.of(spec.trainer))
+
+
+def _check_heads(spec: JobSpec, model: Path) -> None:
+    config = read_config(model)
+    if n_heads := config.get("text_config", config).get("num_attention_heads"):
+        require_divisible_heads(n_heads, spec.trainer.context_parallel)
 
 
 def _check_layers(model: Path) -> None:

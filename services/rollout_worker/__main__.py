@@ -17,8 +17,9 @@ from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import A
 from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
-from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
+from rlboost.services.rollout_worker.adapters.vllm.factory import QUANTIZING_ARGS, VllmFactory
 from rlboost.services.rollout_worker.app import Worker, WorkerOptions
+from rlboost.services.rollout_worker.domain.parity import Precision
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import EngineFactory, Membership, NoticeSource
@@ -65,7 +66,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     )
     seed = BaseModel(settings.base_model) if settings.base_model else None
     puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seed=seed)
-    generator = Generator(_engines(settings), dtype=settings.dtype, tolerance=settings.parity_tolerance)
+    generator = Generator(_engines(settings), precision=_precision(settings), tolerance=settings.parity_tolerance)
     identity = WorkerIdentity(
         role=settings.role,
         kind=settings.worker_kind,
@@ -131,6 +132,10 @@ def _engines(settings: Settings) -> EngineFactory:
         enable_sleep=settings.role == "reserved",
         vllm_args=settings.vllm_args,
     )
+
+
+def _precision(settings: Settings) -> Precision:
+    return "quantized" if settings.vllm_args.keys() & QUANTIZING_ARGS else settings.dtype
 
 
 def _preemption_watch(settings: Settings, metadata: Metadata, worker: Worker) -> PreemptionWatch:

@@ -214,6 +214,8 @@ class FakeWeights:
         """Versions that the trainer has not signed."""
         self.credential = ""
         """The newest one."""
+        self.distrusted = 0
+        """Number of calls of `distrust_cache`."""
         self.may_pull = asyncio.Event()
         """While not set, pulls block."""
         self.may_pull.set()
@@ -228,6 +230,10 @@ class FakeWeights:
             return self.versions[job_id, version]
         except KeyError as error:
             raise NotFound(f"there is no version {version} of job {job_id}") from error
+
+    def distrust_cache(self) -> None:
+        """See `WeightSource`."""
+        self.distrusted += 1
 
     def renew_access(self, credential: str) -> None:
         """See `WeightSource`."""

@@ -18,18 +18,20 @@ check shows that the engine computes the same log-probabilities with them as the
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal
 
 import structlog
 
-from rlboost.services.rollout_worker.domain.parity import Verdict, judge
+from rlboost.services.rollout_worker.domain.parity import Precision, Verdict, judge
 from rlboost.services.rollout_worker.domain.progress import Progress
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
 from rlboost.shared.errors import Fatal
-from rlboost.shared.model.parity import Dtype, ParityReference
+from rlboost.shared.model.experts import is_mixture
+from rlboost.shared.model.parity import ParityReference
 from rlboost.shared.threads import run_in_thread
 
 log = structlog.get_logger(__name__)
@@ -60,8 +62,8 @@ class Generator:
 
     Args:
         engines: builds engines.
-        dtype: the dtype that the engine computes in.
-        tolerance: allowed mean difference of the parity check in nats, 0 = by dtype; see `domain.parity.judge`.
+        precision: what the engine computes in.
+        tolerance: allowed mean difference of the parity check in nats; see `domain.parity.judge`.
         parity_limit_s: time limit of one parity check.
 
     """
@@ -70,12 +72,12 @@ class Generator:
         self,
         engines: EngineFactory,
         *,
-        dtype: Dtype = "float32",
+        precision: Precision = "float32",
         tolerance: float = 0.0,
         parity_limit_s: float = _PARITY_LIMIT_S,
     ) -> None:
         self._engines = engines
-        self._dtype: Dtype = dtype
+        self._precision: Precision = precision
         self._tolerance = tolerance
         self._parity_limit_s = parity_limit_s
         self._unchecked: ParityReference | None = None
@@ -297,7 +299,10 @@ class Generator:
             raise EngineFailed(
                 f"the inference engine took more than {self._parity_limit_s:.0f} s for the parity check"
             ) from error
-        verdict = judge(reference, scored, dtype=self._dtype, tolerance=self._tolerance)
+        has_experts = is_mixture(json.loads(self._config_json))
+        verdict = judge(
+            reference, scored, precision=self._precision, has_experts=has_experts, tolerance=self._tolerance
+        )
         if not verdict.agrees:
             raise ParityCheckFailed(stats.version, verdict)
         self._unchecked = None

@@ -18,7 +18,7 @@ from rlboost.services.rollout_worker.domain.frames import Outbox
 from rlboost.services.rollout_worker.domain.parity import Verdict
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.rollout_worker.domain.session import Session, Weights
-from rlboost.services.rollout_worker.domain.throughput import Throughput
+from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.ports import Join, Membership, Memory
 from rlboost.shared import names
@@ -43,6 +43,7 @@ from rlboost.shared.messages import (
     WorkerLog,
     WorkerState,
 )
+from rlboost.shared.protocol import PROTOCOL
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -138,13 +139,13 @@ class ManagerConnection:
         self._identity = identity
         self._lease_s = lease_s
         self._waits = waits
-        self._throughput = Throughput()
+        self._throughput, self._decode = Throughput(), DecodeMeter()
         self._flush_lock = asyncio.Lock()
         self._heartbeat_lock = asyncio.Lock()
         self._left = self._has_joined = False
         self.flush_times = FlushTimes()
         self.tokens_per_s = 0.0
-        self.update_s = 0.0
+        self.update_s = self.standstill_s = 0.0
         """How long the last weight update took; 0 before the first."""
         self.memory = Memory()
         self.incarnation = _new_incarnation(membership, None)
@@ -187,6 +188,7 @@ class ManagerConnection:
         async with self._flush_lock:
             began, incarnation = time.monotonic(), self.incarnation
             emissions = self._generator.drain()
+            self._decode.on_flush(emissions, self._generator.stats().running, began)
             if emissions:
                 incarnation.session.on_emissions(emissions)
                 incarnation.outbox.add(emissions)
@@ -213,6 +215,7 @@ class ManagerConnection:
             self.tokens_per_s = self._throughput.update(stats.tokens_generated_total, time.monotonic())
             self.memory = self._memory()
             job_id, version = session.serving or ("", -1)
+            batch, step_s = self._decode.take()
             heartbeat = WorkerHeartbeat(
                 worker=incarnation.worker,
                 state=session.state,
@@ -230,6 +233,9 @@ class ManagerConnection:
                 command_digest=session.command_digest(),
                 last_command=incarnation.cursor,
                 waiting=self._oldest_wait(),
+                batch=batch,
+                step_s=step_s,
+                standstill_s=self.standstill_s,
                 **self._generator.kv,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
@@ -259,6 +265,7 @@ class ManagerConnection:
     def _joined(self, worker: str, now: float) -> WorkerJoined:
         identity = self._identity
         return WorkerJoined(
+            protocol=PROTOCOL,
             worker=worker,
             role=identity.role,
             kind=identity.kind,

@@ -113,6 +113,7 @@ class Engine(Protocol):
         Raises:
             ConfigError: a tensor is unknown, missing, of the wrong shape, or would be rounded by the engine's dtype.
                 The engine then has no version and generates nothing until a load of all tensors.
+            Corrupt: the bytes on this machine are damaged or missing. As above, if the engine is still alive.
 
         """
 
@@ -235,6 +236,9 @@ class WeightSource(Protocol):
             Timeout: the source was unavailable for too long.
 
         """
+
+    def distrust_cache(self) -> None:
+        """Verify everything on this machine again in the next pull, and pull what is damaged."""
 
     def renew_access(self, credential: str) -> None:
         """Use a new credential, also in a pull under way."""

@@ -32,7 +32,7 @@ class Settings(ServiceSettings):
     device: str = Field("cpu", description="the engine's device, in torch's notation")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
     parity_tolerance: float = Field(
-        0.0, ge=0, description="allowed mean difference from the trainer's log-probabilities, in nats; 0 = by dtype"
+        0.0, ge=0, description="allowed mean difference from the trainer's log-probabilities, in nats; 0 = by precision"
     )
     slots: int = Field(64, ge=1, description="maximum number of running samples")
     kv_cache_bytes: int = Field(

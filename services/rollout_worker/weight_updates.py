@@ -20,9 +20,9 @@ from rlboost.services.rollout_worker.domain.effects import Effect, PullWeights
 from rlboost.services.rollout_worker.domain.session import Weights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
-from rlboost.services.rollout_worker.ports import WeightSource
+from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.shared.errors import BadSignature, NotFound, Timeout
+from rlboost.shared.errors import BadSignature, Corrupt, NotFound, Timeout
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -116,9 +116,13 @@ class WeightUpdates:
         if pull.in_flight == "finish" and session.serving is not None:
             await self._until_finished(weights)
         pulled = time.monotonic()
-        keep_kv = pull.in_flight == "keep"
-        async with self._engine_wait(weights):
-            await self._generator.load(staged, pull.version, session.on_weights_unloaded, keep_kv=keep_kv)
+        try:
+            await self._load(staged, pull)
+        except Corrupt as error:
+            # A chunk was damaged after it had been verified: starting an engine again would take longer.
+            log.warning("cache_damaged", job=pull.job_id, version=pull.version, error=str(error))
+            self._source.distrust_cache()
+            await self._load(await self._source.pull(*weights), pull)
         self._startup.end("load")
         loaded = time.monotonic()
         await self._generator.check_parity()
@@ -133,12 +137,18 @@ class WeightUpdates:
         )
 
         async def served() -> list[Effect]:
-            self._connection.update_s = time.monotonic() - began
+            done = time.monotonic()
+            self._connection.update_s, self._connection.standstill_s = done - began, done - pulled
             effects = session.on_weights_loaded(weights)
             await self._generator.resume("loading")
             return effects
 
         await apply(served)
+
+    async def _load(self, staged: StagedWeights, pull: PullWeights) -> None:
+        on_unloaded, keep_kv = self._connection.session.on_weights_unloaded, pull.in_flight == "keep"
+        async with self._engine_wait((pull.job_id, pull.version)):
+            await self._generator.load(staged, pull.version, on_unloaded, keep_kv=keep_kv)
 
     def _engine_wait(self, weights: Weights) -> AbstractAsyncContextManager[None]:
         because = f"it loads version {weights[1]} of job {weights[0]}"

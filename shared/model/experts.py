@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import read_config, read_tensor_shapes
+from rlboost.shared.routed_experts import MAX_SAMPLE_BYTES, RoutedShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _FUSED = re.compile(r"(.*\bexperts)\.(gate_up_proj|down_proj)")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of `config.json` with the number of experts."""
+FAMILIES = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "deepseek_v3")
+"""Model types that are tested. Others work if their files have the same names."""
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -57,6 +60,50 @@ def is_mixture(config: Mapping[str, Any]) -> bool:
     return any(config.get(key) for key in _COUNTS)
 
 
+def require_mixture(model: Path, key: str) -> None:
+    """Check that the model in a directory is a mixture of experts, for a job key that needs one.
+
+    Raises:
+        ConfigError: it is dense, or a file is invalid.
+
+    """
+    config = read_config(model)
+    if not is_mixture(config):
+        raise ConfigError(
+            f"{key} is for mixtures of experts, but {model} (model type {config.get('model_type')}) has none: remove it"
+        )
+
+
+def require_replayable(model: Path, max_tokens: int) -> RoutedShape:
+    """Return the shape of the routed experts of a model, for `trainer.router_replay`.
+
+    Raises:
+        ConfigError: the model is dense or of an untested family, or samples of `max_tokens` tokens would be too large.
+
+    """
+    require_mixture(model, "trainer.router_replay")
+    config = read_config(model)
+    if config.get("model_type") not in FAMILIES:
+        raise ConfigError(
+            f"trainer.router_replay does not support model type {config.get('model_type')} (supported: "
+            f"{', '.join(FAMILIES)}): remove it"
+        )
+    shape = shape_of_routing(config)
+    if (n_bytes := max_tokens * shape.token_bytes) > MAX_SAMPLE_BYTES:
+        raise ConfigError(
+            f"trainer.router_replay: the routed experts of a completion may have {n_bytes:,} bytes, "
+            f"{shape.token_bytes} per token, more than {MAX_SAMPLE_BYTES:,}: lower sampling.max_tokens, or remove "
+            "router_replay"
+        )
+    return shape
+
+
+def shape_of_routing(config: Mapping[str, Any]) -> RoutedShape:
+    """Return the shape of the routed experts of a mixture with this `config.json`."""
+    n_experts = next(int(config[key]) for key in _COUNTS if config.get(key))
+    return RoutedShape(config["num_hidden_layers"], config["num_experts_per_tok"], n_experts)
+
+
 def require_known_experts(model: Path) -> None:
     """Check a model directory as `require_known_layout` does; the weights of a dense model are not read.
 
@@ -83,5 +130,6 @@ def require_known_layout(config: Mapping[str, Any], names: Iterable[str]) -> Non
     if is_mixture(config) and not any(name.endswith(".experts.0.down_proj.weight") for name in names):
         raise ConfigError(
             f"model type {config.get('model_type')}: its files have no tensor experts.0.down_proj.weight: mixtures of "
-            "experts are supported if they have gate_proj, up_proj and down_proj per expert, as those of Qwen"
+            "experts are supported if they have gate_proj, up_proj and down_proj per expert, as those of "
+            f"{', '.join(FAMILIES)}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,25 @@ def read_config(model: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"model {model}: config.json is not a JSON object")
     return config
+
+
+def require_unquantized(config: Mapping[str, Any]) -> None:
+    """Check that a model's files hold its weights in full, since training needs them.
+
+    Args:
+        config: its `config.json`.
+
+    Raises:
+        ConfigError: they are quantized.
+
+    """
+    if quantization := config.get("quantization_config") or config.get("compression_config"):
+        method = quantization.get("quant_method", "of an unnamed method")
+        raise ConfigError(
+            f"config.json: the model's weights are quantized ({method}): use the model in bfloat16 or float32. vLLM "
+            'workers quantize it as they load it with RLBOOST_WORKER_VLLM_ARGS, such as {"quantization": '
+            '"fp8_per_channel"}'
+        )
 
 
 def read_tensor_shapes(model: Path) -> dict[str, Shape]:

@@ -24,6 +24,10 @@ class StoreWeights:
         """See `WeightSource`."""
         return stored_version(await self._puller.pull(job_id, version))
 
+    def distrust_cache(self) -> None:
+        """See `WeightSource`."""
+        self._puller.distrust_cache()
+
     def renew_access(self, credential: str) -> None:
         """See `WeightSource`."""
         self._access.credential = credential

@@ -15,7 +15,7 @@ from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
 from rlboost.shared.messages import FINISH_NONE, Message, SampleFailed, TokenFrame
 
 FRAME_BYTES = 1 << 20
-"""Maximum size of the columns of one frame."""
+"""Maximum size of the columns of one frame, unless one sample's routed experts are larger."""
 BATCH_BYTES = 4 << 20
 """Approximate size of one transaction."""
 UNSENT_BYTES = 64 << 20
@@ -32,6 +32,7 @@ class _Columns:
     rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routed: list[bytes] = field(default_factory=list)
     n_bytes: int = 0
 
     def add(self, emission: Emission, start: int, end: int) -> None:
@@ -41,7 +42,8 @@ class _Columns:
         )
         self.tokens += emission.tokens[start:end]
         self.logprobs += emission.logprobs[start:end]
-        self.n_bytes += _ROW_BYTES + (end - start) * _TOKEN_BYTES
+        self.routed.append(emission.routed_experts if end == len(emission.tokens) else b"")
+        self.n_bytes += _ROW_BYTES + (end - start) * _TOKEN_BYTES + len(self.routed[-1])
 
     def frame(self, worker: str, seq: int) -> TokenFrame:
         samples, attempts, offsets, counts, versions, finish = zip(*self.rows, strict=True)
@@ -56,6 +58,8 @@ class _Columns:
             finish=pack(finish, U8),
             tokens=pack(self.tokens, I32),
             logprobs=pack(self.logprobs, F32),
+            routed_experts=b"".join(self.routed),
+            routed_bytes=pack([len(one) for one in self.routed], U32) if any(self.routed) else b"",
         )
 
 
@@ -73,7 +77,8 @@ def frames(
             continue
         for start in range(0, max(1, len(emission.tokens)), max_tokens):
             end = min(start + max_tokens, len(emission.tokens))
-            if columns.rows and columns.n_bytes + _ROW_BYTES + (end - start) * _TOKEN_BYTES > max_bytes:
+            n_bytes = _ROW_BYTES + (end - start) * _TOKEN_BYTES + len(emission.routed_experts)
+            if columns.rows and columns.n_bytes + n_bytes > max_bytes:
                 yield columns.frame(worker, seq)
                 columns, seq = _Columns(), seq + 1
             columns.add(emission, start, end)
@@ -103,7 +108,11 @@ class Outbox:
         for frame in frames(self._worker, self._seq, emissions):
             self._seq = frame.seq + 1
             self._put(
-                frame, len(frame.tokens) + len(frame.logprobs) + _ROW_BYTES * (len(frame.samples) // U64.itemsize)
+                frame,
+                len(frame.tokens)
+                + len(frame.logprobs)
+                + len(frame.routed_experts)
+                + _ROW_BYTES * (len(frame.samples) // U64.itemsize),
             )
         for emission in emissions:
             if emission.error:

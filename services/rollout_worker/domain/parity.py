@@ -7,15 +7,24 @@ trainer: that an output layer is tied, that no tensor is used transposed, that a
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rlboost.shared.model.parity import Dtype, ParityReference
 
-MEAN_TOLERANCE: dict[Dtype, float] = {"float32": 0.005, "bfloat16": 0.5}
-"""Allowed mean difference in nats, by the coarser of the two dtypes. float32 kernels differ by about 1e-5. bfloat16
-kernels differ more, the deeper and the more confident the model: the largest difference measured with correct weights
-is 0.22. Wrong weights differ by whole nats in a confident model. See docs/engines.md for the measurements."""
+Precision = Literal[Dtype, "quantized"]
+"""What an engine computes in."""
+FLOAT32_TOLERANCE = 0.005
+"""Allowed mean difference in nats, whatever the model: float32 kernels differ by about 1e-5."""
+RELATIVE_TOLERANCE: dict[Precision, float] = {"float32": 0.0, "bfloat16": 0.1, "quantized": 0.4}
+"""Allowed mean difference as a fraction of the spread (standard deviation) of the reference's log-probabilities, by the
+coarser of the two precisions. Rounding and wrong weights both change logits in proportion to their size, so the
+fraction separates them in confident and in untrained models. See docs/engines.md for the measurements."""
+MIXTURE_TOLERANCE = 0.2
+"""The least such fraction for a mixture of experts below float32: where two experts score nearly the same, rounding
+selects the other one."""
 MAX_PER_MEAN = 10.0
 """Allowed difference of one token, as a multiple of the mean's tolerance: single unlikely tokens differ most."""
 
@@ -43,15 +52,21 @@ class Verdict:
 
 
 def judge(
-    reference: ParityReference, scored: Sequence[Sequence[float]], *, dtype: Dtype, tolerance: float = 0.0
+    reference: ParityReference,
+    scored: Sequence[Sequence[float]],
+    *,
+    precision: Precision,
+    has_experts: bool = False,
+    tolerance: float = 0.0,
 ) -> Verdict:
     """Compare an engine's log-probabilities with the trainer's.
 
     Args:
         reference: canary prompts with the trainer's log-probabilities.
         scored: the engine's log-probability of each completion token, at the reference's temperature.
-        dtype: what the engine computes in.
-        tolerance: of the mean difference, in nats; 0 = by dtype.
+        precision: what the engine computes in.
+        has_experts: True for a mixture of experts.
+        tolerance: of the mean difference, in nats; 0 = by precision and model.
 
     """
     # Compare at temperature 1: a lower one magnifies differences of logits.
@@ -62,5 +77,13 @@ def judge(
     ]
     broken = not all(map(math.isfinite, differences))
     mean = math.inf if broken else sum(differences) / len(differences)
-    allowed = tolerance or max(MEAN_TOLERANCE[dtype], MEAN_TOLERANCE[reference.dtype])
+    allowed = tolerance or _tolerance(reference, precision, has_experts=has_experts)
     return Verdict(mean, math.inf if broken else max(differences), allowed, MAX_PER_MEAN * allowed)
+
+
+def _tolerance(reference: ParityReference, precision: Precision, *, has_experts: bool) -> float:
+    fraction = max(RELATIVE_TOLERANCE[precision], RELATIVE_TOLERANCE[reference.dtype])
+    if has_experts and fraction:
+        fraction = max(fraction, MIXTURE_TOLERANCE)
+    spread = statistics.pstdev(value for row in reference.rows for value in row.logprobs) * reference.temperature
+    return max(FLOAT32_TOLERANCE, fraction * spread)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from rlboost.services.rollout_worker.domain.requests import (
 )
 from rlboost.services.rollout_worker.domain.uniforms import as_u64
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from rlboost.shared.routed_experts import RoutedShape
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,10 +66,18 @@ class RequestTable:
         max_len: maximum length of prompt and completion together.
         vocabulary: token ids are 0..vocabulary-1.
         capacity: limits of the KV cache; requests that do not fit are queued. None = unlimited.
+        shape: of the model's routed experts; None if the engine does not return them.
 
     """
 
-    def __init__(self, slots: int, max_len: int, vocabulary: int, capacity: KvCapacity | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        max_len: int,
+        vocabulary: int,
+        capacity: KvCapacity | None = None,
+        shape: RoutedShape | None = None,
+    ) -> None:
         self.pending: deque[Request] = deque()
         self.requests: list[Request] = []
         self.version = -1
@@ -82,6 +92,9 @@ class RequestTable:
         self._slot_state = np.zeros(slots, _SLOT_DTYPE)
         self._stops = np.full((slots, 1), NO_TOKEN, np.int32)
         self._emissions: list[Emission] = []
+        self._shape = shape
+        self._routed: npt.NDArray[Any] | None = None
+        """By position of the model's input, [slots, max_len, layers, experts per token]; None until a request asks."""
 
     # --- model inputs: arrays [n], one entry per running request ------------------------------------------------------
 
@@ -180,7 +193,7 @@ class RequestTable:
         return self.capacity.fits(self.n + 1, longest)
 
     def _validation_error(self, request: Request) -> str:
-        if error := validation_error(request, self._max_len, self._vocabulary):
+        if error := validation_error(request, self._max_len, self._vocabulary, self._shape):
             return error
         if self.capacity is not None and not self.capacity.fits(1, self._limit(request)):
             return (
@@ -200,7 +213,45 @@ class RequestTable:
             self._stops = np.concatenate([self._stops, more], axis=1)
         self._stops[slot] = NO_TOKEN
         self._stops[slot, : len(stops)] = stops
+        if sampling.routed_experts and self._routed is None:
+            assert self._shape is not None
+            dims = self._shape.layers, self._shape.experts_per_token
+            self._routed = np.zeros((self._slots, self._max_len, *dims), self._shape.dtype)
         self.requests.append(request)
+
+    # --- routed experts -----------------------------------------------------------------------------------------------
+
+    @property
+    def records_routing(self) -> bool:
+        """True if a request has asked for routed experts."""
+        return self._routed is not None
+
+    def record_routing(self, slots: Ints, starts: Ints, lengths: Ints, experts: Ints) -> None:
+        """Record the experts of a pass.
+
+        Args:
+            slots: [batch].
+            starts: [batch], position of each slot's first token in the pass.
+            lengths: [batch], number of tokens of each slot; the rest is padding.
+            experts: [batch, longest of `lengths`, layers, experts per token].
+
+        """
+        assert self._routed is not None
+        for slot, start, length, one in zip(slots, starts, lengths, experts, strict=True):
+            self._routed[slot, start : start + length] = one[:length]
+
+    def share_routing(self, targets: Ints, sources: Ints, lengths: Ints) -> None:
+        """Copy the experts of common prefixes to other slots; no slot is in both."""
+        if self._routed is not None:
+            for target, source, length in zip(targets, sources, lengths, strict=True):
+                self._routed[target, :length] = self._routed[source, :length]
+
+    def _routed_experts(self, slot: int) -> bytes:
+        """Return the column of a completion: the experts of the positions before its tokens."""
+        if self._routed is None or not self.requests[slot].sampling.routed_experts:
+            return b""
+        state = self._slot_state[slot]
+        return self._routed[slot, state["prompt"] - 1 : state["length"] - 1].tobytes()
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
@@ -268,6 +319,8 @@ class RequestTable:
         self._stops[:n] = self._stops[order]
         self._tokens[:n, :longest] = self._tokens[order, :longest]
         self._logprobs[:n, :longest] = self._logprobs[order, :longest]
+        if self._routed is not None:
+            self._routed[:n, :longest] = self._routed[order, :longest]
         self.requests = [self.requests[slot] for slot in order]
 
     def begin_version(self, version: int) -> None:
@@ -295,7 +348,8 @@ class RequestTable:
             return
         tokens, logprobs = (array[slot, begin:end].tolist() for array in (self._tokens, self._logprobs))
         where = request.sample, request.attempt, begin - len(request.prompt)
-        self._emissions.append(Emission(*where, tokens, logprobs, self.version, finish, error))
+        routed = self._routed_experts(slot) if finish in {FINISH_STOP, FINISH_LENGTH} else b""
+        self._emissions.append(Emission(*where, tokens, logprobs, self.version, finish, error, routed))
         state["drained"] = end
 
     def _remove(self, ended: npt.NDArray[np.bool_]) -> SlotMoves:
@@ -307,8 +361,9 @@ class RequestTable:
             self._stops[moves.targets] = self._stops[moves.sources]
         for target, source in zip(moves.targets, moves.sources, strict=True):
             length = self._slot_state["length"][target]
-            for array in (self._tokens, self._logprobs):
-                array[target, :length] = array[source, :length]
+            for array in (self._tokens, self._logprobs, self._routed):
+                if array is not None:
+                    array[target, :length] = array[source, :length]
             self.requests[target] = self.requests[source]
         del self.requests[int(np.count_nonzero(~ended)) :]
         return moves

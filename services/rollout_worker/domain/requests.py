@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Sampling
+from rlboost.shared.routed_experts import RoutedShape
 
 Key = tuple[int, int]
 """Identifies a request: (sample, attempt)."""
@@ -51,6 +52,8 @@ class Emission:
     """FINISH_* of `shared.messages`. A stop token is the last of `tokens`."""
     error: str = ""
     """Why the request cannot be generated; empty if it can. It is the request's last emission then."""
+    routed_experts: bytes = b""
+    """At the end of a request that asks for it: the column of `shared.routed_experts` of the whole completion."""
 
 
 def require_new(requests: Iterable[Request], known: set[Key]) -> None:
@@ -66,13 +69,14 @@ def require_new(requests: Iterable[Request], known: set[Key]) -> None:
         known.add(request.key)
 
 
-def validation_error(request: Request, max_len: int, vocabulary: int) -> str:
+def validation_error(request: Request, max_len: int, vocabulary: int, shape: RoutedShape | None = None) -> str:
     """Return why no engine can generate a request; empty if one can.
 
     Args:
         request: not validated.
         max_len: maximum length of prompt and completion together.
         vocabulary: token ids are 0..vocabulary-1.
+        shape: of the routed experts that the engine returns; None if it returns none.
 
     """
     ids, sampling = request.prompt + request.tokens, request.sampling
@@ -84,6 +88,17 @@ def validation_error(request: Request, max_len: int, vocabulary: int) -> str:
         return f"a token id is outside the model's 0..{vocabulary - 1}"
     if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
         return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
+    return _routing_error(sampling.routed_experts, shape) if sampling.routed_experts else ""
+
+
+def _routing_error(requested: tuple[int, ...], shape: RoutedShape | None) -> str:
+    if shape is None:
+        return (
+            "the job has trainer.router_replay, and this engine does not return routed experts: start vllm workers "
+            """with RLBOOST_WORKER_VLLM_ARGS='{"enable_return_routed_experts": true}', or remove router_replay"""
+        )
+    if requested != shape:
+        return f"the routed experts of the model are {tuple(shape)}, and {requested} are requested"
     return ""
 
 

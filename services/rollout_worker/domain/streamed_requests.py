@@ -16,6 +16,7 @@ from rlboost.services.rollout_worker.domain.requests import (
     validation_error,
 )
 from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED
+from rlboost.shared.routed_experts import RoutedShape
 
 
 @dataclass(slots=True, eq=False)
@@ -38,15 +39,17 @@ class StreamedRequests:
         slots: maximum number of requests that the engine runs at a time, in order of submission.
         max_len: maximum length of prompt and completion together.
         vocabulary: token ids are 0..vocabulary-1.
+        shape: of the routed experts that the engine returns; None if it returns none.
 
     """
 
-    def __init__(self, slots: int, max_len: int, vocabulary: int) -> None:
+    def __init__(self, slots: int, max_len: int, vocabulary: int, shape: RoutedShape | None = None) -> None:
         self.vocabulary = vocabulary
         self.version = -1
         self.generated_total = 0
         self._slots = slots
         self._max_len = max_len
+        self._shape = shape
         self._live: dict[Key, LiveRequest] = {}
         self._emissions: list[Emission] = []
 
@@ -64,7 +67,7 @@ class StreamedRequests:
         """Return all requests to generate, in order of submission; end those with nothing to generate."""
         for live in [live for live in self._live.values() if not live.is_started]:
             live.is_started = True
-            error = validation_error(live.request, self._max_len, self.vocabulary)
+            error = validation_error(live.request, self._max_len, self.vocabulary, self._shape)
             if error or (finish := finish_at_start(live.request)):
                 self._end(live, finish=FINISH_NONE if error else finish, error=error)
         return list(self._live.values())
@@ -80,10 +83,12 @@ class StreamedRequests:
         live.logprobs += logprobs
         self.generated_total += len(tokens)
 
-    def end(self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "") -> None:
+    def end(
+        self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "", routed_experts: bytes = b""
+    ) -> None:
         """End a request with FINISH_* or an error; ignored if it has ended."""
         if self.is_live(live):
-            self._end(live, finish=finish, error=error)
+            self._end(live, finish=finish, error=error, routed_experts=routed_experts)
 
     def is_live(self, live: LiveRequest) -> bool:
         """Return True if the request has not ended."""
@@ -129,19 +134,25 @@ class StreamedRequests:
         """Number of requests that wait for a slot."""
         return len(self._live) - self.n_running
 
-    def _end(self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "") -> None:
+    def _end(
+        self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "", routed_experts: bytes = b""
+    ) -> None:
         del self._live[live.request.key]
-        self._emit(live, finish=finish, error=error)
+        self._emit(live, finish=finish, error=error, routed_experts=routed_experts)
 
     def _emit_all(self) -> None:
         for live in self._live.values():
             self._emit(live)
 
-    def _emit(self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "") -> None:
+    def _emit(
+        self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "", routed_experts: bytes = b""
+    ) -> None:
         if live.logprobs or finish != FINISH_NONE or error:
             offset = len(live.tokens) - len(live.logprobs)
             where = live.request.sample, live.request.attempt, offset
             self._emissions.append(
-                Emission(*where, live.tokens[offset:], live.logprobs, max(self.version, 0), finish, error)
+                Emission(
+                    *where, live.tokens[offset:], live.logprobs, max(self.version, 0), finish, error, routed_experts
+                )
             )
             live.logprobs = []

@@ -21,6 +21,7 @@ import torch
 from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
 from rlboost.services.rollout_worker.adapters.engine.threaded import ThreadedEngine
 from rlboost.services.rollout_worker.adapters.torch import model as torch_model
+from rlboost.services.rollout_worker.adapters.torch.routing import RoutingRecorder
 from rlboost.services.rollout_worker.adapters.torch.sampling import sample
 from rlboost.services.rollout_worker.adapters.torch.scoring import score
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
@@ -90,7 +91,9 @@ class TorchEngine(ThreadedEngine):
         self._steps = 0
         self.prefilled_tokens_total = 0
         """Tokens that went through the model to fill the cache, without those copied from other slots."""
-        table = RequestTable(slots, max_len, self._model.get_input_embeddings().num_embeddings, capacity)
+        self._routing = RoutingRecorder(self._model)
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        table = RequestTable(slots, max_len, vocabulary, capacity, self._routing.shape)
         super().__init__(EngineThread("torch-engine"), table, slots=slots)
 
     @property
@@ -163,6 +166,7 @@ class TorchEngine(ThreadedEngine):
             if copies:
                 pairs = np.array([(prefill.slot, prefill.donor) for prefill in copies])
                 self._cache.share(pairs[:, 0], pairs[:, 1], max(prefill.shared for prefill in copies))
+                table.share_routing(pairs[:, 0], pairs[:, 1], np.array([prefill.shared for prefill in copies]))
             self._prefill(np.array([(prefill.slot, prefill.shared, prefill.length) for prefill in turn]))
 
     def _prefill(self, todo: Ints) -> None:
@@ -179,7 +183,10 @@ class TorchEngine(ThreadedEngine):
             for i, (slot, start, length) in enumerate(zip(slots, starts, lengths, strict=True)):
                 tokens[i, :length] = self._table.tokens(slot)[start : start + length]
             positions = self._cache.begin_prefill(slots, starts, lengths)
-            torch_model.prefill(self._model, torch.from_numpy(tokens).to(self._device), positions, self._cache)
+            with self._routing.recording(enabled=self._table.records_routing) as experts:
+                torch_model.prefill(self._model, torch.from_numpy(tokens).to(self._device), positions, self._cache)
+            if self._table.records_routing:
+                self._table.record_routing(slots, starts, lengths, experts(len(slots)))
             self.prefilled_tokens_total += int(lengths.sum())
             todo[batch, 1] += lengths
 
@@ -193,7 +200,11 @@ class TorchEngine(ThreadedEngine):
         table, positions = self._table, self._table.positions
         self._cache.begin_decode(positions)
         last_tokens, at = (torch.from_numpy(a).to(self._device) for a in (table.last_tokens, positions))
-        logits = torch_model.decode(self._model, last_tokens, at, self._cache)
+        with self._routing.recording(enabled=table.records_routing) as experts:
+            logits = torch_model.decode(self._model, last_tokens, at, self._cache)
+        if table.records_routing:
+            n = len(positions)
+            table.record_routing(np.arange(n), positions, np.ones(n, np.int64), experts(n))
         sampled = sample(logits, table.temperature, table.top_p, uniforms(table.seeds, table.offsets))
         tokens, logprobs = (tensor.cpu().numpy() for tensor in sampled)
         with self._thread.lock:

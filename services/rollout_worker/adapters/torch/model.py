@@ -59,6 +59,10 @@ def _from_config(config: Any, dtype: torch.dtype, device: torch.device) -> Model
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            buffer.data = buffer.data.float()  # published in full precision, such as biases of expert selection
     return model.eval().requires_grad_(requires_grad=False)
 
 

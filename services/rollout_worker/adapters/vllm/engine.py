@@ -24,6 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions, check_device, engine_args
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import unmarked
 from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
 from rlboost.services.rollout_worker.domain.streamed_requests import LiveRequest, StreamedRequests
@@ -31,6 +32,8 @@ from rlboost.services.rollout_worker.domain.uniforms import stream_seed
 from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
+from rlboost.shared.model.folder import require_unquantized
+from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.threads import run_in_thread
 
 T = TypeVar("T")
@@ -42,15 +45,21 @@ def start(config_json: str, options: VllmOptions) -> AsyncLLM:
     """Start vLLM with dummy weights; blocks for seconds.
 
     Raises:
-        ConfigError: it does not support this model or device.
+        ConfigError: it does not support this model or device, or the model is quantized already.
 
     """
     check_device(options.device)
+    config = json.loads(config_json)
+    require_unquantized(config)
     try:
-        args = engine_args(model_folder(json.loads(config_json)), options)
+        args = engine_args(model_folder(config), options)
         return AsyncLLM.from_engine_args(args)
     except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
         raise ConfigError(f"vllm cannot run this model on this machine: {error}") from error
+
+
+def _routed_shape(model: Any) -> RoutedShape:
+    return RoutedShape(model.get_total_num_hidden_layers(), model.get_num_experts_per_tok(), model.get_num_experts())
 
 
 class VllmEngine:
@@ -72,7 +81,10 @@ class VllmEngine:
         """Used by benchmarks."""
         self._can_sleep = options.enable_sleep
         self._requests = StreamedRequests(
-            options.slots, int(llm.model_config.max_model_len), int(llm.model_config.get_vocab_size())
+            options.slots,
+            int(llm.model_config.max_model_len),
+            int(llm.model_config.get_vocab_size()),
+            _routed_shape(llm.model_config) if options.vllm_args.get("enable_return_routed_experts") else None,
         )
         self._streams: dict[LiveRequest, asyncio.Task[None]] = {}
         self._ids = count()
@@ -154,11 +166,18 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            # With those of earlier tokens, which vLLM computes again: it returns none of a request that it aborts.
+            routed_experts_prompt_start=len(request.prompt) - 1 if sampling.routed_experts else 0,
         )
         async for completion in self._generate([*request.prompt, *live.tokens], params):
             self._requests.extend(live, completion.token_ids, completion.logprobs.logprobs)
             if completion.finish_reason in _FINISH:
-                self._requests.end(live, finish=_FINISH[completion.finish_reason])
+                routed = completion.routed_experts if sampling.routed_experts else None
+                self._requests.end(
+                    live,
+                    finish=_FINISH[completion.finish_reason],
+                    routed_experts=b"" if routed is None else routed.tobytes(),
+                )
             elif completion.finish_reason is not None and self._is_decoding:
                 raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
             elif not self._requests.is_live(live):
@@ -192,7 +211,8 @@ class VllmEngine:
         except Exception as error:
             await self._pause(keep_kv=False)
             self._requests.begin_version(-1)
-            raise ConfigError(f"vllm could not load version {version}: {error}") from error
+            cause = unmarked(error)
+            raise type(cause)(f"vllm could not load version {version}: {cause}") from error
         self._requests.begin_version(version)
         if not self._is_suspended:
             await self._decode()

@@ -18,6 +18,8 @@ from rlboost.shared.tls import CA_VARIABLE
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.ports import Engine
 
+QUANTIZING_ARGS = frozenset({"quantization", "quantization_config", "kv_cache_dtype"})
+"""vLLM's engine arguments with which it computes in less than its dtype."""
 _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have this process's secrets, sockets and locks
     "VLLM_NO_USAGE_STATS": "1",
@@ -102,7 +104,7 @@ class VllmFactory:
 
 @contextmanager
 def engine_core_environment() -> Iterator[None]:
-    """Give processes that are started meanwhile the worker's id, and none of its settings, of which some are secrets.
+    """Give processes that are started within the context the worker's id, and none of its settings: some are secrets.
 
     The trusted authority stays, since connections that this process opens meanwhile need it.
     """

@@ -29,12 +29,12 @@ def model_folder(config: dict[str, Any]) -> Path:
     named = {**config, "architectures": _architectures(config)}
     text = json.dumps(named, sort_keys=True)
     folder = Path(envs.VLLM_CACHE_ROOT) / "rlboost_models" / hashlib.sha256(text.encode()).hexdigest()[:16]
-    if (folder / "config.json").exists():
-        return folder
+    file = folder / "config.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Several workers may start at the same time.
-        replace_file(folder / "config.json", text)
+        if not file.exists() or file.read_bytes() != text.encode():  # a machine that lost power may have damaged it
+            # Several workers may start at the same time.
+            replace_file(file, text)
     except OSError as error:
         raise ConfigError(f"vllm's cache cannot be written ({error}): set VLLM_CACHE_ROOT to one that can") from error
     return folder

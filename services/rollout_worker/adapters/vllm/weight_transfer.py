@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import marked
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.pulled import PulledVersion
 from rlboost.shared.weights.stored import stored_version
@@ -62,37 +63,32 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Location]):  # type: igno
         """Load a version.
 
         Raises:
-            ConfigError: the version lacks a weight of the model, or the engine's dtype would round it.
-            Corrupt: the bytes in the cache are not those that were published.
+            RuntimeError: see `load_errors.marked`. As `ConfigError`, the version lacks a weight of the model, or the
+                engine's dtype would round it; as `Corrupt`, the bytes in the cache are not those that were published.
 
         """
         weights = stored_version(PulledVersion.at(vars(update_info)))
         try:
             self._check_complete(self.model.load_weights(self._unrounded(weights.tensors())))
-        except BaseException:
+        except Exception as error:
             # Without this, what has been loaded would count as part of the next version.
             finalize_layerwise_reload(self.model, self.model_config)
-            raise
+            raise marked(error) from error
 
     def _check_complete(self, loaded: Set[str]) -> None:
-        # A quantized model has parameters that no checkpoint needs to have.
-        if not self._is_quantized and (missing := sorted(self._loadable - loaded)):
+        if missing := sorted(self._loadable - loaded):
             raise ConfigError(f"the version lacks {len(missing)} weights of the model, such as {missing[0]}")
 
     def _unrounded(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = self.model_config.dtype
         for name, tensor in tensors:
             # Matrices only: some models hold single vectors in a wider dtype than the rest.
-            if not self._is_quantized and tensor.ndim > 1 and torch.promote_types(tensor.dtype, dtype) != dtype:
+            if tensor.ndim > 1 and torch.promote_types(tensor.dtype, dtype) != dtype:
                 raise ConfigError(
                     f"{name} is {tensor.dtype}, which the engine's {dtype} would round: set RLBOOST_WORKER_DTYPE to "
                     f"the dtype of the weights"
                 )
             yield name, tensor
-
-    @property
-    def _is_quantized(self) -> bool:
-        return self.vllm_config.quant_config is not None
 
     def finish_weight_update(self) -> None:
         """See `WeightTransferEngine`."""

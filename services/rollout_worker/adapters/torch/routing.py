@@ -1,0 +1,59 @@
+"""Records the experts that a model's routers select in a forward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rlboost.shared.model.experts import FAMILIES, shape_of_routing
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+Experts = Callable[[int], npt.NDArray[np.int64]]
+"""A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
+
+
+class RoutingRecorder:
+    """The routers of a transformers model: the `gate` next to the `experts` of a layer."""
+
+    def __init__(self, model: Any) -> None:
+        """Register a hook on each router of `model`."""
+        layers = [
+            (int(match[1]), layer.gate)
+            for name, layer in model.named_modules()
+            if hasattr(layer, "gate") and hasattr(layer, "experts") and (match := _LAYER.search(name))
+        ]
+        config = model.config.to_dict()
+        self.shape = shape_of_routing(config) if config["model_type"] in FAMILIES else None
+        """Of the routed experts; None if the model is dense or of an untested family."""
+        self._selected: dict[int, Tensor] | None = None
+        for number, gate in layers if self.shape else ():
+            gate.register_forward_hook(partial(self._on_output, number))
+
+    @contextmanager
+    def recording(self, *, enabled: bool) -> Iterator[Experts]:
+        """Record the pass within the context, if `enabled`; yields what returns its experts after it."""
+        selected: dict[int, Tensor] = {}
+        self._selected = selected if enabled else None
+        try:
+            yield partial(self._experts, selected)
+        finally:
+            self._selected = None
+
+    def _experts(self, selected: dict[int, Tensor], n: int) -> npt.NDArray[np.int64]:
+        assert self.shape is not None
+        none = torch.zeros_like(next(iter(selected.values())))
+        stacked = torch.stack([selected.get(layer, none) for layer in range(self.shape.layers)], 1).cpu().numpy()
+        experts: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
+        return experts
+
+    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if self._selected is not None:
+            self._selected[layer] = output[2]

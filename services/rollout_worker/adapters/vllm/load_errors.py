@@ -1,0 +1,35 @@
+"""Errors of a load as text: of an exception in one of its processes, vLLM passes on only the message."""
+
+from __future__ import annotations
+
+import re
+
+from rlboost.shared.errors import ConfigError, Corrupt, Fatal, NotFound
+
+_CLASSES: dict[str, type[Fatal]] = {kind.__name__: kind for kind in (Fatal, ConfigError, Corrupt)}
+_MARKED = re.compile(r"<load-error (\w+)>(.*?)</load-error>", re.DOTALL)
+_UNSUITABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, NotImplementedError)
+"""What vLLM's model loaders raise for tensors that do not belong to the model."""
+
+
+def marked(error: Exception) -> RuntimeError:
+    """Return an error whose message carries the class that the worker raises; see `unmarked`."""
+    if isinstance(error, NotFound):
+        kind: type[Fatal] = Corrupt
+    elif isinstance(error, Fatal):
+        kind = next(found for found in type(error).__mro__ if found in _CLASSES.values())
+    # Not its subclasses, which report a device that failed or has too little memory.
+    elif isinstance(error, _UNSUITABLE) or type(error) is RuntimeError:
+        kind = ConfigError
+    else:
+        kind = Fatal
+    text = str(error) if isinstance(error, (Fatal, NotFound)) else f"{type(error).__name__}: {error}"
+    return RuntimeError(f"<load-error {kind.__name__}>{text}</load-error>")
+
+
+def unmarked(error: Exception) -> Fatal:
+    """Return the error that `marked` was given, however vLLM has wrapped its message; `Fatal` if it was another."""
+    found = _MARKED.search(str(error))
+    if found is None:
+        return Fatal(str(error))
+    return _CLASSES[found[1]](found[2])
