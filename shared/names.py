@@ -38,6 +38,8 @@ FLEET = PREFIX + "fleet"
 """Hash: worker id -> its last record (JSON), from which a restarted manager recovers the fleet."""
 FLEET_SCALE = PREFIX + "fleet.scale"
 """Hash: `workers` -> the number of preemptible workers that the operator set, or `auto`."""
+PROTOCOL = PREFIX + "protocol"
+"""Hash: `number` -> the protocol of the manager that led last."""
 
 TOKENS = PREFIX + "tokens"
 """Hash: id of an access token -> its record (JSON), with the SHA-256 of its secret."""

@@ -1,13 +1,15 @@
-"""The protocol version: a worker can join only a manager with the same number.
+"""The protocol version: services with the same number work together, in any mix of releases.
 
-Messages grow only by fields with defaults (`shared.messages`), so releases with the same number work together. Any
-other change raises the number. A new message type on a stream that the other side reads is such a change, since an
-older reader would dead-letter it.
+Messages grow only by fields with defaults (`shared.messages`), so releases with the same number understand each other.
+Any other change raises the number. A new message type on a stream that the other side reads is such a change, since an
+older reader would dead-letter it, and later trim it. `shared.state_protocol` holds services to the leader's number.
 """
 
 from __future__ import annotations
 
 PROTOCOL = 3
+OLDEST_STATE = 3
+"""The lowest number whose streams and keys this release continues; a release that cannot read them raises it."""
 UNNUMBERED = 1
 """The number of clients that send none, because they are older than the header. It never changes."""
 PROTOCOL_HEADER = "X-RLBoost-Protocol"

@@ -30,6 +30,7 @@ from rlboost.services.rollout_manager.join import (
     join_addresses,
 )
 from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
+from rlboost.services.rollout_manager.scrape_targets import ScrapeTarget, scrape_targets
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.token_routes import add_token_routes
 from rlboost.services.rollout_manager.token_table import TokenTable
@@ -98,6 +99,7 @@ def build(
     add_events(router, manager, bus)
     _add_fleet(router, manager, settings, scaler or FleetScaler(manager, bus, settings))
     _add_weights(router, manager, bus, settings)
+    _add_scrape_targets(router, manager, bus)
     add_token_routes(router, manager, tokens)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
@@ -317,3 +319,14 @@ def _add_weights(router: APIRouter, manager: Manager, bus: Bus, settings: Settin
             raise Problem(503, "No weight store", f"{error}: start it, then try again") from error
         except BusUnavailable as error:
             raise Problem(503, "No Redis", f"{error}: try again") from error
+
+
+# --- Prometheus -------------------------------------------------------------------------------------------------------
+
+
+def _add_scrape_targets(router: APIRouter, manager: Manager, bus: Bus) -> None:
+    @router.get("/scrape-targets", tags=["health"])
+    @needs("read")
+    async def targets() -> list[ScrapeTarget]:
+        """Return the addresses of the workers' metrics, for Prometheus's HTTP service discovery."""
+        return await scrape_targets(bus, manager.world.fleet.workers)

@@ -11,11 +11,12 @@ from pydantic import BaseModel, ConfigDict
 
 from rlboost.shared import names
 from rlboost.shared.bus import Bus, Fence, Op
-from rlboost.shared.errors import BusUnavailable, Fenced
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
 from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.http.server_url import server_url
 from rlboost.shared.http.token_signature import is_valid_signature, sign
 from rlboost.shared.ids import new_token
+from rlboost.shared.state_protocol import check_state
 
 log = structlog.get_logger(__name__)
 
@@ -80,6 +81,7 @@ class Leadership:
         """
         self.record = record
         self.check_every_s = lease_s / _CHECKS_PER_LEASE
+        self._bus = bus
         self._value = record.model_dump_json()
         self._lease = FencedLease(bus, names.MANAGER_LEASE, names.MANAGER_EPOCH, lease_s)
         self._lease_s = lease_s
@@ -114,8 +116,14 @@ class Leadership:
         return self._leader if is_other else None
 
     async def try_acquire(self) -> bool:
-        """Become the leader under a new epoch unless another manager leads; return True on success."""
+        """Become the leader under a new epoch unless another manager leads; return True on success.
+
+        Raises:
+            ConfigError: this release cannot continue the state in Redis; nothing was written.
+
+        """
         self._lease.invalidate()
+        await check_state(self._bus)
         held = await self._lease.holder()
         self._leader = None if held is None else ManagerRecord.model_validate_json(held)
         if self._leader is not None and not self._may_replace(self._leader):
@@ -123,12 +131,21 @@ class Leadership:
             return False
         if not await self._lease.acquire(self._value, replacing=held, ttl_s=self._recovery_lease_s):
             return False
+        await self._write_protocol()
         self._may_succeed_address = False
         self._dead = ""
         self._renewed_at = self._recovery_renewed_at = float("-inf")
         self._leader = self.record
         log.info("leadership_acquired", epoch=self._lease.epoch, url=self.record.url)
         return True
+
+    async def _write_protocol(self) -> None:
+        try:
+            # Checked again: only now can no other manager write it.
+            await self._bus.transact(await check_state(self._bus), self.fence)
+        except ConfigError:
+            await self.resign()
+            raise
 
     def _may_replace(self, leader: ManagerRecord) -> bool:
         # A process that has bound the leader's address is its successor: the leader is dead. This counts once in a

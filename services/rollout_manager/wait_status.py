@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rlboost.services.rollout_manager.domain.fleet import Fleet
+from rlboost.services.rollout_manager.domain.fleet import Fleet, Worker
 from rlboost.services.rollout_manager.domain.job_progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.world import World
@@ -39,7 +39,8 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
                 f"its budget (elastic.max_dollars: {job.spec.elastic.max_dollars:g}) pays for no more preemptible "
                 "workers: add reserved workers, or cancel it and continue from its model in another job"
             )
-        return public_wait("a worker that is ready with this job's weights", because, progress.stalled_since)
+        limit_s = _limit_of_stall(progress, progress.stalled_since)
+        return public_wait("a worker that is ready with this job's weights", because, progress.stalled_since, limit_s)
     return _trainers_wait(world.fleet, job, progress)
 
 
@@ -53,10 +54,24 @@ def redis_wait(turn_began_at: float | None, now: float) -> dict[str, Any] | None
 def _trainers_wait(fleet: Fleet, job: Job, progress: JobProgress) -> dict[str, Any] | None:
     waiting: dict[str, Any] | None = json.loads(progress.trainer_status or "{}").get("waiting")
     holders = [worker for worker in fleet.workers.values() if worker.samples and worker.job == job.id]
-    if waiting and holders and sum(len(worker.samples) for worker in holders) <= FEW_SAMPLES:
-        held = ", ".join(f"{len(one.samples)} on {one.id} ({one.tokens_per_s:.0f} tokens/s)" for one in holders)
-        waiting["because"] += f"; in flight: {held}"
+    if waiting and holders:
+        waiting["because"] += f"; in flight: {_in_flight(holders)}"
     return waiting
+
+
+def _in_flight(holders: list[Worker]) -> str:
+    """Return how many samples these workers have, and how fast they generate."""
+    n_samples = sum(len(one.samples) for one in holders)
+    if n_samples <= FEW_SAMPLES:
+        return ", ".join(f"{len(one.samples)} on {one.id} ({one.tokens_per_s:.0f} tokens/s)" for one in holders)
+    workers = f"{len(holders)} worker" + "s" * (len(holders) > 1)
+    return f"{n_samples:,} on {workers} ({sum(one.tokens_per_s for one in holders):,.0f} tokens/s)"
+
+
+def _limit_of_stall(progress: JobProgress, since: float) -> float | None:
+    """Return how long after `since` the trainer, which waits for the samples, fails the job; None if it does not."""
+    waiting = json.loads(progress.trainer_status or "{}").get("waiting")
+    return waiting["since"] + waiting["limit_s"] - since if waiting and waiting["limit_s"] else None
 
 
 def _trainer_of_pending(world: World) -> tuple[str, str]:

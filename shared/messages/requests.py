@@ -20,6 +20,8 @@ class Sampling(Message):
     top_p: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
     stop_token_ids: Annotated[tuple[int, ...], Strict(False)] = ()
+    routed_experts: Annotated[tuple[Count, ...], Strict(False)] = ()
+    """A `shared.routed_experts.RoutedShape` if the experts of each token are to be returned; empty if not."""
 
 
 @message
@@ -61,6 +63,8 @@ class SampleFinished(Message):
     attempts: Attempt
     group_done: bool
     """True on the last sample of its group to be delivered."""
+    routed_experts: bytes = b""
+    """The column of `shared.routed_experts`; empty if not requested, or not known."""
 
 
 @message

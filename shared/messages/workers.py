@@ -137,6 +137,8 @@ class WorkerJoined(Message):
     """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
     startup_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     """Age of the worker's process; 0 when it joins again, since this time is charged once."""
+    protocol: Count = 3
+    """The worker's `shared.protocol`; 3 of releases that did not say it."""
 
 
 def public_wait(for_: str, because: str, since: float, limit_s: float | None = None) -> dict[str, Any]:
@@ -190,6 +192,12 @@ class WorkerHeartbeat(Message):
     """Entry id of the last command that was applied; empty from a worker that sends no digest."""
     waiting: Wait | None = None
     """Its oldest wait."""
+    batch: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    """Mean number of samples in a decode step since an earlier heartbeat; 0 if too few steps were measured since."""
+    step_s: Seconds = 0.0
+    """Mean duration of these decode steps."""
+    standstill_s: Seconds = 0.0
+    """Part of `update_s` in which the engine could not generate: after the download."""
 
 
 @message

@@ -55,6 +55,7 @@ from rlboost.shared.messages import (
     WorkerLeft,
     WorkerLog,
 )
+from rlboost.shared.protocol import PROTOCOL
 
 
 def apply_message(world: World, message: Message, entry_id: str, now: Now) -> None:  # noqa: C901, PLR0912 - one flat table
@@ -300,6 +301,12 @@ def lose_worker(world: World, worker: Worker, now: Now) -> None:
 def dismiss_mismatched(world: World, worker: Worker, now: Now) -> None:
     """Dismiss a worker that has missed commands: it joins again and is assigned everything anew."""
     reason = "it missed commands: what it holds differs from what it was assigned"
+    remove_worker(world, worker, now, lost=True, reason=reason)
+
+
+def dismiss_foreign(world: World, worker: Worker, now: Now) -> None:
+    """Dismiss a worker with another protocol, which an earlier manager had: it cannot join again."""
+    reason = f"it has protocol {worker.joined.protocol} and the manager {PROTOCOL}: install the same version of rlboost"
     remove_worker(world, worker, now, lost=True, reason=reason)
 
 

@@ -1,8 +1,9 @@
 """Decides how many preemptible workers of each kind a provider should run, and which of those present to drain.
 
-The fleet follows the number of workers worth having. It grows at most once per `COOL_DOWN_S`, and shrinks only to the
-largest number that was desired within the last `scale_in_delay_s` (the stabilization window of Kubernetes'
-HorizontalPodAutoscaler). A number that the operator sets applies at once. Neither passes a limit of workers or dollars.
+The fleet follows the number of workers worth having, each of them worth its price. It grows at most once per
+`COOL_DOWN_S`, and shrinks only to the largest number that was desired within the last `scale_in_delay_s` (the
+stabilization window of Kubernetes' HorizontalPodAutoscaler). A number that the operator sets applies at once. Neither
+passes a limit of workers or dollars.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.services.rollout_manager.domain.fleet import Worker
+from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
+from rlboost.services.rollout_manager.domain.worker_worth import paying_workers
 from rlboost.services.rollout_manager.domain.world import World
 
 COOL_DOWN_S = 30.0
@@ -64,8 +68,23 @@ def view(world: World, pools: Sequence[Pool]) -> FleetView:
     for worker in (*world.fleet.workers.values(), *world.fleet.gone.values()):
         kind = worker.joined.kind
         prices[kind] = max(prices.get(kind, 0.0), worker.joined.price_per_hour)
-    desired = target_workers(job.window_tuner for job in jobs) if jobs else 0
+    desired = _desired(world, jobs, [(pool, _price(pool, prices)) for pool in pools]) if jobs else 0
     return FleetView(desired, present_workers(world, kinds), prices, other)
+
+
+def _desired(world: World, jobs: Sequence[Job], pools: Iterable[tuple[Pool, float]]) -> int | None:
+    """Return how many workers pay for themselves, those of the first pool first; None while that is unknown."""
+    offers = chain.from_iterable(
+        repeat((price, world.fleet.availability_of(pool.kind)), pool.max_workers) for pool, price in pools
+    )
+    known = [n for job in jobs if (n := paying_workers(world, job, offers)) is not None]
+    target = target_workers(job.window_tuner for job in jobs)
+    return None if target is None else min(target, sum(known))
+
+
+def _price(pool: Pool, reported: Mapping[str, float]) -> float:
+    """Return the price of a worker: the pool's, or what its workers report where that is higher."""
+    return max(pool.price_per_hour, reported.get(pool.kind, 0.0))
 
 
 def present_workers(world: World, kinds: Collection[str]) -> Counter[str]:
@@ -137,7 +156,7 @@ class Autoscaler:
         limit = self.max_dollars_per_hour
         left = float("inf") if limit is None else limit - seen.other_dollars_per_hour
         for pool in self.pools:
-            price = max(pool.price_per_hour, seen.price_per_hour.get(pool.kind, 0.0))
+            price = _price(pool, seen.price_per_hour)
             n = min(missing, pool.max_workers)
             if price and price * n > left + _ROUNDING:
                 n, limited_by = int(max(0.0, left + _ROUNDING) / price), "max_dollars_per_hour"

@@ -20,6 +20,8 @@ Serving = tuple[str, int]
 
 DISTURBED_S = 2.0
 """How long the prefill of migrated samples shows in a worker's measured throughput."""
+LEAST_STEP_S = 1e-6
+"""No engine is faster: a report of less is wrong."""
 MAX_REFUTED = 3
 """A worker is drained after it sent invalid tokens for this many samples that another worker then completed."""
 GONE_RETAINED = 200
@@ -53,6 +55,8 @@ class Worker:
     tokens_per_s: float = 0.0
     update_s: float = 0.0
     """How long its last weight update took; 0 before the first."""
+    standstill_s: float = 0.0
+    """Part of it in which the engine could not generate."""
     last_heartbeat_at: float = 0.0
     """Worker's clock, Unix seconds."""
     resident_bytes: int = 0
@@ -182,7 +186,7 @@ class Worker:
         before = self.state
         self.last_seen_at, self.known, self.last_heartbeat_at = now, True, heartbeat.at
         self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
-        self.update_s = heartbeat.update_s
+        self.update_s, self.standstill_s = heartbeat.update_s, heartbeat.standstill_s
         self.resident_bytes = heartbeat.resident_bytes
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
@@ -194,19 +198,13 @@ class Worker:
         return before if before != self.state else None
 
     def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:
-        # The throughput is of the last moments: only a nearly constant batch tells which batch size caused it.
-        undisturbed = now - self.disturbed_at > DISTURBED_S
-        steady = (
-            undisturbed
-            and heartbeat.running
-            and abs(heartbeat.running - self._last_running) <= max(1, self._last_running // 10)
-        )
         self._last_running = heartbeat.running
-        if steady and heartbeat.tokens_per_s > 0 and heartbeat.state == "ready":
+        batch, step_s = heartbeat.batch, heartbeat.step_s
+        if batch and step_s > LEAST_STEP_S and heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S:
+            tokens_per_s, tokens = batch / step_s, batch * self._tokens_each
             if self.profile.known:
-                expected = self.profile.tokens_per_s(heartbeat.running, self.kv.held)
-                self.speed = speed_after(self.speed, expected, heartbeat.tokens_per_s)
-            self.profile.observe(heartbeat.running, self.kv.held, heartbeat.tokens_per_s)
+                self.speed = speed_after(self.speed, self.profile.tokens_per_s(batch, tokens), tokens_per_s)
+            self.profile.observe(batch, tokens, tokens_per_s)
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""

@@ -1,4 +1,4 @@
-"""Decodes token frames, many at once, as columns of numbers, and selects the rows that extend samples.
+"""Selects the rows of token frames that extend samples, many frames at once.
 
 A loaded manager reads thousands of rows a turn, and nearly all of them simply continue their samples. So the next row
 that each sample expects is stored in columns too, all rows are compared with it in a few array operations, and only
@@ -8,19 +8,26 @@ irregular rows are looked at one by one. Measured figures: docs/notes/measuremen
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rlboost.shared.columns import F32, I32, U8, U32, U64, ints
-from rlboost.shared.errors import Unprocessable
+from rlboost.services.rollout_manager.domain.frame_rows import (
+    TOKEN_BYTES,
+    FrameRows,
+    Ints,
+    Number,
+    gather,
+    routed_experts_of,
+    worker_of,
+)
+from rlboost.shared.columns import U32, U64, ints
 from rlboost.shared.ids import JOB_SHIFT, is_served
 from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, TokenFrame
+from rlboost.shared.routed_experts import RoutedShape
 
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Number = TypeVar("Number", bound=np.generic)
 
 NO_SLOT = 0
 """The slot of rows whose sample is not in flight."""
@@ -29,30 +36,7 @@ ANY_WORKER = 0
 NO_VERSION = 0xFFFF_FFFF
 """The version of a sample that no row has extended under its current attempt. Only the version is compared, not the
 worker: an attempt belongs to one worker."""
-TOKEN_BYTES = I32.itemsize
-MAX_LOGPROB = 1e-3
-"""A log-probability is 0 at most, but for rounding."""
 _INITIAL_SLOTS = 1024
-
-
-class FrameRows(NamedTuple):
-    """The columns of several frames, concatenated. A row is an index into them."""
-
-    frames: Sequence[TokenFrame]
-    first_rows: Ints
-    """The first row of each frame."""
-    samples: npt.NDArray[np.uint64]
-    attempts: npt.NDArray[np.uint32]
-    offsets: Ints
-    counts: Ints
-    versions: npt.NDArray[np.uint32]
-    finish: npt.NDArray[np.uint8]
-    starts: Ints
-    """Index of the row's first token in `tokens` and `logprobs`."""
-    tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    invalid: Ints
-    """Rows with a negative token id, a log-probability not finite or above `MAX_LOGPROB`, or an unknown finish."""
 
 
 class Limits(NamedTuple):
@@ -64,6 +48,10 @@ class Limits(NamedTuple):
     oldest: int
     newest: int
     """Weight versions that may generate it."""
+    layers: int = 0
+    experts_per_token: int = 0
+    experts: int = 0
+    """The `RoutedShape`, zeros if the request does not ask for routed experts."""
 
 
 UNLIMITED = Limits(1 << 31, 1 << 32, 0, NO_VERSION - 1)
@@ -74,7 +62,10 @@ def limits_of(request: GroupRequested) -> Limits:
     vocab_size, max_tokens = request.vocab_size or UNLIMITED.vocab_size, request.sampling.max_tokens
     if is_served(request.group):
         return Limits(vocab_size, max_tokens, UNLIMITED.oldest, UNLIMITED.newest)
-    return Limits(vocab_size, max_tokens, max(0, request.version - request.max_staleness), request.version)
+    oldest, shape = max(0, request.version - request.max_staleness), request.sampling.routed_experts
+    return Limits(
+        vocab_size, max_tokens, oldest, request.version, *(shape if len(shape) == len(RoutedShape._fields) else ())
+    )
 
 
 class Row(NamedTuple):
@@ -87,6 +78,7 @@ class Row(NamedTuple):
     tokens: memoryview
     logprobs: memoryview
     finish: int
+    routed_experts: bytes
 
 
 class Selection(NamedTuple):
@@ -100,6 +92,8 @@ class Selection(NamedTuple):
     """(Slot, worker, version, first token) where the version differs from that of the tokens before."""
     ended: list[tuple[int, int]]
     """(Slot, finish) in the log's order."""
+    routed: list[tuple[int, bytes]]
+    """(Slot, routed experts) of those that ended with some."""
     irregular: list[Row]
     """All rows of samples where some row repeats tokens, leaves a gap or comes after the end; in the log's order."""
     refused: list[tuple[int, int]]
@@ -108,55 +102,6 @@ class Selection(NamedTuple):
     """(Slot, worker, tokens) of rows that no engine sends: see `FrameRows.invalid` and `Limits`."""
     accepted: dict[int, int]
     """Job number -> tokens in `appends`."""
-
-
-def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
-    """Return the rows of frames.
-
-    Raises:
-        Unprocessable: the columns of a frame differ in length; apply frames one by one to find which.
-
-    """
-    for frame in frames:
-        if not _columns_match(frame):
-            raise _mismatch(frame)
-    counts = _column(frames, "counts", U32).astype(np.int64)
-    ends = np.cumsum(counts)
-    n_rows = np.array([len(frame.finish) for frame in frames])
-    last_rows = np.cumsum(n_rows)
-    tokens_to = np.concatenate(([0], ends))[last_rows]
-    tokens_sent = np.cumsum([len(frame.tokens) // TOKEN_BYTES for frame in frames])
-    if (wrong := np.flatnonzero(tokens_to != tokens_sent)).size:
-        raise _mismatch(frames[int(wrong[0])])
-    tokens, logprobs, finish = (
-        _column(frames, "tokens", I32),
-        _column(frames, "logprobs", F32),
-        _column(frames, "finish", U8),
-    )
-    return FrameRows(
-        frames=frames,
-        first_rows=last_rows - n_rows,
-        samples=_column(frames, "samples", U64),
-        attempts=_column(frames, "attempts", U32),
-        offsets=_column(frames, "offsets", U32).astype(np.int64),
-        counts=counts,
-        versions=_column(frames, "versions", U32),
-        finish=finish,
-        starts=ends - counts,
-        tokens=tokens,
-        logprobs=logprobs,
-        invalid=_invalid_rows(counts, tokens, logprobs, finish),
-    )
-
-
-def _invalid_rows(
-    counts: Ints, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], finish: npt.NDArray[np.uint8]
-) -> Ints:
-    valid = (tokens >= 0) & (logprobs <= MAX_LOGPROB) & (logprobs > -np.inf)  # NaN compares as false
-    if valid.all() and (finish <= FINISH_RELEASED).all():
-        return np.zeros(0, np.int64)
-    with_invalid_tokens = np.repeat(np.arange(len(counts)), counts)[~valid]
-    return np.union1d(with_invalid_tokens, np.flatnonzero(finish > FINISH_RELEASED))
 
 
 class ExpectedRows:
@@ -232,19 +177,32 @@ class ExpectedRows:
             matching,
             irregular=[_row(rows, row, int(slots[row])) for row in irregular.tolist()],
             refused=[(int(rows.samples[row]), int(rows.counts[row])) for row in refused.tolist()],
-            unusable=[(int(slots[row]), _worker(rows, row), int(rows.counts[row])) for row in unusable.tolist()],
+            unusable=[(int(slots[row]), worker_of(rows, row), int(rows.counts[row])) for row in unusable.tolist()],
         )
 
     def _beyond_limits(self, rows: FrameRows, slots: Ints) -> Ints:
         """Return the rows with tokens that their samples' requests do not allow."""
-        vocab_size, max_tokens, oldest, newest = self._limits[slots].T
+        vocab_size, max_tokens, oldest, newest, *_ = self._limits[slots].T
         beyond = rows.offsets + rows.counts > max_tokens
         beyond |= (rows.counts > 0) & ((rows.versions < oldest) | (rows.versions > newest))
         found = np.flatnonzero(beyond)
+        if rows.routed_bytes.any():
+            found = np.union1d(found, self._with_invalid_routing(rows, slots))
         if len(rows.tokens) and rows.tokens.max() >= vocab_size.min():
             unknown = rows.tokens >= np.repeat(vocab_size, rows.counts)
             found = np.union1d(found, np.repeat(np.arange(len(slots)), rows.counts)[unknown])
         return found
+
+    def _with_invalid_routing(self, rows: FrameRows, slots: Ints) -> Ints:
+        """Return the rows whose routed experts do not fit a completion of the requested shape that ends there."""
+        invalid = []
+        for row in np.flatnonzero(rows.routed_bytes).tolist():
+            shape = RoutedShape(*self._limits[slots[row]][-len(RoutedShape._fields) :].tolist())
+            n_tokens = int(rows.offsets[row] + rows.counts[row])
+            ends = _is_end(rows.finish[row : row + 1])[0]
+            if not (ends and shape.experts and shape.is_valid(routed_experts_of(rows, row), n_tokens)):
+                invalid.append(row)
+        return np.array(invalid, np.int64)
 
     def _advance(
         self,
@@ -261,7 +219,7 @@ class ExpectedRows:
         slot, counts, versions = slots[extending], rows.counts[extending], rows.versions[extending]
         first = _first_of_each(slot)
         changes = np.flatnonzero(versions != _or_before(first, self.version[slot], versions))
-        tokens, logprobs = _gather(rows, extending)
+        tokens, logprobs = gather(rows, extending)
         heads = np.flatnonzero(first)
         ends = ((np.add.reduceat(counts, heads) if len(heads) else heads).cumsum() * TOKEN_BYTES).tolist()
         starts = [0, *ends[:-1]] if ends else []
@@ -275,10 +233,14 @@ class ExpectedRows:
             tokens=tokens,
             logprobs=logprobs,
             new_spans=[
-                (int(slot[i]), _worker(rows, int(extending[i])), int(versions[i]), int(rows.offsets[extending[i]]))
+                (int(slot[i]), worker_of(rows, int(extending[i])), int(versions[i]), int(rows.offsets[extending[i]]))
                 for i in changes.tolist()
             ],
             ended=list(zip(slots[ending].tolist(), rows.finish[ending].tolist(), strict=True)),
+            routed=[
+                (int(slots[row]), routed_experts_of(rows, row))
+                for row in ending[rows.routed_bytes[ending] > 0].tolist()
+            ],
             irregular=irregular,
             refused=refused,
             unusable=unusable,
@@ -314,41 +276,10 @@ class ExpectedRows:
         return slot
 
 
-def _columns_match(frame: TokenFrame) -> bool:
-    n = len(frame.finish)
-    return (
-        len(frame.samples) == n * U64.itemsize
-        and len(frame.attempts) == len(frame.offsets) == len(frame.counts) == len(frame.versions) == n * U32.itemsize
-        and len(frame.tokens) == len(frame.logprobs)
-        and len(frame.tokens) % TOKEN_BYTES == 0
-    )
-
-
-def _mismatch(frame: TokenFrame) -> Unprocessable:
-    return Unprocessable(f"frame {frame.seq} of {frame.worker}: its columns differ in length")
-
-
-def _column(frames: Sequence[TokenFrame], name: str, dtype: np.dtype[Number]) -> npt.NDArray[Number]:
-    return np.frombuffer(b"".join([getattr(frame, name) for frame in frames]), dtype)
-
-
-def _worker(rows: FrameRows, row: int) -> str:
-    return rows.frames[int(np.searchsorted(rows.first_rows, row, "right")) - 1].worker
-
-
 def _row(rows: FrameRows, row: int, slot: int) -> Row:
-    tokens, logprobs = _gather(rows, np.array([row]))
+    tokens, logprobs = gather(rows, np.array([row]))
     version, offset, finish = int(rows.versions[row]), int(rows.offsets[row]), int(rows.finish[row])
-    return Row(slot, _worker(rows, row), version, offset, tokens, logprobs, finish)
-
-
-def _gather(rows: FrameRows, chosen: Ints) -> tuple[memoryview, memoryview]:
-    """Return the tokens and log-probabilities of these rows, concatenated, as bytes."""
-    counts = rows.counts[chosen]
-    ends = np.cumsum(counts)
-    index = np.repeat(rows.starts[chosen] - (ends - counts), counts)
-    index += np.arange(len(index))
-    return memoryview(rows.tokens.take(index).tobytes()), memoryview(rows.logprobs.take(index).tobytes())
+    return Row(slot, worker_of(rows, row), version, offset, tokens, logprobs, finish, routed_experts_of(rows, row))
 
 
 def _is_end(finish: npt.NDArray[np.uint8]) -> Bools:

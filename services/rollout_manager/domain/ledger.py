@@ -18,15 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rlboost.services.rollout_manager.domain.frame_columns import (
-    NO_VERSION,
-    TOKEN_BYTES,
-    ExpectedRows,
-    Row,
-    Selection,
-    decode_frames,
-    limits_of,
-)
+from rlboost.services.rollout_manager.domain.frame_columns import NO_VERSION, ExpectedRows, Row, Selection, limits_of
+from rlboost.services.rollout_manager.domain.frame_rows import TOKEN_BYTES, decode_frames
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.shared.columns import U32, U64, ints, length
 from rlboost.shared.errors import Unprocessable
@@ -191,6 +184,8 @@ class Ledger:
             grown[sample.worker] += (end - start) // TOKEN_BYTES
         for slot, finish in rows.ended:
             self._end(self._by_slot[slot], finish, out)
+        for slot, column in rows.routed:
+            self._by_slot[slot].routed_experts = column
         for row in rows.irregular:
             self._apply_irregular(self._by_slot[row.slot], row, out)
         for slot, worker, count in rows.unusable:
@@ -221,6 +216,7 @@ class Ledger:
             out.accepted[job] = out.accepted.get(job, 0) + count - known
             self._expect(sample, row.version)
         if row.finish and self._end(sample, row.finish, out):
+            sample.routed_experts = row.routed_experts
             self._expect(sample)
 
     def _end(self, sample: Sample, finish: int, out: Outcome) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlboost.services.rollout_manager.domain.frame_columns import TOKEN_BYTES
+from rlboost.services.rollout_manager.domain.frame_rows import TOKEN_BYTES
 from rlboost.shared.messages import FINISH_NONE, GroupRequested
 
 WORKERS_LIMIT = 3
@@ -42,6 +42,8 @@ class Sample:
     """How many tokens it had at the start of this attempt."""
     placed_at: float = 0.0
     """When it was assigned to its owner (manager's clock)."""
+    routed_experts: bytes = b""
+    """Of the whole completion, once it ended; see `shared.routed_experts`."""
     attempt_worker: str = ""
     """The worker of the current attempt, whose tokens count even after it lost the sample; empty if not known."""
 
@@ -77,5 +79,5 @@ class Sample:
         if gone > 0:
             del self.tokens[n_tokens * TOKEN_BYTES :], self.logprobs[n_tokens * TOKEN_BYTES :]
             self.span_starts = [span for span in self.span_starts if span[2] < n_tokens]
-            self.finish = FINISH_NONE
+            self.finish, self.routed_experts = FINISH_NONE, b""
         return max(0, gone)

@@ -28,7 +28,11 @@ _CHOICES = [list(chosen) for size in (3, 2, 1) for chosen in combinations(range(
 
 @dataclass(slots=True)
 class Profile:
-    """Seconds of a step against samples and tokens in the batch: least squares of relative errors, none negative."""
+    """Seconds of a step against samples and tokens in the batch: weighted least squares, no coefficient negative.
+
+    Observations last about equally long, so each is weighted by its number of steps: where the speed varies, as on a
+    shared machine, the fit then has the mean throughput. Least squares of relative errors would follow the fast ones.
+    """
 
     fixed_s: float = 1.0
     """Of a step, independent of the batch; before the first fit, the unit of all comparisons."""
@@ -48,8 +52,8 @@ class Profile:
     def observe(self, running: float, tokens: float, tokens_per_s: float) -> None:
         """Take one observation: the samples in the batch, their tokens in the KV cache, and their joint throughput."""
         step_s = running / tokens_per_s
-        row = np.array([1.0, running, tokens]) / step_s
-        self._products = FORGET * self._products + np.outer(row, row)
+        row = np.array([1.0, running, tokens])
+        self._products = FORGET * self._products + np.outer(row, row) / step_s
         self._targets = FORGET * self._targets + row
         self.observed += 1
         if self.observed == ENOUGH or (self.known and self.observed % FIT_EVERY == 0):

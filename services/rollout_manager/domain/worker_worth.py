@@ -1,4 +1,4 @@
-"""What one more preemptible worker is worth.
+"""What one more preemptible worker is worth, and how many pay for themselves.
 
 In the paper's model (section 4.1), reserved engines and workers generate during the seeding window, and the workers
 alone during training. A step's generation takes a fixed number of *worker-seconds at full throughput*, so a larger
@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
+from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.window_tuner import WindowTuner
 from rlboost.services.rollout_manager.domain.world import World
 
 _HOUR_S = 3600.0
@@ -48,10 +52,15 @@ def step_duration_s(workers: float, reserved: float, work_s: float, train_s: flo
     return remaining_s / (workers + reserved) + train_s if workers + reserved else math.inf
 
 
-def saved_by_one_more_s(workers: float, reserved: float, work_s: float, train_s: float) -> float:
-    """Return by how much one more worker shortens a step; infinity if nothing generates now."""
-    after_s = step_duration_s(workers + 1, reserved, work_s, train_s)
-    return step_duration_s(workers, reserved, work_s, train_s) - after_s
+def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int, present: int) -> float:
+    """Return the relative gain in throughput by one more than `workers`; infinity if none would generate without it.
+
+    The measured step, with `present` workers, also has a tail, pulls of weights and publishing, which none shortens.
+    """
+    work_s, train_s = (tuner.target_workers or 0.0) * tuner.train_s, tuner.train_s
+    overhead_s = max(0.0, tuner.step_s - step_duration_s(present, reserved, work_s, train_s))
+    before_s = step_duration_s(workers, reserved, work_s, train_s)
+    return (before_s + overhead_s) / (step_duration_s(workers + 1, reserved, work_s, train_s) + overhead_s) - 1.0
 
 
 def worth_of_one_more(world: World) -> dict[str, Any] | None:
@@ -60,18 +69,45 @@ def worth_of_one_more(world: World) -> dict[str, Any] | None:
     return asdict(max(known, key=lambda worth: worth.tokens_per_hour)) if known else None
 
 
+def paying_workers(world: World, job: Job, offers: Iterable[tuple[float, float]]) -> int | None:
+    """Return how many preemptible workers to have, each of them worth its price; None while unknown.
+
+    With each worker that pays, a token gets cheaper. Where a price is not known, workers are not weighed against it.
+
+    Args:
+        world: the fleet.
+        job: it wants the workers.
+        offers: price per hour and availability of the first worker, the second, and so on; price 0: not known.
+
+    """
+    tuner = job.window_tuner
+    if tuner.target_workers is None:
+        return None
+    target = math.ceil(tuner.target_workers)
+    reserved, preemptible = _workers_of(world, job)
+    prices = [worker.joined.price_per_hour for worker in reserved]
+    if not tuner.train_s or not prices or not all(prices):
+        return target
+    dollars = sum(prices)
+    for n, (price, share) in enumerate(islice(offers, target)):
+        if share * speedup_of_one_more(tuner, n, len(reserved), len(preemptible)) * dollars < price:
+            return n
+        dollars += price
+    return target
+
+
+def _workers_of(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
+    """Return the job's reserved and preemptible workers that do not drain."""
+    workers = [worker for worker in world.fleet.workers.values() if worker.job == job.id and worker.state != "draining"]
+    return [worker for worker in workers if worker.reserved], [worker for worker in workers if not worker.reserved]
+
+
 def _worth(world: World, job: Job) -> WorkerWorth | None:
     tuner = job.window_tuner
-    workers = [worker for worker in world.fleet.workers.values() if worker.job == job.id and worker.state != "draining"]
-    reserved = sum(worker.reserved for worker in workers)
-    if tuner.target_workers is None or not tuner.train_s or not workers:
+    reserved, preemptible = _workers_of(world, job)
+    if tuner.target_workers is None or not tuner.train_s or not (reserved or preemptible):
         return None
-    preemptible = [worker for worker in workers if not worker.reserved]
-    work_s = tuner.target_workers * tuner.train_s
-    saved_s = saved_by_one_more_s(len(preemptible), reserved, work_s, tuner.train_s)
-    # The measured step also has a tail, pulls of weights and publishing, which no further worker shortens.
-    after_s = max(tuner.step_s - saved_s, tuner.train_s)
-    speedup = max(0.0, tuner.step_s / after_s - 1.0) if saved_s else 0.0
+    speedup = speedup_of_one_more(tuner, len(preemptible), len(reserved), len(preemptible))
     kinds = Counter(worker.joined.kind for worker in preemptible)
     available = sum(n * world.fleet.availability_of(kind) for kind, n in kinds.items())
     share = available / len(preemptible) if preemptible else 1.0
@@ -79,6 +115,6 @@ def _worth(world: World, job: Job) -> WorkerWorth | None:
     return WorkerWorth(
         job_id=job.id,
         tokens_per_hour=speedup * share * tuner.tokens_per_s * _HOUR_S,
-        dollars_per_hour=speedup * share * sum(worker.joined.price_per_hour for worker in workers),
+        dollars_per_hour=speedup * share * sum(w.joined.price_per_hour for w in (*reserved, *preemptible)),
         price_per_hour=sum(prices) / len(prices) if prices else 0.0,
     )

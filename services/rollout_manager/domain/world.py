@@ -232,6 +232,7 @@ class World:
             spans=list(sample.spans),
             attempts=sample.attempt,
             group_done=group_done,
+            routed_experts=sample.routed_experts,
         )
         self.outbox.deliver(job_id, message)
 
