@@ -38,8 +38,8 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     """Return weights, optimizer state and gradients on each of the trainer's GPUs during an update.
 
     Per parameter: 16 bytes in float32 (weights 4, AdamW's moments 8, gradients 4), with Muon 12; 18 with megatron in
-    bfloat16 (a float32 master copy); 4 or 2 if frozen. FSDP2 divides them by `data_parallel`; megatron by
-    `tensor_parallel` x `pipeline_parallel`, and moments and master copies also by `data_parallel` with
+    bfloat16 (a float32 master copy); 4 or 2 if frozen. FSDP2 divides them by `data_parallel` x `context_parallel`;
+    megatron by `tensor_parallel` x `pipeline_parallel`, and moments and master copies also by `data_parallel` with
     `distributed_optimizer`.
     """
     return math.ceil(model.n_parameters * _on_each_gpu(*_per_parameter(model, spec), spec))
@@ -76,7 +76,7 @@ def _per_parameter(model: TrainedModel, spec: TrainerSpec) -> tuple[float, float
 def _on_each_gpu(weights: float, optimizer: float, spec: TrainerSpec) -> float:
     """Return bytes on each GPU of a model with one parameter."""
     if spec.backend == "torch":
-        return (weights + optimizer) / spec.data_parallel
+        return (weights + optimizer) / spec.n_ranks
     n_replicas = spec.data_parallel if spec.distributed_optimizer else 1
     return (weights + optimizer / n_replicas) / (spec.tensor_parallel * spec.pipeline_parallel)
 

@@ -16,6 +16,8 @@ from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.folder import read_config
 
+_MAX_LOGITS = 1 << 27
+"""Logits that exist at a time, as in the trainer's `LogprobPass`."""
 _CHUNK_LOGITS = 1 << 26
 """Logits that are converted to float32 at a time, as in the trainer's `selected_logprobs`."""
 
@@ -51,6 +53,7 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     size, trainer = size_of(config.get("text_config", config)), spec.trainer
     longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
+    n_tokens = -(-n_tokens // trainer.context_parallel)
     model = trained_model(spec, size.total)
     if spec.adapter is not None or trainer.backend == "megatron":
         found = {"state": state_bytes(model, trainer)}
@@ -70,7 +73,7 @@ class UpdateMemory(NamedTuple):
     recomputed_layer: int
     """Activations of the layer that is being recomputed, with activation checkpointing."""
     logits: int
-    """Logits, their gradient, and a chunk of both in float32."""
+    """Logits of a chunk of tokens, their gradient, and a part of both in float32."""
     working_weights: int
     """Weights in bfloat16 for matrix products; with FSDP2, gathered weights."""
 
@@ -95,11 +98,13 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     checkpointed = spec.activation_checkpointing
     activations = size.layers * (4 * n_tokens * size.hidden if checkpointed else layer)
     activations += 12 * n_tokens * size.hidden  # the last norm
-    logits = 2 * (2 if half else 4) * n_tokens * size.vocabulary
-    logits += 2 * 4 * min(_CHUNK_LOGITS, n_tokens * size.vocabulary)
+    n_logits = n_tokens * size.vocabulary
+    logits = 2 * (2 if half else 4) * min(_MAX_LOGITS, n_logits)
+    # Their softmax; in bfloat16 also a copy of them.
+    logits += (2 if half else 1) * 4 * min(_CHUNK_LOGITS, n_logits)
     n_cast = (1 if checkpointed else size.layers) * size.layer + size.vocabulary * size.hidden
     working = 2 * n_cast if half else 0
-    if spec.data_parallel > 1:
+    if spec.n_ranks > 1:
         # The root's own parameters stay gathered for the whole pass, a layer's while it computes.
         working += 4 * (size.embeddings + size.layer)
     return UpdateMemory(state_bytes(model, spec), activations, layer if checkpointed else 0, logits, working)

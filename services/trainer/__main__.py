@@ -21,6 +21,7 @@ from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
+from rlboost.shared.state_protocol import check_leader, leader_check
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -31,6 +32,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     cpu_affinity.bind(config.cpus)
     sock = http.bind(config.host, config.port)
     bus = await connect(config.redis_url, "trainer")
+    await check_leader(bus)
     waits, device, token = Waits(), DeviceThread(), config.token.get_secret_value()
     machines = None
     if config.machines_port:
@@ -57,6 +59,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         "commands": trainer.commands,
         "jobs": trainer.jobs,
         "lease": trainer.lease,
+        "protocol": leader_check(bus),
         "logs": log_sender(bus, config.trainer_name, trainer.active_jobs),
         "http": http.server_loop(api.create(trainer, token, waits), sock, config.certificate),
     }

@@ -24,7 +24,7 @@ from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_fun
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
 from rlboost.services.trainer.domain.parity import build_probe
 from rlboost.services.trainer.domain.sft import sft_loss
 from rlboost.services.trainer.domain.tokens import LossFn
@@ -34,6 +34,8 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
+from rlboost.shared.model.experts import require_replayable
+from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.torch_device import require_device
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
@@ -63,7 +65,11 @@ def build_resources(
     client = StoreClient(config.weight_store_url, token)
     config_json = (model / "config.json").read_text(encoding="utf-8")
     own_machines = _machines(config, waits, machines, spec.trainer)
-    engine = _engine(config, spec, folder, own_machines)
+    loss = _loss(spec)
+    replayed = None
+    if spec.trainer.router_replay != "none" and spec.kind == "rl":
+        replayed = require_replayable(model, spec.sampling.max_tokens)
+    engine = _engine(config, spec, folder, own_machines, loss, replayed)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
     publisher = (
         partial(RanksPublisher, policy=engine, token=token) if isinstance(engine, RanksPolicy) else StorePublisher
@@ -71,7 +77,7 @@ def build_resources(
     return JobResources(
         engine=engine,
         model=model,
-        loss=_loss(spec),
+        loss=loss,
         data=data,
         rewards=_rewards(config, spec, waits, folder),
         environments=_environments(spec, waits, folder),
@@ -92,6 +98,7 @@ def build_resources(
         machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
         probe=build_probe(data.vocab_size, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
+        replayed=replayed,
     )
 
 
@@ -130,7 +137,14 @@ def _machines(
     return JobMachines(machines, spec, waits, device=config.device, shrink_after_s=config.machines_wait_s)
 
 
-def _engine(config: Settings, spec: JobSpec, folder: Path, machines: JobMachines | None) -> TorchPolicy | RanksPolicy:
+def _engine(
+    config: Settings,
+    spec: JobSpec,
+    folder: Path,
+    machines: JobMachines | None,
+    loss: LossFn,
+    replayed: RoutedShape | None,
+) -> TorchPolicy | RanksPolicy:
     if spec.trainer.offload != "none" and config.device == "cpu":
         raise ConfigError(
             f"trainer.offload: {spec.trainer.offload} needs a GPU shared by reserved engines and the trainer, but the "
@@ -145,6 +159,8 @@ def _engine(config: Settings, spec: JobSpec, folder: Path, machines: JobMachines
             temperature=temperature,
             device=config.device,
             reference=reference,
+            aggregation=loss.aggregation if isinstance(loss, PolicyLoss) else "token_mean",
+            replayed=replayed,
             folder=folder,
             launcher=machines,
         )
@@ -160,4 +176,6 @@ def _engine(config: Settings, spec: JobSpec, folder: Path, machines: JobMachines
         critic=_critic(spec),
         offload=spec.trainer.offload,
         activation_checkpointing=spec.trainer.activation_checkpointing,
+        router_aux_loss_coef=spec.trainer.router_aux_loss_coef,
+        replayed=replayed,
     )

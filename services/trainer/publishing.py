@@ -23,7 +23,6 @@ from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
 from rlboost.services.trainer.ports.storage import WeightPublisher
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import Fatal
-from rlboost.shared.weights.publisher import chunks_among
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +99,7 @@ class VersionPublisher:
         async with self._exporting:
             for what in self._published():
                 export = partial(self._engine.export_shards, what)
-                chunks = await self._device(lambda: chunks_among(export(), damaged))  # noqa: B023 - awaited at once
+                chunks = await self._device(lambda: self._weights.chunks_among(export(), damaged))  # noqa: B023 - awaited at once
                 if chunks:
                     await self._weights.restore(chunks)
                     log.warning("weights_restored_in_store", version=self.head, chunks=len(chunks))

@@ -189,6 +189,15 @@ class SftJob(_TrainingJob):
     data: SftDataSpec
     elastic: SftElasticSpec = SftElasticSpec()
 
+    @model_validator(mode="after")
+    def _replays_nothing(self) -> Self:
+        if self.trainer.router_replay != "none":
+            raise ValueError(
+                f"trainer.router_replay: {self.trainer.router_replay} replays the experts of generated samples, and a "
+                "job of kind sft generates none: remove it"
+            )
+        return self
+
 
 class EvalJob(_RewardedJob):
     """One evaluation; the step loop treats it as a job without steps, which evaluates after the last one."""

@@ -41,8 +41,8 @@ class TrainerSpec(Section):
     """How the trainer runs."""
 
     backend: Literal["torch", "megatron"] = "torch"
-    """`torch` trains in one process, or with FSDP2 in `data_parallel` processes; `megatron` (megatron-core) in the
-    product of `tensor_parallel`, `pipeline_parallel` and `data_parallel`."""
+    """`torch` trains in one process, or with FSDP2 in `data_parallel` x `context_parallel` processes; `megatron`
+    (megatron-core) in the product of `tensor_parallel`, `pipeline_parallel` and `data_parallel`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; master weights are float32, except those frozen by `elastic.weights: lora`."""
     checkpoint_every: int = Field(10, ge=1)
@@ -53,9 +53,14 @@ class TrainerSpec(Section):
     """`auto` continues from the job's newest checkpoint, `never` fails if there is one. Or a path or URL of another
     job's run folder or checkpoint: the job starts with its weights, optimizer state and step."""
     micro_batch_tokens: int = Field(4096, ge=1)
-    """Most tokens of a micro-batch, padding included; a longer sample is a micro-batch of its own."""
+    """Most tokens of a micro-batch, whose samples are packed without padding; a longer sample is a micro-batch of its
+    own."""
     activation_checkpointing: bool = False
     """Store only the input of each layer for the backward pass, and recompute the rest."""
+    router_aux_loss_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961), at the scale of transformers."""
+    router_replay: Literal["none", "R3"] = "none"
+    """`R3`: train a mixture of experts with the experts that the engines selected (arXiv 2510.11370)."""
     seed: int = 0
     """Seed of the data's order and of every sample."""
     offload: Offload = "none"
@@ -66,6 +71,9 @@ class TrainerSpec(Section):
     """Pipeline stages; only `megatron`."""
     data_parallel: int = Field(1, ge=1)
     """Replicas that samples are split over; with `torch`, FSDP2 shards of the model."""
+    context_parallel: int = Field(1, ge=1)
+    """Processes that the tokens of each micro-batch are divided over, long samples included (Ulysses, arXiv
+    2309.14509); divides the attention heads; only `torch`, where it also multiplies FSDP2's shards."""
     nodes: int = Field(1, ge=1)
     """Machines that the processes are divided over, each started by `rlboost trainer join`; 1: the trainer's own."""
     min_nodes: int = Field(0, ge=0)
@@ -83,7 +91,7 @@ class TrainerSpec(Section):
     @property
     def n_ranks(self) -> int:
         """Return how many processes train the model, with a device each."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property
     def fewest_nodes(self) -> int:
@@ -93,14 +101,23 @@ class TrainerSpec(Section):
     @property
     def in_one_process(self) -> bool:
         """Return True if the trainer's process trains by itself, without ranks."""
-        return self.backend == "torch" and self.data_parallel == 1
+        return self.backend == "torch" and self.n_ranks == 1
 
     @model_validator(mode="after")
     def _applies(self) -> Self:
         parallel = [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(self, name) > 1]
         parallel += [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(self, name)]
         if self.backend == "torch" and parallel:
-            raise ValueError(f"{parallel[0]} needs trainer.backend: megatron; torch has data_parallel alone")
+            raise ValueError(
+                f"{parallel[0]} needs trainer.backend: megatron; torch has data_parallel and context_parallel"
+            )
+        if self.backend == "megatron" and self.context_parallel > 1:
+            raise ValueError("context_parallel needs trainer.backend: torch; remove it, or raise tensor_parallel")
+        if self.backend == "megatron" and self.router_replay != "none":
+            raise ValueError(
+                f"router_replay: {self.router_replay} needs trainer.backend: torch, with data_parallel for several "
+                "processes: set that, or remove router_replay"
+            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == 1:
@@ -108,7 +125,7 @@ class TrainerSpec(Section):
         if self.n_ranks % self.nodes:
             raise ValueError(
                 f"nodes is {self.nodes}, which does not divide the {self.n_ranks} processes of tensor_parallel x "
-                "pipeline_parallel x data_parallel: change one of them"
+                "pipeline_parallel x context_parallel x data_parallel: change one of them"
             )
         if self.min_nodes > self.nodes:
             raise ValueError(f"min_nodes is {self.min_nodes}, more than nodes, which is {self.nodes}: lower it")

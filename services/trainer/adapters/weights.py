@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import Manifest, digest_of
-from rlboost.shared.weights.publisher import ChunkCopy, Publisher, Shard
+from rlboost.shared.weights.publisher import ChunkCopy, Publisher, Shard, chunks_among
 from rlboost.shared.weights.puller import Puller
 
 Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
@@ -94,6 +95,10 @@ class StorePublisher:
         except StoreUnavailable:
             return frozenset()
 
+    def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
+        """See `WeightPublisher.chunks_among`."""
+        return chunks_among(shards, digests)
+
     async def restore(self, chunks: Sequence[ChunkCopy]) -> None:
         """See `WeightPublisher.restore`."""
         because = f"upload {len(chunks)} damaged chunks again"
@@ -107,8 +112,8 @@ class StorePublisher:
             self._puller = Puller(self.client, Cache(self.cache), self.waits, limit_s=self.limit_s)
         pulled = await self._puller.pull(self.job_id, version)
         return (
-            Shard(entry.name, entry.dtype, entry.global_shape, entry.offset, entry.local_shape, data)
-            for entry, data in pulled.tensors()
+            Shard(whole.name, whole.dtype, whole.shape, (0,) * len(whole.shape), whole.shape, data)
+            for whole, data in pulled.tensors()
         )
 
     async def close(self) -> None:

@@ -12,6 +12,8 @@ import os
 import random
 import time
 from collections.abc import Mapping
+from functools import partial
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
 from rlboost.services.trainer.children.reward_styles import Caller, rows_of
@@ -27,6 +29,8 @@ TOKEN_VARIABLE = "REWARD_TOKEN"  # noqa: S105 - a name
 """Environment variable of the trainer with the bearer token, if the service needs one."""
 _ORIGINS = "RLBOOST_TRAINER_REWARD_TOKEN_ORIGINS"
 _UNAUTHORIZED = {401, 403}
+_METADATA = tuple(map(ip_network, ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "100.100.100.200/32")))
+"""Where clouds answer with a machine's credentials: link-local addresses, and those of AWS (IPv6) and Alibaba."""
 
 
 class RemoteFailed(Exception):
@@ -36,17 +40,42 @@ class RemoteFailed(Exception):
 def remote(part: Mapping[str, Any]) -> Caller:
     """Return a caller of the service at `part["url"]` with the limit `part["timeout_s"]`.
 
-    A job file chooses the URL, so the token is sent only where the trainer's operator allows it: `part["gets_token"]`.
+    A job file chooses the URL, so only where the trainer's operator allows it, `part["gets_token"]`, is the token sent,
+    and a connection to a cloud's metadata service used.
     Retried with exponential backoff: connections that fail or break, and status 429, 502, 503 and 504.
     """
     import httpx  # noqa: PLC0415 - most reward processes need no HTTP client
 
     token = os.environ.get(TOKEN_VARIABLE) if part["gets_token"] else None
     client = httpx.Client(headers={"authorization": f"Bearer {token}"} if token else {})
-    return Caller(part["name"], lambda request: _ask(client, part["url"], request, part["timeout_s"]), float)
+    traced = {} if part["gets_token"] else {"trace": partial(_check_connection, part["url"])}
+    post = partial(client.post, part["url"], extensions=traced)
+    return Caller(part["name"], lambda request: _ask(post, part["url"], request, part["timeout_s"]), float)
 
 
-def _ask(client: Any, url: str, request: Mapping[str, Any], timeout_s: float) -> list[Any]:
+def is_metadata(host: str) -> bool:
+    """Return True if a connected address, as the socket names it, may be a cloud's metadata service."""
+    address = ip_address(host.partition("%")[0])
+    if isinstance(address, IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return any(address in network for network in _METADATA)
+
+
+def _check_connection(url: str, event: str, info: Mapping[str, Any]) -> None:
+    """Reject the address that was connected, whatever the name resolved to before, while nothing is sent yet."""
+    if event != "connection.connect_tcp.complete":
+        return
+    stream = info["return_value"]
+    host = stream.get_extra_info("server_addr")[0]
+    if is_metadata(host):
+        stream.close()
+        raise RemoteFailed(
+            f"{url} is at {host}, where clouds serve credentials: name another service, or add its origin to the "
+            f"trainer's {_ORIGINS}"
+        )
+
+
+def _ask(post: Any, url: str, request: Mapping[str, Any], timeout_s: float) -> list[Any]:
     import httpx  # noqa: PLC0415 - as above
 
     body = json.dumps({"rows": _rows(request)}).encode()
@@ -55,9 +84,7 @@ def _ask(client: Any, url: str, request: Mapping[str, Any], timeout_s: float) ->
     while True:
         left_s = until - time.monotonic()
         try:
-            answer = client.post(
-                url, content=body, headers={"content-type": "application/json"}, timeout=max(left_s, 1e-3)
-            )
+            answer = post(content=body, headers={"content-type": "application/json"}, timeout=max(left_s, 1e-3))
         except httpx.TransportError as error:
             wrong = f"{type(error).__name__}: {error}"
         else:

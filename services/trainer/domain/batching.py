@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-_FLUSH_BATCHES = 6
-"""Number of micro-batches to gather before sorting by length. More means less padding, but a later start and more work
-after the last group."""
-_SHORTEST = 0.5
-"""Minimal length of a row relative to the longest of its micro-batch; bounds padding."""
+_FLUSH_BATCHES = 4
+"""Number of micro-batches to gather before rows are packed. More fills micro-batches better, but means a later start
+and more work after the last group."""
 
 
 class Sized(Protocol):
@@ -44,7 +42,7 @@ class UpdatePlanner(Generic[R]):
     """Splits one step's groups into updates, in order of completion, and an update's rows into micro-batches."""
 
     def __init__(self, n_groups: int, n_updates: int, micro_batch_tokens: int) -> None:
-        """Prepare for `n_groups` groups, `n_updates` optimizer steps and `micro_batch_tokens` padded tokens at most.
+        """Prepare for `n_groups` groups, `n_updates` optimizer steps and `micro_batch_tokens` tokens at most.
 
         A longer row gets its own micro-batch.
         """
@@ -68,21 +66,16 @@ class UpdatePlanner(Generic[R]):
 
 
 def pack(rows: Sequence[R], max_tokens: int) -> list[list[R]]:
-    """Return micro-batches of rows of similar length, the longest first.
+    """Return micro-batches of at most `max_tokens` tokens, or of one longer row; rows of similar length are together.
 
-    Rows x longest row <= `max_tokens`, or it is one row; and less than half of that is padding.
+    All but the last are more than half full.
     """
     batches: list[list[R]] = []
+    room = 0
     for row in sorted(rows, key=lambda row: -row.n_tokens):
-        if batches:
-            longest, n = batches[-1][0].n_tokens, len(batches[-1])
-            if (n + 1) * longest <= max_tokens and row.n_tokens >= _SHORTEST * longest:
-                batches[-1].append(row)
-                continue
-        batches.append([row])
+        if row.n_tokens > room or not batches:
+            batches.append([])
+            room = max_tokens
+        batches[-1].append(row)
+        room -= row.n_tokens
     return batches
-
-
-def n_padded(batch: Sequence[Sized]) -> int:
-    """Return the number of tokens of a micro-batch, including padding."""
-    return len(batch) * max(row.n_tokens for row in batch)

@@ -71,6 +71,7 @@ class Conversation:
 
         It ended by itself only if the environment was done and the last turn was not cut.
         """
+        experts = [turn.routed_experts for turn in self.turns if turn.tokens]
         return SampleFinished(
             sample=self.sample,
             tokens=b"".join(turn.tokens for turn in self.turns),
@@ -79,4 +80,5 @@ class Conversation:
             spans=[span for turn in self.turns for span in turn.spans],
             attempts=max(turn.attempts for turn in self.turns),
             group_done=False,
+            routed_experts=b"".join(experts) if all(experts) else b"",
         )

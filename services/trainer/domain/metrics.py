@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rlboost.services.trainer.domain.advantages import standard_deviation
 from rlboost.services.trainer.domain.conversation import Conversation
 from rlboost.services.trainer.domain.pass_at_k import pass_rates
+from rlboost.services.trainer.domain.sums import routing
 from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
 from rlboost.shared.columns import I32, floats, length
 from rlboost.shared.messages import EngineProfile, SampleFinished
@@ -25,6 +26,7 @@ _TOKEN_MEANS = {
     "kl": "reference_kl",
     "value/loss": "value_loss",
     "value/clip_ratio": "value_clipped",
+    "moe/replayed": "replayed_tokens",
 }
 """Metric -> the sum that it is the mean of, over tokens."""
 _PAIR_MEANS = {"dpo/loss": "pair_losses", "dpo/margin": "pair_margins", "dpo/accuracy": "pairs_right"}
@@ -95,7 +97,7 @@ class StepTally:
     """Throughput of the workers that generated, by kind."""
     loss_sums: dict[str, float] = field(default_factory=dict)
     """The loss function's sums over loss tokens; `tokens` counts these. `mismatch_tokens` counts the tokens that
-    `mismatch_kl` covers, `all_tokens` includes prompts, and `padded_tokens` includes padding, if there is any."""
+    `mismatch_kl` covers, and `all_tokens` includes prompts."""
     measured: dict[str, float] = field(default_factory=dict)
     """Further metrics, by name."""
     grad_norms: list[float] = field(default_factory=list)
@@ -188,13 +190,11 @@ def _training(tally: StepTally) -> dict[str, float]:
     row |= {name: sums[key] / n_tokens for name, key in _TOKEN_MEANS.items() if key in sums}
     if pairs := sums.get("pairs"):
         row |= {name: sums[key] / pairs for name, key in _PAIR_MEANS.items()}
-    if padded := sums.get("padded_tokens"):
-        row["perf/padding_ratio"] = 1 - sums["all_tokens"] / padded
     if "max_ratio_clipped" in sums:
         row["ratio/max_clipped"] = sums["max_ratio_clipped"]
     if tokens := sums.get("mismatch_tokens"):
         row["mismatch_kl"] = sums["mismatch_kl"] / tokens
-    return row
+    return row | routing(sums)
 
 
 def _evaluation(groups: Sequence[ScoredGroup], pass_reward: float) -> dict[str, float]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +38,13 @@ class ProfileRecorder:
     def __init__(self) -> None:
         """Start empty."""
         self._steps: deque[_Step] = deque(maxlen=RECENT_STEPS)
-        self._engines: dict[tuple[str, str], EngineProfile] = {}
-        """(role, kind) -> the newest profile."""
+        self._engines: dict[tuple[str, str], deque[EngineProfile]] = defaultdict(partial(deque, maxlen=RECENT_STEPS))
+        """(role, kind) -> its profile in each of its recent steps."""
 
     def observe(self, tally: StepTally) -> RunProfile | None:
         """Take a complete step; return the profile, None while a throughput or a training time is unknown."""
-        self._engines |= {(engine.role, engine.kind): engine for engine in tally.engines}
+        for engine in tally.engines:
+            self._engines[engine.role, engine.kind].append(engine)
         times = tally.durations
         if tally.scored and times.train_s and not tally.requested_before:
             waited_s = times.seeding_s + times.wait_s
@@ -67,9 +70,16 @@ class ProfileRecorder:
         return RunProfile(
             steps=len(steps),
             step_s=float(np.mean([step.step_s for step in steps])),
-            engines=tuple(engine for _, engine in sorted(self._engines.items())),
+            engines=tuple(_mean(seen) for _, seen in sorted(self._engines.items())),
             prompt_tokens=(min(prompts), max(prompts)),
             completion_quantiles=tuple(zip(_PROBABILITIES, quantiles, strict=True)),
             train_s_per_token=sum(step.train_s for step in steps) / sum(step.tokens for step in steps),
             update_s=float(np.mean([step.update_s for step in steps])),
         )
+
+
+def _mean(seen: Collection[EngineProfile]) -> EngineProfile:
+    """Return the newest profile with the mean times of all: a machine's speed may vary from step to step."""
+    *_, newest = seen
+    names = ("step_s", "per_sample_s", "per_kv_token_s", "update_s", "standstill_s")
+    return newest.model_copy(update={name: float(np.mean([getattr(one, name) for one in seen])) for name in names})

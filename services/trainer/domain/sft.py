@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlboost.services.trainer.domain.sums import routing
 from rlboost.services.trainer.domain.tokens import TokenBatch
 
 if TYPE_CHECKING:
@@ -54,4 +55,5 @@ class SftStep:
             "time/step_s": self.train_s,
             "time/train_s": self.train_s,
             "perf/tokens_per_s": n_tokens / self.train_s if self.train_s else 0.0,
+            **routing(self.sums),
         }

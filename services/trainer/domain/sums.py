@@ -9,6 +9,9 @@ MAX_PREFIX = "max_"
 MISMATCH = "mismatch_kl"
 """Sum of a KL estimate between the engine's log-probabilities of its tokens and the trainer's. Valid only if the
 trainer's are computed under the weights at the start of the step."""
+ROUTED_TOKENS, ROUTING_LOSS, EXPERT_LOAD = "routed_tokens", "routing_loss", f"{MAX_PREFIX}expert_load"
+"""Of a mixture of experts: the number of tokens, prompts included; the sum over them of the load-balancing loss of
+their micro-batch; the largest load of an expert, 1 where all have the same."""
 
 
 def add(total: dict[str, float], part: Mapping[str, float]) -> None:
@@ -20,3 +23,10 @@ def add(total: dict[str, float], part: Mapping[str, float]) -> None:
             total[name] = max(total[name], value)
         else:
             total[name] += value
+
+
+def routing(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a mixture of experts, none for a dense model."""
+    if not (n_tokens := sums.get(ROUTED_TOKENS)):
+        return {}
+    return {"moe/load_balancing_loss": sums[ROUTING_LOSS] / n_tokens, "moe/max_load": sums[EXPERT_LOAD]}

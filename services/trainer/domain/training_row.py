@@ -34,6 +34,8 @@ class TrainingRow:
     loss_mask: bytes = b""
     """uint8 column aligned with `completion`: 1 for a token with a loss, 0 for a token of an environment; empty if all
     tokens have a loss. The float32 columns have one entry per loss token."""
+    routed_experts: bytes = b""
+    """Column of `shared.routed_experts` with an entry per loss token, which the router replays; empty: not known."""
 
     @property
     def n_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from rlboost.services.trainer.domain.training_row import TrainingRow
@@ -10,7 +11,7 @@ from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.job.run_profile import RunProfile
-from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.weights.publisher import ChunkCopy, Shard, chunks_among
 
 
 class MemoryWeights:
@@ -55,6 +56,10 @@ class MemoryWeights:
     async def damaged(self) -> frozenset[str]:
         """See `WeightPublisher.damaged`."""
         return frozenset(self.lost)
+
+    def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
+        """See `WeightPublisher.chunks_among`."""
+        return chunks_among(shards, digests)
 
     async def restore(self, chunks: Sequence[ChunkCopy]) -> None:
         """See `WeightPublisher.restore`."""

@@ -17,6 +17,7 @@ from rlboost.services.trainer.ports.environments import Environments
 from rlboost.services.trainer.ports.rewards import RewardFunction
 from rlboost.services.trainer.ports.storage import CheckpointStore, RunFolder, TrainState, WeightPublisher
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.routed_experts import RoutedShape
 
 
 class Machines(Protocol):
@@ -58,6 +59,8 @@ class JobResources:
     """`data.curriculum.function`, if there is one."""
     probe: Probe | None = None
     """The input of the parity check that each version is published with; None: workers skip the check."""
+    replayed: RoutedShape | None = None
+    """Shape of the routed experts that training replays; None: routers decide again (`trainer.router_replay`)."""
 
 
 class JobResourcesFactory(Protocol):

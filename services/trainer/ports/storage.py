@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -99,6 +100,9 @@ class WeightPublisher(Protocol):
 
         Empty while the store is unavailable.
         """
+
+    def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
+        """Return copies of the chunks of the engine's shards that have these digests. Runs in the device's thread."""
 
     async def restore(self, chunks: Sequence[ChunkCopy]) -> None:
         """Upload chunks again."""

@@ -84,6 +84,7 @@ class GroupRequests:
             max_tokens=spec.sampling.max_tokens,
             stop_token_ids=self._job.resources.data.stop_token_ids,
         )
+        replayed = sampling.model_copy(update={"routed_experts": tuple(self._job.resources.replayed or ())})
         if self._conversations is None:
             prompts = {group.id: self._job.prompt(group).tokens for group in groups}
         else:
@@ -96,7 +97,7 @@ class GroupRequests:
                     group=group.id,
                     n=group.n,
                     prompt=prompts[group.id],
-                    sampling=sampling,
+                    sampling=sampling if group.is_eval else replayed,
                     version=self._step,
                     seed=group.seed,
                     max_staleness=0 if group.is_eval else spec.elastic.max_staleness,

@@ -157,6 +157,8 @@ class StepRun:
                 del numbers[sums.MISMATCH]  # the row was scored by weights that this step has updated
             else:
                 numbers["mismatch_tokens"] = numbers["tokens"]
+            if self._job.resources.replayed is not None:
+                numbers["replayed_tokens"] = sum(row.n_loss_tokens for row in batch if row.routed_experts)
             numbers["all_tokens"] = sum(row.n_tokens for row in batch)
             sums.add(self._tally.loss_sums, numbers)
 

@@ -111,10 +111,13 @@ class TrainingRowBuilder:
         """
         conversations = group.conversations or (None,) * len(group.samples)
         return [
-            TrainingRow(group.prompt, sample.tokens, sample.logprobs, scalar)
-            if conversation is None
-            else TrainingRow(
-                group.prompt, conversation.completion, sample.logprobs, scalar, loss_mask=conversation.loss_mask
+            TrainingRow(
+                group.prompt,
+                sample.tokens if conversation is None else conversation.completion,
+                sample.logprobs,
+                scalar,
+                loss_mask=b"" if conversation is None else conversation.loss_mask,
+                routed_experts=sample.routed_experts,
             )
             for sample, conversation, scalar in zip(group.samples, conversations, scalars, strict=True)
             if sample.tokens

@@ -1,4 +1,4 @@
-"""Forward and backward over each rank's own micro-batches. Rows are padded, as in the torch backend.
+"""Forward and backward over each rank's own micro-batches. Rows are packed, as in the torch backend.
 
 A forward pass gathers each layer's parameters from all ranks, so all ranks make the same number of passes: a rank with
 fewer micro-batches than another repeats a dummy row.
@@ -11,21 +11,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
-from rlboost.services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch, unpack_rows
+from rlboost.services.trainer.adapters.ranks.packed import Balancing, LossGradientFn, PackedBatch, unpack_rows
+from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
+from rlboost.services.trainer.domain import sums
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import I32, pack
 
 _DUMMY = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
 
 
-class PaddedForwardBackward:
+class FsdpForwardBackward:
     """`ForwardBackward` of one rank."""
 
-    def __init__(self, forward: LogprobPass, device: str) -> None:
-        """Use the forward pass of a model that is on `device`."""
+    def __init__(self, forward: LogprobPass, device: str, context: ContextGroup | None, balancing: Balancing) -> None:
+        """Use the forward pass of a model that is on `device`.
+
+        Args:
+            forward: computes log-probabilities.
+            device: the model's device.
+            context: divides the tokens of each micro-batch, if any.
+            balancing: for a mixture of experts.
+
+        """
         self._forward = forward
         self._device = device
+        self._context = context
+        self._balancing = balancing
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return each micro-batch's log-probabilities, [trained tokens]."""
@@ -33,15 +45,25 @@ class PaddedForwardBackward:
             columns = [self._forward(rows).cpu() for rows in self._with_dummies(batches)]
         return columns[: len(batches)]
 
-    def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> None:
-        """Run forward and backward, adding to the gradients."""
+    def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> dict[str, float]:
+        """Run forward and backward, adding to the gradients; return sums about the routers of experts."""
+        totals: dict[str, float] = {}
         for index, rows in enumerate(self._with_dummies(batches)):
             logprobs = self._forward(rows)
             gradient = torch.zeros_like(logprobs)
             if index < len(batches):
-                gradient.copy_(loss_gradient(index, logprobs.detach()))
+                if self._context is None or self._context.is_first:
+                    gradient.copy_(loss_gradient(index, logprobs.detach()))
+                if self._context is not None:
+                    self._context.broadcast(gradient)
             # A surrogate whose gradient is the loss's.
-            (logprobs * gradient).sum().backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
+            surrogate = (logprobs * gradient).sum()
+            if (balance := self._forward.balance) is not None and index < len(batches):
+                share = balance.n_tokens / sum(row.n_tokens for row in rows)  # of this rank, with context parallelism
+                surrogate = surrogate + self._balancing.factor(batches[index]) * share * balance.loss
+                sums.add(totals, balance.sums())
+            surrogate.backward()
+        return totals
 
     def _with_dummies(self, batches: Sequence[PackedBatch]) -> list[Sequence[TrainingRow]]:
         most = torch.tensor(len(batches), device=self._device)

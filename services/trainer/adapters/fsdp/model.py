@@ -22,6 +22,7 @@ from rlboost.services.trainer.adapters.ranks.offload import local_tensor
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
+from rlboost.services.trainer.adapters.torch.packing import attention_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
@@ -30,14 +31,28 @@ from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
 class FsdpWeightMap:
     """`WeightMap` of one rank: a range of rows of each parameter, which are whole experts if it has experts."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], rank: int, n_ranks: int) -> None:
-        """Map for rank `rank`. Rows are divided as `torch.chunk` does: the last ranks may have fewer, or none."""
-        self._rows = {name: _rows(name, shape, rank, n_ranks) for name, shape in shapes.items()}
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], rank: int, n_ranks: int, buffers: frozenset[str] = frozenset()
+    ) -> None:
+        """Map for rank `rank`. Rows are divided as `torch.chunk` does: the last ranks may have fewer, or none.
+
+        Args:
+            shapes: of all tensors, by name.
+            rank: the rank's number.
+            n_ranks: the number of ranks.
+            buffers: names of the tensors that every rank has whole.
+
+        """
+        self._is_first, self._buffers = rank == 0, buffers
+        self._rows = {
+            name: TensorSlice.whole(name, shape) if name in buffers else _rows(name, shape, rank, n_ranks)
+            for name, shape in shapes.items()
+        }
         self._slices = {name: _matrices(rows) for name, rows in self._rows.items()}
 
     def owns(self, name: str) -> bool:
-        """Return True: no other rank has the same rows."""
-        return name in self._rows
+        """Return True: no other rank has the same rows. Rank 0 exports buffers, which every rank has whole."""
+        return self._is_first or name not in self._buffers
 
     def slices(self, name: str) -> list[TensorSlice]:
         """Return this rank's rows: one slice, or the matrices of each of its experts."""
@@ -76,12 +91,16 @@ class FsdpModel:
             source, device, trained=trained, activation_checkpointing=activation_checkpointing
         )
         self._parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters}
-        self.weight_map = FsdpWeightMap(shapes, distributed.get_rank(), distributed.get_world_size())
+        saved = self.module.state_dict()
+        self._buffers = [(name, buffer) for name, buffer in self.module.named_buffers() if name in saved]
+        shapes = {name: tuple(tensor.shape) for name, tensor in (*self._parameters, *self._buffers)}
+        buffers = frozenset(name for name, _ in self._buffers)
+        self.weight_map = FsdpWeightMap(shapes, distributed.get_rank(), distributed.get_world_size(), buffers)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters, as `DTensor`."""
+        """Yield the parameters, as `DTensor`, and the buffers that checkpoints have."""
         yield from self._parameters
+        yield from self._buffers
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
         """Overwrite this rank's rows of a parameter."""
@@ -134,16 +153,11 @@ def _sharded_module(source: Path, device: str, *, trained: bool, activation_chec
         # On the meta device: no rank ever holds whole weights, each reads its own rows.
         with init_empty_weights(include_buffers=False):
             module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation=EXPERTS
+                config, dtype=torch.float32, attn_implementation=attention_of(config), experts_implementation=EXPERTS
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
     module.tie_weights()
-    if unsharded := set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}:
-        raise ConfigError(
-            f"model {source} has the persistent buffer {min(unsharded)}, which FSDP does not shard: set "
-            "trainer.data_parallel to 1"
-        )
     module.requires_grad_(trained)
     if activation_checkpointing:
         checkpoint_activations(module)

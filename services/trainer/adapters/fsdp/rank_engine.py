@@ -6,20 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
-from rlboost.services.trainer.adapters.fsdp.forward_backward import PaddedForwardBackward
+from rlboost.services.trainer.adapters.fsdp.forward_backward import FsdpForwardBackward
 from rlboost.services.trainer.adapters.fsdp.model import FsdpModel, TrainedFsdpModel
 from rlboost.services.trainer.adapters.fsdp.state import FsdpOptimizerState
 from rlboost.services.trainer.adapters.ranks.engine import RankEngine
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
+from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
+from rlboost.shared.routed_experts import RoutedShape
 
 
 class FsdpRank(RankEngine):
-    """`RankEngine` on FSDP2. Ranks have disjoint shards of every tensor, and each has its own samples."""
+    """`RankEngine` on FSDP2. Ranks have disjoint shards of every tensor, and each its own samples or part of them."""
 
     def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
+        self._context: ContextGroup | None = None
+        if layout.context > 1:
+            own, _ = distributed.new_subgroups(layout.context)
+            self._context = ContextGroup(own)
         return Coordinates.of(rank, layout)
 
     def _build(self, model: dict[str, Any]) -> Trainable:
@@ -29,24 +36,28 @@ class FsdpRank(RankEngine):
             self._optimizer,
             activation_checkpointing=self._activation_checkpointing,
         )
-        return Trainable(
-            model_shard, self._passes_of(model_shard), FsdpOptimizerState(model_shard.optimizer, self._local_value)
-        )
+        passes = self._passes_of(model_shard, self._replayed)
+        return Trainable(model_shard, passes, FsdpOptimizerState(model_shard.optimizer, self._local_value))
 
     def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
         model_shard = FsdpModel(Path(model["source"]), self._device, trained=False)
         return model_shard, self._passes_of(model_shard)
 
-    def _passes_of(self, model_shard: FsdpModel) -> PaddedForwardBackward:
+    def _passes_of(self, model_shard: FsdpModel, replayed: RoutedShape | None = None) -> FsdpForwardBackward:
         forward = LogprobPass(
-            model_shard.module, temperature=self._temperature, dtype=self._dtype, device=torch.device(self._device)
+            model_shard.module,
+            temperature=self._temperature,
+            dtype=self._dtype,
+            device=torch.device(self._device),
+            replayed=replayed,
+            context=self._context,
         )
-        return PaddedForwardBackward(forward, self._device)
+        return FsdpForwardBackward(forward, self._device, self._context, self._balancing)
 
     @property
     def _part_number(self) -> int | None:
-        return self._coordinates.data
+        return distributed.get_rank()
 
     @property
     def _has_logprobs(self) -> bool:
-        return True
+        return self._context is None or self._context.is_first

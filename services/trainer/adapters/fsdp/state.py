@@ -23,7 +23,9 @@ class FsdpOptimizerState:
         self._local_value = local_value
 
     def get(self, parameter: Tensor, kind: str) -> Tensor:
-        """Return this rank's rows of a weight or a moment."""
+        """Return this rank's rows of a weight or a moment; a buffer has moments of 0."""
+        if kind != WEIGHT and not isinstance(parameter, DTensor):
+            return torch.zeros_like(parameter)
         return self._local_value(parameter if kind == WEIGHT else self._optimizer.state[parameter][kind])
 
     def set(self, parameter: Tensor, kind: str, value: Tensor) -> None:
@@ -31,7 +33,8 @@ class FsdpOptimizerState:
         if kind == WEIGHT:
             local_tensor(parameter).copy_(value)
             return
-        assert isinstance(parameter, DTensor)
+        if not isinstance(parameter, DTensor):
+            return
         local = value.to(parameter.device, torch.float32, copy=True)
         self._optimizer.state[parameter][kind] = DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()

@@ -19,16 +19,25 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.megatron.model import MegatronModel
-from rlboost.services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch
-from rlboost.shared.columns import I32, U8, ints, unpack
+from rlboost.services.trainer.adapters.megatron.routing import Routers
+from rlboost.services.trainer.adapters.ranks.packed import (
+    NO_BALANCING,
+    Balancing,
+    LossGradientFn,
+    PackedBatch,
+    unpack_rows,
+)
+from rlboost.services.trainer.adapters.torch.batch import Packed, packed
 
 
 class PipelineForwardBackward:
     """`ForwardBackward` of one rank."""
 
-    def __init__(self, model: MegatronModel, temperature: float) -> None:
-        """Use `model`; `temperature` divides the logits."""
+    def __init__(self, model: MegatronModel, temperature: float, balancing: Balancing = NO_BALANCING) -> None:
+        """Use `model`; `temperature` divides the logits; `balancing` is for a mixture of experts."""
         self._model = model
+        self._balancing = balancing
+        self._routers = Routers(model.chunk)
         self._temperature = temperature
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._is_first_of_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -45,8 +54,8 @@ class PipelineForwardBackward:
             self._run(batches, collect, forward_only=True)
         return columns
 
-    def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> None:
-        """Run forward and backward, adding to the gradients."""
+    def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> dict[str, float]:
+        """Run forward and backward, adding to the gradients; return sums about the routers of experts."""
 
         def loss(index: int, logprobs: Tensor) -> Tensor:
             gradient = torch.empty_like(logprobs)
@@ -57,7 +66,9 @@ class PipelineForwardBackward:
             # A surrogate whose gradient is the loss's.
             return (logprobs * gradient).sum()
 
-        self._run(batches, loss, forward_only=False)
+        with self._routers.observed() as totals:
+            self._run(batches, loss, forward_only=False)
+        return totals
 
     def _run(
         self, batches: Sequence[PackedBatch], loss: Callable[[int, Tensor], Tensor], *, forward_only: bool
@@ -79,19 +90,19 @@ class PipelineForwardBackward:
         self, batches: Iterator[tuple[int, PackedBatch]], chunk: Any, *, loss: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
         index, batch = next(batches)
-        tokens, boundaries, predicts = _concatenated(batch, self._model.config)
+        rows = _packed(batch, self._model.config)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        ids, at = torch.from_numpy(tokens).to(device), torch.from_numpy(predicts).to(device)
-        cu_seqlens = torch.from_numpy(boundaries).to(device)
-        longest = int(np.diff(boundaries).max())
-        packed = PackedSeqParams(
+        ids, at, cu_seqlens = (torch.from_numpy(part).to(device) for part in (rows.ids, rows.predicts, rows.boundaries))
+        longest = int(np.diff(rows.boundaries).max())
+        parameters = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=packed)
+        self._routers.set_loss_factor(self._balancing.factor(batch) / len(rows.ids))
+        output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=parameters)
 
         def loss_of_logits(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
             logprobs = self._logprobs_of(logits[0], ids, at)
@@ -110,21 +121,11 @@ class PipelineForwardBackward:
         return -entropy[:, 0]
 
 
-def _concatenated(
-    batch: PackedBatch, config: Any
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return token ids, sequence boundaries (0, then each end), and positions whose next token is trained on."""
-    tokens = unpack(batch.tokens, I32).astype(np.int64)
-    prompts, completions = np.asarray(ints(batch.prompts)), np.asarray(ints(batch.completions))
-    boundaries = np.concatenate([[0], np.cumsum(prompts + completions)]).astype(np.int32)
-    predicts = np.concatenate(
-        [
-            np.arange(start + prompt - 1, start + prompt + completion - 1)
-            for start, prompt, completion in zip(boundaries, prompts, completions, strict=False)
-        ]
-    ).astype(np.int64)[unpack(batch.loss_mask, U8).astype(bool)]
-    if config.sequence_parallel and (n_padding := -len(tokens) % config.tensor_model_parallel_size):
-        # Each rank gets the same number of tokens: add a sequence of padding.
-        tokens = np.concatenate([tokens, np.zeros(n_padding, np.int64)])
-        boundaries = np.append(boundaries, boundaries[-1] + n_padding).astype(np.int32)
-    return tokens, boundaries, predicts
+def _packed(batch: PackedBatch, config: Any) -> Packed:
+    """Return the rows of a micro-batch, and with sequence parallelism a row of padding."""
+    rows = packed(unpack_rows(batch))
+    if config.sequence_parallel and (n_padding := -len(rows.ids) % config.tensor_model_parallel_size):
+        # Each rank gets the same number of tokens.
+        end = np.int32(len(rows.ids) + n_padding)
+        return rows._replace(ids=np.pad(rows.ids, (0, n_padding)), boundaries=np.append(rows.boundaries, end))
+    return rows

@@ -6,7 +6,6 @@ need its CUDA kernels. These run on any device.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
-from torch.nn import functional
+
+from rlboost.services.trainer.adapters.torch.packing import attention
 
 # Routers read this name, which megatron-core 0.16 leaves undefined where TransformerEngine is missing.
 vars(moe_utils).setdefault("te_general_gemm", None)
@@ -52,16 +52,8 @@ class PackedAttention(torch.nn.Module):
             [tokens, heads x head size].
 
         """
-        ends: list[int] = packed_seq_params.cu_seqlens_q.tolist()
-        grouped = query.shape[1] != key.shape[1]
-        outputs = []
-        for low, high in itertools.pairwise(ends):
-            q, k, v = (part[low:high].transpose(0, 1)[None] for part in (query, key, value))
-            output = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self._scale, enable_gqa=grouped
-            )
-            outputs.append(output[0].transpose(0, 1))
-        return torch.cat(outputs).reshape(len(query), -1)
+        boundaries, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        return attention(query, key, value, boundaries, longest, self._scale).reshape(len(query), -1)
 
 
 def block_spec(config: Any) -> Any:

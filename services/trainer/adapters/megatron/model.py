@@ -36,10 +36,13 @@ class MegatronModel:
         dtype: torch.dtype,
         *,
         activation_checkpointing: bool = False,
+        balances: bool = False,
     ) -> None:
         """Build it with uninitialized weights. A collective call, after megatron-core has its process groups."""
         self.weight_map = MegatronWeightMap(shape, layout, coordinates)
-        self.config = _config(shape, layout, dtype, activation_checkpointing=activation_checkpointing)
+        self.config = _config(
+            shape, layout, dtype, activation_checkpointing=activation_checkpointing, balances=balances
+        )
         self.chunk: Any = GPTModel(
             self.config,
             block_spec(self.config),
@@ -79,9 +82,12 @@ class TrainedMegatronModel(MegatronModel):
         optimizer: OptimizerSpec,
         *,
         activation_checkpointing: bool,
+        balances: bool,
     ) -> None:
-        """Build both. See `MegatronModel`."""
-        super().__init__(shape, layout, coordinates, dtype, activation_checkpointing=activation_checkpointing)
+        """Build both. See `MegatronModel`; `balances`: whether there is a load-balancing loss of experts."""
+        super().__init__(
+            shape, layout, coordinates, dtype, activation_checkpointing=activation_checkpointing, balances=balances
+        )
         buffers = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
@@ -125,7 +131,9 @@ class TrainedMegatronModel(MegatronModel):
         return [wrapper.optimizer for wrapper in self.optimizer.chained_optimizers]
 
 
-def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, activation_checkpointing: bool) -> Any:
+def _config(
+    shape: ModelShape, layout: Layout, dtype: torch.dtype, *, activation_checkpointing: bool, balances: bool
+) -> Any:
     return TransformerConfig(
         num_layers=shape.n_layers,
         hidden_size=shape.hidden,
@@ -166,7 +174,7 @@ def _config(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, activation
         moe_ffn_hidden_size=shape.intermediate if shape.n_experts else None,
         moe_router_topk=shape.experts_per_token or 2,
         moe_router_pre_softmax=not shape.normalizes_routing,
-        moe_router_load_balancing_type="none",
+        moe_router_load_balancing_type="aux_loss" if balances else "none",
         moe_token_dispatcher_type="alltoall",  # noqa: S106 - the default needs a CUDA stream
     )
 

@@ -42,10 +42,11 @@ class MegatronRank(RankEngine):
             self._dtype,
             self._optimizer,
             activation_checkpointing=self._activation_checkpointing,
+            balances=self._balancing.coefficient > 0,
         )
         return Trainable(
             model_shard,
-            PipelineForwardBackward(model_shard, self._temperature),
+            PipelineForwardBackward(model_shard, self._temperature, self._balancing),
             MegatronOptimizerState(model_shard, self._local_value),
         )
 

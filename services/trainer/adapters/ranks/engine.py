@@ -21,16 +21,17 @@ from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.offload import StorageOffloader
-from rlboost.services.trainer.adapters.ranks.packed import PackedBatch
+from rlboost.services.trainer.adapters.ranks.packed import Balancing, PackedBatch
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, ForwardBackward, Model, Trainable
 from rlboost.shared.errors import ConfigError, Corrupt, Fatal
 from rlboost.shared.job.training import Offload, OptimizerSpec
+from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher, Shard, chunks_among
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 """Timeout of a collective operation."""
@@ -63,7 +64,7 @@ class RankEngine(ABC):
             layout: degrees of parallelism.
             optimizer: the job's `OptimizerSpec`, as a mapping.
             settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
-                `activation_checkpointing`.
+                `activation_checkpointing`, `balancing`, `replayed`.
 
         """
         if device != "cpu":
@@ -85,6 +86,8 @@ class RankEngine(ABC):
         self._keeps_reference: bool = settings["reference"]
         self._offload: Offload = settings["offload"]
         self._activation_checkpointing: bool = settings["activation_checkpointing"]
+        self._balancing = Balancing(*settings["balancing"])
+        self._replayed = RoutedShape(*settings["replayed"]) if settings["replayed"] else None
         self._accumulated = False
         self._n_steps = 0
         self._runner = asyncio.Runner()
@@ -170,8 +173,13 @@ class RankEngine(ABC):
         columns = passes.logprobs([PackedBatch(*batch) for batch in batches])
         return [column.numpy().tobytes() for column in columns] if self._has_logprobs else []
 
-    def accumulate(self, batches: list[list[bytes]], ask: AskTrainer) -> None:
-        """Run forward and backward over micro-batches, asking the trainer for the gradient of the loss."""
+    def accumulate(self, batches: list[list[bytes]], ask: AskTrainer) -> dict[str, float]:
+        """Run forward and backward over micro-batches, asking the trainer for the gradient of the loss.
+
+        Returns:
+            Sums about the routers of a mixture of experts, see `domain.sums`.
+
+        """
 
         def loss_gradient(index: int, logprobs: Tensor) -> Tensor:
             column = logprobs.cpu().numpy().tobytes()
@@ -180,7 +188,7 @@ class RankEngine(ABC):
 
         self._offloader.onload_weights()
         self._accumulated = True
-        self._passes.accumulate([PackedBatch(*batch) for batch in batches], loss_gradient)
+        return self._passes.accumulate([PackedBatch(*batch) for batch in batches], loss_gradient)
 
     def step(self, learning_rate: float, divisor: int) -> float:
         """Update and zero the gradients; return their norm. If the norm is not finite, weights stay as they are."""
@@ -219,6 +227,10 @@ class RankEngine(ABC):
         """Return name, offset, shape, dtype and digest of this rank's shards."""
         return [[s.name, s.offset, s.local_shape, s.dtype, digest_of(s.data)] for s in self._shards()]
 
+    def chunks_among(self, digests: list[str]) -> list[bytes]:
+        """Return those chunks of this rank's part that have these digests."""
+        return [data for _, data in chunks_among(self._shards(), set(digests))]
+
     def publish(self, store: dict[str, str], job_id: str, version: int, limit_s: float, deltas: bool) -> str:
         """Upload this rank's part to the weight store; return its digest, or an empty string if it has no part."""
         if (number := self._part_number) is None:
@@ -236,7 +248,9 @@ class RankEngine(ABC):
             yield Shard(s.name, dtype, s.global_shape, s.offset, s.local_shape, raw)
 
     def _published(self, parameter: Tensor) -> Tensor:
-        return self._local_value(parameter).to(self._dtype)
+        value = self._local_value(parameter)
+        # Engines have buffers, such as the biases of expert selection, in full precision too.
+        return value.to(self._dtype) if isinstance(parameter, torch.nn.Parameter) else value
 
     def _owned_slices(self, value_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[TensorSlice, Tensor]]:
         """Yield the slices that this rank exports, of a value of each parameter's shape. All ranks must iterate."""

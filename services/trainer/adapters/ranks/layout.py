@@ -1,9 +1,10 @@
-"""How a job's ranks split the work: tensor, pipeline and data parallelism."""
+"""How a job's ranks split the work: tensor, pipeline, context and data parallelism."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import TrainerSpec
 
 
@@ -15,6 +16,7 @@ class Layout(NamedTuple):
     data: int
     sequence_parallel: bool
     distributed_optimizer: bool
+    context: int = 1
 
     @classmethod
     def of(cls, spec: TrainerSpec) -> Layout:
@@ -25,12 +27,13 @@ class Layout(NamedTuple):
             spec.data_parallel,
             spec.sequence_parallel,
             spec.distributed_optimizer,
+            spec.context_parallel,
         )
 
     @property
     def n_ranks(self) -> int:
         """The number of ranks."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
 
 class Coordinates(NamedTuple):
@@ -39,10 +42,26 @@ class Coordinates(NamedTuple):
     tensor: int
     pipeline: int
     data: int
+    context: int = 0
 
     @classmethod
     def of(cls, rank: int, layout: Layout) -> Coordinates:
-        """Return the coordinates that megatron-core gives a rank: tensor varies fastest, pipeline slowest."""
+        """Return the coordinates that megatron-core gives a rank: tensor varies fastest, then context."""
         outer, tensor = divmod(rank, layout.tensor)
+        outer, context = divmod(outer, layout.context)
         pipeline, data = divmod(outer, layout.data)
-        return cls(tensor, pipeline, data)
+        return cls(tensor, pipeline, data, context)
+
+
+def require_divisible_heads(n_heads: int, context: int) -> None:
+    """Check that context parallelism can divide a model's attention.
+
+    Raises:
+        ConfigError: it cannot.
+
+    """
+    if n_heads % context:
+        raise ConfigError(
+            f"trainer.context_parallel is {context}, which does not divide the model's {n_heads} attention heads: "
+            "change it"
+        )

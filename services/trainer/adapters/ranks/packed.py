@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from rlboost.services.trainer.domain.loss.aggregation import divisor
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import I32, U8, ints, length, pack, unpack
 
@@ -27,6 +28,26 @@ class PackedBatch(NamedTuple):
     """int32 column: each row's completion length."""
     loss_mask: bytes
     """uint8 column, one entry per completion token: 1 if the loss covers it."""
+    routed_experts: bytes = b""
+    """Concatenated columns of the rows."""
+    routed_bytes: bytes = b""
+    """int32 column: how many of these bytes each row has."""
+
+
+class Balancing(NamedTuple):
+    """The weight of the load-balancing loss of a mixture of experts in an update's loss."""
+
+    coefficient: float = 0.0
+    aggregation: str = "token_mean"
+    """See `domain.loss.aggregation`."""
+
+    def factor(self, batch: PackedBatch) -> float:
+        """Return the factor of a micro-batch's load-balancing loss."""
+        masks = np.split(unpack(batch.loss_mask, U8), np.cumsum(ints(batch.completions))[:-1])
+        return self.coefficient * divisor(self.aggregation, [int(mask.sum()) for mask in masks])
+
+
+NO_BALANCING = Balancing()
 
 
 def pack_rows(rows: Sequence[TrainingRow]) -> PackedBatch:
@@ -37,16 +58,21 @@ def pack_rows(rows: Sequence[TrainingRow]) -> PackedBatch:
         prompts=pack([length(row.prompt, I32) for row in rows], I32),
         completions=pack(completions, I32),
         loss_mask=b"".join(row.loss_mask or b"\1" * n for row, n in zip(rows, completions, strict=True)),
+        routed_experts=b"".join(row.routed_experts for row in rows),
+        routed_bytes=pack([len(row.routed_experts) for row in rows], I32),
     )
 
 
 def unpack_rows(batch: PackedBatch) -> list[TrainingRow]:
-    """Return the rows, with tokens and loss mask only."""
+    """Return the rows, with tokens, loss mask and routed experts only."""
     prompts, completions = ints(batch.prompts), ints(batch.completions)
     ends = np.cumsum([n for pair in zip(prompts, completions, strict=True) for n in pair])
     parts = np.split(unpack(batch.tokens, I32), ends[:-1])
     loss_masks = np.split(unpack(batch.loss_mask, U8), np.cumsum(completions)[:-1])
+    routed = np.split(unpack(batch.routed_experts, U8), np.cumsum(ints(batch.routed_bytes))[:-1])
     return [
-        TrainingRow(prompt.tobytes(), completion.tobytes(), b"", 0.0, loss_mask=mask.tobytes())
-        for prompt, completion, mask in zip(parts[::2], parts[1::2], loss_masks, strict=True)
+        TrainingRow(
+            prompt.tobytes(), completion.tobytes(), b"", 0.0, loss_mask=mask.tobytes(), routed_experts=experts.tobytes()
+        )
+        for prompt, completion, mask, experts in zip(parts[::2], parts[1::2], loss_masks, routed, strict=True)
     ]

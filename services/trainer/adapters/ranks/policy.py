@@ -13,6 +13,7 @@ import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from transformers import AutoConfig
 
 from rlboost.services.trainer.adapters.ranks.calls import Launcher, RankCalls
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
-from rlboost.services.trainer.adapters.ranks.packed import pack_rows
+from rlboost.services.trainer.adapters.ranks.packed import Balancing, pack_rows
 from rlboost.services.trainer.adapters.ranks.processes import LocalRanks
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.batch import token_batch
+from rlboost.services.trainer.adapters.torch.packing import one_row_each
 from rlboost.services.trainer.domain import sums
 from rlboost.services.trainer.domain.spread import spread
 from rlboost.services.trainer.domain.tokens import LossFn
@@ -36,8 +38,12 @@ from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from rlboost.shared.columns import F32, unpack
 from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.job.algorithm import Aggregation
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.model.experts import require_mixture
+from rlboost.shared.routed_experts import RoutedShape
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.publisher import ChunkCopy, Shard
 
 _BATCHES_PER_STAGE = 4
 """Parts into which a micro-batch is split per pipeline stage. With fewer the stages idle longer."""
@@ -55,7 +61,7 @@ class RanksPolicy(ABC):
     rank = RankInfo()
     adapter_json = ""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one per setting of a job
         self,
         kind: str,
         spec: TrainerSpec,
@@ -64,6 +70,8 @@ class RanksPolicy(ABC):
         temperature: float,
         device: str,
         reference: bool = False,
+        aggregation: Aggregation = "token_mean",
+        replayed: RoutedShape | None = None,
         folder: Path | None = None,
         launcher: Launcher | None = None,
     ) -> None:
@@ -77,6 +85,8 @@ class RanksPolicy(ABC):
             device: `cpu`, or `cuda` for one GPU per rank.
             reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
                 copy of them on the devices, and another forward pass.
+            aggregation: the loss's, by which the load-balancing loss of a mixture of experts is weighted.
+            replayed: the shape of rows' routed experts, which replace those of the policy's routers; FSDP2 only.
             folder: parent of scratch directories; the system's temporary directory if None. Ranks on other machines
                 must have it under the same path.
             launcher: starts the ranks; on this machine if None.
@@ -93,7 +103,9 @@ class RanksPolicy(ABC):
         self._launcher = launcher
         self._keeps_reference = reference
         self._offload = spec.offload
+        self._router_aux_loss_coef = spec.router_aux_loss_coef
         self._folder = folder
+        self._packs_rows = True
         self._divisor = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._captured: ScratchDir | None = None
@@ -109,6 +121,8 @@ class RanksPolicy(ABC):
                 "reference": reference,
                 "offload": spec.offload,
                 "activation_checkpointing": spec.activation_checkpointing,
+                "balancing": Balancing(spec.router_aux_loss_coef, aggregation),
+                "replayed": replayed,
             },
         }
         self._ranks = RankCalls(kind, launcher, arguments)
@@ -125,6 +139,8 @@ class RanksPolicy(ABC):
     def load_hf(self, source: Path) -> None:
         """See `PolicyEngine.load_hf`."""
         self._layout = self._launcher.layout
+        if self._router_aux_loss_coef:
+            require_mixture(source, "trainer.router_aux_loss_coef")
         try:
             model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))
         except (OSError, ValueError, KeyError) as error:
@@ -189,7 +205,8 @@ class RanksPolicy(ABC):
             (gradient,) = torch.autograd.grad(total, [batch.logprobs])
             return {"gradient": gradient.numpy().tobytes()}
 
-        self._ranks.call("accumulate", self._packed(replicas), answer)
+        for routing in self._ranks.call("accumulate", self._packed(replicas), answer):
+            sums.add(totals, routing)
         self._divisor += int(totals.get("divisor", 0))
         if not_finite:
             raise NotFinite(f"the loss is {not_finite[0]}")
@@ -242,6 +259,11 @@ class RanksPolicy(ABC):
             for found in self._ranks.call("digests", {})
             for name, offset, shape, dtype, digest in found
         }
+
+    def chunks_among(self, digests: AbstractSet[str]) -> list[ChunkCopy]:
+        """Return copies of the chunks with these digests, as the ranks publish them."""
+        found = self._ranks.call("chunks_among", {"digests": list(digests)})
+        return [(ChunkRef(digest_of(data), len(data)), data) for of_rank in found for data in of_rank]
 
     def publish(self, store: dict[str, str], job_id: str, version: int, *, limit_s: float, deltas: bool) -> list[str]:
         """Have each rank upload its part of a version to the weight store; return the parts' digests, in order.
@@ -310,7 +332,8 @@ class RanksPolicy(ABC):
         for rows in batches:
             for n, indices in enumerate(spread([row.n_tokens for row in rows], layout.data * n_per_replica)):
                 if indices:
-                    replicas[n % layout.data].append([rows[i] for i in indices])
+                    part = [rows[i] for i in indices]
+                    replicas[n % layout.data] += [part] if self._packs_rows else one_row_each([part])
         return replicas
 
     def _packed(self, replicas: Sequence[_ReplicaBatches], **arguments: Any) -> list[dict[str, Any]]:
@@ -325,8 +348,8 @@ class RanksPolicy(ABC):
 def _require_devices(device: str, layout: Layout) -> None:
     if device == "cuda" and torch.cuda.device_count() < layout.n_ranks:
         raise ConfigError(
-            f"trainer.tensor_parallel x pipeline_parallel x data_parallel is {layout.n_ranks}, but there are "
-            f"{torch.cuda.device_count()} GPUs: each rank needs a GPU of the trainer's machine; lower one of them"
+            f"trainer.tensor_parallel x pipeline_parallel x context_parallel x data_parallel is {layout.n_ranks}, but "
+            f"there are {torch.cuda.device_count()} GPUs: each rank needs a GPU of its own; lower one of them"
         )
 
 

@@ -71,8 +71,8 @@ class ForwardBackward(Protocol):
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return each micro-batch's log-probabilities, [trained tokens], on the ranks that compute them."""
 
-    def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> None:
-        """Run forward and backward, adding to the gradients."""
+    def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> dict[str, float]:
+        """Run forward and backward, adding to the gradients; return sums about the routers of experts."""
 
 
 class OptimizerState(Protocol):

@@ -1,9 +1,9 @@
-"""Converts rows of a micro-batch to arrays: padded token ids, and columns over all trained tokens, row by row."""
+"""Converts rows of a micro-batch to arrays: packed token ids, and columns over all trained tokens, row by row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,26 +11,49 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.tokens import TokenBatch
 from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, U8, unpack
+from rlboost.shared.columns import F32, I32, U8, length, unpack
+from rlboost.shared.routed_experts import RoutedShape
 
 Array = np.ndarray[Any, Any]
 
 
-def padded(rows: Sequence[TrainingRow]) -> tuple[Array, Array]:
-    """Return token ids [rows, longest] and, as indices into them flattened, the positions before trained tokens [n].
+class Packed(NamedTuple):
+    """Rows concatenated without padding."""
 
-    n is the number of trained tokens. Indices rather than a mask: selecting by a mask on a GPU makes the host wait.
+    ids: Array
+    """Token ids, int64 [tokens]."""
+    boundaries: Array
+    """0, then the end of each row, int32 [rows + 1]."""
+    predicts: Array
+    """Positions before trained tokens, int64 [trained tokens]. Indices rather than a mask: selecting by a mask on a GPU
+    makes the host wait."""
+
+
+def packed(rows: Sequence[TrainingRow]) -> Packed:
+    """Return rows as one sequence."""
+    ids = np.frombuffer(b"".join(part for row in rows for part in (row.prompt, row.completion)), I32)
+    boundaries = np.cumsum([0, *(row.n_tokens for row in rows)])
+    predicts = np.zeros(len(ids), np.bool_)
+    for row, start, end in zip(rows, boundaries, boundaries[1:], strict=False):
+        before = start + length(row.prompt, I32) - 1
+        predicts[before : end - 1] = unpack(row.loss_mask, U8) if row.loss_mask else True
+    return Packed(ids.astype(np.int64), boundaries.astype(np.int32), np.flatnonzero(predicts))
+
+
+def replayed(rows: Sequence[TrainingRow], predicts: Array, shape: RoutedShape) -> tuple[Array, Array] | None:
+    """Return where recorded experts replace the router's, and which: [n], [n, layers, experts per token].
+
+    Args:
+        rows: a micro-batch.
+        predicts: the positions before trained tokens, see `Packed`.
+        shape: of the rows' routed experts.
+
     """
-    width = max(row.n_tokens for row in rows)
-    ids = np.zeros((len(rows), width), np.int64)
-    predicts = np.zeros((len(rows), width), np.bool_)
-    for i, row in enumerate(rows):
-        prompt, completion = unpack(row.prompt, I32), unpack(row.completion, I32)
-        end = len(prompt) + len(completion)
-        ids[i, : len(prompt)] = prompt
-        ids[i, len(prompt) : end] = completion
-        predicts[i, len(prompt) - 1 : end - 1] = unpack(row.loss_mask, U8) if row.loss_mask else True
-    return ids, np.flatnonzero(predicts)
+    known = [bool(row.routed_experts) for row in rows]
+    if not any(known):
+        return None
+    experts = shape.unpack(b"".join(row.routed_experts for row in rows)).astype(np.int64)
+    return predicts[np.repeat(known, lengths(rows))], experts
 
 
 def lengths(rows: Sequence[TrainingRow]) -> list[int]:

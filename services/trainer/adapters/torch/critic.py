@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
 from rlboost.services.trainer.adapters.torch import batch
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import in_dtype
+from rlboost.services.trainer.adapters.torch.packing import attention_of, model_inputs, packs_rows, select_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, snapshot_of
 from rlboost.services.trainer.domain.loss.value import value_loss
 from rlboost.services.trainer.domain.training_row import TrainingRow
@@ -54,10 +55,13 @@ class TorchCritic:
         self._dtype = dtype
         self._device = device
         try:
+            config = AutoConfig.from_pretrained(source, local_files_only=True)
+            self._packs = packs_rows(config)
             body = AutoModel.from_pretrained(
                 source,
+                config=config,
                 dtype=torch.float32,
-                attn_implementation="sdpa",
+                attn_implementation=attention_of(config),
                 experts_implementation=EXPERTS,
                 local_files_only=True,
             )
@@ -96,7 +100,7 @@ class TorchCritic:
         clip = None if self._spec.value_clip == "off" else self._spec.value_clip
         losses, clipped = value_loss(values, before, returns, clip)
         total = losses.sum()
-        total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
+        total.backward()
         self._n_tokens += len(losses)
         return {"value_loss": total.item(), "value_clipped": float(clipped.sum())}
 
@@ -138,7 +142,8 @@ class TorchCritic:
 
     def _forward(self, rows: Sequence[TrainingRow]) -> Tensor:
         """Return the values before all trained tokens, row by row, [tokens]."""
-        token_ids, places = (torch.from_numpy(part).to(self._device) for part in batch.padded(rows))
+        packed = batch.packed(rows)
+        ids, places = (torch.from_numpy(part).to(self._device) for part in (packed.ids, packed.predicts))
         with in_dtype(self._dtype, self._device):
-            hidden: Tensor = self._body(input_ids=token_ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, places).float() @ self._weight + self._bias
+            hidden: Tensor = self._body(**model_inputs(packed, ids, packs=self._packs)).last_hidden_state
+        return select_rows(hidden[0], places).float() @ self._weight + self._bias

@@ -1,20 +1,30 @@
 """Forward pass of a causal language model of transformers, from rows to log-probabilities of their trained tokens.
 
-Rows are padded on the right and passed without an attention mask: under the causal mask no real token sees padding. The
-output head runs only on positions that predict a trained token.
+Rows are packed without padding. The output head runs only on positions that predict a trained token, in chunks: with a
+large vocabulary, the logits of a long row would need more memory than everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from rlboost.services.trainer.adapters.torch.batch import padded
+from rlboost.services.trainer.adapters.torch.batch import Packed, packed, replayed
+from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
+from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_rows, select_rows
+from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, Routers
 from rlboost.services.trainer.adapters.torch.selected_logprobs import selected_logprobs
 from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.routed_experts import RoutedShape
+
+MAX_LOGITS = 1 << 27
+"""Logits that exist at a time: 512 MiB in float32. Their gradient has the same size."""
 
 
 def in_dtype(dtype: torch.dtype, device: torch.device) -> torch.autocast:
@@ -26,37 +36,109 @@ def in_dtype(dtype: torch.dtype, device: torch.device) -> torch.autocast:
 class LogprobPass:
     """Forward passes of one model."""
 
-    def __init__(self, model: Any, *, temperature: float, dtype: torch.dtype, device: torch.device) -> None:
-        """Register a hook on the model's output head.
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_logits: int = MAX_LOGITS,
+        context: ContextGroup | None = None,
+        replayed: RoutedShape | None = None,
+    ) -> None:
+        """Replace the model's `forward`, which FSDP2 surrounds with hooks, and register hooks on routers of experts.
 
         Args:
             model: a transformers model, in evaluation mode.
             temperature: divides the logits.
             dtype: of matrix multiplications.
             device: the model's device.
+            max_logits: logits that exist at a time; at least those of one token do.
+            context: the ranks that divide the tokens of each micro-batch, if any.
+            replayed: the shape of the rows' routed experts, which replace those of the model's routers.
 
         """
         self._model = model
+        self._forward = model.forward
+        self._packs = packs_rows(model.config)
         self._temperature = temperature
         self._dtype = dtype
         self._device = device
-        self._selected: Tensor | None = None
-        model.get_output_embeddings().register_forward_pre_hook(self._select)
+        self._chunk = max(1, max_logits // model.config.get_text_config().vocab_size)
+        self._context = context
+        self._routers = Routers(model)
+        self._replayed = replayed
+        self.balance: Balance | None = None
+        """Of this rank's tokens in the last pass; None if the model is dense."""
+        model.forward = self._model_forward
 
     def __call__(self, rows: Sequence[TrainingRow]) -> Tensor:
         """Return the log-probabilities of all trained tokens, row by row, [tokens]."""
-        token_ids, self._selected = (torch.from_numpy(part).to(self._device) for part in padded(rows))
-        targets = token_ids.flatten()[self._selected + 1]
+        batch, context = packed(rows), self._context
+        part = slice(0, len(batch.ids))
+        if context is not None:
+            batch = context.padded(batch)
+            part = context.part_of(len(batch.ids))
+        ids, places = (torch.from_numpy(array).to(self._device) for array in (batch.ids, batch.predicts))
+        targets, inputs = ids[places + 1], model_inputs(batch, ids, packs=self._packs, context=context)
+        n_real = min(part.stop, sum(row.n_tokens for row in rows)) - part.start
+        self._routers.begin(n_real, self._replay(rows, batch, part))
         with in_dtype(self._dtype, self._device):
-            logits: Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
-        self._selected = None
+            if context is None:
+                logprobs: Tensor = self._model(**inputs, places=places, targets=targets)
+            else:
+                own = context.places(batch.predicts, len(ids))
+                found = self._model(**inputs, places=places[own] - part.start, targets=targets[own])
+                logprobs = context.joined(found, own, len(places))
+        self.balance = self._routers.end()
+        return logprobs
+
+    def _replay(self, rows: Sequence[TrainingRow], batch: Packed, part: slice) -> Replay | None:
+        """Return the recorded experts of this rank's part of the tokens."""
+        if self._replayed is None or (found := replayed(rows, batch.predicts, self._replayed)) is None:
+            return None
+        at, experts = found
+        own = slice(*np.searchsorted(at, [part.start, part.stop]))
+        return Replay(*(torch.from_numpy(array).to(self._device) for array in (at[own] - part.start, experts[own])))
+
+    def _model_forward(self, *, places: Tensor, targets: Tensor, **given: Any) -> Tensor:
+        """Return the log-probabilities of `targets`, which the tokens at `places` predict."""
+        hidden = select_rows(self._model.base_model(**given).last_hidden_state[0], places)
+        *earlier, last = zip(*(torch.split(part, self._chunk) for part in (hidden, targets)), strict=True)
+        # The backward pass begins with the last chunk, so its logits may wait for it; those of others are recomputed.
+        logprobs = [checkpoint(self._of_hidden, *chunk, use_reentrant=False) for chunk in earlier]
+        return torch.cat([*logprobs, self._of_hidden(*last)])
+
+    def _of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return log-probabilities of targets from the last layer's outputs, [tokens].
+
+        The model's own `forward` gets them from its body. So whatever a family does to its logits after the output head
+        still happens.
+        """
+        with _returning(self._model.base_model, hidden[None]):
+            logits: Tensor = self._forward(use_cache=False).logits[0]
         return selected_logprobs(logits, targets, self._temperature)
 
-    def _select(self, _head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Reduce the output head's input to positions that predict a trained token, [1, tokens, hidden].
 
-        Because it is a hook, whatever a model family does to its logits after the head still happens.
-        """
-        if self._selected is None:  # a forward pass of other code
-            return inputs
-        return (inputs[0].flatten(0, 1).index_select(0, self._selected).unsqueeze(0),)
+class _BodyOutput:
+    """The output of a model's body with nothing but the last hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+@contextmanager
+def _returning(body: Any, hidden: Tensor) -> Iterator[None]:
+    """Let a module return these hidden states, whatever its arguments."""
+    body.forward = lambda *_, **__: _BodyOutput(hidden)
+    try:
+        yield
+    finally:
+        del body.forward

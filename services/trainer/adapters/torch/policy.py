@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
@@ -24,16 +24,18 @@ from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.lora import Adapter
 from rlboost.services.trainer.adapters.torch.offload import Offloader
 from rlboost.services.trainer.adapters.torch.optimizers import optimizers
+from rlboost.services.trainer.adapters.torch.packing import attention_of, one_row_each, packs_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
 from rlboost.services.trainer.domain import sums
-from rlboost.services.trainer.domain.batching import n_padded
 from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
-from rlboost.shared.model.experts import require_known_experts, split_experts
+from rlboost.shared.model.experts import require_known_experts, require_mixture, split_experts
+from rlboost.shared.model.folder import read_config, require_unquantized
+from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.weights.publisher import Shard
 
 
@@ -60,6 +62,8 @@ class TorchPolicy:
         critic: CriticSpec | None = None,
         offload: Offload = "none",
         activation_checkpointing: bool = False,
+        router_aux_loss_coef: float = 0.0,
+        replayed: RoutedShape | None = None,
     ) -> None:
         """Prepare; `load_hf` creates the model.
 
@@ -76,6 +80,8 @@ class TorchPolicy:
             critic: the value model to train along with the policy, if any.
             offload: what `offload` moves to host memory.
             activation_checkpointing: whether the layers of policy and critic are recomputed in the backward pass.
+            router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
+            replayed: the shape of rows' routed experts, which replace those of the policy's routers.
 
         """
         if "OMP_NUM_THREADS" not in os.environ:
@@ -90,6 +96,8 @@ class TorchPolicy:
         self._critic_spec = critic
         self._offload = offload
         self._activation_checkpointing = activation_checkpointing
+        self._router_aux_loss_coef = router_aux_loss_coef
+        self._replayed = replayed
         self._critic: TorchCritic | None = None
         self._adapter: Adapter | None = None
         self._reference: Any = None
@@ -98,20 +106,27 @@ class TorchPolicy:
     def load_hf(self, source: Path) -> None:
         """See `PolicyEngine.load_hf`."""
         transformers_logging.disable_progress_bar()
+        require_unquantized(read_config(source))
         require_known_experts(source)
+        if self._router_aux_loss_coef:
+            require_mixture(source, "trainer.router_aux_loss_coef")
         try:
+            config = AutoConfig.from_pretrained(source, local_files_only=True)
             model = AutoModelForCausalLM.from_pretrained(
                 source,
+                config=config,
                 dtype=self._dtype if self._lora else torch.float32,
-                attn_implementation="sdpa",
+                attn_implementation=attention_of(config),
                 experts_implementation=EXPERTS,
                 local_files_only=True,
             )
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
+        self._packs = packs_rows(config)
         # In evaluation mode: with dropout the trained distribution would differ from the sampled one.
         self._model: Any = model.to(self._device).eval()
         self._tensors = self._trained = without_aliases(self._model.state_dict(keep_vars=True))
+        self._buffers = {name for name, _ in self._model.named_buffers()}
         if self._lora is not None:
             self._adapter = Adapter(self._model, self._tensors, self._lora, self._seed)
             self._trained = self._adapter.tensors
@@ -120,7 +135,7 @@ class TorchPolicy:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         if self._activation_checkpointing:
             checkpoint_activations(self._model)
-        self._forward = self._logprob_pass(self._model)
+        self._forward = self._logprob_pass(self._model, self._replayed)
         self._forward_reference = self._forward if self._reference is None else self._logprob_pass(self._reference)
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
         self._optimizers = optimizers(self._model, self._parameters, self._spec)
@@ -151,37 +166,40 @@ class TorchPolicy:
         """See `PolicyEngine.logprobs`."""
         self._offloader.onload_weights()
         with torch.no_grad():
-            return [column for rows in batches for column in columns(rows, self._forward(rows))]
+            return [column for rows in self._packable(batches) for column in columns(rows, self._forward(rows))]
 
     def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         if not self._keeps_reference:
             raise Fatal("this engine has no reference model: construct it with reference=True")
         self._offloader.onload_weights()
-        return [column for rows in batches for column in columns(rows, self._reference_logprobs(rows))]
+        return [column for rows in self._packable(batches) for column in columns(rows, self._reference_logprobs(rows))]
 
     def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `Critic.values`."""
         if self._critic is None:
             raise Fatal("this engine has no critic: construct it with a CriticSpec")
         self._offloader.onload_weights()
-        return [column for rows in batches for column in self._critic.values(rows)]
+        return [column for rows in self._packable(batches) for column in self._critic.values(rows)]
 
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
         self._offloader.onload_weights()
         totals: dict[str, float] = {}
-        for rows in batches:
+        for rows in self._packable(batches):
             reference = self._reference_logprobs(rows) if self._keeps_reference and not _has_reference(rows) else None
             # Covers backward too, where layers may be recomputed.
             with self._adapter.training() if self._adapter else nullcontext():
                 logprobs = self._forward(rows)
                 total, metrics = loss(token_batch(rows, logprobs, reference))
+                if (balance := self._forward.balance) is not None:
+                    total = total + self._router_aux_loss_coef * metrics["divisor"] * balance.loss
+                    metrics |= balance.sums()
                 if not torch.isfinite(total):
                     raise NotFinite(f"the loss is {total.item()}")
-                total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation there
+                total.backward()
             self._divisor += int(metrics["divisor"])
-            sums.add(totals, {**metrics, "padded_tokens": n_padded(rows)})
+            sums.add(totals, metrics)
             if self._critic is not None:
                 sums.add(totals, self._critic.accumulate(rows))
         return totals
@@ -266,6 +284,9 @@ class TorchPolicy:
         ):
             self.__dict__.pop(name, None)
 
+    def _packable(self, batches: Sequence[Sequence[TrainingRow]]) -> Sequence[Sequence[TrainingRow]]:
+        return batches if self._packs else one_row_each(batches)
+
     def _zero_gradients(self) -> None:
         """Drop the policy's accumulated gradients."""
         self._divisor = 0
@@ -275,15 +296,18 @@ class TorchPolicy:
     def _exported(self, name: str, value: Tensor, what: Exported) -> Tensor:
         if self._adapter and what == "model":
             value = self._adapter.merged(name, value)
-        return value.to(self._dtype) if value.is_floating_point() else value
+        # Engines have buffers, such as the biases of expert selection, in full precision too.
+        return value.to(self._dtype) if value.is_floating_point() and name not in self._buffers else value
 
     def _reference_logprobs(self, rows: Sequence[TrainingRow]) -> Tensor:
         """Return the log-probabilities of all trained tokens under the weights that `load_hf` loaded, [tokens]."""
         with torch.no_grad(), self._adapter.without() if self._adapter else nullcontext():
             return self._forward_reference(rows)
 
-    def _logprob_pass(self, model: Any) -> LogprobPass:
-        return LogprobPass(model, temperature=self._temperature, dtype=self._dtype, device=self._device)
+    def _logprob_pass(self, model: Any, replayed: RoutedShape | None = None) -> LogprobPass:
+        return LogprobPass(
+            model, temperature=self._temperature, dtype=self._dtype, device=self._device, replayed=replayed
+        )
 
 
 def _has_reference(rows: Sequence[TrainingRow]) -> bool:

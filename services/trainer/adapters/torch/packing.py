@@ -1,0 +1,246 @@
+"""Packed rows: concatenated without padding to one sequence, in which each row attends to itself alone.
+
+Attention is computed row by row, so there is no mask of the square of all tokens: on a GPU in half precision by torch's
+variable-length attention, else by calls of scaled dot product attention, each for a row or for some short ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from rlboost.services.trainer.adapters.torch.batch import Array, Packed
+from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
+
+Row = TypeVar("Row")
+PACKED = "rlboost_packed"
+"""The name under which transformers knows this attention: a model's `attn_implementation`."""
+_LAYERS = {"full_attention", "sliding_attention"}
+_MAX_VARLEN_HEAD = 256
+_GROUP_TOKENS = 2048
+"""Tokens, padded, of neighboring rows whose attention is one call: calls for many short rows would cost more."""
+
+
+def packs_rows(config: Any) -> bool:
+    """Return True if a model's layers mix tokens by causal attention only, which packing keeps within each row.
+
+    Recurrent layers, convolutions along the tokens and attention in chunks would mix neighboring rows. A model with
+    them computes one row at a time, by transformers' own attention.
+
+    Args:
+        config: of a causal language model of transformers.
+
+    """
+    text = config.get_text_config()
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    return bool(
+        getattr(model, "_supports_attention_backend", False)
+        and not getattr(model, "_is_stateful", False)
+        and _LAYERS.issuperset(getattr(text, "layer_types", None) or ())
+    )
+
+
+def attention_of(config: Any) -> str:
+    """Return the attention with which a model is trained: its `attn_implementation`."""
+    return PACKED if packs_rows(config) else "sdpa"
+
+
+def one_row_each(batches: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """Return the micro-batches of a model for which `packs_rows` is False."""
+    return [[row] for rows in batches for row in rows]
+
+
+def model_inputs(packed: Packed, ids: Tensor, *, packs: bool, context: ContextGroup | None = None) -> dict[str, Any]:
+    """Return the arguments of a transformers model that computes packed rows.
+
+    Args:
+        packed: the rows.
+        ids: their token ids on the model's device.
+        packs: what `packs_rows` returns for the model; if False there must be one row.
+        context: the group that divides the tokens, if any.
+
+    """
+    if not packs:
+        assert len(packed.boundaries) == 2, "this model's rows cannot be packed"
+        return {"input_ids": ids[None], "use_cache": False}
+    lengths = np.diff(packed.boundaries)
+    positions = np.arange(len(packed.ids)) - np.repeat(packed.boundaries[:-1], lengths)
+    ends = torch.from_numpy(packed.boundaries).to(ids.device)
+    longest = int(lengths.max())
+    part = context.part_of(len(ids)) if context is not None else slice(None)
+    return {
+        "input_ids": ids[None, part],
+        "position_ids": torch.from_numpy(positions[part]).to(ids.device)[None],
+        "context": context,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "use_cache": False,
+    }
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int = 0
+) -> Tensor:
+    """Return causal attention within each of several concatenated rows, [tokens, heads, value size].
+
+    Args:
+        query: [tokens, heads, head size].
+        key: [tokens, key heads, head size].
+        value: [tokens, key heads, value size].
+        boundaries: int32, 0, then the end of each row.
+        longest: tokens of the longest row.
+        scale: of the scores; None: 1 / sqrt(head size).
+        window: tokens that a token attends to, itself included; 0: all before it.
+
+    """
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # as scaled dot product attention does by itself
+        query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
+    if query.is_cuda and query.dtype.itemsize == 2 and query.shape[-1] == value.shape[-1] <= _MAX_VARLEN_HEAD:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - imports much, and needs a GPU
+
+        size = (window - 1 if window else -1, 0)
+        result: Any = varlen_attn(
+            query,
+            key,
+            value,
+            boundaries,
+            boundaries,
+            longest,
+            longest,
+            scale=scale,
+            window_size=size,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        attended: Tensor = result
+        return attended
+    # Split rather than sliced: the gradient of each slice would be as large as the whole.
+    groups = _similar(np.diff(boundaries.tolist()), window)
+    n_tokens = [int(group.sum()) for group in groups]
+    parts = (torch.split(part, n_tokens) for part in (query, key, value))
+    return torch.cat(
+        [_rows_attention(q, k, v, group, scale, window) for q, k, v, group in zip(*parts, groups, strict=True)]
+    )
+
+
+def _similar(lengths: Array, window: int) -> list[Array]:
+    """Return the lengths of neighboring rows that one call computes: one row, or short ones of similar length."""
+    groups, first = [], 0
+    for end in range(1, len(lengths) + 1):
+        group = lengths[first : end + 1]
+        longest = int(group.max())
+        if (
+            end == len(lengths)
+            or len(group) * longest > _GROUP_TOKENS
+            or 4 * int(group.min()) < 3 * longest
+            or 0 < window < longest
+        ):
+            groups.append(lengths[first:end])
+            first = end
+    return groups
+
+
+def _rows_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Array, scale: float | None, window: int
+) -> Tensor:
+    """Return the causal attention of rows, which are padded if there are several, [tokens, heads, value size]."""
+    if len(lengths) == 1:
+        q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return _row_attention(q, k, v, scale=scale, window=window)[0].transpose(0, 1)
+    longest = int(lengths.max())
+    slots = torch.from_numpy(np.flatnonzero(np.arange(longest) < lengths[:, None])).to(query.device)
+    q, k, v = (
+        part.new_zeros(len(lengths) * longest, *part.shape[1:])
+        .index_copy(0, slots, part)
+        .reshape(len(lengths), longest, *part.shape[1:])
+        .transpose(1, 2)
+        for part in (query, key, value)
+    )
+    return select_rows(_row_attention(q, k, v, scale=scale, window=0).transpose(1, 2).flatten(0, 1), slots)
+
+
+def _row_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int) -> Tensor:
+    """Return the causal attention of rows of one length, [rows, heads, tokens, size].
+
+    It is computed in blocks of the window's length if the window is shorter than the rows.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    n = query.shape[2]
+    if not window or n <= window:
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    outputs = []
+    for low in range(0, n, window):
+        first, high = max(0, low - window + 1), min(n, low + window)
+        at = torch.arange(first, high, device=query.device)
+        distance = at[low - first :, None] - at
+        outputs.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, low:high],
+                key[:, :, first:high],
+                value[:, :, first:high],
+                attn_mask=(distance >= 0) & (distance < window),
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(outputs, 2)
+
+
+def select_rows(values: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of a tensor at places that all differ. Unlike `index_select`'s, its gradient is a copy."""
+    result = _SelectedRows.apply(values, places)  # type: ignore[no-untyped-call]  # torch's
+    rows: Tensor = result
+    return rows
+
+
+class _SelectedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.n_rows = len(values)
+        return values.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient.new_zeros(ctx.n_rows, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+
+
+def _of_module(
+    _module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    context: ContextGroup | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of a layer, as transformers calls it: with [1, heads, tokens, head size]."""
+    if cu_seq_lens_q is None:
+        raise ValueError("this attention needs cu_seq_lens_q: call the model with the arguments of model_inputs")
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    window = sliding_window or 0
+    if context is None:
+        return attention(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)[None], None
+    q, k, v = (context.tokens_of_heads(part) for part in (q, k, v))
+    result = attention(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
+    return context.heads_of_tokens(result)[None], None
+
+
+AttentionInterface.register(PACKED, _of_module)
