@@ -27,6 +27,7 @@ from rlboost.commands import (
     simulate,
     token,
     top,
+    trace,
     trainer,
     up,
     worker,
@@ -50,6 +51,7 @@ plan.register(app)
 ps.register(app)
 scale.register(app)
 doctor.register(app)
+trace.register(app)
 simulate.register(app)
 app.add_typer(worker.app, name="worker")
 app.add_typer(trainer.app, name="trainer")

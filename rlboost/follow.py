@@ -24,6 +24,8 @@ Change = tuple[Literal["job", "step", "wait", "state", "warning", "lost", "back"
 _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
 """Every step waits briefly for samples and weights; only longer waits are shown."""
+_WAIT_AGAIN_S = 60.0
+"""A wait is shown again after this time, so that the log of a long step shows its progress."""
 _LONG_OUTAGE_S = 2.0
 """A shorter outage, such as a new leader's start, is not shown."""
 _REMAINING_WARNINGS_LIMIT_S = 5.0
@@ -37,7 +39,7 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
 
     - `job`: its record, at each poll.
     - `step`: each finished step's metrics, once.
-    - `wait`: each long wait, once; `state`: paused, or running again.
+    - `wait`: each long wait, once a minute; `state`: paused, or running again.
     - `warning`: the text of each warning, once, also across restarts of the manager.
     - `lost`, `back`: an outage: `{since, because, limit_s}` and `{since, outage_s}`, `since` in Unix seconds.
 
@@ -196,18 +198,17 @@ class _Warnings:
 
 
 class _LongWaits:
-    """Reports each long wait once; a changed reason is still the same wait."""
+    """Reports each long wait, and once a minute while it lasts; a changed reason is still the same wait."""
 
     def __init__(self) -> None:
         self._for: str | None = None
-        self._since = 0.0
-        self._reported = False
+        self._report_at = 0.0
 
     def is_news(self, wait: Mapping[str, Any] | None, now: float) -> bool:
         for_ = wait["for"] if wait else None
         if for_ != self._for:
-            self._for, self._since, self._reported = for_, now, False
-        if for_ is None or self._reported or now - self._since < _LONG_WAIT_S:
+            self._for, self._report_at = for_, now + _LONG_WAIT_S
+        if for_ is None or now < self._report_at:
             return False
-        self._reported = True
+        self._report_at = now + _WAIT_AGAIN_S
         return True

@@ -34,7 +34,7 @@ RENAMED: Mapping[str, str] = {
 
 
 def environment_without_settings(*kept: str) -> dict[str, str]:
-    """Return this process's environment for a child without our settings, of which some are secrets, but those kept."""
+    """Return this process's environment for a child, without our settings (some are secrets) but those kept."""
     return {name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_") or name in kept}
 
 

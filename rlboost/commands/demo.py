@@ -20,9 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
-    workers: Annotated[
-        int, typer.Option(min=0, help="Preemptible workers at the start; with --autoscale, at most its number.")
-    ] = 3,
+    workers: Annotated[int | None, typer.Option(min=0, help="Preemptible workers at the start; default 3.")] = None,
     autoscale: Annotated[
         int, typer.Option(min=0, help="Most preemptible workers: their number then follows what shortens steps.")
     ] = 0,
@@ -43,13 +41,14 @@ def demo(
     from rlboost.demo.run import DemoOptions, record_file, run  # noqa: PLC0415 - likewise
     from rlboost.demo.summary import summary  # noqa: PLC0415 - likewise
     from rlboost.local.spec_file import require_engine  # noqa: PLC0415 - likewise
+    from rlboost.local.system_layout import initial_workers  # noqa: PLC0415 - likewise
     from rlboost.report.checks import checks  # noqa: PLC0415 - likewise
 
     require_packages(*SERVICE_PACKAGES, "matplotlib")
     require_engine(engine.value)
     console = Console()
-    workers = min(workers, autoscale or workers)
-    record = run(DemoOptions(state, steps, workers, chaos, seed, engine.value, autoscale), console)
+    first_workers = initial_workers(workers, autoscale)
+    record = run(DemoOptions(state, steps, first_workers, chaos, seed, engine.value, autoscale), console)
     if record is None:
         typer.echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -89,8 +89,8 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     With --gpus, each process sees only its own GPUs: trainers divide --trainer-gpus, reserved workers share them,
     and each preemptible worker has its own.
 
-    A process that dies is restarted; with --standby another manager takes over meanwhile. A spot worker that the chaos
-    schedule or 'rlboost worker drain' removes is not restarted. Service settings in the environment
+    A process that dies is restarted; with --standby another manager takes over meanwhile. A spot worker that was
+    drained or preempted is not restarted. Service settings in the environment
     (RLBOOST_WORKER_SLOTS, RLBOOST_TRAINER_DEVICE) are passed on; RLBOOST_TOKEN is the system's token; by
     default the last one of the state folder, at first a random one.
     """
@@ -139,8 +139,8 @@ def down(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> Non
         typer.echo(f"stopped the system in {state}" if stopped else f"no system ran in {state}")
 
 
-def require_packages(*packages: str) -> None:
-    """Check for required packages before starting anything.
+def require_packages(*packages: str, needs: str = "rlboost[local]") -> None:
+    """Check for required packages before starting anything; `needs` is the extra that has them.
 
     Raises:
         ConfigError: names the missing packages.
@@ -148,7 +148,7 @@ def require_packages(*packages: str) -> None:
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"this needs {', '.join(missing)}: pip install 'rlboost[local]'")
+        raise ConfigError(f"this needs {', '.join(missing)}: pip install '{needs}'")
 
 
 def _warn_of_fleet(reserved: int, workers: int) -> None:

@@ -180,7 +180,7 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
         ready=HttpReady(f"{site.url_of(name)}/{route}"),
         ready_limit_s=_TORCH_LIMIT_S if heavy else _LIGHT_LIMIT_S,
         gpus=site.placements[name].shown if name in site.placements else "",
-        restart_after_success=not (site.options.autoscale and role == "preemptible"),  # it was drained
+        restart_after_success=role != "preemptible",  # it was drained, or its machine is preempted
     )
 
 

@@ -66,6 +66,8 @@ class _Slot:
     leaving: str = ""
     """Why it is not restarted; empty while it is."""
     was_ready: bool = False
+    ended_well: bool = False
+    """Its process exited with 0, which is final."""
     killed: bool = False
     """True if its next exit is intended."""
     asked_to_leave: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,7 +164,7 @@ class Supervisor:
             self._emit("left", slot, f"{slot.note}: {end}")
             return True
         if end.code == EXIT_OK and not slot.spec.restart_after_success:
-            slot.note = str(end)
+            slot.ended_well, slot.note = True, str(end)
             self._emit("left", slot, slot.note)
             return True
         if end.code == EXIT_CONFIG:
@@ -172,7 +174,7 @@ class Supervisor:
         return False
 
     async def until_ready(self, name: str) -> None:
-        """Wait until a process is ready.
+        """Wait until a process is ready, or has exited with 0 where that is final: a worker that was drained at once.
 
         Raises:
             StartFailed: it exceeded its limit, is in a crash loop, or rejected its settings.
@@ -183,6 +185,8 @@ class Supervisor:
         try:
             async with self._waits.on(name, because="it is starting", limit_s=slot.spec.ready_limit_s):
                 while (complaint := await self._readiness.complaint(slot.spec.ready)) is not None:
+                    if slot.ended_well:
+                        return
                     if slot.over or (slot.restarts >= _LIVES_BEFORE_READY - 1 and not slot.child.alive):
                         raise StartFailed(_exit_report(slot, f"{name} did not start: {slot.note}"))
                     await asyncio.sleep(_ASK_AGAIN_S)

@@ -30,6 +30,24 @@ def local_options(spec: SystemSpec, state: Path) -> LocalOptions:
     return placed(spec, state, list_gpus() if spec.gpus else [])
 
 
+def initial_workers(workers: int | None, autoscale: int) -> int:
+    """Return the number of preemptible workers to start with.
+
+    Args:
+        workers: the number that was requested, if any.
+        autoscale: the most that autoscaling may run; 0: there is no autoscaling.
+
+    Raises:
+        ConfigError: more were requested than autoscaling may run.
+
+    """
+    if workers is None:
+        return min(_DEFAULT_WORKERS, autoscale or _DEFAULT_WORKERS)
+    if autoscale and workers > autoscale:
+        raise ConfigError(f"--workers {workers} is more than --autoscale {autoscale}, the most: change one of them")
+    return workers
+
+
 def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     """Return the options of a local system on a machine with these GPUs.
 
@@ -40,7 +58,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     options = LocalOptions(
         state_dir=state,
         reserved=1 if spec.reserved is None else spec.reserved,
-        workers=min(_DEFAULT_WORKERS, spec.autoscale or _DEFAULT_WORKERS) if spec.workers is None else spec.workers,
+        workers=initial_workers(spec.workers, spec.autoscale),
         engine=spec.engine_name,
         host=spec.host or LOOPBACK,
         port=spec.port or (_PORT if spec.host else 0),
@@ -51,10 +69,6 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
         trainers=spec.trainers,
         autoscale=spec.autoscale,
     )
-    if spec.autoscale and options.workers > spec.autoscale:
-        raise ConfigError(
-            f"--workers {options.workers} is more than --autoscale {spec.autoscale}, the most: change one of them"
-        )
     if spec.autoscale and "RLBOOST_MANAGER_POOLS" in spec.env:
         raise ConfigError(
             "--autoscale sets RLBOOST_MANAGER_POOLS to the workers of this machine: remove it from env, or do without "

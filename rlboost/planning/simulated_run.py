@@ -64,8 +64,8 @@ def simulated_job(spec: RlJob, profile: RunProfile) -> SimulatedJob:
 def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, *, startup_s: float) -> Machine:
     """Return the run's reserved engines and a kind of worker as they were measured.
 
-    The measured time of a weight update includes the download, so none is simulated besides. All engines have the
-    throughput of `kind`.
+    A weight update takes the measured times, whatever its bytes: the download, in which an engine goes on generating,
+    and the standstill after it. All engines have the throughput of `kind`.
 
     Raises:
         ConfigError: a price is missing.
@@ -88,7 +88,8 @@ def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, 
         weights_bytes=0.0,
         instance_bytes_per_s=1.0,
         store_bytes_per_s=1.0,
-        load_s=kind.update_s,
+        pull_latency_s=max(0.0, kind.update_s - kind.standstill_s),
+        load_s=kind.standstill_s,
         reserved_load_s=max((engine.update_s for engine in reserved), default=0.0),
         switch_s=0.0,
         startup_s=startup_s,

@@ -57,8 +57,11 @@ class Engine:
     """Complete samples; the caller takes them."""
     decoded: float = 0.0
     """Generated tokens."""
+    steps: float = 0.0
+    """Decode steps."""
+    decode_s: float = 0.0
+    """Time in decode steps."""
     retractions: int = 0
-    _steps: float = 0.0
     _kv: float = 0.0
     _prefill_s: float = 0.0
     _ends: list[tuple[float, int, Held]] = field(default_factory=list)
@@ -100,7 +103,7 @@ class Engine:
 
     def tokens_of(self, held: Held) -> int:
         """Return how many tokens a sample has now."""
-        more = self._steps - held.admitted_at if held.running else 0.0
+        more = self.steps - held.admitted_at if held.running else 0.0
         return min(held.length, int(held.base + more + _EPSILON))
 
     def next_event_at(self) -> float:
@@ -126,6 +129,7 @@ class Engine:
                 else:
                     self._progress(steps)
                     self._settle()
+                self.decode_s += used
             left -= used
 
     # --- between two events -------------------------------------------------------------------------------------------
@@ -143,7 +147,7 @@ class Engine:
 
     def _progress(self, steps: float) -> None:
         tokens = steps * len(self.running)
-        self._steps += steps
+        self.steps += steps
         self._kv += tokens
         self.decoded += tokens
 
@@ -151,7 +155,7 @@ class Engine:
         ends = self._ends
         while ends and not (ends[0][2].running and ends[0][2].ends_at == ends[0][0]):
             heapq.heappop(ends)
-        steps = ends[0][0] - self._steps
+        steps = ends[0][0] - self.steps
         if self.spec.kv_tokens and len(self.running) > 1:
             steps = min(steps, (self.spec.kv_tokens - self._kv) / len(self.running))
         return max(0.0, steps)
@@ -159,7 +163,7 @@ class Engine:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        while self._ends and self._ends[0][0] <= self._steps + _EPSILON:
+        while self._ends and self._ends[0][0] <= self.steps + _EPSILON:
             at, _, held = heapq.heappop(self._ends)
             if held.running and held.ends_at == at:
                 del self.running[held.sample]
@@ -182,8 +186,8 @@ class Engine:
             if capacity and self.running and self._kv + size > ADMIT_UP_TO * capacity:
                 return
             self.pending.popleft()
-            held.running, held.admitted_at = True, self._steps
-            held.ends_at = self._steps + held.length - held.base
+            held.running, held.admitted_at = True, self.steps
+            held.ends_at = self.steps + held.length - held.base
             self.running[held.sample] = held
             self._admissions += 1
             heapq.heappush(self._ends, (held.ends_at, self._admissions, held))
@@ -194,7 +198,7 @@ class Engine:
             self._kv += size
 
     def _stop(self, held: Held) -> None:
-        if held.admitted_at == self._steps:  # the rest of the prefill of a removed sample does not happen
+        if held.admitted_at == self.steps:  # the rest of the prefill of a removed sample does not happen
             self._prefill_s = max(0.0, self._prefill_s - held.prefill_s)
         held.base = self.tokens_of(held)
         held.running = False

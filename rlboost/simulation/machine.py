@@ -70,6 +70,8 @@ class Machine:
     """Download bandwidth of an instance."""
     store_bytes_per_s: float
     """Upload bandwidth of the weight store, shared by all instances that download from it."""
+    pull_latency_s: float = 0.0
+    """Time of a download besides that of its bytes."""
     load_s: float
     """How long an engine stands still while it loads a version, however that was sent."""
     reserved_load_s: float
@@ -91,7 +93,7 @@ class Machine:
         """Return the download time of a version of which `share` is sent, while `pulling` instances download."""
         star_s = pulling * share * self.weights_bytes / self.store_bytes_per_s
         store_s = share * self.weights_bytes / self.store_bytes_per_s if peers else star_s
-        return max(share * self.weights_bytes / self.instance_bytes_per_s, store_s)
+        return self.pull_latency_s + max(share * self.weights_bytes / self.instance_bytes_per_s, store_s)
 
     def nodes(self, factor: int) -> Machine:
         """Return a machine with `factor` times the reserved cluster."""

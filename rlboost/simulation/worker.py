@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from rlboost.services.rollout_worker.domain.throughput import Throughput
+from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput
 from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, pack
 from rlboost.shared.ids import group_of
 from rlboost.shared.messages import (
@@ -30,6 +30,7 @@ from rlboost.shared.messages import (
     WorkerLeft,
     WorkerState,
 )
+from rlboost.shared.protocol import PROTOCOL
 from rlboost.simulation.engine import Engine, Held
 from rlboost.simulation.environment import Environment
 
@@ -48,7 +49,9 @@ class SimWorker:
         self._early: dict[int, Held] = {}
         """Samples that were assigned for weights that are not loaded yet."""
         self._pulls = self._wakes = self._seq = 0
-        self._throughput = Throughput()
+        self._throughput, self._decode = Throughput(), DecodeMeter()
+        self._measured = (0.0, 0.0, 0.0)
+        """Seconds, steps and tokens of decoding as of the last heartbeat."""
 
     @property
     def state(self) -> WorkerState:
@@ -80,6 +83,7 @@ class SimWorker:
                 at=env.now,
                 trainer="trainer" if self.role == "reserved" else "",
                 kv_tokens=engine.kv_tokens,
+                protocol=PROTOCOL,
             )
         )
         self._heartbeat_periodically()
@@ -302,6 +306,10 @@ class SimWorker:
 
     def _heartbeat(self) -> None:
         engine = self.engine
+        measured = engine.decode_s, engine.steps, engine.decoded
+        self._decode.add(*(new - old for new, old in zip(measured, self._measured, strict=True)))
+        self._measured = measured
+        batch, step_s = self._decode.take()
         self._env.send(
             WorkerHeartbeat(
                 worker=self.id,
@@ -312,5 +320,7 @@ class SimWorker:
                 pending=len(engine.pending) + len(self._early),
                 tokens_per_s=self._throughput.update(round(engine.decoded), self._env.now),
                 at=self._env.now,
+                batch=batch,
+                step_s=step_s,
             )
         )
