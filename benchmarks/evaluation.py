@@ -5,9 +5,10 @@
     python -m benchmarks.evaluation ablations --trace ... --models 14b
     python -m benchmarks.evaluation sweep --models 14b
 
-One JSON line for each fit or run. `fit` uses the paper's numbers for constant fleets only: of 8B, 10, 12, 14, 16 and 18
-thousand tokens/s with 0 to 4 instances; of 14B, 1.37 times veRL with one instance, and 1.64 times that with six.
-`rlboost/simulation/presets.py` has its results. `table` shows what was not fitted: traces, and 32B.
+One JSON line for each fit or run, then for `table` one for each policy: means over the seeds, lowest and highest. `fit`
+uses the paper's numbers for constant fleets only: of 8B, 10, 12, 14, 16 and 18 thousand tokens/s with 0 to 4 instances;
+of 14B, 1.37 times veRL with one instance, and 1.64 times that with six. Its results are in
+`rlboost/simulation/presets.py`. `table` shows what was not fitted: traces, and 32B.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ SAMPLED = 0.5
 """Share of the trace's instances that the paper replays."""
 IMPLIED_MEANS = {4: 3.76, 6: 5.07}
 """Most instances in use -> mean number that the paper's costs imply, for 8B and 14B."""
-SEGMENT_S = 2 * HOUR_S
+SEGMENT_H = 2.0
+"""Hours of a segment, as in the paper."""
 SWEEPS: dict[str, tuple[float, ...]] = {
     "instances": (0, 1, 2, 4, 6, 8),
     "median_length": (700, 1500, 3000, 6000),
@@ -137,10 +139,10 @@ def sampled_trace(path: Path | None) -> FleetTrace:
     return min((whole.sampled(SAMPLED, seed) for seed in range(20)), key=distance)
 
 
-def segments(trace: FleetTrace) -> dict[str, FleetTrace]:
-    """Return two-hour segments: A has many instances and removals, B the fewest instances, C is between."""
-    starts = range(0, int(trace.duration_s - SEGMENT_S) + 1, int(HOUR_S / 2))
-    found = [trace.between(start, start + SEGMENT_S) for start in starts]
+def segments(trace: FleetTrace, hours: float) -> dict[str, FleetTrace]:
+    """Return segments: A has many instances and removals, B the fewest instances, C is between."""
+    starts = range(0, int(trace.duration_s - hours * HOUR_S) + 1, int(HOUR_S / 2))
+    found = [trace.between(start, start + hours * HOUR_S) for start in starts]
     rich = [segment for segment in found if segment.mean_instances >= trace.mean_instances]
     return {
         "A": max(rich, key=lambda segment: sum(event.kind == "remove" for event in segment.events)),
@@ -150,23 +152,24 @@ def segments(trace: FleetTrace) -> dict[str, FleetTrace]:
 
 
 def over_segments(args: argparse.Namespace, names: Iterable[str]) -> Iterator[Row]:
-    """Yield throughput and cost of each policy, in each segment."""
-    parts = segments(sampled_trace(args.trace))
+    """Yield throughput and cost of each policy, in each segment with each seed."""
+    parts = segments(sampled_trace(args.trace), args.hours)
     policies = [KNOWN[name] for name in dict.fromkeys(names)]
     for model, completions, (name, segment) in product(args.models, args.completions, parts.items()):
         job, machine = preset(model, completions)
         fleet = segment.limited(SHAPES[model].useful_instances)
-        for policy in policies:
-            runs = [simulate(job, machine, fleet, policy, seed=seed) for seed in range(args.seeds)]
+        for policy, seed in product(policies, range(args.seeds)):
+            run = simulate(job, machine, fleet, policy, seed=seed)
             row: Row = {
                 "model": model,
                 "completions": completions,
                 "segment": name,
+                "seed": seed,
                 "present": round(fleet.mean_instances, 2),
             }
             if policy.fleet == "spot":
-                row["step_over_bound"] = round(fmean(_over_bound(job, machine, fleet, run) for run in runs), 3)
-            yield row | summarize(runs).public()
+                row["step_over_bound"] = round(_over_bound(job, machine, fleet, run), 3)
+            yield row | summarize([run]).public()
 
 
 def _over_bound(job: SimulatedJob, machine: Machine, fleet: FleetTrace, run: SimulationResult) -> float:
@@ -175,36 +178,45 @@ def _over_bound(job: SimulatedJob, machine: Machine, fleet: FleetTrace, run: Sim
 
 
 def against_verl(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield each policy's throughput and tokens per dollar against veRL as reported, means of the segments."""
+    """Yield each policy's throughput and tokens per dollar against veRL as reported: means of the segments."""
     found: dict[tuple[Model, Completions, str], list[Row]] = {}
     for row in rows:
         found.setdefault((row["model"], row["completions"], row["policy"]), []).append(row)
     for (model, completions, policy), some in found.items():
         verl = found[model, completions, "verl"]
         factor = 1.0 if policy.startswith("verl") else 1 / FITS[model, completions].verl_factor
-        faster = [factor * row["tokens_per_s"] / base["tokens_per_s"] for row, base in zip(some, verl, strict=True)]
+        faster: dict[int, list[float]] = {}
+        cheaper: dict[int, list[float]] = {}
         cost = "dollars_per_million_tokens"
-        cheaper = [factor * base[cost] / row[cost] for row, base in zip(some, verl, strict=True)]
-        figures = {"throughput": round(fmean(faster), 3), "tokens_per_dollar": round(fmean(cheaper), 3)}
-        by_segment = {"by_segment": [round(value, 2) for value in faster]}
-        yield {"table": model, "completions": completions, "policy": policy} | figures | by_segment
+        for row, base in zip(some, verl, strict=True):
+            faster.setdefault(row["seed"], []).append(factor * row["tokens_per_s"] / base["tokens_per_s"])
+            cheaper.setdefault(row["seed"], []).append(factor * base[cost] / row[cost])
+        figures = {"throughput": _spread(faster), "tokens_per_dollar": _spread(cheaper)}
+        yield {"table": model, "completions": completions, "policy": policy} | figures
+
+
+def _spread(found: dict[int, list[float]]) -> dict[str, float]:
+    """Return mean, lowest and highest value over the seeds, each a mean over the segments."""
+    means = [fmean(values) for values in found.values()]
+    return {"mean": round(fmean(means), 3), "lowest": round(min(means), 3), "highest": round(max(means), 3)}
 
 
 def sweep(args: argparse.Namespace) -> Iterator[Row]:
     """Yield throughput and cost of our policy over one parameter at a time, and of veRL."""
-    for model, (name, values) in product(args.models, SWEEPS.items()):
-        for value in values:
+    for model, name in product(args.models, args.sweeps):
+        for value in SWEEPS[name]:
             job, machine = preset(model, "short")
-            trace = FleetTrace.constant(SHAPES[model].useful_instances, SEGMENT_S)
+            length_s = args.hours * HOUR_S
+            trace = FleetTrace.constant(SHAPES[model].useful_instances, length_s)
             if name == "instances":
-                trace = FleetTrace.constant(int(value), SEGMENT_S)
+                trace = FleetTrace.constant(int(value), length_s)
             elif name == "median_length":
                 job = replace(job, lengths=replace(job.lengths, median=value))
             elif name == "spot_price":
                 machine = replace(machine, instance_price_per_hour=value)
             elif name == "life_min":
                 trace = generate_trace(replace(G4DN, median_life_s=60 * value, mean_life_s=90 * value), seed=0)
-                trace = trace.between(HOUR_S, HOUR_S + SEGMENT_S).limited(SHAPES[model].useful_instances)
+                trace = trace.between(HOUR_S, HOUR_S + length_s).limited(SHAPES[model].useful_instances)
             else:
                 machine = replace(machine, instance_bytes_per_s=value * GBIT)
             for policy in ("verl", "paper", "rlboost"):
@@ -219,7 +231,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=get_args(Model), default=get_args(Model))
     parser.add_argument("--completions", nargs="+", choices=get_args(Completions), default=get_args(Completions))
     parser.add_argument("--policies", nargs="+", choices=KNOWN, help="of table and ablations")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, default=list(SWEEPS))
+    parser.add_argument("--hours", type=float, default=SEGMENT_H, help="of each segment, and of a sweep's runs")
+    parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     rows: list[Row] = []
     found = {

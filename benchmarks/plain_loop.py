@@ -32,8 +32,9 @@ from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, I32, ints, pack
-from rlboost.shared.job.spec import JobSpec, load, parse
+from rlboost.shared.job.spec import RlJob, load
 from rlboost.shared.messages import Sampling
+from tests.support.jobs import parse_rl
 from tests.support.staged_weights import Staged
 
 JOB = "examples/countdown/job.yaml"
@@ -43,8 +44,9 @@ POLL_S = 0.02
 class PlainLoop:
     """The job in one process."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: RlJob) -> None:
         self.spec = spec
+        assert spec.reward is not None
         model = find_model(spec.model)
         self.data = load_data(spec, model)
         self.policy = TorchPolicy(spec.optimizer, temperature=spec.sampling.temperature, dtype="float32", device="cpu")
@@ -120,7 +122,7 @@ async def main() -> None:
     parser.add_argument("--record", type=Path, help="a demo's record, for the ratio")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    loop = PlainLoop(parse(load(JOB)))
+    loop = PlainLoop(parse_rl(load(JOB)))
     reward = 0.0
     for step in range(args.steps):
         reward = await loop.step(step)

@@ -122,7 +122,7 @@ def measure_recovery(url: str, pipe: Connection) -> None:
 def measure(samples: int, tokens: int, ratio: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, System(Path(directory)) as system:
         asyncio.run(write_log(system.url, samples, tokens, ratio))
-        entries = int(system.client.xlen(names.TOKEN_LOG))  # type: ignore[arg-type]
+        entries = int(system.client.xlen(names.TOKEN_LOG))
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         process = multiprocessing.get_context("spawn").Process(target=measure_recovery, args=(system.url, theirs))
         process.start()

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.ports.rewards import RewardBatch
@@ -56,7 +56,7 @@ def group(kind: str, n: int, size: int, *, agree: bool) -> RewardBatch:
     """Return one problem with `size` completions, every second one right."""
     first = 1 + n * (size + 1)
     right, respelled = KINDS[kind]
-    texts = []
+    texts: list[str | list[dict[str, Any]]] = []
     for i in range(size):
         if i % 2:
             answer = respelled(first) if i % 8 == 1 else right(first)

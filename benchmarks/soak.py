@@ -132,7 +132,7 @@ def run(minutes: float) -> dict[str, Any]:
                 soak.let_days_pass()
                 at.append(now_s)
                 figures["manager"].append(rss_bytes(pid))
-                figures["redis"].append(system.client.info("memory")["used_memory"])  # type: ignore[index]
+                figures["redis"].append(system.client.info("memory")["used_memory"])
                 if len(at) % 12 == 1:
                     print(json.dumps(_row(soak, now_s, figures)), flush=True)
             time.sleep(TICK_S)

@@ -28,7 +28,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -144,7 +144,7 @@ def bare(url: str, pipe: Connection) -> None:
         client.xgroup_create(BARE_STREAM, group, id="0")
         frames: list[Any] = []
         began, began_cpu = time.monotonic(), time.process_time()
-        while reply := client.xreadgroup(group, "c", {BARE_STREAM: ">"}, count=BATCH):
+        while reply := cast("Any", client.xreadgroup(group, "c", {BARE_STREAM: ">"}, count=BATCH)):
             for _, fields in reply[0][1]:
                 frames.append(msgpack.unpackb(fields[b"m"])["tokens"])
         wall += time.monotonic() - began
@@ -163,8 +163,10 @@ def measure(samples: int, tokens: int, seconds: float, *, relayed: bool = True) 
         asking.start()
         ours.recv()
         load = Load(case)
-        while ours.send("?") or ours.recv()[0] < IN_FLIGHT:  # until as many samples were finished as are in flight
+        ours.send("?")
+        while ours.recv()[0] < IN_FLIGHT:  # until as many samples were finished as are in flight
             load.run(0.5)
+            ours.send("?")
         sent, frames, at, cpu = load.sent, load.frames, time.monotonic(), cpu_s(pid)
         ours.send("?")
         done = ours.recv()[0]

@@ -5,8 +5,11 @@
 The store and every puller are real processes on one machine, connected by loopback; files are in `--dir`. Rows:
 
 - `publish`: every byte is new; `publish 1 %`: one value in a hundred moved by one step since the version before, as
-  deltas; `wire_bytes` is what the store received, as a fraction of the version;
+  deltas; `wire_bytes` is what the store received, as a fraction of the version. Both end with the commit;
+- `write after publish 1 %`: the store writes the chunks that the deltas lead to;
 - `pull`: `--pullers` processes at once, each into an empty cache, verified;
+- `pull, files overwritten`: one process whose cache has the files of an earlier version to overwrite, as in every pull
+  but a worker's first ones;
 - `pull from the directory`: one process that shares the store's file system;
 - `curl`: one `curl` that fetches a file of the same size from nginx with `sendfile` into a file, not verified; left out
   where nginx is not installed. `of_curl` is the throughput of the single puller in the same round by that of curl.
@@ -48,6 +51,8 @@ from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.source import StoreSource
+from rlboost.shared.weights.wire import chunk_path
+from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 
 _TRANSFERS = 8
@@ -63,12 +68,15 @@ def cpu_s(who: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-async def pull(url: str, directory: Path, version: int, *, shared: bool) -> Row:
+async def pull(url: str, directory: Path, version: int, *, shared: bool, overwrite: bool) -> Row:
     """Pull a version; return the seconds and processor seconds."""
     async with StoreClient(url, TOKEN) as client:
         cache = Cache(directory)
         store = StoreSource(client, cache, concurrency=_TRANSFERS)
         source = DirectorySource(client, cache, store) if shared else store
+        if overwrite:
+            await Puller(client, cache, Waits(), source=source).pull(JOB, version)
+            cache.prune(set(), [])
         puller = Puller(client, cache, Waits(), source=source)
         began, cpu = time.perf_counter(), cpu_s(resource.RUSAGE_SELF)
         await puller.pull(JOB, version)
@@ -131,18 +139,26 @@ def curl(url: str, worker: int, path: Path, gb: float) -> Row:
     return row
 
 
-async def publish(publisher: Publisher, store: ServiceProcess, version: int, weights: npt.NDArray[np.uint8]) -> Row:
+async def publish(
+    publisher: Publisher, store: ServiceProcess, version: int, weights: npt.NDArray[np.uint8], directory: Path
+) -> tuple[Row, Row]:
+    """Publish a version; return what it took until the commit, and until every chunk was written."""
     gb, began = weights.nbytes / 1e9, time.perf_counter()
     client, server = cpu_s(resource.RUSAGE_SELF), cpu_s_of(store.pid)
     received = await received_bytes(store)
     part = await publisher.publish(JOB, version, 0, shards_of(weights))
     await publisher.commit(JOB, version, expect=version - 1, part_digests=[part.digest], config_json="{}")
-    return {
+    published = {
         "gb_per_s": gb / (time.perf_counter() - began),
         "client_cpu_s_per_gb": (cpu_s(resource.RUSAGE_SELF) - client) / gb,
         "server_cpu_s_per_gb": (cpu_s_of(store.pid) - server) / gb,
         "wire_bytes": (await received_bytes(store) - received) / weights.nbytes,
     }
+    began, server = time.perf_counter(), cpu_s_of(store.pid)
+    paths = [chunk_path(directory / "store", chunk.digest) for chunk in part.chunks]
+    await eventually(lambda: asyncio.to_thread(lambda: all(path.exists() for path in paths)), within_s=600)
+    seconds = time.perf_counter() - began
+    return published, {"gb_per_s": gb / seconds, "server_cpu_s_per_gb": (cpu_s_of(store.pid) - server) / gb}
 
 
 async def received_bytes(store: ServiceProcess) -> float:
@@ -163,10 +179,12 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
     with running_store(directory, KEEP_VERSIONS="1") as (store, _), asyncio.Runner(loop_factory=loop_factory()) as loop:
         client = StoreClient(store.url, TOKEN)
         publisher = Publisher(client, Waits(), deltas=True)
-        rows["publish"].append(loop.run(publish(publisher, store, 0, weights.view(np.uint8))))
+        rows["publish"].append(loop.run(publish(publisher, store, 0, weights.view(np.uint8), directory))[0])
         for version in range(1, options.rounds + 1):
             weights[np.random.default_rng(version).integers(0, weights.size, weights.size // 100)] += 1
-            rows["publish 1 %"].append(loop.run(publish(publisher, store, version, weights.view(np.uint8))))
+            deltas, whole = loop.run(publish(publisher, store, version, weights.view(np.uint8), directory))
+            rows["publish 1 %"].append(deltas)
+            rows["write after publish 1 %"].append(whole)
         for _ in range(options.rounds):
             if shutil.which("nginx"):
                 (directory / "whole").write_bytes(weights.tobytes())
@@ -177,6 +195,9 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
                 what = "puller" if n == 1 else "pullers"
                 newest = ["--version", str(options.rounds)]
                 rows[f"pull, {n} {what}"].append(pull_all(store, directory / "caches", n, gb, *newest))
+            again = pull_all(store, directory / "caches", 1, gb, *newest, "--overwrite")
+            del again["server_cpu_s_per_gb"]  # also of the pull before
+            rows["pull, files overwritten"].append(again)
             rows["pull from the directory"].append(pull_all(store, directory / "caches", 1, gb, *newest, "--shared"))
             if "curl" in rows and 1 in options.pullers:
                 single, reference = rows["pull, 1 puller"][-1], rows["curl"][-1]
@@ -206,10 +227,12 @@ def main() -> None:
     parser.add_argument("--pull", default="", help=argparse.SUPPRESS)
     parser.add_argument("--version", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--overwrite", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pull:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            print(json.dumps(runner.run(pull(options.pull, options.dir, options.version, shared=options.shared))))
+            how = {"shared": options.shared, "overwrite": options.overwrite}
+            print(json.dumps(runner.run(pull(options.pull, options.dir, options.version, **how))))
         return
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         measure(options, Path(name))

@@ -5,6 +5,7 @@
 Starts `rlboost up` with a standby manager in a temporary folder, and a worker in a network of its own. Faults:
 
 - `kill`, `terminate`, `stop`: SIGKILL, SIGTERM, or SIGSTOP for 1 to 60 s, of any process
+- `step_clock`: the wall clock of any process is 10 s to 10 minutes ahead or behind for 1 to 60 s (needs a C compiler)
 - `disconnect`: all connections of Redis are closed; `out_of_memory`: its `maxmemory` is below what it uses for seconds
 - `disk_full`: the disk of the state folder is full for seconds (needs the right to mount a tmpfs)
 - `partition`: the network of the remote worker passes nothing for seconds (needs user namespaces)

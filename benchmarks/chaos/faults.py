@@ -32,6 +32,7 @@ class Faults:
             "kill": lambda fault: self._signal(fault, signal.SIGKILL),
             "terminate": lambda fault: self._signal(fault, signal.SIGTERM),
             "stop": self._stop,
+            "step_clock": self._step_clock,
             "disconnect": self._disconnect,
             "out_of_memory": self._out_of_memory,
             "disk_full": self._disk_full,
@@ -52,7 +53,7 @@ class Faults:
     # --- signals ---
 
     def _victim(self, fault: Fault) -> int:
-        pids = sorted(process["pid"] for process in self._site.box.processes(fault.role))
+        pids: list[int] = sorted(process["pid"] for process in self._site.box.processes(fault.role))
         if not pids:
             raise NotPossible(f"no process of the role {fault.role} runs")
         return pids[fault.seed % len(pids)]
@@ -71,6 +72,13 @@ class Faults:
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGSTOP)
         return resume
+
+    def _step_clock(self, fault: Fault) -> Undo:
+        clocks, victim = self._site.clocks, self._victim(fault)
+        if clocks is None:
+            raise NotPossible("the system runs without clocks that can be set")
+        clocks.set(victim, fault.offset_s)
+        return lambda: clocks.set(victim, 0)
 
     def _kill_all(self, _: Fault) -> None:
         self._site.kill_all()
@@ -105,7 +113,7 @@ class Faults:
         filler = self._site.box.state / "filler"
         for block_bytes in (1 << 20, 512):  # the small blocks fill what the large ones leave
             with suppress(OSError), filler.open("ab", buffering=0) as file:
-                for _ in range(DISK_BYTES // block_bytes):
+                for _block in range(DISK_BYTES // block_bytes):
                     file.write(bytes(block_bytes))
         return lambda: filler.unlink(missing_ok=True)
 

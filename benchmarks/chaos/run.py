@@ -109,11 +109,13 @@ class Run:
     def _begin(self, fault: Fault) -> None:
         played = Played(fault)
         self.played.append(played)
-        print(f"{self._now:7.1f} s  {fault.kind} {fault.role} {fault.duration_s or ''}", flush=True)
+        details = (str(detail) for detail in (fault.kind, fault.role, fault.duration_s, fault.offset_s) if detail)
+        print(f"{self._now:7.1f} s ", *details, flush=True)
         try:
             undo = self._faults.begin(fault)
         except NotPossible as error:
             played.not_possible = str(error)
+            print(f"{self._now:7.1f} s  not possible: {error}", flush=True)
             return
 
         def end() -> None:

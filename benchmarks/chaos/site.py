@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from benchmarks.chaos.clock import Clocks
 from benchmarks.chaos.schedule import Kind
 from rlboost.local.state import StateDir
 from tests.support.black_box import RLBOOST, BlackBox
@@ -31,12 +33,15 @@ class Site:
         """Kind of fault -> why it is not possible here."""
         self._kinds = kinds
         self._mounted = False
+        self._environment: dict[str, str | None] = {}
+        """What this process's variables were."""
+        self.clocks: Clocks | None = None
         self.remote: Outside | None = None
         self.restarts = 0
         """How often the whole system was started again after it had ended by itself."""
 
     def __enter__(self) -> Self:
-        os.environ["RLBOOST_TOKEN"] = TOKEN
+        self._set_variables({"RLBOOST_TOKEN": TOKEN})
         state = self._directory / "state"
         state.mkdir()
         if "disk_full" in self._kinds:
@@ -46,13 +51,26 @@ class Site:
                 self._skip("disk_full", "this user may not mount a small disk")
         if "partition" in self._kinds and not possible():
             self._skip("partition", "this machine lets no process have a network of its own")
+        if "step_clock" in self._kinds:
+            try:
+                self.clocks = Clocks(self._directory)
+                self._set_variables(self.clocks.env)
+            except OSError as error:
+                self._skip("step_clock", f"this machine cannot build a library for it: {error}")
         try:
-            self.box = BlackBox(state, workers=self._workers, standby=True)
+            # A spot worker that was terminated does not come back: autoscaling replaces it.
+            self.box = BlackBox(state, workers=self._workers, autoscale=self._workers, standby=True)
+            self.box.command("scale", str(self._workers))
             self.restart_ended()
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _set_variables(self, variables: Mapping[str, str]) -> None:
+        """Set variables for what this process starts, until the end."""
+        self._environment = {name: os.environ.get(name) for name in variables} | self._environment
+        os.environ.update(variables)
 
     def _skip(self, kind: str, why: str) -> None:
         self._kinds.discard(kind)
@@ -93,5 +111,10 @@ class Site:
             self.remote.close()
         if hasattr(self, "box"):
             self.box.down()
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         if self._mounted:
             subprocess.run(["umount", "--lazy", str(self._directory / "state")], check=True)

@@ -301,7 +301,7 @@ class Fleet:
         self._writer.close()
 
     def _obey(self) -> None:
-        read: Any = self._client.xread(dict(self._cursors), count=4096)
+        read: Any = self._client.xread(dict[Any, Any](self._cursors), count=4096)
         for stream, entries in read or ():
             name = stream.decode()
             worker = next(w for w in self.workers.values() if names.worker_commands(w.id) == name)

@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.trainer [--rounds 9] [--end-to-end 2] [--steps 6]
     python -m benchmarks.trainer --device cuda --dtype bfloat16 --end-to-end 0
 
-One JSON line a comparison. *Updates*: both do the same work on the same micro-batches, in turn, in one process; tokens
-a second count prompts and completions without padding, by processor time, on a GPU by the clock; `mfu` is 6 x
-parameters x tokens a second over what a product of two square matrices reaches in the same process and dtype. *End to
-end*: the Countdown job by TRL, by our engine and trainer in one process, and by a whole system with all its services.
+One JSON line a comparison. *Updates*: both train on the same rows, in turn, in one process; ours packs them, the loop
+sorts them by length and pads them. Tokens a second count prompts and completions, by processor time, on a GPU by the
+clock; `mfu` is 6 x parameters x tokens a second over what a product of two square matrices reaches in the same process
+and dtype. *End to end*: the Countdown job by TRL, by our engine and trainer in one process, and by a whole system with
+all its services.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.trainer import end_to_end, work
-from benchmarks.trainer.updates import Bare, Ours, cut
-from rlboost.services.trainer.domain.batching import n_padded
+from benchmarks.trainer.updates import Bare, Ours, cut_by_length, n_padded
 
 SIDES = {"cpu": 1024, "cuda": 8192}
 """Sides of the multiplied matrices, by device."""
@@ -50,7 +50,7 @@ def main() -> None:
 def compare(case: work.Case, rounds: int, device: str, dtype: str) -> dict[str, Any]:
     """Return one case's figures; ratios are medians of the rounds' own."""
     groups = work.groups(case)
-    batches = cut(groups, case.micro_batch_tokens)
+    batches = cut_by_length(groups, case.micro_batch_tokens)
     tokens = sum(row.n_tokens for group in groups for row in group)
     with tempfile.TemporaryDirectory() as folder:
         model = work.write_model(case, Path(folder))
@@ -76,8 +76,7 @@ def compare(case: work.Case, rounds: int, device: str, dtype: str) -> dict[str, 
         "dtype": dtype,
         "parameters": n_parameters,
         "tokens": tokens,
-        "micro_batches": len(batches),
-        "padding_ratio": round(1 - tokens / sum(map(n_padded, batches)), 3),
+        "bare_computed_tokens": round(sum(map(n_padded, batches)) / tokens, 3),
         "tokens_per_s": {name: round(value) for name, value in per_s.items()},
         "mfu": {name: round(6 * n_parameters * value / peak, 3) for name, value in per_s.items()},
         "ours_over_bare": round(median(b / a for a, b in zip(times["ours"], times["bare"], strict=True)), 3),

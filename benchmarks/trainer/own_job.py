@@ -13,7 +13,8 @@ import time
 import torch
 
 from benchmarks.plain_loop import JOB, PlainLoop
-from rlboost.shared.job.spec import load, parse
+from rlboost.shared.job.spec import load
+from tests.support.jobs import parse_rl
 
 
 async def main() -> None:
@@ -21,7 +22,7 @@ async def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    loop = PlainLoop(parse(load(JOB)))
+    loop = PlainLoop(parse_rl(load(JOB)))
     steps = []
     for step in range(args.steps):
         wall, cpu = time.perf_counter(), time.process_time()

@@ -62,6 +62,7 @@ class PlainJob:
                 [row["prompt"] for row in rows],
                 completions,
                 [[]] * len(rows),
+                completions_raw=completions,
                 numbers=[row["numbers"] for row in rows],
                 target=[row["target"] for row in rows],
             )

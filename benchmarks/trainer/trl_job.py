@@ -18,12 +18,13 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rlboost.examples.countdown.reward import score
-from rlboost.shared.job.spec import JobSpec, load, parse
+from rlboost.shared.job.spec import RlJob, load
+from tests.support.jobs import parse_rl
 
 JOB = "examples/countdown/job.yaml"
 
 
-class Clock(TrainerCallback):
+class Clock(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
     """Notes the time after each optimizer step."""
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Clock(TrainerCallback):
         self.mark()
 
 
-def settings(spec: JobSpec, steps: int, folder: Path) -> Any:
+def settings(spec: RlJob, steps: int, folder: Path) -> Any:
     """Return the job's choices in TRL's words; what it has no word for stays TRL's default."""
     n, updates = spec.data.prompts_per_step * spec.algorithm.group_size, spec.algorithm.updates_per_step
     return GRPOConfig(
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for what TRL writes")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    spec = parse(load(JOB))
+    spec = parse_rl(load(JOB))
     tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left")
 
     clock, tokens = Clock(), 0

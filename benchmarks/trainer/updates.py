@@ -1,4 +1,4 @@
-"""The trainer's update path, and the loop that one would write without it, on the same micro-batches."""
+"""The trainer's update path, and the loop that one would write without it, on the same rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,21 @@ from rlboost.shared.job.training import OptimizerSpec
 LOW, HIGH, RATE = 0.2, 0.28, 1e-5
 
 
-def cut(groups: Sequence[Sequence[TrainingRow]], micro_batch_tokens: int) -> list[list[TrainingRow]]:
-    """Return the micro-batches of one update."""
-    planner: UpdatePlanner[TrainingRow] = UpdatePlanner(len(groups), 1, micro_batch_tokens)
-    works = [work for group in groups for work in planner.add(group)]
-    return [batch for work in works if isinstance(work, Accumulate) for batch in work.batches]
+def cut_by_length(groups: Sequence[Sequence[TrainingRow]], micro_batch_tokens: int) -> list[list[TrainingRow]]:
+    """Return micro-batches for padding: rows x longest row are at most `micro_batch_tokens`, and half is no padding."""
+    batches: list[list[TrainingRow]] = []
+    for row in sorted((row for group in groups for row in group), key=lambda row: -row.n_tokens):
+        longest = batches[-1][0].n_tokens if batches else 0
+        if batches and (len(batches[-1]) + 1) * longest <= micro_batch_tokens and 2 * row.n_tokens >= longest:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def n_padded(batch: Sequence[TrainingRow]) -> int:
+    """Return the number of tokens of a micro-batch, including padding."""
+    return len(batch) * max(row.n_tokens for row in batch)
 
 
 class Ours:
@@ -52,7 +62,7 @@ class Ours:
 
 
 class Bare:
-    """transformers and AdamW, no metrics and no checks; lists of token ids in, the same objective.
+    """transformers and AdamW, no metrics and no checks; lists of token ids in, padded, the same objective.
 
     It gives no attention mask, which would take sdpa's faster path from it.
     """

@@ -102,7 +102,7 @@ def _gaps() -> Codec:
     def apply(target: Weights, delta: tuple[type, int, bytes]) -> None:
         kind, count, packed = delta
         data = _unpacked(packed)
-        gaps = np.frombuffer(data, dtype=kind, count=count)
+        gaps: NDArray[Any] = np.frombuffer(data, dtype=kind, count=count)
         target[np.cumsum(gaps, dtype=np.int64)] ^= np.frombuffer(data, dtype=np.uint16, offset=gaps.nbytes)
 
     return Codec("gap + xor + zstd (NeMo RL)", encode, apply, lambda delta: len(delta[2]), None, 3)
@@ -117,14 +117,18 @@ def _rows_and_columns() -> Codec:
         columns_apart = np.where(begins, columns, np.diff(columns, prepend=0))
         row_kind = _smallest(rows_apart, np.uint8, np.int32)
         column_kind = _smallest(columns_apart, np.uint16, np.int32)
-        columns_of_delta = rows_apart.astype(row_kind), columns_apart.astype(column_kind), new[places]
+        columns_of_delta: tuple[NDArray[Any], ...] = (
+            rows_apart.astype(row_kind),
+            columns_apart.astype(column_kind),
+            new[places],
+        )
         return row_kind, column_kind, len(places), _packed(b"".join(column.tobytes() for column in columns_of_delta))
 
     def apply(target: Weights, delta: tuple[type, type, int, bytes]) -> None:
         row_kind, column_kind, count, packed = delta
         data = _unpacked(packed)
-        rows_apart = np.frombuffer(data, dtype=row_kind, count=count)
-        columns_apart = np.frombuffer(data, dtype=column_kind, count=count, offset=rows_apart.nbytes)
+        rows_apart: NDArray[Any] = np.frombuffer(data, dtype=row_kind, count=count)
+        columns_apart: NDArray[Any] = np.frombuffer(data, dtype=column_kind, count=count, offset=rows_apart.nbytes)
         begins = rows_apart > 0
         begins[:1] = True
         summed = np.cumsum(columns_apart, dtype=np.int64)
