@@ -178,7 +178,7 @@ class Rounded(TorchDispatchMode):
     """Counts the copies in bfloat16 of matrices of some shape that are still there."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         self._shape = shape
         self._made: list[weakref.ref[Tensor]] = []
 
@@ -227,7 +227,7 @@ def test_reference_model_is_not_checkpointed(tmp_path: Path) -> None:
 def test_job_setting_reaches_the_engine(kind: str, trainer: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
     job = {"model": "m", "data": {"train": "t"}, "steps": 1} | ({"reward": {"function": "a:b"}} if kind == "rl" else {})
     spec = parse({"kind": kind, **job, "trainer": {**trainer, "activation_checkpointing": recomputes}})
-    made = build._engine(Settings(device="cpu"), spec, tmp_path, None)
+    made = build._engine(Settings(device="cpu"), spec, tmp_path, None, build._loss(spec), None)
     if isinstance(made, TorchPolicy):
         assert made._activation_checkpointing is recomputes
     else:

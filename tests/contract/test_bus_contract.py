@@ -16,6 +16,7 @@ from rlboost.shared.bus import (
     AppendRaw,
     Bus,
     Delete,
+    Entry,
     Expire,
     Fence,
     HashDelete,
@@ -44,6 +45,11 @@ async def bus(request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
     await bus.close()
 
 
+def step_of(entry: Entry) -> int:
+    assert isinstance(entry.message, Resume)
+    return entry.message.step
+
+
 async def raw_append(bus: Bus, stream: str, body: bytes) -> None:
     if isinstance(bus, MemoryBus):
         await bus.append_raw(stream, body)
@@ -65,7 +71,7 @@ async def test_read_returns_entries_after_the_cursor_in_order(bus: Bus) -> None:
     entries = await bus.read({S: START})
     assert [e.message for e in entries] == [Resume(step=i) for i in range(5)]
     assert [e.id for e in entries] == ids == sorted(ids, key=position)
-    assert [e.message.step for e in await bus.read({S: ids[2]})] == [3, 4]
+    assert [step_of(e) for e in await bus.read({S: ids[2]})] == [3, 4]
     assert await bus.read({S: ids[4]}) == []
 
 
@@ -112,7 +118,7 @@ async def test_transaction_applies_all_operations_in_order(bus: Bus) -> None:
     await bus.transact([HashSet("h", {"a": "1", "b": "2"}), Append(S, Resume(step=1))])
     await bus.transact([HashDelete("h", ("a",)), Append(S, Resume(step=2)), Trim(S, START), Append(S, Resume(step=3))])
     assert await bus.hash_all("h") == {"b": "2"}
-    assert [e.message.step for e in await bus.read({S: START})] == [1, 2, 3]
+    assert [step_of(e) for e in await bus.read({S: START})] == [1, 2, 3]
     await bus.transact([Delete("h"), Delete(S), Expire("nothing", 1.0)])
     assert await bus.hash_all("h") == {}
     assert await bus.length(S) == 0
@@ -124,9 +130,9 @@ async def test_consumer_group_delivers_each_entry_to_one_consumer(bus: Bus) -> N
         await bus.append(S, Resume(step=i))
     first = await bus.consume(S, "g", "one", count=2)
     second = await bus.consume(S, "g", "two")
-    assert [e.message.step for e in first] == [0, 1]
-    assert [e.message.step for e in second] == [2]
-    assert [e.message.step for e in await bus.consume(S, "other", "one")] == [0, 1, 2]
+    assert [step_of(e) for e in first] == [0, 1]
+    assert [step_of(e) for e in second] == [2]
+    assert [step_of(e) for e in await bus.consume(S, "other", "one")] == [0, 1, 2]
 
 
 async def test_entries_of_a_dead_consumer_can_be_claimed(bus: Bus) -> None:
@@ -136,7 +142,7 @@ async def test_entries_of_a_dead_consumer_can_be_claimed(bus: Bus) -> None:
     await bus.transact([Ack(S, "g", (held[0].id,))])
     assert await bus.claim(S, "g", "heir", min_idle_s=60.0) == []
     claimed = await bus.claim(S, "g", "heir", min_idle_s=0.0)
-    assert [(entry.message.step, times) for entry, times in claimed] == [(1, 2)]
+    assert [(step_of(entry), times) for entry, times in claimed] == [(1, 2)]
     await bus.transact([Ack(S, "g", (held[1].id,))])
     assert await bus.claim(S, "g", "heir", min_idle_s=0.0) == []
     assert await bus.length(S) == 2
@@ -198,7 +204,7 @@ async def test_trim_retains_newer_entries_and_the_last_id(bus: Bus) -> None:
 async def test_stream_with_max_len_retains_about_the_newest(bus: Bus) -> None:
     for start in range(0, 1000, 100):
         await bus.transact([Append(S, Resume(step=start + i), max_len=100) for i in range(100)])
-    steps = [entry.message.step for entry in await bus.read({S: START}, count=1000)]
+    steps = [step_of(entry) for entry in await bus.read({S: START}, count=1000)]
     assert steps[-100:] == list(range(900, 1000))
     assert len(steps) <= 300
 
@@ -274,7 +280,7 @@ async def test_transaction_under_a_valid_fence_takes_effect(bus: Bus) -> None:
     for step in range(3):
         await bus.transact([HashSet("h", {"k": str(step)}), Append(S, Resume(step=step))], Fence("epoch", epoch))
     assert await bus.hash_get("h", "k") == "2"
-    assert [e.message.step for e in await bus.read({S: START})] == [0, 1, 2]
+    assert [step_of(e) for e in await bus.read({S: START})] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("written_before", [False, True])
@@ -298,7 +304,7 @@ async def test_transaction_under_an_invalid_fence_has_no_effect(bus: Bus, *, wri
 async def test_concurrent_fenced_transactions_all_take_effect(bus: Bus) -> None:
     fence = Fence("epoch", await take(bus, "a") or 0)
     await asyncio.gather(*(bus.transact([Append(S, Resume(step=i))], fence) for i in range(50)))
-    assert sorted(e.message.step for e in await bus.read({S: START})) == list(range(50))
+    assert sorted(step_of(e) for e in await bus.read({S: START})) == list(range(50))
 
 
 async def test_fence_of_a_missing_counter_is_at_zero(bus: Bus) -> None:
@@ -319,7 +325,7 @@ async def test_broken_fenced_connection_is_replaced(redis_url: str) -> None:
     await other.increment("epoch")
     with pytest.raises(Fenced):
         await bus.transact([Append(S, Resume(step=3))], fence)
-    assert [e.message.step for e in await other.read({S: START})] == [0, 2]
+    assert [step_of(e) for e in await other.read({S: START})] == [0, 2]
     await bus.close()
     await other.close()
 
@@ -367,7 +373,7 @@ async def test_cancelled_fenced_transaction_does_not_affect_the_next(redis_url: 
         sending.cancel()
         await asyncio.wait({sending})
         await bus.transact([Append(S, Resume(step=step))], fence)
-    assert [e.message.step for e in await bus.read({S: START})] == list(range(20))
+    assert [step_of(e) for e in await bus.read({S: START})] == list(range(20))
     await bus.close()
 
 

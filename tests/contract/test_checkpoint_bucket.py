@@ -144,7 +144,7 @@ def saver(url: str, scratch: Path) -> Iterator[Callable[[int, int], int]]:
 
 
 def test_kill_at_any_request_leaves_complete_checkpoints_only(s3_url: str, tmp_path: Path) -> None:
-    steps = []
+    steps: list[int] = []
     with saver(s3_url, tmp_path / "theirs") as save:
         assert save(1, -1) == save(2, -1) == 0
         for n in range(1, 100):
@@ -206,7 +206,7 @@ def test_late_upload_spares_its_successors_upload(s3_url: str, tmp_path: Path, m
     late, ours = (CheckpointBucket(s3_url, tmp_path / "c", 5.0) for _ in range(2))
     late.save(state(5), writing(5))
     found = ours.newest()
-    put, ended = Bucket.put, []
+    put, ended = Bucket.put, list[str]()
 
     async def meanwhile(self: Bucket, path: str, data: bytes) -> None:
         await put(self, path, data)
@@ -232,7 +232,7 @@ def interrupted(
     monkeypatch: pytest.MonkeyPatch, who: CheckpointBucket, before: Callable[[str], bool], meanwhile: Callable[[], None]
 ) -> None:
     """Have something happen before the first upload of `who` whose path is such a one."""
-    put, done = Bucket.put, []
+    put, done = Bucket.put, list[str]()
 
     async def late(self: Bucket, path: str, data: bytes) -> None:
         if self is who._bucket and before(path) and not done:

@@ -71,7 +71,7 @@ class Torch:
             await engine.load_weights(9, Staged(map(broken, self.weights.tensors())))
 
     def awake(self, engine: Engine) -> bool:
-        return cast("Any", engine).kv_cache_bytes > 0
+        return bool(cast("Any", engine).kv_cache_bytes)
 
 
 class Vllm:
@@ -94,7 +94,7 @@ class Vllm:
 
     def awake(self, engine: Engine) -> bool:
         # A CPU has no memory to give back: what vLLM was told is all that there is to see.
-        return cast("Any", engine)._asleep != {"weights", "kv_cache"}
+        return bool(cast("Any", engine)._asleep != {"weights", "kv_cache"})
 
 
 Kind = Fake | Torch | Vllm
@@ -441,32 +441,6 @@ async def test_closed_engine_rejects_requests_and_drains_its_tokens(engine: Engi
         await engine.resume()
 
 
-def is_dead(engine: Engine) -> bool:
-    try:
-        engine.stats()
-    except EngineFailed:
-        return True
-    return False
-
-
-async def test_dead_engine_raises_its_error_at_every_call(engine: Engine, kind: Kind) -> None:
-    requests = [request(sample, max_tokens=150) for sample in range(SLOTS + 2)]
-    engine.submit(requests)
-    await eventually(lambda: engine.stats().tokens_generated_total > 0)
-    await engine.suspend()
-    ran = {one.key for one in requests[:SLOTS]}
-    assert engine.running() == ran
-    await kind.kill(engine, RuntimeError("out of luck"))
-    await eventually(lambda: is_dead(engine))
-    for call in (engine.drain, engine.stats, lambda: engine.submit([request(1)]), lambda: engine.abort([(1, 1)])):
-        with pytest.raises(Fatal, match="died"):
-            call()
-    with pytest.raises(Fatal, match="died"):
-        await engine.suspend()
-    assert engine.running() == ran, "any of them may have been the cause"
-    await engine.close()
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_score_equals_the_logprobs_of_generation(engine: Engine, kind: Kind, temperature: float) -> None:
     requests = [request(n, prompt=[n, 2] * n, max_tokens=5 + 7 * n, temperature=temperature) for n in range(1, 4)]
@@ -529,3 +503,32 @@ async def test_second_suspend_frees_memory_taken_since_the_first(
     await engine.resume()
     (made,) = await collector.all_ended([one])
     assert len(made.tokens) == 100
+
+
+# --- last: vLLM's process is shared, and this kills it ---
+
+
+def is_dead(engine: Engine) -> bool:
+    try:
+        engine.stats()
+    except EngineFailed:
+        return True
+    return False
+
+
+async def test_dead_engine_raises_its_error_at_every_call(engine: Engine, kind: Kind) -> None:
+    requests = [request(sample, max_tokens=150) for sample in range(SLOTS + 2)]
+    engine.submit(requests)
+    await eventually(lambda: engine.stats().tokens_generated_total > 0)
+    await engine.suspend()
+    ran = {one.key for one in requests[:SLOTS]}
+    assert engine.running() == ran
+    await kind.kill(engine, RuntimeError("out of luck"))
+    await eventually(lambda: is_dead(engine))
+    for call in (engine.drain, engine.stats, lambda: engine.submit([request(1)]), lambda: engine.abort([(1, 1)])):
+        with pytest.raises(Fatal, match="died"):
+            call()
+    with pytest.raises(Fatal, match="died"):
+        await engine.suspend()
+    assert engine.running() == ran, "any of them may have been the cause"
+    await engine.close()

@@ -135,6 +135,7 @@ def test_unformattable_observation_is_a_reason(chat_formatter: TokenizerChatForm
 async def test_invalid_tool_call_is_answered_with_the_error(call: str, says: str) -> None:
     step = await ToolEnvironment([add]).step(f"Well. <tool_call>\n{call}\n</tool_call>")
     assert not step.done
+    assert isinstance(step.observation, list)
     (message,) = step.observation
     assert isinstance(message, dict)
     assert message["role"] == "tool"

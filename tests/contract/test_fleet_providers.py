@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import botocore
+import botocore.session
 import pytest
 
 from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
@@ -90,6 +93,47 @@ def _runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+# --- documented commands ------------------------------------------------------------------------------------------
+
+
+PAGE = Path(__file__).parents[2] / "docs/autoscaling.md"
+DOCUMENTED = {
+    service: command.replace(r"\|", "|")
+    for service, command in re.findall(r"^\| ([\w ]+) \| `(.*RLBOOST_WORKERS.*)` \|$", PAGE.read_text(), re.MULTILINE)
+}
+REQUESTS = {
+    "AWS": ["aws autoscaling set-desired-capacity --auto-scaling-group-name h100 --desired-capacity 3"],
+    "Google Cloud": ["gcloud compute instance-groups managed resize h100 --size 3 --zone ZONE"],
+    "Azure": ["az vmss scale --name h100 --new-capacity 3 --resource-group GROUP --no-wait"],
+    "Slurm": ["squeue -h -n h100 -o %A", *["sbatch -J h100 worker.sh"] * 2],
+}
+
+
+@pytest.mark.parametrize("service", DOCUMENTED)
+async def test_documented_command_requests_the_number_of_its_kind(
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "requests"
+    for program in ("aws", "gcloud", "az", "squeue", "sbatch"):
+        file = tmp_path / program
+        file.write_text(f'#!/bin/sh\necho "{program} $*" >> {shlex.quote(str(log))}\n')
+        file.chmod(0o755)
+    with (tmp_path / "squeue").open("a") as running:
+        running.write("echo 7001\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    await ShellCommand(DOCUMENTED[service]).scale("h100", 3)
+    assert log.read_text().splitlines() == REQUESTS[service]
+
+
+def test_documented_command_for_aws_has_the_fields_of_its_api() -> None:
+    _, group, operation, *options = shlex.split(REQUESTS["AWS"][0])
+    model = botocore.session.get_session().get_service_model(group)
+    (name,) = [name for name in model.operation_names if botocore.xform_name(name, "-") == operation]
+    fields = model.operation_model(name).input_shape.members
+    given = {option.removeprefix("--") for option in options[::2]}
+    assert given <= {botocore.xform_name(field, "-") for field in fields}
 
 
 # --- Kubernetes ---------------------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def test_a_ground_truth_is_parsed_once_for_its_group(monkeypatch: pytest.MonkeyP
 
     def parse(text: str, parsing_timeout: int | None) -> list[Any]:
         parsed.append(text)
-        return library_parse(text, parsing_timeout=parsing_timeout)
+        found: list[Any] = library_parse(text, parsing_timeout=parsing_timeout)
+        return found
 
     monkeypatch.setattr(math, "parse", parse)
     assert score([r"\boxed{8123}"] * 3, answer=["8123"] * 3) == [1.0] * 3

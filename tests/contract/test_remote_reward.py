@@ -6,12 +6,14 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_network
 from threading import Thread
 from typing import Any
 
 import pytest
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.children import remote_reward
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.waiting import Waits
@@ -26,6 +28,7 @@ class Service:
         self.answers: list[tuple[int, bytes]] = []
         self.asked: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
+        self.location = ""
         service = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,6 +39,8 @@ class Service:
                 status, answer = service.answers.pop(0) if len(service.answers) > 1 else service.answers[0]
                 self.send_response(status)
                 self.send_header("content-length", str(len(answer)))
+                if service.location:
+                    self.send_header("location", service.location)
                 self.end_headers()
                 self.wfile.write(answer)
 
@@ -102,6 +107,49 @@ async def test_token_is_not_sent_to_an_unlisted_service(
     scores = await pool.score(BATCH)
     assert service.tokens == [None]
     assert "RLBOOST_TRAINER_REWARD_TOKEN_ORIGINS" in scores.detail
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("169.254.169.254", True),
+        ("::ffff:169.254.169.254", True),
+        ("fe80::1%eth0", True),
+        ("fd00:ec2::254", True),
+        ("100.100.100.200", True),
+        ("127.0.0.1", False),
+        ("10.0.0.1", False),
+        ("100.100.100.201", False),
+        ("fd00::1", False),
+    ],
+)
+def test_metadata_addresses_are_recognized(host: str, expected: bool) -> None:
+    assert remote_reward.is_metadata(host) is expected
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_metadata_service_gets_a_request_only_if_the_operator_lists_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    monkeypatch.setattr(remote_reward, "_METADATA", (ip_network("127.0.0.0/8"),))
+    service.answers = [(200, b'{"rewards": [1]}')]
+    url = service.url.replace("127.0.0.1", "localhost")  # the name says nothing
+    caller = remote_reward.remote({"url": url, "name": "r", "timeout_s": 5.0, "gets_token": listed})
+    request = {name: ["2+2="] for name in ("prompts", "completions", "completion_ids", "completions_raw", "solutions")}
+    if listed:
+        assert caller.call({**request, "columns": {}}) == [1]
+    else:
+        with pytest.raises(remote_reward.RemoteFailed, match=r"is at 127\.0\.0\.1, where clouds serve credentials"):
+            caller.call({**request, "columns": {}})
+    assert len(service.asked) == listed
+
+
+async def test_redirect_is_not_followed(service: Service, start: Start) -> None:
+    service.answers, service.location = [(307, b"")], service.url
+    pool = await start(url=service.url)
+    scores = await pool.score(BATCH)
+    assert "answered 307" in scores.detail
+    assert len(service.asked) == 1
 
 
 async def test_it_may_be_one_of_several(service: Service, start: Start) -> None:

@@ -104,7 +104,8 @@ def test_tools_column_gives_the_prompts_of_a_tool_environment(model: Path, as_te
 
 def test_tools_null_or_empty_are_no_tools(model: Path) -> None:
     with_template(model, TOOLS_TEMPLATE)
-    rows = [{"messages": [USER, ANSWER], "tools": tools} for tools in (None, [], "")]
+    nothing: tuple[object, ...] = (None, [], "")
+    rows = [{"messages": [USER, ANSWER], "tools": tools} for tools in nothing]
     assert {tuple(prompt[-6:]) for prompt, _ in pairs(load(model, *rows))} == {(90, 5, 6, 2, 92, 91)}
     assert pairs(load(model, {"prompt": "t5", "completion": "t7", "tools": None})) == [([1, 5], [7, 2])]
 

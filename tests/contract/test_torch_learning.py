@@ -77,8 +77,7 @@ class LearningRig(Rig):
         self.manager.script = Drawer(self._model, self.weights)
 
     def build(self, spec: JobSpec, job_id: str) -> JobResources:
-        job = self.job
-        assert isinstance(job, RlJob)
+        job = self.rl_job
         policy = TorchPolicy(
             job.optimizer,
             temperature=1.0,
@@ -142,7 +141,7 @@ async def test_killed_job_with_critic_ends_with_the_same_bits(tmp_path: Path) ->
     trainer = {"checkpoint_every": 1, "micro_batch_tokens": 60}
     steady = LearningRig(tmp_path / "steady", job(ALGORITHMS["ppo"], steps=3, trainer=trainer))
     expected = await run(steady)
-    rig = LearningRig(tmp_path / "killed", steady.job)
+    rig = LearningRig(tmp_path / "killed", steady.rl_job)
     rig.manager.held = {2}
     async with rig.trainer(killed=True):
         await rig.command("create")

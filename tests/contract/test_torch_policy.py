@@ -87,7 +87,7 @@ def test_steps_match_a_naive_implementation(tmp_path: Path, family: str) -> None
     shards = {shard.name: np.frombuffer(shard.data, F32) for shard in ours.export_shards()}
     assert set(shards) == set(state)
     for name, tensor in state.items():
-        np.testing.assert_allclose(shards[name], tensor.numpy().ravel(), atol=3e-6, err_msg=name)
+        np.testing.assert_allclose(shards[name], tensor.numpy().ravel(), atol=6e-6, err_msg=name)
 
 
 def test_stale_updates_match_a_naive_decoupled_objective(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_stale_updates_match_a_naive_decoupled_objective(tmp_path: Path) -> None
     state = model.state_dict()
     for shard in ours.export_shards():
         np.testing.assert_allclose(
-            np.frombuffer(shard.data, F32), state[shard.name].numpy().ravel(), atol=5e-5, err_msg=shard.name
+            np.frombuffer(shard.data, F32), state[shard.name].numpy().ravel(), atol=1e-4, err_msg=shard.name
         )
 
 
@@ -131,10 +131,9 @@ def test_accumulate_makes_one_forward_pass_per_micro_batch(tmp_path: Path) -> No
         lambda _model, _args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
     )
     batch = sorted(rows(6), key=lambda row: row.n_tokens)
-    numbers = ours.accumulate([batch[:4], batch[4:]], clipped_loss(LOW, HIGH))
+    ours.accumulate([batch[:4], batch[4:]], clipped_loss(LOW, HIGH))
     ours.step(1e-3)
-    assert shapes == [(4, batch[3].n_tokens), (2, batch[5].n_tokens)]
-    assert numbers["padded_tokens"] == sum(n * width for n, width in shapes)
+    assert shapes == [(1, sum(row.n_tokens for row in part)) for part in (batch[:4], batch[4:])]
 
 
 def test_tied_tensors_are_exported_once(tmp_path: Path) -> None:
@@ -229,8 +228,10 @@ def test_offload_on_a_cpu_trainer_is_rejected(tmp_path: Path) -> None:
     for ranks in ({"data_parallel": 2}, {"backend": "megatron"}, {}):
         spec = parse({**small_job(steps=1), "trainer": {"offload": "all", **ranks}})
         with pytest.raises(ConfigError, match=r"trainer\.offload: all needs a GPU.*leave it out"):
-            build._engine(Settings(device="cpu"), spec, tmp_path, None)
-    assert isinstance(build._engine(Settings(device="meta"), spec, tmp_path, None), TorchPolicy)
+            build._engine(Settings(device="cpu"), spec, tmp_path, None, build._loss(spec), None)
+    assert isinstance(
+        build._engine(Settings(device="meta"), spec, tmp_path, None, build._loss(spec), None), TorchPolicy
+    )
 
 
 def test_folder_without_a_model_is_rejected_by_name(tmp_path: Path) -> None:

@@ -159,7 +159,6 @@ def test_micro_batches_equal_one_batch(new: New) -> None:
     for row in batch:
         add(many, parts.accumulate([[row]], LOSS))
     assert parts.step(RATE) == pytest.approx(norm, rel=2e-2 if _rounds(parts) else 1e-4)
-    assert many.pop("padded_tokens", 0) <= sums.pop("padded_tokens", 0)
     for name, value in sums.items():
         assert many[name] == pytest.approx(value, rel=2e-2, abs=0.3 if _rounds(parts) else 1e-3)
     if not _rounds(parts):
@@ -194,9 +193,8 @@ def test_masked_tokens_are_context_only(new: New) -> None:
     plain, batch = rows(), with_loss_mask(rows())
     assert engine.accumulate([batch], LOSS)["tokens"] == sum(row.n_loss_tokens for row in batch)
     for row, whole, part in zip(batch, engine.logprobs([plain]), engine.logprobs([batch]), strict=True):
-        np.testing.assert_allclose(
-            unpack(part, F32), unpack(whole, F32)[unpack(row.loss_mask, U8).astype(bool)], atol=1e-5
-        )
+        expected = unpack(whole, F32)[unpack(row.loss_mask, U8).astype(bool)]
+        assert unpack(part, F32) == pytest.approx(expected, abs=1e-5)
 
 
 def test_checkpoint_resumes_exactly(new: New, tmp_path: Path) -> None:

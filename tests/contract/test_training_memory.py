@@ -91,6 +91,7 @@ LARGER: dict[str, Any] = {**_SIZES, "hidden_size": 512, "num_hidden_layers": 8, 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # a processor without instructions for bfloat16 takes minutes
 @pytest.mark.parametrize(("dtype", "checkpointing"), [("float32", False), ("bfloat16", True)])
 @pytest.mark.parametrize(
     "config",
@@ -109,20 +110,39 @@ LARGER: dict[str, Any] = {**_SIZES, "hidden_size": 512, "num_hidden_layers": 8, 
 def test_computed_total_matches_peak_of_a_process(tmp_path: Path, config: Any, dtype: Any, checkpointing: bool) -> None:
     """Within a tenth, for a whole update with its state."""
     size, n_tokens = written(config, tmp_path), 2048
-    arguments = [str(tmp_path), dtype, str(checkpointing), str(n_tokens)]
+    measured = peak_of_update(tmp_path, dtype, [n_tokens], checkpointing=checkpointing)
+    spec = TrainerSpec(dtype=dtype, activation_checkpointing=checkpointing)
+    assert update_memory(size, TrainedModel(size.total), spec, n_tokens).total == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rows", [[16384], [8192, *[1024] * 8]], ids=["one-row", "packed-rows"])
+def test_computed_total_of_16k_tokens_matches_peak_of_a_process(tmp_path: Path, rows: list[int]) -> None:
+    """Within a tenth. Whole logits with their gradient would be 2.6 GB in float32: they exist in chunks only."""
+    sizes = {**_SIZES, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 20_000}
+    config = Qwen3Config(**{**sizes, "max_position_embeddings": 16384}, head_dim=32, intermediate_size=192)
+    size, n_tokens = written(config, tmp_path), sum(rows)
+    spec = TrainerSpec(activation_checkpointing=True)
+    computed = update_memory(size, TrainedModel(size.total), spec, n_tokens)
+    assert computed.logits < 8 * n_tokens * size.vocabulary
+    assert computed.total == pytest.approx(peak_of_update(tmp_path, "float32", rows, checkpointing=True), rel=0.1)
+
+
+def peak_of_update(model: Path, dtype: str, rows: list[int], *, checkpointing: bool) -> int:
+    """Return the bytes that a process holds at the peak of an update with rows of these lengths."""
+    arguments = [str(model), dtype, str(checkpointing), *map(str, rows)]
     # Freed buffers go back to the system, so that the peak is the allocated memory.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    measured = int(
+    return int(
         subprocess.run(
             [sys.executable, "-m", "tests.support.peak_of_update", *arguments],
             env=env,
             check=True,
             capture_output=True,
-            timeout=180,
+            timeout=900,
         ).stdout
     )
-    spec = TrainerSpec(dtype=dtype, activation_checkpointing=checkpointing)
-    assert update_memory(size, TrainedModel(size.total), spec, n_tokens).total == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -156,6 +176,13 @@ def test_more_gpus_need_less_memory_each(tmp_path: Path) -> None:
     assert few.bytes["state"] == pytest.approx(8 * many.bytes["state"], rel=1e-6)
     assert (few.tokens, many.tokens) == (8192, 8192), "a sample is never divided"
     assert few.bytes["total"] == sum(few.bytes[name] for name in ("state", "activations", "logits", "working_weights"))
+
+
+def test_context_parallel_divides_the_longest_sample(tmp_path: Path) -> None:
+    whole, divided = (estimate(parse(job(tmp_path, QWEN3_235B, data_parallel=64, context_parallel=n))) for n in (1, 4))
+    assert (divided.gpus, divided.tokens) == (256, whole.tokens // 4)
+    assert whole.bytes["state"] == pytest.approx(4 * divided.bytes["state"], rel=1e-6)
+    assert whole.bytes["activations"] == 4 * divided.bytes["activations"]
 
 
 def test_megatron_has_state_only(tmp_path: Path) -> None:

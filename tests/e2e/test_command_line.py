@@ -32,12 +32,12 @@ class CommandLine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_")}
-        self._env = {**ours, "PYTHONPATH": str(ROOT)}
+        self.env = {**ours, "PYTHONPATH": str(ROOT)}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "rlboost", *arguments]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.folder, env=self._env, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(command, cwd=self.folder, env=self.env, stdout=pipe, stderr=pipe, text=True)
 
     def __call__(self, *arguments: str, code: int = 0, limit_s: float = 100) -> str:
         """Return what a command prints: to standard output if `code` is 0, else to standard error."""
@@ -194,13 +194,21 @@ def test_following_a_job_shows_its_warnings(system: tuple[CommandLine, dict[str,
 
 
 def test_a_system_in_the_foreground_stops_in_order_at_a_signal(tmp_path: Path) -> None:
+    """Without the fork server, which lacks a package: all processes start as they do elsewhere, with their imports."""
     rlboost = CommandLine(tmp_path)
-    with rlboost.start("up", "--workers=0", "--reserved=0", "--json") as up:
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without/setproctitle.py").write_text("raise ImportError('no setproctitle')\n")
+    rlboost.env["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "without"), rlboost.env["PYTHONPATH"]])
+    with rlboost.start("up", "--workers=1", "--reserved=0", "--json") as up:
         try:
             assert up.stdout is not None
             assert json.loads(up.stdout.readline())["state_dir"] == str(tmp_path / ".rlboost")
+            assert "no setproctitle" in (tmp_path / ".rlboost/logs/fork-server.log").read_text()
+            pids = [record.pid for record in StateDir(tmp_path / ".rlboost").processes()]
+            assert len(pids) == 5
             up.send_signal(signal.SIGINT)
             assert up.wait(120) == 0
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         finally:
             up.kill()
     assert "was stopped at" in rlboost("ps", code=2)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from rlboost.report.record import load
-from tests.support.black_box import RLBOOST, ROOT, start_forked
+from tests.support.black_box import start_forked
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -37,19 +36,13 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
 
 
 def test_a_signal_stops_everything(tmp_path: Path) -> None:
-    """Without the fork server, which lacks a package: all processes start as they do elsewhere, with their imports."""
     state, log = tmp_path / "state", tmp_path / "log"
-    (tmp_path / "setproctitle.py").write_text("raise ImportError('no setproctitle')\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    with log.open("wb") as out:
-        process = subprocess.Popen([*RLBOOST, "demo", "--state", str(state)], cwd=ROOT, env=env, stdout=out, stderr=out)
+    process = start_forked("demo", "--state", str(state), log=log)
     limit = time.monotonic() + 300
     while "the job is running" not in log.read_text():
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < limit, log.read_text()
         time.sleep(0.2)
-    assert "no setproctitle" in (state / "logs/fork-server.log").read_text()
     pids = [entry["pid"] for entry in json.loads((state / "processes.json").read_text())]
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130, log.read_text()

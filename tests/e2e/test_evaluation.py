@@ -130,7 +130,9 @@ def name_of(worker: str) -> str:
 
 def test_pass_at_k_is_how_often_one_of_k_completions_passes(box: BlackBox, base: CountdownModel) -> None:
     rows = [json.loads(line) for line in (EXAMPLE / "eval.jsonl").read_text().splitlines()]
-    by_prompt = {tuple(base.tokenizer(row["prompt"])["input_ids"]): (row, []) for row in rows}
+    by_prompt: dict[tuple[int, ...], tuple[dict[str, Any], list[bool]]] = {
+        tuple(base.tokenizer(row["prompt"])["input_ids"]): (row, []) for row in rows
+    }
     with box.start("eval", JOB, f"--samples={4 * len(rows)}", "--json") as command:
         assert command.stderr is not None
         job_id = command.stderr.readline().removeprefix("created ").strip()
@@ -177,9 +179,12 @@ def test_vllm_completes_text_with_an_exported_folder_as_transformers_does(traine
     with vllm_engines.offline(trained.folder, slots=32) as engine:
         answers = engine.generate(
             [problem.row["prompt"] for problem in problems],
-            SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, skip_special_tokens=False),
+            SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, skip_special_tokens=False, logprobs=0),
             use_tqdm=False,
         )
     for problem, answer in zip(problems, answers, strict=True):
         assert answer.prompt_token_ids == problem.prompt
-        assert list(answer.outputs[0].token_ids) == problem.tokens
+        (made,) = answer.outputs
+        assert list(made.token_ids) == problem.tokens
+        told = [step[token].logprob for step, token in zip(made.logprobs, problem.tokens, strict=True)]
+        assert told == pytest.approx(trained.model.logprobs(problem.prompt, problem.tokens), abs=5e-5)

@@ -77,17 +77,3 @@ def test_a_job_survives_the_death_of_every_process(tmp_path: Path) -> None:
         assert sum(audit["preemptions"].get("without_notice", 0) for audit in audits) >= 1
         for names in (["trainer"], ["weight-store"], ["redis"], ["reserved-1"], ["manager", "standby"]):
             box.until(partial(came_back, box, names), f"{' and '.join(names)} died and came back")
-
-
-def test_without_spot_workers_the_same_job_completes(tmp_path: Path) -> None:
-    spec = small_job(steps=3)
-    with black_box(tmp_path / "state", workers=0) as box:
-        job_id = box.submit(spec)
-        observer = Observer(box.redis_url, job_id)
-        try:
-            box.until_completed(job_id)
-        finally:
-            observer.close()
-        audit = check(box, job_id, observer, spec)
-        assert audit["migrations"] == 0
-        assert {w["role"] for w in box.get("/v1/workers")} == {"reserved"}

@@ -45,14 +45,16 @@ def test_megatron_job_of_two_ranks_survives_a_killed_rank(tmp_path: Path, monkey
     assert sum(int(found) for found in re.findall(r'"chunks_delta": (\d+)', worker)) > 0, worker[-2000:]
 
 
-def test_fsdp_job_of_two_ranks_completes(tmp_path: Path) -> None:
+def test_fsdp_job_of_two_ranks_completes_without_spot_workers(tmp_path: Path) -> None:
     spec = small_job(steps=2)
     spec["trainer"] |= {"data_parallel": 2, "checkpoint_every": 1}
-    with black_box(tmp_path / "state", workers=1) as box:
+    with black_box(tmp_path / "state", workers=0) as box:
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:
             box.until_completed(job_id)
-        check(box, job_id, observer, spec)
+        audit = check(box, job_id, observer, spec)
+        assert audit["migrations"] == 0
+        assert {worker["role"] for worker in box.get("/v1/workers")} == {"reserved"}
         (saved,) = [event["fields"]["path"] for event in box.events(job_id) if event["kind"] == "model_saved"]
     assert (Path(saved) / "model.safetensors").is_file()
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import vllm_engines
 from tests.support.black_box import BlackBox, Observer, black_box, start_forked
+from tests.support.ranks import children_of
 from tests.support.small_job import check, small_job
 
 pytestmark = pytest.mark.timeout(600)
@@ -23,6 +24,13 @@ def ready(box: BlackBox, name: str) -> bool:
 
 def running(box: BlackBox, name: str) -> bool:
     return any(w["id"].startswith(name) and w["running"] for w in box.get("/v1/workers"))
+
+
+def lives(process: Path) -> bool:
+    try:
+        return ") Z " not in (process / "stat").read_text()
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -48,7 +56,13 @@ def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Pat
             joined.enter_context(torch_worker(box, tmp_path / "joined.log"))  # it is ready in much less time
             box.until(lambda: ready(box, "by-hand"), "the torch worker is ready")
             box.until(lambda: running(box, "worker-1"), "the vllm worker has samples")
+            (worker,) = box.processes("preemptible")
+            children = [Path("/proc", str(child)) for child in children_of(worker["pid"])]
+            cores = [child for child in children if b"resource_tracker" not in (child / "cmdline").read_bytes()]
+            assert cores
+            assert not any(box.token.encode() in (core / "environ").read_bytes() for core in cores)
             box.kill("preemptible")
+            box.until(lambda: not any(map(lives, cores)), "its engine core ended with it")
             box.until_completed(job_id)
         audit = check(box, job_id, observer, spec)
         assert audit["preemptions"]["without_notice"] >= 1

@@ -16,7 +16,7 @@ STALENESS = 2
 
 
 def test_samples_are_generated_ahead_and_never_older_than_allowed(tmp_path: Path) -> None:
-    spec = small_job(steps=8, elastic={"max_staleness": STALENESS})
+    spec = small_job(steps=6, elastic={"max_staleness": STALENESS})
     with black_box(tmp_path / "state", workers=2) as box:
         job_id = box.submit(spec)
         with closing(Observer(box.redis_url, job_id)) as observer:

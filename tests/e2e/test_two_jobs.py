@@ -39,7 +39,7 @@ def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> Non
         second, _ = other = begin(specs[1])
         begun = [one, other]
         assert [box.get(f"/v1/jobs/{job}")["state"] for job in (first, second)] == ["running", "running"]
-        box.until(lambda: reassigned(box, second), "the second job gets a worker of the first one")
+        box.until(lambda: bool(reassigned(box, second)), "the second job gets a worker of the first one")
         for role in ("trainer", "preemptible", "manager"):
             box.until_busy(second)
             box.kill(role)

@@ -75,7 +75,7 @@ class Watched:
 @asynccontextmanager
 async def running(tmp_path: Path, workers: int = 1, reserved: int = 0, **moods: str) -> AsyncIterator[Watched]:
     options = LocalOptions(state_dir=tmp_path / "state", reserved=reserved, workers=workers)
-    watched = Watched(LocalCluster(options, spec_of=dummies(**moods)))
+    watched = Watched(LocalCluster(options, spec_of=dummies(moods)))
     async with watched.cluster:
         yield watched
 
@@ -245,7 +245,7 @@ async def test_a_process_that_does_not_start_is_named_with_the_end_of_its_log(
     tmp_path: Path, mood: str, what: str
 ) -> None:
     limit_s = 1.0 if mood == "mute" else 20.0
-    watched = Watched(LocalCluster(LocalOptions(tmp_path), spec_of=dummies(limit_s=limit_s, manager=mood)))
+    watched = Watched(LocalCluster(LocalOptions(tmp_path), spec_of=dummies({"manager": mood}, limit_s=limit_s)))
     with pytest.raises(StartFailed) as caught:
         async with watched.cluster:
             pass
@@ -253,6 +253,12 @@ async def test_a_process_that_does_not_start_is_named_with_the_end_of_its_log(
     assert "\n  pid " in str(caught.value)
     assert not any(exists(record.pid) for record in watched.cluster.processes())
     assert not watched.cluster.state.running()
+
+
+async def test_worker_that_is_drained_before_it_is_ready_does_not_end_the_start(tmp_path: Path) -> None:
+    """After a crash of all processes, the manager may count workers that it has not yet found lost."""
+    async with running(tmp_path, preemptible="drained") as watched:
+        await eventually(lambda: watched.of("worker-1") == ["started", "left"])
 
 
 # --- dying ------------------------------------------------------------------------------------------------------------
@@ -278,8 +284,9 @@ async def test_redis_requires_the_password(tmp_path: Path) -> None:
         assert url.password not in command_line(watched.record("redis").pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["manager", "worker-1"])
+@pytest.mark.parametrize(
+    ("name", "number"), [("manager", signal.SIGKILL), ("manager", signal.SIGTERM), ("worker-1", signal.SIGKILL)]
+)
 async def test_a_killed_process_restarts_on_its_port(tmp_path: Path, name: str, number: signal.Signals) -> None:
     async with running(tmp_path) as watched:
         before = watched.record(name)

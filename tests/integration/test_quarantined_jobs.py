@@ -43,12 +43,13 @@ class System:
         return found
 
     async def record(self, job: PlayedJob) -> bytes:
-        found: bytes = await self.redis.hget(names.JOBS, job.id)
+        found = await self.redis.hget(names.JOBS, job.id)
+        assert isinstance(found, bytes)
         return found
 
-    async def stored(self, job: PlayedJob) -> dict[str, Any]:
+    async def stored(self, job: PlayedJob) -> dict[Any, Any]:
         """Everything of a job but its events and logs."""
-        found: dict[str, Any] = {"record": await self.record(job)}
+        found: dict[Any, Any] = {"record": await self.record(job)}
         async for key in self.redis.scan_iter(f"rlboost:job:{job.id}:*"):
             kind = await self.redis.type(key)
             found[key] = await (self.redis.hgetall(key) if kind == b"hash" else self.redis.dump(key))
@@ -90,7 +91,8 @@ async def test_unreadable_job_is_quarantined_and_continues_once_readable(system:
         await job.request(max_tokens=40)
 
     async def some_of_each() -> bool:
-        return min([(await system.audit(job))["tokens_generated"] for job in (first, second)]) > 40
+        made: list[int] = [(await system.audit(job))["tokens_generated"] for job in (first, second)]
+        return min(made) > 40
 
     await eventually(some_of_each)
     system.manager.kill()

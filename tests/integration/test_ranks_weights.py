@@ -14,6 +14,7 @@ from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import digest_of
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support import rank_policies
 from tests.support.service_process import TOKEN, ServiceProcess
@@ -39,7 +40,7 @@ async def test_offloaded_ranks_publish_compare_and_fetch(tmp_path: Path, redis_u
     try:
         with rank_policies.policy(OptimizerSpec(lr=RATE), **settings) as policy:
             await asyncio.to_thread(policy.load_hf, model)
-            client, ours = StoreClient(store.url, TOKEN), {"policy": policy, "token": TOKEN}
+            client, ours = StoreClient(store.url, TOKEN), dict[str, Any](policy=policy, token=TOKEN)
             publisher = RanksPublisher(client, "job", "{}", tmp_path / "pulled", Waits(), 60.0, deltas=True, **ours)
             versions = []
             for version in range(2):
@@ -51,9 +52,28 @@ async def test_offloaded_ranks_publish_compare_and_fetch(tmp_path: Path, redis_u
             assert versions[0] != versions[1]
             policy.load_shards(await publisher.fetch(1))
             assert bits(policy) == versions[1]
+            await _lose_and_restore(publisher, tmp_path / "store" / "chunks")
             await publisher.close()
     finally:
         store.kill()
+
+
+async def _lose_and_restore(publisher: RanksPublisher, stored: Path) -> None:
+    """Remove every chunk from the store: the ranks upload those of their weights again."""
+    manifest = await publisher.client.manifest("job", 1)
+    refs = [ref for part in manifest.parts for ref in part.chunks]
+    _empty(stored)
+    digests = {ref.digest for ref in refs}
+    assert await publisher.client.missing(refs) == digests
+    found = await asyncio.to_thread(publisher.chunks_among, [], digests | {digest_of(b"of another job")})
+    assert {ref.digest for ref, _ in found} == digests
+    await publisher.restore(found)
+    assert await publisher.client.missing(refs) == set()
+
+
+def _empty(folder: Path) -> None:
+    for file in folder.glob("*/*"):
+        file.unlink()
 
 
 def learn(policy: PolicyEngine) -> None:

@@ -20,6 +20,7 @@ from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared import names
 from rlboost.shared.columns import ints
 from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.messages import Message, SampleFinished, SeedingEnded, SeedingReopened, WeightsCommitted
 from rlboost.shared.messages.jobs import ENDED
 from rlboost.shared.redis.bus import RedisBus
@@ -90,8 +91,8 @@ class Played:
         """Have nothing scored while a reserved worker has the device."""
         build = self.rig.build
 
-        def building(*args: Any) -> JobResources:
-            return replace(build(*args), rewards=LateRewards(worker))
+        def building(spec: JobSpec, job_id: str) -> JobResources:
+            return replace(build(spec, job_id), rewards=LateRewards(worker))
 
         self.rig.build = building  # type: ignore[method-assign]
 
@@ -177,7 +178,7 @@ async def test_reserved_workers_generate_replacements_after_spot_workers_left(
     def has_replacements() -> bool:
         return any(SampleId.unpack(sample).group >= PLACES for sample in spot.held)
 
-    spot.generate = lambda n=1: None if has_replacements() else generate(n)  # type: ignore[method-assign, misc]
+    spot.generate = lambda n=1: None if has_replacements() else generate(n)  # type: ignore[method-assign]
     async with played.rig.trainer():
         await played.rig.command("create")
         await eventually(has_replacements, within_s=30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ async def test_manager_killed_in_mid_step_resumes_the_step(system: System) -> No
     system.start_worker("w2")
     await system.request(groups=8, max_tokens=80)
     for n in (200, 1200, 2500):
-        await eventually(lambda n=n: _generated(system, n))
+        await eventually(partial(_generated, system, n))
         system.manager.kill()
         system.manager.start()
     await system.delivered(64)

@@ -191,10 +191,10 @@ def test_a_chat_is_answered_and_temperature_zero_is_greedy(system: System) -> No
     message = first.choices[0].message
     assert message.role == "assistant"
     assert message.content == second.choices[0].message.content
-    assert first.prompt_token_ids == [1, 3, 4]  # type: ignore[attr-defined]
+    assert first.prompt_token_ids == [1, 3, 4]
     assert first.choices[0].logprobs is not None
     assert first.choices[0].logprobs.content is not None
-    assert len(first.choices[0].logprobs.content) == len(first.choices[0].token_ids)  # type: ignore[attr-defined]
+    assert len(first.choices[0].logprobs.content) == len(first.choices[0].token_ids)
     chunks = list(system.openai.chat.completions.create(**asked, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
@@ -221,12 +221,12 @@ def test_conversation_continues_after_its_worker_was_killed(system: System) -> N
     }
     first = system.openai.chat.completions.create(**asked, max_tokens=9)
     messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "t4"}]
-    prompt: list[int] = [1, 3, *first.choices[0].token_ids, 1, 4]  # type: ignore[attr-defined]
+    prompt: list[int] = [1, 3, *first.choices[0].token_ids, 1, 4]
     before = system.audit()
     tokens: list[int] = []
     text, killed = "", False
     for chunk in system.openai.chat.completions.create(**asked, max_tokens=700, stream=True):
-        tokens += chunk.choices[0].token_ids  # type: ignore[attr-defined]
+        tokens += chunk.choices[0].token_ids
         text += chunk.choices[0].delta.content or ""
         if not killed and len(tokens) > 100:
             system.kill_the_worker_that_runs()
@@ -240,14 +240,14 @@ def test_conversation_continues_after_its_worker_was_killed(system: System) -> N
     system.manager.kill()
     system.manager.start()
     again = system.openai.chat.completions.create(**asked, max_tokens=700)
-    assert again.prompt_token_ids == prompt  # type: ignore[attr-defined]
-    assert again.choices[0].token_ids == tokens  # type: ignore[attr-defined]
+    assert again.prompt_token_ids == prompt
+    assert again.choices[0].token_ids == tokens
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "t5"}]
     third = system.openai.chat.completions.create(**asked, max_tokens=1)
-    assert third.prompt_token_ids == [*prompt, *tokens, 1, 5]  # type: ignore[attr-defined]
+    assert third.prompt_token_ids == [*prompt, *tokens, 1, 5]
     messages[0] = {"role": "user", "content": "t6"}
     anew = system.openai.chat.completions.create(**asked, max_tokens=1)
-    assert anew.prompt_token_ids[:2] == [1, 6]  # type: ignore[attr-defined]
+    assert anew.prompt_token_ids[:2] == [1, 6]
 
 
 def test_the_trainer_gets_its_samples_and_no_others(system: System) -> None:
@@ -314,7 +314,7 @@ def test_retry_with_the_same_key_continues_after_a_manager_kill(system: System) 
         list(stream)
     system.manager.start()
     again = system.openai.completions.create(**asked, extra_headers=headers)
-    assert len(again.choices[0].token_ids) == 800  # type: ignore[attr-defined]
+    assert len(again.choices[0].token_ids) == 800
     until(lambda: system.audit()["serving"]["in_flight"] == 0)
     assert system.audit()["serving"]["requested"] == before + 1
 

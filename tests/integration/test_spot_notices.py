@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -62,8 +62,12 @@ class Machine:
         assert sum(len(row.tokens) for row in made.values()) == self.factory.engine.stats().tokens_generated_total
 
 
+def _asked_more_often(fake: FakeMetadata, times: int) -> bool:
+    return len(fake.requests) > times
+
+
 @pytest.fixture
-async def machine() -> AsyncIterator[Machine]:
+async def machine() -> Machine:
     return Machine()
 
 
@@ -77,7 +81,7 @@ async def test_notice_after_metadata_faults_hands_off_everything(machine: Machin
         for fault, value in (("status", 503), ("garbage", b"<html>"), ("status", 404)):
             before, was = len(fake.requests), getattr(fake, fault)
             setattr(fake, fault, value)
-            await eventually(lambda before=before: len(fake.requests) > before + 2)
+            await eventually(partial(_asked_more_often, fake, before + 2))
             setattr(fake, fault, was)
         fake.expire_tokens()
         fake.preempt(30.0)

@@ -80,11 +80,12 @@ class Pair(PlayedJob):
         return False
 
     async def epoch(self) -> int:
-        return int(await self.bus._redis.get(names.MANAGER_EPOCH))
+        epoch: Any = await self.bus._redis.get(names.MANAGER_EPOCH)
+        return int(epoch)
 
     async def everything(self) -> dict[bytes, Any]:
         """All that Redis holds but the lease, which is renewed and runs out by itself, and log lines."""
-        keys = await self.bus._redis.keys("*")
+        keys: list[Any] = await self.bus._redis.keys("*")
         keys = [key for key in keys if key != names.MANAGER_LEASE.encode() and not key.endswith(b":logs")]
         return {key: await self.bus._redis.dump(key) for key in keys}
 
@@ -233,8 +234,8 @@ async def test_restarted_manager_does_not_wait_for_its_own_lease(
 
 async def test_managers_wait_while_redis_has_no_memory(pair: Pair) -> None:
     pair.forgives_outages()
-    pair.start_worker("w1")
-    await pair.request(groups=2, max_tokens=100)
+    pair.start_worker("w1", slots=16)
+    await pair.request(groups=2, max_tokens=60)
 
     def refusals() -> int:
         return sum(manager.log().count("used memory > 'maxmemory'") for manager in (pair.one, pair.two))
@@ -245,5 +246,5 @@ async def test_managers_wait_while_redis_has_no_memory(pair: Pair) -> None:
         await pair.bus._redis.config_set("maxmemory", 1)
         await eventually(lambda before=before: refusals() > before)  # type: ignore[misc]
         await pair.bus._redis.config_set("maxmemory", 0)
-    await pair.delivered_whole(16, 100)
+    await pair.delivered_whole(16, 60)
     assert [await pair.leads(manager) for manager in (pair.one, pair.two)].count(True) == 1

@@ -18,7 +18,10 @@ from rlboost.services.rollout_worker.adapters.torch import engine as torch_engin
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.sampling import sample  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache  # noqa: E402
+from rlboost.services.rollout_worker.domain.parity import judge  # noqa: E402
 from rlboost.services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
+from rlboost.services.trainer.domain.parity import build_probe, build_reference  # noqa: E402
+from rlboost.shared.columns import F32, pack  # noqa: E402
 from rlboost.shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
@@ -177,6 +180,24 @@ async def test_bfloat16_logprobs_are_near_those_of_float32(tmp_path: Path) -> No
     (made,) = await run(engine, [request(1, max_tokens=60)])
     await engine.close()
     assert made.logprobs == pytest.approx(tiny_models.logprobs(model, [3, 1, 4], made.tokens), abs=0.3)
+
+
+@pytest.mark.parametrize("wrong_layer", [False, True])
+async def test_parity_check_finds_one_wrong_layer_in_bfloat16(tmp_path: Path, *, wrong_layer: bool) -> None:
+    model = tiny_models.make(tiny_models.CONFIGS["llama-untied"])
+    probe = build_probe(tiny_models.VOCABULARY, temperature=1.0, dtype="bfloat16")
+    with torch.autocast("cpu", torch.bfloat16):  # as the trainer computes
+        columns = [pack(tiny_models.logprobs(model, *row), F32) for row in probe.rows]
+    if wrong_layer:
+        down = model.model.layers[1].mlp.down_proj.weight
+        down.copy_(down.flip(0))
+    engine = TorchEngine(tiny_models.save_config(model.config, tmp_path), slots=4, dtype="bfloat16")
+    await engine.load_weights(0, Staged([(name, tensor.bfloat16()) for name, tensor in tiny_models.weights(model)]))
+    await engine.suspend()
+    verdict = judge(build_reference(probe, columns), await engine.score(probe.rows, 1.0), precision="bfloat16")
+    await engine.close()
+    assert verdict.agrees is not wrong_layer, verdict
+    assert (verdict.mean < 0.5 * verdict.mean_tolerance) is not wrong_layer, "the tolerance has room"
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.8), (1.4, 0.5)])

@@ -52,7 +52,7 @@ async def test_one_of_two_racing_trainers_takes_over_a_job(
     rigs = [Rig(tmp_path / name, timing=timing) for name in ("a", "b")]
     buses = [InStep(redis_url, together) for _ in rigs]
     for rig, own in zip(rigs, buses, strict=True):
-        rig.bus = own
+        rig.bus = own  # type: ignore[assignment]  # a rig only uses it as a bus
         rig.manager.bus = bus
     await rigs[0].command("create")
     [entry] = await bus.consume(names.JOB_COMMANDS, names.TRAINER_GROUP, "gone")

@@ -22,6 +22,7 @@ pytestmark = [
     [
         ({"num_attention_heads": 3}, {}, "vllm cannot run this model"),
         ({"model_type": "nonsense", "architectures": None}, {}, "no causal language model of model_type"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, {}, "weights are quantized"),
         ({}, {"device": "cuda"}, "installed vllm runs on cpu"),
         ({}, {"kv_cache_bytes": 1024}, "vllm cannot run this model"),
     ],

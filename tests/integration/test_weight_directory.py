@@ -75,6 +75,32 @@ async def test_chunks_are_copied_where_a_link_is_impossible(
     assert not any((tmp_path / "cache" / "chunks" / path.name).samefile(path) for path in chunks)
 
 
+async def test_chunks_that_the_store_has_not_written_are_linked_all_the_same(
+    client: StoreClient, tmp_path: Path
+) -> None:
+    """The worker has no version yet, so it cannot use the deltas."""
+    publisher = Publisher(client, Waits(), deltas=True, chunk_bytes=CHUNK_BYTES)
+    values = WEIGHTS.view(np.uint16).copy()
+    for version in range(2):
+        values[version::200] += 1
+        part = await publisher.publish(
+            JOB, version, 0, [shard := Shard("w", "bfloat16", values.shape, (0,), values.shape, values.data)]
+        )
+        await publisher.commit(JOB, version, expect=version - 1, part_digests=[part.digest], config_json="{}")
+    cache = Cache(tmp_path / "cache")
+    puller = Puller(
+        client,
+        cache,
+        Waits(),
+        source=DirectorySource(client, cache, StoreSource(client, cache, concurrency=2)),
+        limit_s=60,
+    )
+    ((_, data),) = (await puller.pull(JOB, 1)).tensors()
+    assert data == bytes(shard.data)
+    assert (puller.last.from_store, puller.last.from_directory) == (0, WEIGHTS.nbytes)
+    puller.close()
+
+
 async def test_machine_that_reads_another_nonce_fetches_from_the_store(
     puller: Puller, chunks: list[Path], tmp_path: Path
 ) -> None:

@@ -328,7 +328,12 @@ async def test_without_redis_everything_comes_from_the_store(client: StoreClient
 async def test_small_pull_uses_the_store_alone(client: StoreClient, rig: Rig) -> None:
     chunks, asked = await publish(client), list[str]()
     rig.source._store_only_bytes = WEIGHTS.nbytes + 1
-    async with served(lambda digest: Response(asked.append(digest))) as url:
+
+    def answer(digest: str) -> Response:
+        asked.append(digest)
+        return Response()
+
+    async with served(answer) as url:
         await listed(rig, url, chunks)
         await rig.assert_pulls()
     assert asked == []

@@ -177,6 +177,10 @@ async def test_broken_upload_resumes_with_the_missing_chunks(
 async def test_kill_during_a_publish_leaves_the_old_or_the_new_head(
     store: ServiceProcess, client: StoreClient, publisher: Publisher, s3: TcpProxy
 ) -> None:
+    def kill(killed: asyncio.Event) -> None:
+        store.kill()
+        killed.set()
+
     weights = [make_weights(0)]
     began = s3.bytes_down
     await publish(publisher, 0, weights[0])
@@ -185,7 +189,7 @@ async def test_kill_during_a_publish_leaves_the_old_or_the_new_head(
     for version, share in enumerate((0.5, 0.85, 0.95), start=1):
         weights.append(make_weights(version))
         killed = asyncio.Event()
-        s3.on_break = lambda killed=killed: (store.kill(), killed.set())  # type: ignore[misc]
+        s3.on_break = partial(kill, killed)
         s3.break_after = s3.bytes_down + int(share * usual)
         publishing = asyncio.create_task(publish(publisher, version, weights[version]), name="publish")
         async with asyncio.timeout(20):

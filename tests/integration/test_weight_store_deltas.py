@@ -73,6 +73,11 @@ def delta_files(tmp_path: Path, version: int) -> list[Path]:
     return [tmp_path / "store" / "chunks" / digest[:2] / digest for digest in deltas]
 
 
+async def chunks_are_written(client: StoreClient, tmp_path: Path, version: int) -> bool:
+    chunks = (await client.manifest(JOB, version)).chunks()
+    return all((tmp_path / "store" / "chunks" / chunk.digest[:2] / chunk.digest).exists() for chunk in chunks)
+
+
 async def test_worker_with_the_last_version_pulls_a_fraction_of_the_bytes(
     store: ServiceProcess, publisher: Publisher, tmp_path: Path
 ) -> None:
@@ -187,18 +192,18 @@ async def test_chunk_whose_base_is_damaged_in_the_store_is_sent_whole(
     await assert_pulls(puller, 1)
 
 
-async def test_chunk_lost_after_its_delta_was_applied_is_sent_whole(
+async def test_base_lost_after_its_delta_was_applied_is_noticed_by_the_commit(
     store: ServiceProcess, client: StoreClient, publisher: Publisher, puller: Puller, tmp_path: Path
 ) -> None:
-    """The commit notices; the publisher then drops its base, because workers do not hold an uncommitted version."""
+    """The publisher then drops its base, because workers do not hold an uncommitted version."""
     await publish(publisher, 0)
     shard = Shard("w", "bfloat16", (N_BYTES // 2,), (0,), (N_BYTES // 2,), bits(1).data)
+    lost = (await client.manifest(JOB, 0)).parts[0].chunks[0].digest
     part = await publisher.publish(JOB, 1, 0, [shard])
     await asyncio.to_thread(store.kill)
-    lost = part.chunks[0].digest
     (tmp_path / "store" / "chunks" / lost[:2] / lost).unlink()
     await asyncio.to_thread(store.start)
-    with pytest.raises(Conflict, match="lacks 1 of 3 chunks"):
+    with pytest.raises(Conflict, match="lacks 3 of 3 chunks"):
         await publisher.commit(JOB, 1, expect=0, part_digests=[part.digest], config_json="{}")
     before = await counted(client, "bytes_in")
     await publish(publisher, 1)
@@ -206,13 +211,26 @@ async def test_chunk_lost_after_its_delta_was_applied_is_sent_whole(
     await assert_pulls(puller, 1)
 
 
+async def test_store_killed_between_deltas_and_commit_commits_after_the_restart(
+    store: ServiceProcess, publisher: Publisher, puller: Puller
+) -> None:
+    await publish(publisher, 0)
+    shard = Shard("w", "bfloat16", (N_BYTES // 2,), (0,), (N_BYTES // 2,), bits(1).data)
+    part = await publisher.publish(JOB, 1, 0, [shard])
+    await asyncio.to_thread(store.kill)
+    await asyncio.to_thread(store.start)
+    await publisher.commit(JOB, 1, expect=0, part_digests=[part.digest], config_json="{}")
+    await assert_pulls(puller, 1)
+
+
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "too long", "gone"])
 async def test_corrupt_delta_on_the_stores_disk_costs_one_whole_chunk(
-    publisher: Publisher, puller: Puller, tmp_path: Path, damage: str
+    client: StoreClient, publisher: Publisher, puller: Puller, tmp_path: Path, damage: str
 ) -> None:
     await publish(publisher, 0)
     await assert_pulls(puller, 0)
     await publish(publisher, 1)
+    await eventually(lambda: chunks_are_written(client, tmp_path, 1))
     victim = delta_files(tmp_path, 1)[0]
     data = bytearray(victim.read_bytes())
     data[1000] ^= 1

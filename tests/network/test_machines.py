@@ -52,7 +52,6 @@ def model(tmp_path: Path) -> Path:
 def step(policy: PolicyEngine) -> dict[str, float]:
     """Take a step; return the sums of its loss, the gradient's norm, and the mean log-probability afterwards."""
     sums = policy.accumulate(BATCHES, LOSS)
-    sums.pop("padded_tokens", None)  # reported by one process only
     norm = policy.step(RATE)
     logprobs = np.concatenate([unpack(column, F32) for column in policy.logprobs(BATCHES)])
     return {**sums, "norm": norm, "logprob": float(logprobs.mean())}

@@ -202,7 +202,9 @@ class BlackBox:
             ready = self._up(forks, env, self._flags)
         self.redis_url: str = ready["redis_url"]
         self.url, self.token = ready["url"], ready["token"]
-        self.http = httpx.Client(headers={"Authorization": f"Bearer {self.token}"}, timeout=10)
+        if hasattr(self, "http"):
+            self.http.close()
+        self.http: httpx.Client = httpx.Client(headers={"Authorization": f"Bearer {self.token}"}, timeout=10)
 
     def _up(self, forks: TestForkServer, env: Mapping[str, str], flags: Sequence[str]) -> dict[str, str]:
         log = self.state / "logs" / "supervisor.log"

@@ -21,6 +21,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
+from rlboost.shared.protocol import PROTOCOL
 from tests.support.jobs import parse_rl
 
 Row = tuple[int, int, int, int, int, int]
@@ -104,7 +105,7 @@ def token_frame(rows: Sequence[Row], *, worker: str = "w", tokens: Sequence[int]
 
 def worker_joined(worker: str = "w", **fields: Any) -> WorkerJoined:
     defaults = {"role": "preemptible", "kind": "k", "slots": 4, "host": "h", "pid": 1, "price_per_hour": 0.0, "at": 0.0}
-    return WorkerJoined(**{"worker": worker, **defaults, **fields})
+    return WorkerJoined(**{"worker": worker, "protocol": PROTOCOL, **defaults, **fields})
 
 
 def engine_profile(kind: str = "k", **fields: Any) -> EngineProfile:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rlboost.local.processes import HttpReady, LocalOptions, ProcessRole, Proces
 from tests.support import dummy_service
 
 
-def dummies(*, limit_s: float = 20.0, **moods: str) -> SpecOf:
+def dummies(moods: Mapping[str, str] | None = None, *, limit_s: float = 20.0) -> SpecOf:
     """Return what puts the dummy in every service's place; `moods` are by role, several with spaces between."""
 
     def of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
@@ -28,7 +29,7 @@ def dummies(*, limit_s: float = 20.0, **moods: str) -> SpecOf:
             "-u",
             dummy_service.__file__,
             str(site.port_of(name)),
-            *moods.get(role, "").split(),
+            *(moods or {}).get(role, "").split(),
         )
         return replace(real, argv=argv, ready=HttpReady(f"{site.url_of(name)}/readyz"), ready_limit_s=limit_s)
 

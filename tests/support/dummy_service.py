@@ -1,8 +1,8 @@
 """A small process in a service's place: `dummy_service.py PORT [MOOD ...]`; it answers every GET with 200.
 
-Moods: `refuse` exits with EXIT_CONFIG, `crash` exits with 7, `brittle` does so some moments after its start, `mute`
-never answers, `stubborn` ignores SIGTERM, `busy` uses processor time before it answers, `parent` starts a child of its
-own and prints the child's process id.
+Moods: `refuse` exits with EXIT_CONFIG, `drained` with 0, `crash` with 7, `brittle` does so moments after its start,
+`mute` never answers, `stubborn` ignores SIGTERM, `busy` uses processor time before it answers, `parent` starts a child
+of its own and prints the child's process id.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in moods else lambda *_: sys.exit(0))
     if "refuse" in moods:
         sys.exit(_complain("RLBOOST_X names no setting; did you mean Y?", 2))
+    if "drained" in moods:
+        sys.exit(0)
     if "crash" in moods:
         sys.exit(_complain("something broke", 7))
     if "parent" in moods:

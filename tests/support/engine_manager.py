@@ -13,11 +13,11 @@ from typing import Self
 
 import torch
 
+from rlboost.services.rollout_worker.adapters.engine.threaded import ThreadedEngine
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
-from rlboost.services.rollout_worker.domain.requests import Emission, Request
+from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.generator import Generator
-from rlboost.services.rollout_worker.ports import Engine
 from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Bus
 from rlboost.shared.columns import F32, I32, ints, pack
@@ -90,7 +90,7 @@ class EngineManager:
             Request(sample, 1, ints(asked.prompt), [], asked.sampling, asked.seed + sample)
             for sample in range(asked.group, asked.group + asked.n)
         ]
-        collector = Collector(_Draining(self._generator))
+        collector = Collector(self._generator)
         self._generator.submit(requests)
         made = await collector.all_ended(requests)
         return [_finished(request, one, asked.version) for request, one in zip(requests, made, strict=True)]
@@ -103,18 +103,9 @@ class EngineManager:
         self.transfers[version] = self._puller.last
         await self._generator.load(staged, version, lambda: None)
         await self._generator.resume("loading")
-        assert self._generator._engine is not None
-        self.loaded = {name: tensor.clone() for name, tensor in self._generator._engine.loaded_tensors()}
-
-
-class _Draining(Engine):
-    """As much of an engine as a collector needs."""
-
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-
-    def drain(self) -> list[Emission]:
-        return self._generator.drain()
+        engine = self._generator._engine
+        assert isinstance(engine, ThreadedEngine)
+        self.loaded = {name: tensor.clone() for name, tensor in engine.loaded_tensors()}
 
 
 def _finished(request: Request, made: Collected, version: int) -> SampleFinished:

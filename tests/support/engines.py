@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
 from rlboost.services.rollout_worker.ports import Engine
@@ -22,9 +23,16 @@ def request(
     stop: Iterable[int] = (),
     seed: int | None = None,
     attempt: int = 1,
+    routed_experts: Iterable[int] = (),
 ) -> Request:
     """Return a request; its seed is its sample number unless given."""
-    sampling = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_token_ids=tuple(stop))
+    sampling = Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(stop),
+        routed_experts=tuple(routed_experts),
+    )
     seed = sample if seed is None else seed
     return Request(sample, attempt, list(prompt), list(tokens), sampling, seed)
 
@@ -40,16 +48,23 @@ class Collected:
     """The version of each token."""
     finish: int = FINISH_NONE
     error: str = ""
+    routed_experts: bytes = b""
 
     @property
     def ended(self) -> bool:
         return bool(self.finish or self.error)
 
 
+class Drained(Protocol):
+    """As much of an engine as a collector needs."""
+
+    def drain(self) -> list[Emission]: ...
+
+
 class Collector:
     """Drains an engine and puts each request's emissions together, checking the contract of `drain` as it does."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Drained) -> None:
         self.engine = engine
         self.of: dict[Key, Collected] = {}
 
@@ -65,6 +80,7 @@ class Collector:
             made.logprobs += emission.logprobs
             made.versions += [emission.version] * len(emission.tokens)
             made.finish, made.error = emission.finish, emission.error
+            made.routed_experts = emission.routed_experts
         return emissions
 
     def made(self, sample: int, attempt: int = 1) -> int:

@@ -19,7 +19,7 @@ BAD: dict[str, Any] = {
     "object": Step([{"content": "no role"}]),
     "half a character": Step("\ud800"),
     "time": Step([{"role": "tool", "content": datetime.now(UTC)}]),
-    "number": Step([{"role": "tool", 7: "content"}]),
+    "number": Step([{"role": "tool", 7: "content"}]),  # type: ignore[dict-item]  # what is wrong with it
 }
 
 
@@ -39,7 +39,7 @@ class Game:
                 return f"seed {seed}"
         return None
 
-    def step(self, text: str) -> Step:
+    def step(self, text: str) -> Any:
         self.heard.append(text)
         match self.row.get("does"):
             case "hang":
@@ -69,7 +69,7 @@ class Later(Game):
         await asyncio.sleep(0.001)
         return super().reset(row, seed)
 
-    async def step(self, text: str) -> Step:  # type: ignore[override]
+    async def step(self, text: str) -> Any:
         await asyncio.sleep(0.001)
         return super().step(text)
 

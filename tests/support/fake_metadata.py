@@ -51,7 +51,12 @@ class FakeMetadata:
         with self._changed:
             self._gone_at = time.time() + lead_s
             then = format_datetime(datetime.fromtimestamp(self._gone_at, UTC), usegmt=True)
-            event = {"EventId": EVENT_ID, "EventStatus": "Scheduled", "EventType": kind, "NotBefore": then}
+            event: dict[str, Any] = {
+                "EventId": EVENT_ID,
+                "EventStatus": "Scheduled",
+                "EventType": kind,
+                "NotBefore": then,
+            }
             event |= {"ResourceType": "VirtualMachine", "Resources": [machine], "EventSource": "Platform"}
             self._events.append(event)
             self._changed.notify_all()

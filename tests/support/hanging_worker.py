@@ -25,5 +25,5 @@ def _round_or_hang(engine: TorchEngine) -> None:
 
 
 if __name__ == "__main__":
-    TorchEngine._round = _round_or_hang  # type: ignore[method-assign]
+    TorchEngine._round = _round_or_hang  # type: ignore[method-assign, assignment]  # a function for a method
     os._exit(run_service("rollout_worker", Settings, main))

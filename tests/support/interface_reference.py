@@ -133,7 +133,7 @@ def _is_argument(param: Any) -> bool:
 
 
 def _argument(param: Any) -> str:
-    return str(param.metavar or param.name.upper()) + "..." * (param.nargs == -1)
+    return str(param.metavar or param.name.upper()) + ("..." if param.nargs == -1 else "")
 
 
 def _default(param: Any) -> str:

@@ -12,7 +12,7 @@ from rlboost.rewards.isolation import Isolation
 from rlboost.rewards.sandbox import run_with
 
 NO_BUBBLEWRAP = "bubblewrap is not installed"
-"""The one reason for a skipped test that `.ci/no_skips.py` accepts."""
+"""A reason for a skipped test that `.ci/no_skips.py` accepts."""
 
 
 def require(isolation: Isolation) -> None:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, CTRLConfig, PreTrainedTokenizerFast
 
-from tests.support.tiny_models import CONFIGS, VOCABULARY
+from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
@@ -18,7 +18,7 @@ def write_model(directory: Path, family: str = "qwen3-tied", seed: int = 0) -> P
     """Write config and weights, and return the directory."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
+        model: Any = AutoModelForCausalLM.from_config((CONFIGS | MIXTURES)[family])
     model.save_pretrained(directory)
     return directory
 

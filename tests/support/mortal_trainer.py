@@ -145,8 +145,8 @@ class MortalBus(RedisBus):
                 case Append(message=GroupRequested(group=group)):
                     self.fate.comes("requested", SampleId.unpack(group).step)
                 case HashSet(key=key, fields=fields) if key.endswith(":resampled"):
-                    for group in fields:
-                        self.fate.comes("resampled", SampleId.unpack(int(group)).step)
+                    for replaced in fields:
+                        self.fate.comes("resampled", SampleId.unpack(int(replaced)).step)
                 case Append(message=StepReport(step=step)):
                     self.fate.comes("reported", step)
                 case _:
@@ -161,8 +161,8 @@ def live(fate: Fate) -> int:
     """Be a trainer until the stop, or until fate comes."""
     build = composition.build_resources
 
-    def building(*args: Any) -> JobResources:
-        made = build(*args)
+    def building(*args: Any, **named: Any) -> JobResources:
+        made = build(*args, **named)
         return replace(
             made,
             weights=Weights(made.weights, fate),
@@ -170,14 +170,14 @@ def live(fate: Fate) -> int:
             folder=Folder(made.folder, fate),
         )
 
-    async def connecting(url: str, name: str) -> RedisBus:
-        await (await connect(url, name)).close()
+    async def connecting(url: str, name: str, *limit_s: float, **named: Any) -> RedisBus:
+        await (await connect(url, name, *limit_s, **named)).close()
         bus = MortalBus(url, name)
         bus.fate = fate
         return bus
 
     composition.build_resources = building
-    service.connect = connecting
+    vars(service)["connect"] = connecting
     return run_service("trainer", Settings, service.main)
 
 

@@ -158,6 +158,8 @@ NAMES: Mapping[str, Names] = {
         "`actor.gradient_checkpointing_enable`",
         "`model.ac`",
     ),
+    "trainer.router_aux_loss_coef": Names("`model_init_kwargs.router_aux_loss_coef`"),
+    "trainer.router_replay": Names("", "`actor.megatron.router_replay.mode`"),
     "trainer.seed": Names("`seed`", "`data.seed`", "`train.seed`", "`seed`"),
     "trainer.offload": Names(
         "", "`actor.fsdp_config.optimizer_offload`", "`ds.adam_offload`", "`model.optim_cpu_offload`"
@@ -168,6 +170,12 @@ NAMES: Mapping[str, Names] = {
     "trainer.pipeline_parallel": Names("", "`actor.megatron.pipeline_model_parallel_size`"),
     "trainer.data_parallel": Names(
         "`accelerate launch --num_processes`", "`trainer.n_gpus_per_node`", "`actor.num_gpus_per_node`"
+    ),
+    "trainer.context_parallel": Names(
+        "",
+        "`actor.ulysses_sequence_parallel_size`",
+        "",
+        "`model.cp`",
     ),
     "trainer.nodes": Names("`accelerate launch --num_machines`", "`trainer.nnodes`", "`actor.num_nodes`"),
     "elastic.max_staleness": Names(

@@ -1,6 +1,7 @@
-"""`python -m tests.support.peak_of_update MODEL DTYPE CHECKPOINTING TOKENS`: prints the peak memory of an update.
+"""`python -m tests.support.peak_of_update MODEL DTYPE CHECKPOINTING TOKENS...`: prints the peak memory of an update.
 
-In bytes, of a process on a CPU, without what it had before the model was loaded and without mapped files.
+In bytes, with a row of each number of tokens, of a process on a CPU, without mapped files and without what it had
+before the model was loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def row(n_tokens: int) -> TrainingRow:
     return TrainingRow(pack([1], I32), pack([2] * n, I32), pack([-9.0] * n, F32), 1.0)
 
 
-def main(model: str, dtype: str, checkpointing: str, n_tokens: str) -> None:
+def main(model: str, dtype: str, checkpointing: str, *lengths: str) -> None:
     """Measure the second update: moments exist from the first step."""
     before = _status("VmRSS") - _status("RssFile")
     policy = TorchPolicy(
@@ -38,7 +39,7 @@ def main(model: str, dtype: str, checkpointing: str, n_tokens: str) -> None:
     policy.accumulate([[row(16)]], LOSS)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
     mapped = _status("RssFile")
-    policy.accumulate([[row(int(n_tokens))]], LOSS)
+    policy.accumulate([[row(int(n)) for n in lengths]], LOSS)
     sys.stdout.write(f"{_status('VmHWM') - mapped - before}\n")
 
 

@@ -13,7 +13,7 @@ from tests.support import forked_probe
 
 def use_probes() -> None:
     """Let fork servers of this process start in a moment, and fork probes in place of services."""
-    fork_server.SERVICES = (forked_probe.MODULE,)
+    vars(fork_server)["SERVICES"] = (forked_probe.MODULE,)
     fork_server.MODULE = "tests.support.forked_probe_server"
 
 

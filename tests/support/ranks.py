@@ -9,9 +9,13 @@ MODULE = "rlboost.services.trainer.adapters.ranks.rank"
 
 def ranks_of(pid: int) -> list[int]:
     """Return the process ids of a process's ranks, rank 0 first."""
+    return [child for child in children_of(pid) if _is_rank(Path(f"/proc/{child}"))]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the process ids of a process's children."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
-    found = {int(child) for file in children for child in file.read_text().split()}
-    return sorted(child for child in found if _is_rank(Path(f"/proc/{child}")))
+    return sorted({int(child) for file in children for child in file.read_text().split()})
 
 
 def _is_rank(process: Path) -> bool:

@@ -130,7 +130,7 @@ class RealFleet:
             await bus.append(names.rollouts_requested(self.job), request)
         return range(group, group + n)
 
-    async def delivered(self, group: range, kind: type[S] = SampleFinished) -> list[S]:
+    async def delivered(self, group: range, kind: type[S] = SampleFinished) -> list[S]:  # type: ignore[assignment]  # its default
         """Return what became of a group's samples once all are there, each once, and all of this kind."""
         async with self._bus() as bus:
 

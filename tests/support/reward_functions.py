@@ -75,7 +75,7 @@ def ended(completions: list[str], completions_raw: list[str], **columns: Any) ->
     return [float(raw == f"{text}<eos>") for text, raw in zip(completions, completions_raw, strict=True)]
 
 
-def of_countdown_shape(completions: list[str], completion_ids: list[list[int]], prompts: list[Any], **_: Any) -> Any:
+def of_countdown_shape(completions: list[Any], completion_ids: list[list[int]], prompts: list[Any], **_: Any) -> Any:
     """Chat messages in, chat messages out."""
     assert prompts[0][0]["role"] == "user"
     return [float(len(messages[0]["content"])) for messages in completions]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.services.trainer.adapters.ranks.packed import pack_rows
+from rlboost.services.trainer.adapters.ranks.packed import NO_BALANCING, pack_rows
 from rlboost.services.trainer.adapters.ranks.rank import engine_class
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, I32, pack
@@ -32,6 +32,7 @@ def main(kind: str, *models: str) -> None:
     from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
 
     settings = {"temperature": 1.0, "dtype": "float32", "reference": False, "offload": "none"}
+    settings |= {"balancing": NO_BALANCING, "replayed": None}
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = make(
             rank=0,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from rlboost.shared.bus import START, Append, Bus
 from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, pack
 from rlboost.shared.command_digest import command_digest
+from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_NONE,
@@ -34,6 +35,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from rlboost.shared.messages.workers import WorkerState
 from rlboost.shared.names import (
     TOKEN_LOG,
     WORKER_HEARTBEATS,
@@ -41,6 +43,7 @@ from rlboost.shared.names import (
     worker_lease,
     worker_reports,
 )
+from rlboost.shared.protocol import PROTOCOL
 
 RESIDENT_BYTES = 123_000_000
 """What each one says of its memory."""
@@ -91,13 +94,16 @@ class SimWorker:
     max_request_tokens: int = 0
     tokens_per_s: float = 0.0
     cursor: str = START
-    state: str = "joining"
+    state: WorkerState = "joining"
     job_id: str = ""
     version: int = -1
     assigned: tuple[str, int] | None = None
     held: dict[int, Held] = field(default_factory=dict)
     seq: int = 0
+    unsent: TokenFrame | None = None
+    """The frame that the bus has not accepted: without it, all later tokens of its samples would leave a gap."""
     dismissed: bool = False
+    protocol: int = PROTOCOL
     own_stream: bool = False
     """It reports in its own stream, as a real worker; else it writes where the manager would relay that to."""
 
@@ -118,18 +124,20 @@ class SimWorker:
             pid=1,
             price_per_hour=0.0,
             at=0.0,
+            protocol=self.protocol,
         )
         await self.report(joined)
         await self.beat()
 
     async def beat(self) -> None:
         await self.bus.renew(worker_lease(self.id), "1", self.lease_s)
+        running = min(len(self.held), self.slots)
         beat = WorkerHeartbeat(
             worker=self.id,
             state=self.state,
             job_id=self.job_id,
             version=self.version,
-            running=min(len(self.held), self.slots),
+            running=running,
             pending=0,
             tokens_per_s=self.tokens_per_s,
             at=0.0,
@@ -139,6 +147,8 @@ class SimWorker:
             max_request_tokens=self.max_request_tokens,
             command_digest=self.command_digest(),
             last_command=self.cursor,
+            batch=running if self.tokens_per_s else 0.0,
+            step_s=running / self.tokens_per_s if self.tokens_per_s else 0.0,
         )
         await self.report(beat)
 
@@ -150,9 +160,13 @@ class SimWorker:
     async def obey(self) -> None:
         """Carry out the commands that are there."""
         for entry in await self.bus.read({worker_commands(self.id): self.cursor}):
+            read, before = self.cursor, self.state
             self.cursor = entry.id
-            before = self.state
-            await self._obey(entry.message)
+            try:
+                await self._obey(entry.message)
+            except BusUnavailable:
+                self.cursor = read
+                raise
             if before != self.state:
                 await self.beat()
 
@@ -240,9 +254,11 @@ class SimWorker:
         return frame
 
     async def flush(self, copies: int = 1) -> None:
-        """Send the frame, more than once when the reply of the first was lost."""
-        if frame := self.frame():
+        """Send the frame, more than once when the reply of the first was lost; first the one that was not accepted."""
+        while frame := self.unsent or self.frame():
+            self.unsent = frame
             await self.report(frame, copies)
+            self.unsent = None
 
     async def leave(self) -> None:
         """Flush and go."""

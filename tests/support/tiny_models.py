@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GPT2Config,
+    LlamaConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rlboost.shared.model.experts import split_experts
 
@@ -44,6 +54,48 @@ CONFIGS: dict[str, Any] = {
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=MAX_LEN, **_TOKENS, tie_word_embeddings=True
     ),
 }
+
+_MIXTURE: dict[str, Any] = {**_SIZES, **_TOKENS, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+# The first layer of some is dense, as in the published models.
+MIXTURES: dict[str, Any] = {
+    "qwen3_moe": CONFIGS["qwen3-moe"],
+    "qwen2_moe": Qwen2MoeConfig(
+        **_MIXTURE,
+        num_key_value_heads=2,
+        num_experts=8,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=False,
+    ),
+    "olmoe": OlmoeConfig(**{**_MIXTURE, "intermediate_size": 24}, num_key_value_heads=2, num_experts=8),
+    "glm4_moe": Glm4MoeConfig(
+        **_MIXTURE,
+        num_key_value_heads=2,
+        head_dim=16,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **_MIXTURE,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+    ),
+}
+"""Mixtures of experts, by model type."""
 
 
 def make(config: Any, seed: int = 0) -> Any:

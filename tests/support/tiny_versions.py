@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Chunks, Documents
 from rlboost.shared.fakes import MemoryBus
@@ -21,16 +22,16 @@ JOB = "job-1"
 
 def store_on(chunks: Chunks, documents: Documents, *, keep_versions: int = 1, now_s: int = 1_000_000) -> WeightStore:
     """Return a store, not yet loaded, whose clock gives another second each time, beginning with `now_s`."""
-    metrics = Metrics(CollectorRegistry())
+    metrics, derived = Metrics(CollectorRegistry()), DerivedChunks(chunks)
     clock = itertools.count(now_s)
 
     def now() -> float:
         return float(next(clock))
 
     return WeightStore(
-        chunks,
+        derived,
         documents,
-        Deltas(chunks, documents, metrics, keep=1, clock=now),
+        Deltas(derived, documents, metrics, keep=1, clock=now),
         MemoryBus(),
         Waits(),
         metrics,

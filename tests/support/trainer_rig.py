@@ -107,6 +107,11 @@ class Rig:
         self._trainers = 0
         self.vocab_size = 100
 
+    @property
+    def rl_job(self) -> RlJob:
+        assert isinstance(self.job, RlJob)
+        return self.job
+
     def build(self, spec: JobSpec, job_id: str) -> JobResources:
         prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(self.first_row, self.first_row + 10)]
         self.engine = self.make_engine()

@@ -11,7 +11,7 @@ from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory,
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import Memory, StagedWeights
-from rlboost.shared.bus import Append, Op
+from rlboost.shared.bus import Append, Fence, Op
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import TokenFrame
@@ -87,7 +87,7 @@ class Rig(MemoryBus):
         self.log_refuses = False
         self.sent_twice = 0
 
-    async def transact(self, ops: Sequence[Op]) -> None:
+    async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
         if self.rejected and any(isinstance(op, Append) and op.stream == worker_reports(self.rejected) for op in ops):
             raise CredentialRejected("no such user")
         if any(isinstance(op, Append) and isinstance(op.message, TokenFrame) for op in ops):
@@ -96,7 +96,7 @@ class Rig(MemoryBus):
             if self.sent_twice:
                 self.sent_twice -= 1
                 self.lose_next_reply = True
-        await super().transact(ops)
+        await super().transact(ops, fence)
 
     @property
     def engine(self) -> SlowToLoad:

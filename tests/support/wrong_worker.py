@@ -37,6 +37,6 @@ def _loaded_tensors(_: TorchEngine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 if __name__ == "__main__":
-    TorchEngine._load = _load_and_permute  # type: ignore[method-assign]
-    TorchEngine.loaded_tensors = _loaded_tensors  # type: ignore[method-assign]
+    TorchEngine._load = _load_and_permute  # type: ignore[method-assign, assignment]  # a function for a method
+    TorchEngine.loaded_tensors = _loaded_tensors  # type: ignore[method-assign, assignment]  # a function for a method
     os._exit(run_service("rollout_worker", Settings, main))

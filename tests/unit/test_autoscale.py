@@ -19,6 +19,7 @@ from rlboost.services.rollout_manager.domain.autoscale import (
 )
 from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.window_tuner import WindowTuner
 from rlboost.services.rollout_manager.domain.world import World
 from tests.support.builders import job_spec, worker_joined
 
@@ -148,6 +149,16 @@ def test_job_whose_budget_is_reached_wants_no_workers() -> None:
     job.window_tuner.target_workers = 3.0
     world.audits["j"].cost.budget_reached = True
     assert view(world, ONE).desired == 0
+
+
+@pytest.mark.parametrize(("price", "desired"), [(0.1, 6), (4.0, 3), (7.9, 0)])
+def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, desired: int) -> None:
+    world = World(lease_s=2.0)
+    job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state="running")
+    job.window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
+    world.fleet.join(worker_joined("r", role="reserved", kind="own", price_per_hour=8.0), 0.0)
+    world.fleet.assign(world.fleet.workers["r"], ("j", 0))
+    assert view(world, [Pool(kind="k", max_workers=10, price_per_hour=price)]).desired == desired
 
 
 # --- which workers leave ------------------------------------------------------------------------------------------

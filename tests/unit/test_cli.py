@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -211,7 +211,7 @@ def test_a_wrong_job_is_one_line_and_sends_nothing(rest: FakeRest, arguments: li
     assert rest.requests == []
 
 
-def run_by(state: StateDir) -> AbstractContextManager[None]:
+def run_by(state: StateDir) -> ExitStack:
     """A local system at the URL of `rest`, started in the current folder."""
     stack = ExitStack()
     stack.enter_context(state.owned())

@@ -160,7 +160,7 @@ class Site:
         last_id = await self.bus.last_id(stream)
         await self.bus.trim(stream, after(last_id))
         if whole_stream:
-            cast("dict[str, Any]", self.bus._streams).pop(stream)  # type: ignore[attr-defined]
+            cast("dict[str, Any]", self.bus._streams).pop(stream)
             self.workers[0].cursor = START  # ids of Redis are times: new ones are larger than lost ones
 
 

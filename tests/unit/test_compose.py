@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
@@ -33,8 +34,8 @@ class Unset(Exception):
     """A variable that compose refuses to do without."""
 
 
-def compose(variables: dict[str, str]) -> dict[str, Any]:
-    """Return the file as compose reads it, with `${NAME}`, `${NAME:-default}` and `${NAME:?error}` filled in."""
+def compose(variables: dict[str, str], file: str = "docker-compose.yml") -> dict[str, Any]:
+    """Return a file as compose reads it, with `${NAME}`, `${NAME:-default}` and `${NAME:?error}` filled in."""
 
     def fill(found: re.Match[str]) -> str:
         name, kind, text = found.groups()
@@ -50,11 +51,13 @@ def compose(variables: dict[str, str]) -> dict[str, Any]:
             return [walk(value) for value in node]
         return _VARIABLE.sub(fill, node) if isinstance(node, str) else node
 
-    loaded: dict[str, Any] = walk(yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8")))
+    loaded: dict[str, Any] = walk(yaml.safe_load((ROOT / file).read_text(encoding="utf-8")))
     return loaded
 
 
 FILE = compose(SECRETS)
+GPU_FILE = "deploy/docker/gpu.yml"
+GPU = compose({}, GPU_FILE)
 OURS = [name for name, service in FILE["services"].items() if "build" in service]
 
 
@@ -62,7 +65,12 @@ def stage_of(service: str) -> str:
     """Return the lines of the Dockerfile's stage that a service is built from."""
     build = FILE["services"][service]["build"]
     assert ROOT / build["context"] / build["dockerfile"] == ROOT / "deploy/docker/Dockerfile"
-    (_, stage) = re.split(rf"^FROM base AS {build['target']}$", _DOCKERFILE, flags=re.MULTILINE)
+    return stage_named(build["target"])
+
+
+def stage_named(target: str) -> str:
+    """Return the lines of a stage of the Dockerfile."""
+    (_, stage) = re.split(rf"^FROM \S+ AS {target}$", _DOCKERFILE, flags=re.MULTILINE)
     return re.split(r"^FROM ", stage, flags=re.MULTILINE)[0]
 
 
@@ -70,7 +78,12 @@ def module_of(service: str) -> str:
     """Return the module that a service's image runs."""
     assert "command" not in FILE["services"][service]
     assert "entrypoint" not in FILE["services"][service]
-    (entry_point,) = re.findall(r"^ENTRYPOINT (.*)$", stage_of(service), re.MULTILINE)
+    return module_in(stage_of(service))
+
+
+def module_in(stage: str) -> str:
+    """Return the module that a stage of the Dockerfile runs."""
+    (entry_point,) = re.findall(r"^ENTRYPOINT (.*)$", stage, re.MULTILINE)
     python, flag, module = json.loads(entry_point)  # the exec form: SIGTERM reaches the process itself
     assert (python, flag) == ("python", "-m")
     return str(module)
@@ -94,8 +107,8 @@ def test_the_secrets_must_be_set() -> None:
 
 
 def test_env_example_lists_the_variables_of_the_compose_file() -> None:
-    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
-    read_here = {found[1] for found in _VARIABLE.finditer(text)}
+    text = "".join((ROOT / file).read_text(encoding="utf-8") for file in ("docker-compose.yml", GPU_FILE))
+    read_here = {found[1] for found in _VARIABLE.finditer(text)} | {"COMPOSE_FILE"}
     example = (ROOT / ".env.example").read_text(encoding="utf-8")
     offered = set(re.findall(r"^(?:# )?([A-Z_]+)=", example, re.MULTILINE))
     assert offered <= read_here
@@ -237,3 +250,43 @@ def test_the_job_that_the_file_names_is_in_the_trainers_image() -> None:
 def test_trainer_image_has_the_extras_of_job_files() -> None:
     [extras] = re.findall(r"pip install .*\[(.+)\]", stage_of("trainer"))
     assert set(extras.split(",")) == {"megatron", "data", "logs", "math"}
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def test_gpu_file_gives_the_trainer_and_all_workers_gpus() -> None:
+    services = GPU["services"]
+    workers = {name for name in OURS if "RLBOOST_WORKER_URL" in FILE["services"][name]["environment"]}
+    assert services.keys() == {"trainer"} | workers
+    for service in services.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    visible = {name: service["environment"]["CUDA_VISIBLE_DEVICES"] for name, service in services.items()}
+    assert visible == {"trainer": "0", "reserved": "0", "spot": "1"}
+
+
+@pytest.mark.parametrize("service", GPU["services"])
+def test_gpu_file_makes_valid_settings(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = GPU["services"][service]["environment"]
+    monkeypatch.setitem(FILE["services"][service], "environment", FILE["services"][service]["environment"] | changed)
+    settings: Any = settings_of(service, monkeypatch)
+    assert settings.device == "cuda"
+    if service != "trainer":
+        assert (settings.engine, settings.dtype) == ("vllm", "bfloat16")
+        assert settings.gpu_memory_utilization == (0.4 if settings.role == "reserved" else 0.0)
+
+
+def test_gpu_images_have_other_names_and_builds_that_exist() -> None:
+    for name, service in GPU["services"].items():
+        assert service["image"] != FILE["services"][name]["image"], "the CPU's would be replaced"
+        if arguments := service["build"].get("args"):
+            assert set(arguments) <= set(re.findall(r"^ARG (\w+)", _DOCKERFILE, re.MULTILINE))
+        else:
+            assert module_in(stage_named(service["build"]["target"])) == "rlboost.services.rollout_worker"
+
+
+def test_vllm_image_is_of_a_release_that_the_worker_supports() -> None:
+    [release] = re.findall(r"^ARG VLLM_IMAGE=vllm/vllm-openai:v(.+)$", _DOCKERFILE, re.MULTILINE)
+    [requirement] = [text for text in _EXTRAS["vllm"] if text.startswith("vllm")]
+    assert Requirement(requirement).specifier.contains(release)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 from types import FrameType
 
 import pytest
@@ -120,6 +122,7 @@ def test_no_migration_pays_in_a_pool_that_is_balanced(known: Profile, shape: Sha
         pool.update(worker, known)
     running = [RunningSample(i, 1e6, 1, started=False, on_worker_s=1e6) for i in range(40)]
     loads = [
-        WorkerLoad(w.id, w.batch_cap, w.load, w.kv.held, known, w.speed, lambda n=w.load: running[:n]) for w in workers
+        WorkerLoad(w.id, w.batch_cap, w.load, w.kv.held, known, w.speed, partial(islice, running, w.load))
+        for w in workers
     ]
     assert not (pool.is_balanced and select_migrations(loads))

@@ -29,7 +29,7 @@ def test_the_full_job_is_the_example_as_its_file_describes_it() -> None:
     assert isinstance(spec, RlJob)
     assert spec.eval is not None
     assert spec.eval.every == 10
-    for path in (spec.model, spec.data.train, str(spec.data.eval)):
+    for path in (spec.model, str(spec.data.train), str(spec.data.eval)):
         assert Path(path).is_relative_to(ROOT)
         assert Path(path).exists()
 
@@ -100,6 +100,14 @@ def test_successful_demo_prints_the_path_of_its_report(demo: Any, tmp_path: Path
     assert asked == [running.DemoOptions(tmp_path, steps=8, workers=2, chaos=False, seed=4)]
     assert f"report: {tmp_path / 'report/index.html'}" in result.stdout
     assert (tmp_path / "report/index.html").exists()
+
+
+def test_demo_starts_no_more_workers_than_autoscaling_may_run(demo: Any) -> None:
+    _, asked = demo(record(), "--autoscale", "2")
+    result, _ = demo(record(), "--autoscale", "2", "--workers", "3")
+    assert [options.workers for options in asked] == [2]
+    assert result.exit_code == 2
+    assert "--workers 3 is more than --autoscale 2" in result.stderr
 
 
 def test_a_violated_guarantee_fails_the_command_not_the_report(demo: Any, tmp_path: Path) -> None:

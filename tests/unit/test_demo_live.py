@@ -15,9 +15,9 @@ from tests.support.synthetic_record import AUDIT, BEGAN_AT, END_AT, record, unfi
 
 
 def printed(what: Any, width: int = 110) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(what)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=False).print(what)
+    return file.getvalue()
 
 
 def picture(made: Record, width: int = 110, height: int = 40, news: tuple[EventLine, ...] | None = None) -> str:

@@ -250,7 +250,7 @@ def test_shown_environments_end_at_the_right_answer() -> None:
         for environment in made:
             assert environment.reset({"prompt": "?", "target": 5, "answer": 5}, 0) is None
             step = environment.step("5")
-            step = asyncio.run(step) if inspect.isawaitable(step) else step
+            step = asyncio.run(step) if inspect.iscoroutine(step) else step
             assert (step.done, step.reward) == (True, 1.0)
 
 

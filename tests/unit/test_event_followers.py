@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,13 +54,16 @@ async def test_followers_get_every_event_by_one_waiting_read() -> None:
             if entry is not None and isinstance(entry.message, Event):
                 seen[i].append(entry.message.fields["number"])
 
+    def all_saw(number: int) -> bool:
+        return all(numbers[-1:] == [number] for numbers in seen)
+
     async with asyncio.TaskGroup() as group:
         for i in range(200):
             group.create_task(follow(i), name=f"follower-{i}")
         for number in range(3):
             for stream in range(3):
                 await bus.append(f"events-{stream}", event(number))
-            await eventually(lambda number=number: all(numbers[-1:] == [number] for numbers in seen))
+            await eventually(partial(all_saw, number))
         over = True
     assert all(numbers == [0, 1, 2] for numbers in seen)
     assert bus.most_waiting == 1

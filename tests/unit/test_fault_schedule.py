@@ -30,5 +30,13 @@ def test_plan_aims_signals_and_bounds_durations() -> None:
     assert not any(fault.duration_s for fault in faults if fault.kind in {"kill", "flip_bytes", "kill_all"})
 
 
+def test_plan_steps_clocks_forward_and_back_by_up_to_ten_minutes() -> None:
+    faults = [fault for seed in range(50) for fault in plan(seed, 300, KINDS, every_s=5)]
+    steps = [fault.offset_s for fault in faults if fault.kind == "step_clock"]
+    assert all(10 <= abs(step) <= 600 for step in steps)
+    assert {step > 0 for step in steps} == {True, False}
+    assert not any(fault.offset_s for fault in faults if fault.kind != "step_clock")
+
+
 def test_plan_without_kinds_is_empty() -> None:
     assert plan(0, 300, (), every_s=5) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -86,8 +87,8 @@ class System:
     def present(self) -> list[str]:
         return [worker.id for worker in self.workers if not worker.dismissed]
 
-    async def fleet(self) -> dict[str, object]:
-        fleet: dict[str, object] = (await self.http.get("/fleet")).json()["autoscaling"]
+    async def fleet(self) -> dict[str, Any]:
+        fleet: dict[str, Any] = (await self.http.get("/fleet")).json()["autoscaling"]
         return fleet
 
 
@@ -110,7 +111,7 @@ async def test_fleet_follows_the_number_worth_having(system: System) -> None:
         await system.pass_s(60)
     assert len(system.present) == 1
     assert system.cloud.requests[-1] == ("sim", 1)
-    (pool,) = (await system.fleet())["pools"]  # type: ignore[misc]
+    (pool,) = (await system.fleet())["pools"]
     assert pool == {**POOL.model_dump(), "present": 1, "target": 1, "error": None}
 
 
@@ -139,7 +140,7 @@ async def test_failed_request_is_shown_and_repeated(system: System) -> None:
     for seconds in (1, RETRY_S / 2, RETRY_S):
         await system.pass_s(seconds)
     assert system.cloud.requests == [("sim", 1)] * 2
-    (pool,) = (await system.fleet())["pools"]  # type: ignore[misc]
+    (pool,) = (await system.fleet())["pools"]
     assert pool["error"] == "no quota"
     system.cloud.error = ""
     for seconds in (RETRY_S, RETRY_S, REPEAT_S):

@@ -58,6 +58,13 @@ def test_chat_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
     assert check(reward={"function": "my_reward:score"}) == []
 
 
+def test_quantized_model_is_refused_with_what_to_do(folder: Path) -> None:
+    (folder / "base/config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    [problem] = check(reward={"function": "my_reward:score"})
+    assert "the model's weights are quantized (fp8): use the model in bfloat16" in problem
+    assert 'RLBOOST_WORKER_VLLM_ARGS, such as {"quantization": "fp8_per_channel"}' in problem
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

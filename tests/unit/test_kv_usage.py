@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
@@ -23,7 +25,7 @@ class Stage:
 
     def __init__(self, **kv: int) -> None:
         self.world = World(lease_s=2.0)
-        self._kv = {"kv_tokens": 1000, **kv}
+        self._kv: dict[str, Any] = {"kv_tokens": 1000, **kv}
         self._read = 0
         self.apply(*job_running(), worker_joined(slots=64), self.heartbeat())
 

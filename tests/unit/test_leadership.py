@@ -20,6 +20,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import START, Append, Entry, position
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
 from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import Event, JobCommand, Resume
 from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
@@ -71,6 +72,17 @@ def who(n: int) -> ManagerRecord:
 @pytest.fixture
 def pair() -> Pair:
     return Pair()
+
+
+async def test_late_failure_under_an_old_fence_does_not_end_the_new_lease(pair: Pair) -> None:
+    lease = FencedLease(pair.bus, "lease", "epoch", LEASE_S)
+    assert await lease.acquire("us")
+    old = lease.fence
+    assert await lease.acquire("us", replacing="us")
+    lease.invalidate(old)
+    assert lease.is_held
+    lease.invalidate(lease.fence)
+    assert not lease.is_held
 
 
 async def test_standby_leads_after_the_leaders_lease_expires(pair: Pair) -> None:

@@ -148,11 +148,14 @@ def test_only_the_invalid_frame_of_a_batch_is_refused() -> None:
     bad = good[1].model_copy(update={"counts": pack([7], U32)})
     entries = [Entry("log", f"{i}-0", frame) for i, frame in enumerate([good[0], bad, good[1], good[2]], 1)]
 
+    def run(frames: list[TokenFrame]) -> None:
+        ledger.extend(*frames)
+
     def one(entry: Entry) -> None:
         assert isinstance(entry.message, TokenFrame)
         ledger.extend(entry.message)
 
-    unusable = apply_in_batches(entries, lambda run: ledger.extend(*run), one, PoisonEntries())
+    unusable = apply_in_batches(entries, run, one, PoisonEntries())
     assert [(entry.id, type(error)) for entry, error in unusable] == [("2-0", Unprocessable)]
     assert ledger.samples[SAMPLES[0]].tokens == pack([0, 1, 2], I32)
 

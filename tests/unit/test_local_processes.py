@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.local.processes import STARTING_ORDER, HttpReady, LocalOptions, Site, roster, spec_of, spot_names
+from rlboost.local.processes import (
+    STARTING_ORDER,
+    HttpReady,
+    LocalOptions,
+    ProcessRole,
+    Site,
+    roster,
+    spec_of,
+    spot_names,
+)
 from rlboost.services.rollout_manager.domain.autoscale import Pool
 
 PORTS = {
@@ -148,5 +157,16 @@ def test_autoscaled_workers_are_of_the_kind_and_price_of_the_managers_pool() -> 
     (pool,) = json.loads(manager.env["RLBOOST_MANAGER_POOLS"])
     assert Pool.model_validate(pool) == Pool(kind="local", max_workers=4, price_per_hour=1.5)
     assert worker.env["RLBOOST_WORKER_KIND"] == "local"
-    assert not worker.restart_after_success
     assert "RLBOOST_WORKER_KIND" not in spec_of(found, "reserved-1", "reserved").env
+
+
+def test_only_preemptible_workers_do_not_return_after_exit_code_0() -> None:
+    """They were drained, for example as all workers cost more than a limit: a new one would be drained again."""
+    roles: list[tuple[str, ProcessRole]] = [
+        ("worker-1", "preemptible"),
+        ("reserved-1", "reserved"),
+        ("trainer", "trainer"),
+        ("manager", "manager"),
+    ]
+    final = {name for name, role in roles if not spec_of(site(), name, role).restart_after_success}
+    assert final == {"worker-1"}

@@ -6,7 +6,7 @@ import contextlib
 import os
 import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgpack
 import pytest
@@ -21,6 +21,7 @@ from rlboost.shared.ids import SampleId, group_of, job_of
 from rlboost.shared.messages import Message, TokenFrame, registered
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+M = TypeVar("M", bound=BaseModel)
 
 
 def example(annotation: Any, name: str) -> Any:  # noqa: PLR0911 - one case a kind of type
@@ -45,7 +46,7 @@ def example(annotation: Any, name: str) -> Any:  # noqa: PLR0911 - one case a ki
     return simple[annotation]
 
 
-def build(cls: type[BaseModel]) -> BaseModel:
+def build(cls: type[M]) -> M:
     values = {name: example(field.annotation, name) for name, field in cls.model_fields.items()}
     values |= {"last_command": "12-3"} if "last_command" in values else {}
     # Columns with constraints have whole entries.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import promql_parser as promql
@@ -16,15 +18,21 @@ import yaml
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
+from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.scrape_targets import scrape_targets
 from rlboost.services.trainer.adapters.prometheus import SHOWN, observe_step
+from rlboost.shared import names
+from rlboost.shared.bus import HashSet
 from rlboost.shared.errors import Timeout
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.waiting import Waits
+from rlboost.shared.weights.peers.directory import PeerDirectory
 from tests.support.interface_reference import metric_families
-from tests.unit.test_compose import FILE, SECRETS, settings_of
+from tests.support.programs import output_of, require_program
+from tests.unit.test_compose import FILE, OURS, SECRETS, settings_of
 
 GRAFANA = Path(__file__).parents[2] / "deploy/grafana"
 BOARD: dict[str, Any] = json.loads((GRAFANA / "board.json").read_text(encoding="utf-8"))
@@ -102,16 +110,52 @@ def test_absence_of_each_service_without_a_standby_is_an_alert() -> None:
 
 
 def test_scrapes_reach_every_service_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = {config["target"]: config["source"] for config in FILE["services"]["prometheus"]["configs"]}
     scraped = set()
     for scrape in SCRAPES:
-        secret = FILE["configs"][configs[scrape["authorization"]["credentials_file"]]]["content"]
-        for found in scrape["dns_sd_configs"]:
+        for found in scrape.get("dns_sd_configs", []):
             for name in found["names"]:
                 scraped.add(name)
                 settings: Any = settings_of(name, monkeypatch)
-                assert (settings.port, settings.token.get_secret_value()) == (found["port"], secret)
-    assert scraped == {name for name, service in FILE["services"].items() if "build" in service}
+                assert (settings.port, settings.token.get_secret_value()) == (found["port"], token_of(scrape))
+    workers = {name for name in OURS if "RLBOOST_WORKER_URL" in FILE["services"][name]["environment"]}
+    assert scraped | workers == set(OURS)
+
+
+def test_workers_are_listed_by_the_manager_and_scraped_with_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    (scrape,) = [scrape for scrape in SCRAPES if scrape["job_name"] == "worker"]
+    (listing,) = scrape["http_sd_configs"]
+    manager: Any = settings_of("manager", monkeypatch)
+    app = build(Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0), MemoryBus(), manager)
+    url = urlsplit(listing["url"])
+    assert (url.hostname, url.port) == ("manager", manager.port)
+    assert url.path in app.openapi()["paths"]
+    assert token_of(listing) == SECRETS["RLBOOST_TOKEN"]
+    assert token_of(scrape) == SECRETS["RLBOOST_JOIN_TOKEN"]
+    for name in ("reserved", "spot"):
+        worker: Any = settings_of(name, monkeypatch)
+        assert (worker.peer_url, worker.host) == ("", "0.0.0.0"), "it has no address"
+
+
+def token_of(part: dict[str, Any]) -> str:
+    """Return the token that Prometheus's container sends."""
+    configs = {config["target"]: config["source"] for config in FILE["services"]["prometheus"]["configs"]}
+    content: str = FILE["configs"][configs[part["authorization"]["credentials_file"]]]["content"]
+    return content
+
+
+async def test_scrape_targets_are_present_workers_with_a_reachable_address() -> None:
+    bus = MemoryBus()
+    listed = {"a-1": "http://10.0.0.7:8703", "b-1": "https://127.0.0.1:41000", "c-1": "http://127.0.0.1:41000"}
+    for name, url in listed.items():
+        host = socket.gethostname() if name == "b-1" else "another"
+        await bus.transact([HashSet(names.WEIGHT_PEERS, {name: ""})])
+        await PeerDirectory(bus, name, host).publish(url, {})
+    found = await scrape_targets(bus, ["a-1", "b-1", "c-1"])
+    assert [target.model_dump() for target in found] == [
+        {"targets": ["10.0.0.7:8703"], "labels": {"instance": "a-1", "__scheme__": "http"}},
+        {"targets": ["127.0.0.1:41000"], "labels": {"instance": "b-1", "__scheme__": "https"}},
+    ]
+    assert not await scrape_targets(bus, ["another-1"])
 
 
 def test_monitoring_needs_its_profile_and_mounts_files_that_exist() -> None:
@@ -122,6 +166,14 @@ def test_monitoring_needs_its_profile_and_mounts_files_that_exist() -> None:
             source = volume.split(":")[0]
             assert not source.startswith("./") or (GRAFANA.parents[1] / source).exists()
     assert FILE["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == SECRETS["RLBOOST_TOKEN"]
+
+
+@pytest.mark.parametrize(
+    ("command", "file"), [(["config", "--syntax-only"], "prometheus.yml"), (["rules"], "alerts.yml")]
+)
+def test_prometheus_accepts_its_files(command: list[str], file: str) -> None:
+    code, text = output_of(require_program("promtool"), "check", *command, str(GRAFANA / file))
+    assert code == 0, text
 
 
 def test_board_and_data_source_agree_on_the_uid() -> None:

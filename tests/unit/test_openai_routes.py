@@ -41,13 +41,13 @@ class Site(Rig):
 
     def __init__(self) -> None:
         super().__init__()
-        self.files = ModelFiles("m", tokenizer=Words(), stop_token_ids=(2,))  # type: ignore[arg-type]
+        self.files = ModelFiles("m", tokenizer=Words(), stop_token_ids=(2,))
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(
                 build(
                     self.manager,
                     self.bus,
-                    Settings(token=TOKEN),  # type: ignore[arg-type]
+                    Settings(token=TOKEN),
                     [partial(add_openai_routes, load_model_files=lambda _: self.files)],
                     openai_error_format,
                 )
@@ -56,7 +56,8 @@ class Site(Rig):
         )
 
     def client(self, api_key: str = TOKEN) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url="http://manager/v1", api_key=api_key, http_client=self.http, max_retries=0)
+        http: Any = self.http  # it names the type by another module of httpx
+        return AsyncOpenAI(base_url="http://manager/v1", api_key=api_key, http_client=http, max_retries=0)
 
     async def generate(self) -> None:
         while True:
@@ -88,7 +89,7 @@ async def test_completions_of_several_prompts_are_indexed_by_prompt_then_sample(
     asked: dict[str, Any] = {"model": "j", "prompt": prompts, "n": 2, "max_tokens": 5, "seed": 3}
     made = await site.client().completions.create(**asked, extra_body=TOKEN_IDS)
     assert [choice.index for choice in made.choices] == list(range(6))
-    of_prompt: list[list[int]] = [choice.prompt_token_ids for choice in made.choices]  # type: ignore[attr-defined]
+    of_prompt: list[list[int]] = [choice.prompt_token_ids for choice in made.choices]
     assert of_prompt == [[1, 97, 98]] * 2 + [[7, 8, 9]] * 2 + [[1, 99]] * 2
     assert all(choice.text for choice in made.choices)
     assert made.usage is not None
@@ -119,7 +120,7 @@ async def test_several_prompts_with_a_key_are_not_generated_again(site: Site) ->
     await eventually(lambda: site.requested() == 2)
     broken.cancel()
     again = await create()
-    assert [len(choice.token_ids) for choice in again.choices] == [400, 400]
+    assert [len(choice.token_ids) for choice in again.choices] == [400, 400]  # type: ignore[attr-defined]  # ours
     assert site.requested() == 2
     await eventually(lambda: not site.manager.world.served)
 
@@ -161,7 +162,7 @@ async def test_invalid_prompt_is_named_as_it_was_written(site: Site, prompt: Any
 
 
 async def test_prompt_that_the_model_cannot_take_is_named_by_its_number(site: Site) -> None:
-    site.files = ModelFiles("m", tokenizer=Words(), max_len=4)  # type: ignore[arg-type]
+    site.files = ModelFiles("m", tokenizer=Words(), max_len=4)
     with pytest.raises(BadRequestError, match="prompt 1: a prompt of 4 tokens"):
         await site.client().completions.create(model="j", prompt=[[3], [3] * 4])
 

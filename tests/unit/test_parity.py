@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlboost.services.rollout_worker.domain.parity import MAX_PER_MEAN, MEAN_TOLERANCE, judge
+from rlboost.services.rollout_worker.domain.parity import FLOAT32_TOLERANCE, MAX_PER_MEAN, RELATIVE_TOLERANCE, judge
 from rlboost.services.trainer.domain.parity import COMMON_TOKENS, build_probe, build_reference
 from rlboost.shared.columns import F32, pack
 from rlboost.shared.errors import Fatal, Undecodable
@@ -63,41 +63,61 @@ def test_reference_needs_one_logprob_per_token() -> None:
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_agrees_within_the_tolerance_of_its_dtype() -> None:
-    within, beyond = 0.9 * MEAN_TOLERANCE["float32"], 1.1 * MEAN_TOLERANCE["float32"]
-    assert judge(canary(), [[-1.0 + within, -2.0 - within]], dtype="float32").agrees
-    verdict = judge(canary(), [[-1.0 + beyond, -2.0 - beyond]], dtype="float32")
+def test_float32_engine_agrees_within_a_fixed_tolerance() -> None:
+    within, beyond = 0.9 * FLOAT32_TOLERANCE, 1.1 * FLOAT32_TOLERANCE
+    assert judge(canary(), [[-1.0 + within, -2.0 - within]], precision="float32").agrees
+    verdict = judge(canary(), [[-1.0 + beyond, -2.0 - beyond]], precision="float32")
     assert not verdict.agrees
     assert f"{beyond:.3g} nats mean" in str(verdict)
 
 
-def test_the_coarser_of_the_two_dtypes_counts() -> None:
-    off = 0.9 * MEAN_TOLERANCE["bfloat16"]
-    assert judge(canary(dtype="bfloat16"), [[-1.0 + off, -2.0]], dtype="float32").agrees
-    assert judge(canary(), [[-1.0 + off, -2.0]], dtype="bfloat16").agrees
-    assert not judge(canary(), [[-1.0 + off, -2.0]], dtype="float32").agrees
+@pytest.mark.parametrize("confidence", [1.0, 10.0])
+def test_bfloat16_tolerance_grows_with_the_spread_of_the_reference(confidence: float) -> None:
+    logprobs = (-1.0 * confidence, -2.0 * confidence)
+    within = RELATIVE_TOLERANCE["bfloat16"] * 0.5 * confidence
+    for factor, agrees in ((0.9, True), (1.1, False)):
+        scored = [[logprobs[0] + factor * within, logprobs[1] - factor * within]]
+        assert judge(canary(logprobs=logprobs), scored, precision="bfloat16").agrees is agrees
+
+
+def test_the_coarser_of_the_two_precisions_counts() -> None:
+    scored = [[-1.0 + 0.09, -2.0]]
+    assert judge(canary(dtype="bfloat16"), scored, precision="float32").agrees
+    assert judge(canary(), scored, precision="bfloat16").agrees
+    assert not judge(canary(), scored, precision="float32").agrees
+    assert judge(canary(), [[-1.3, -2.0]], precision="quantized").agrees
+    assert not judge(canary(), [[-1.3, -2.0]], precision="bfloat16").agrees
+
+
+def test_mixture_of_experts_may_differ_more_below_float32() -> None:
+    scored = [[-1.0 + 0.19, -2.0]]
+    assert judge(canary(), scored, precision="bfloat16", has_experts=True).agrees
+    assert not judge(canary(), scored, precision="bfloat16").agrees
+    assert not judge(canary(), scored, precision="float32", has_experts=True).agrees
 
 
 def test_single_large_difference_fails() -> None:
-    off = 1.1 * MAX_PER_MEAN * MEAN_TOLERANCE["float32"]
+    off = 1.1 * MAX_PER_MEAN * FLOAT32_TOLERANCE
     ours = [-1.0] * 100
-    assert judge(canary(logprobs=(-1.0,) * 100), [ours], dtype="float32").agrees
-    verdict = judge(canary(logprobs=(-1.0,) * 100), [[-1.0 - off, *ours[1:]]], dtype="float32")
+    assert judge(canary(logprobs=(-1.0,) * 100), [ours], precision="float32").agrees
+    verdict = judge(canary(logprobs=(-1.0,) * 100), [[-1.0 - off, *ours[1:]]], precision="float32")
     assert verdict.mean < verdict.mean_tolerance
     assert not verdict.agrees
 
 
-def test_configured_tolerance_replaces_the_dtypes() -> None:
-    assert judge(canary(), [[-1.5, -2.5]], dtype="float32", tolerance=0.6).agrees
-    assert not judge(canary(), [[-1.5, -2.5]], dtype="bfloat16", tolerance=0.4).agrees
+def test_configured_tolerance_replaces_that_of_the_precision() -> None:
+    assert judge(canary(), [[-1.5, -2.5]], precision="float32", tolerance=0.6).agrees
+    assert not judge(canary(), [[-1.02, -2.02]], precision="bfloat16", tolerance=0.01).agrees
 
 
 def test_differences_count_as_at_temperature_1() -> None:
-    assert judge(canary(temperature=0.1), [[-1.02, -2.02]], dtype="float32").mean == pytest.approx(0.002)
+    assert judge(canary(temperature=0.1), [[-1.02, -2.02]], precision="float32").mean == pytest.approx(0.002)
+    verdict = judge(canary(temperature=0.5), [[-1.0, -2.0]], precision="bfloat16")
+    assert verdict.mean_tolerance == pytest.approx(0.5 * RELATIVE_TOLERANCE["bfloat16"] * 0.5)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_nan_never_agrees(broken: float) -> None:
-    verdict = judge(canary(), [[-1.0, broken]], dtype="bfloat16", tolerance=1e9)
+    verdict = judge(canary(), [[-1.0, broken]], precision="bfloat16", tolerance=1e9)
     assert not verdict.agrees
     assert "inf" in str(verdict)

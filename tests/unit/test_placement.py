@@ -93,6 +93,13 @@ def test_profile_separates_cost_per_sample_and_per_kv_token() -> None:
     assert found.step_s(10, 20_000) == pytest.approx(0.02 + 0.01 + 0.002, rel=0.01)
 
 
+def test_profile_of_a_varying_speed_has_the_mean_throughput() -> None:
+    found = Profile()
+    for number in range(100):
+        found.observe(8, 0, 100.0 if number % 2 else 500.0)
+    assert found.tokens_per_s(8, 0) == pytest.approx(300.0, rel=0.02)
+
+
 @given(st.lists(st.tuples(st.integers(1, 256), st.integers(0, 10**6), st.floats(0.1, 1e5)), min_size=1, max_size=60))
 def test_profile_terms_are_never_negative(seen: list[tuple[int, int, float]]) -> None:
     made = Profile()

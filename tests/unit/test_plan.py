@@ -75,6 +75,15 @@ def test_larger_fleet_is_faster_and_its_price_is_of_all_machines() -> None:
         assert plan.hours.lowest <= plan.hours.mean <= plan.hours.highest
 
 
+def test_download_of_weights_stops_no_engine_and_the_standstill_does() -> None:
+    hours = []
+    for standstill_s in (0.0, 2.0):
+        engine = engine_profile("spot", update_s=2.0, standstill_s=standstill_s)
+        profile = PROFILE.model_copy(update={"engines": (engine,)})
+        hours.append(plans_of(profile, Prices(reserved=0.0), spec=job(elastic={"max_staleness": 1}))[0].hours.mean)
+    assert hours[0] < 0.95 * hours[1]
+
+
 def test_prediction_repeats() -> None:
     assert plans_of(max_workers=1) == plans_of(max_workers=1)
 

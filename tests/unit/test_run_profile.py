@@ -65,6 +65,16 @@ def test_profile_keeps_the_throughput_of_a_kind_that_is_gone() -> None:
     assert [engine.kind for engine in profile.engines] == ["other", "sim"]
 
 
+def test_profile_has_the_mean_times_of_an_engine_over_the_steps() -> None:
+    recorder = ProfileRecorder()
+    recorder.observe(tally(engines=(engine_profile("sim", step_s=0.01, update_s=1.0, workers=3),)))
+    profile = recorder.observe(tally(engines=(engine_profile("sim", step_s=0.03, update_s=2.0, workers=1),)))
+    assert profile is not None
+    (found,) = profile.engines
+    assert found.step_s == pytest.approx(0.02)
+    assert (found.update_s, found.workers) == (1.5, 1)
+
+
 def test_profile_is_unknown_before_throughput_and_training_time() -> None:
     assert ProfileRecorder().observe(tally(engines=())) is None
     assert ProfileRecorder().observe(tally(train_s=0.0)) is None
@@ -77,11 +87,11 @@ def test_engine_profile_has_the_medians_of_the_workers_of_a_kind() -> None:
         assert worker
         world.fleet.assign(worker, ("j", 0))
         for _ in range(ENOUGH + 1):
-            beat = heartbeat(name, state="ready", running=4, tokens_per_s=100.0, update_s=update_s)
+            beat = heartbeat(name, state="ready", batch=4.0, step_s=0.04, update_s=update_s, standstill_s=0.1)
             world.fleet.on_heartbeat(worker, beat, 0.0)
     (found,) = engine_profiles(world, "j")
     assert (found.kind, found.role, found.workers, found.slots) == ("sim", "preemptible", 3, 8)
-    assert (found.price_per_hour, found.update_s) == (3.0, 1.5)
+    assert (found.price_per_hour, found.update_s, found.standstill_s) == (3.0, 1.5, 0.1)
     assert found.step_s + 4 * found.per_sample_s == pytest.approx(4 / 100.0)
     assert engine_profiles(world, "another job") == []
 

@@ -6,10 +6,17 @@ import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered, apply_message
 from rlboost.services.rollout_manager.domain.effects import Send
-from rlboost.services.rollout_manager.domain.scheduler import RELEASE_LIMIT_S, place_queued, rebalance, reclaim
+from rlboost.services.rollout_manager.domain.scheduler import (
+    REBALANCE_EVERY_S,
+    RELEASE_LIMIT_S,
+    place_queued,
+    rebalance,
+    reclaim,
+)
+from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.columns import I32, U64, ints, pack
-from rlboost.shared.messages import Admitted, Message, Restated, Revoke, SampleDropped
+from rlboost.shared.messages import Admitted, Message, Release, Restated, Revoke, SampleDropped
 from tests.support.builders import (
     group_id,
     group_requested,
@@ -49,6 +56,11 @@ def revoked(world: World) -> list[int]:
     return [sample for message in sent if isinstance(message, Revoke) for sample in ints(message.samples, U64)]
 
 
+def released(world: World) -> list[int]:
+    sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+    return [sample for message in sent if isinstance(message, Release) for sample in ints(message.samples, U64)]
+
+
 @pytest.mark.parametrize(("version", "may"), [(1, False), (2, True), (3, True), (4, False)])
 def test_sample_goes_only_to_versions_within_its_staleness(version: int, may: bool) -> None:
     world = world_with(w=version)
@@ -65,6 +77,29 @@ def test_preferred_worker_needs_the_version_and_capacity(version: int, is_full: 
     apply(world, worker_joined("a", slots=64), heartbeat("a", version=STEP))
     apply(world, group_requested(step=STEP, preferred_worker="z"))
     assert owner(world) == chosen
+
+
+def test_sample_that_has_run_ignores_its_preferred_worker() -> None:
+    world = world_with(z=STEP)
+    apply(world, group_requested(step=STEP, preferred_worker="z"))
+    assert owner(world) == "z"
+    apply(world, worker_joined("a", slots=64), heartbeat("a", version=STEP))
+    world.unassign(world.ledger.samples[SAMPLE])
+    assert owner(world) == "a"
+
+
+def test_rebalance_waits_for_the_releases_under_way() -> None:
+    world = world_with()
+    apply(world, worker_joined("w", slots=64), heartbeat("w", version=STEP))
+    for running in (1, 4, 16, 64) * ENOUGH:
+        world.fleet.workers["w"].profile.observe(running, 100 * running, running / (0.02 + 0.002 * running))
+    apply(world, group_requested(step=STEP, n=32, max_tokens=1000))
+    assert owner(world) == "w"
+    apply(world, worker_joined("z", slots=64), heartbeat("z", version=STEP))
+    rebalance(world, NOW)
+    assert released(world)
+    rebalance(world, NOW._replace(mono=NOW.mono + 2 * REBALANCE_EVERY_S))
+    assert released(world) == []
 
 
 def test_release_that_is_overdue_is_revoked_and_queued() -> None:

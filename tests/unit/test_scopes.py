@@ -49,6 +49,7 @@ MANAGER = EVERYWHERE | {
     "GET /v1/jobs/{job_id}/logs": "read",
     "POST /v1/join": "worker",
     "GET /v1/join": "worker",
+    "GET /v1/scrape-targets": "read",
     "GET /v1/workers": "read",
     "POST /v1/workers/{worker_id}/drain": "admin",
     "GET /v1/fleet": "read",

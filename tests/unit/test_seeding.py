@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlboost.services.rollout_manager.domain.seeding import View, Window
@@ -17,7 +19,7 @@ from rlboost.services.rollout_manager.domain.window_tuner import (
 
 
 def view(now: float, **changes: int) -> View:
-    fields = {
+    fields: dict[str, Any] = {
         "in_flight": 10,
         "requested": 12,
         "reserved_awake": 1,

@@ -13,10 +13,13 @@ from benchmarks.step_bound import Presence, shortest_step, shortest_steps
 from rlboost.shared.messages import GroupRequested, Sampling, StepReport
 from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, Policy, SimulationResult, run
 from rlboost.simulation.engine import Engine, Held
+from rlboost.simulation.environment import Environment
 from rlboost.simulation.job import Group
 from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.policies.paper import PaperManager, balance, select
 from rlboost.simulation.policies.polyrl import PolyRLManager
+from rlboost.simulation.policies.rlboost import DomainManager
+from rlboost.simulation.run import Simulation
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 from tests.support.simulated import FULL_CACHES, JOB, MACHINE, STEADY, UNSTEADY, simulated
 
@@ -164,6 +167,17 @@ def test_simulation_with_the_same_seed_gives_the_same_result() -> None:
     first = once(3)
     assert once(3) == first
     assert once(4) != first
+
+
+def test_manager_learns_the_decode_steps_of_the_simulated_engine() -> None:
+    env = Environment(JOB, MACHINE, POLICIES["rlboost"], seed=1, resolution_s=0.5)
+    run = Simulation(env, FleetTrace.constant(3, 30.0), warm_up_steps=1)
+    run.run()
+    assert isinstance(run.manager, DomainManager)
+    learned = run.manager.world.fleet.profiles["simulated"]
+    for batch in (1, 4, 16):
+        tokens = 1000 * batch
+        assert learned.step_s(batch, tokens) == pytest.approx(MACHINE.engine.decode_s(batch, tokens), rel=0.05)
 
 
 def test_simulation_bills_instances_from_their_request_to_their_end() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,7 +122,7 @@ def test_generated_trace_repeats_with_its_seed() -> None:
 
 
 @pytest.mark.parametrize("change", [{"mean_instances": 0.0}, {"mean_instances": 25.0}, {"mean_life_s": 60.0}])
-def test_statistics_that_no_trace_has_are_refused(change: dict[str, float]) -> None:
+def test_statistics_that_no_trace_has_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         replace(G4DN, **change)
 
@@ -129,7 +130,9 @@ def test_statistics_that_no_trace_has_are_refused(change: dict[str, float]) -> N
 def test_generated_traces_have_the_stated_statistics() -> None:
     traces = [generate_trace(G4DN, seed) for seed in range(30)]
     assert statistics.mean(trace.mean_instances for trace in traces) == pytest.approx(G4DN.mean_instances, rel=0.1)
-    largest, lives_s, at_once = 0, [], []
+    largest = 0
+    lives_s: list[float] = []
+    at_once: list[int] = []
     for trace in traces:
         started_s: dict[str, float] = {}
         removals: dict[float, int] = {}

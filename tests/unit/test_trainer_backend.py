@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,9 +137,20 @@ def test_layout_combines_all_kinds_of_parallelism() -> None:
     assert layout.n_ranks == 24
     places = [Coordinates.of(rank, layout) for rank in range(24)]
     assert len(set(places)) == 24
-    assert places[1] == (1, 0, 0)
-    assert places[2] == (0, 0, 1)
-    assert places[8] == (0, 1, 0)
+    assert places[1] == (1, 0, 0, 0)
+    assert places[2] == (0, 0, 1, 0)
+    assert places[8] == (0, 1, 0, 0)
+
+
+def test_layout_gives_a_replica_neighboring_context_ranks() -> None:
+    layout = Layout.of(trainer(context_parallel=2, data_parallel=3))
+    assert layout.n_ranks == 6
+    assert [Coordinates.of(rank, layout)[2:] for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_context_parallel_with_megatron_is_refused() -> None:
+    with pytest.raises(ConfigError, match="context_parallel needs trainer"):
+        trainer(backend="megatron", context_parallel=2)
 
 
 # --- the shape ---
@@ -234,7 +244,7 @@ def test_megatron_weight_map_exports_each_value_once_and_exactly(layout: tuple[i
             for s, part, again in zip(slices, parts, weights.split(name, parameter), strict=True):
                 assert again.shape == s.local_shape
                 assert torch.equal(again, part)
-                if weights.owns(name) and math.prod(s.local_shape):
+                if weights.owns(name) and all(s.local_shape):
                     covered[s.name][index(s)] += 1
     assert all((count == 1).all() for count in covered.values())
     assert len(whole) == 2 + (not tied) + 14 * shape.n_layers

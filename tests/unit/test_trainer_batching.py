@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner, n_padded, pack
+from rlboost.services.trainer.domain.batching import Accumulate, OptimizerStep, UpdatePlanner, pack
 
 lengths = st.integers(1, 60)
 
@@ -26,19 +26,13 @@ def test_micro_batches_hold_every_row_once_within_the_budget(sizes: list[int], b
     batches = pack(stubs(sizes), budget)
     assert sorted(row.number for batch in batches for row in batch) == list(range(len(sizes)))
     for batch in batches:
-        assert len(batch) == 1 or n_padded(batch) <= budget
+        assert len(batch) == 1 or sum(row.n_tokens for row in batch) <= budget
 
 
-@given(st.lists(lengths, min_size=1, max_size=40), st.integers(1, 1000))
-def test_less_than_half_of_a_micro_batch_is_padding(sizes: list[int], budget: int) -> None:
-    for batch in pack(stubs(sizes), budget):
-        assert 2 * sum(row.n_tokens for row in batch) > n_padded(batch)
-
-
-@given(st.lists(lengths, min_size=1, max_size=40))
-def test_rows_of_similar_length_are_together(sizes: list[int]) -> None:
-    flat = [row.n_tokens for batch in pack(stubs(sizes), 100) for row in batch]
-    assert flat == sorted(flat, reverse=True)
+@given(st.lists(lengths, max_size=40), st.integers(1, 100))
+def test_only_one_micro_batch_is_at_most_half_full(sizes: list[int], budget: int) -> None:
+    filled = [sum(row.n_tokens for row in batch) for batch in pack(stubs(sizes), budget)]
+    assert sum(2 * n <= budget for n in filled) <= 1
 
 
 @given(
@@ -68,7 +62,7 @@ def test_a_step_trains_every_row_once_in_the_right_update(groups: list[list[int]
 
 def test_micro_batches_begin_before_the_last_group_is_there() -> None:
     planner: UpdatePlanner[Stub] = UpdatePlanner(3, 1, 10)
-    assert planner.add(stubs([10] * 5)) == []
+    assert planner.add(stubs([10] * 3)) == []
     [work] = planner.add(stubs([10]))
     assert isinstance(work, Accumulate)
     assert planner.add([]) == [OptimizerStep()]
@@ -81,15 +75,14 @@ def test_work_after_the_last_group_is_bounded(groups: list[list[int]], budget: i
         planner.add(stubs(sizes))
     [*last, step] = planner.add([])
     left = sum(row.n_tokens for work in last if isinstance(work, Accumulate) for rows in work.batches for row in rows)
-    assert left < 6 * budget
+    assert left < 4 * budget
     assert step == OptimizerStep()
 
 
-def test_a_larger_step_is_cut_with_little_padding() -> None:
+def test_a_larger_step_is_cut_into_full_micro_batches() -> None:
     draw = random.Random(0)
     groups = [[draw.randint(12, 256) for _ in range(8)] for _ in range(64)]
     planner: UpdatePlanner[Stub] = UpdatePlanner(len(groups), 1, 2048)
     works = [work for sizes in groups for work in planner.add(stubs(sizes))]
     batches = [rows for work in works if isinstance(work, Accumulate) for rows in work.batches]
-    n_tokens = sum(map(sum, groups))
-    assert sum(map(n_padded, batches)) < n_tokens / 0.9
+    assert 2048 * len(batches) < sum(map(sum, groups)) / 0.85

@@ -175,7 +175,12 @@ async def test_checkpoint_without_a_data_digest_is_resumed(tmp_path: Path) -> No
     assert found is not None
     state = TrainState(found[0].step, found[0].finished_cursor, found[0].train_rows, found[0].read_cursor)
     rig.checkpoints = MemoryCheckpoints(tmp_path / "old")
-    rig.checkpoints.save(state, lambda directory: (directory / "fake.json").write_bytes(engine_file(found[1])))
+    held = engine_file(found[1])
+
+    def write(directory: Path) -> None:
+        (directory / "fake.json").write_bytes(held)
+
+    rig.checkpoints.save(state, write)
     async with rig.trainer():
         assert (await rig.ended()).state == "completed"
 

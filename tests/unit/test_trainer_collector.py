@@ -129,13 +129,15 @@ def test_columns_and_spans_that_do_not_add_up_drop_the_group(change: dict[str, o
 
 def test_the_trainer_has_device_between_the_end_of_seeding_and_its_reopening() -> None:
     collected = collector()
-    assert not collected.trainer_has_device
-    collected.fold(SeedingEnded(step=STEP - 1, window_s=1.0, reason="window"))
-    assert not collected.trainer_has_device
-    collected.fold(SeedingEnded(step=STEP, window_s=1.0, reason="window"))
-    assert collected.trainer_has_device
-    collected.fold(SeedingReopened(step=STEP))
-    assert not collected.trainer_has_device
+    has_device = [collected.trainer_has_device]
+    for message in (
+        SeedingEnded(step=STEP - 1, window_s=1.0, reason="window"),
+        SeedingEnded(step=STEP, window_s=1.0, reason="window"),
+        SeedingReopened(step=STEP),
+    ):
+        collected.fold(message)
+        has_device.append(collected.trainer_has_device)
+    assert has_device == [False, False, True, False]
 
 
 @given(st.data())

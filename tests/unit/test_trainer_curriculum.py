@@ -233,8 +233,8 @@ async def test_a_function_that_raises_ends_the_job_and_is_named(tmp_path: Path) 
     rig = Rig(tmp_path, job(function="tests.unit.test_trainer_curriculum:broken"))
     build = rig.build
 
-    def with_judge(what: JobSpec, job_id: str) -> Any:
-        shop = build(what, job_id)
+    def with_judge(spec: JobSpec, job_id: str) -> Any:
+        shop = build(spec, job_id)
         skip_function: SkipFunction = load_skip_function("tests.unit.test_trainer_curriculum:broken", shop.data.train)
         return replace(shop, skip_function=skip_function)
 
@@ -275,8 +275,8 @@ async def test_a_function_that_never_answers_ends_the_job_and_is_named(
     monkeypatch.setattr("rlboost.services.trainer.step.curriculum_log.PLAN_LIMIT_S", 0.1)
     rig = Rig(tmp_path, job(function="m:f"))
     build, stop = rig.build, threading.Event()
-    rig.build = lambda what, job_id: replace(  # type: ignore[method-assign]
-        build(what, job_id), skip_function=lambda *_: stop.wait(20)
+    rig.build = lambda spec, job_id: replace(  # type: ignore[method-assign]
+        build(spec, job_id), skip_function=lambda *_: stop.wait(20)
     )
     async with rig.trainer():
         await rig.command("create")

@@ -105,7 +105,9 @@ async def test_run_writes_its_profile_with_the_throughput_of_workers(tmp_path: P
     profile = rig.folder.profile
     assert profile is not None
     assert profile.steps == 3
-    assert profile.engines == (engine_profile(),)
+    (engine,) = profile.engines
+    assert engine.update_s == pytest.approx(engine_profile().update_s)
+    assert engine.model_copy(update={"update_s": engine_profile().update_s}) == engine_profile()
 
 
 class Recording(FakeEngine):

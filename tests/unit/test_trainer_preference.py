@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,11 +32,11 @@ def papers(kind: str, h: float) -> float:
     """As printed, without a care for large numbers."""
 
     def sigma(x: float) -> float:
-        return 1 / (1 + np.exp(-x))
+        return 1 / (1 + math.exp(-x))
 
-    losses = {
-        "dpo": lambda: -np.log(sigma(0.3 * h)),
-        "smoothed": lambda: -0.9 * np.log(sigma(0.3 * h)) - 0.1 * np.log(sigma(-0.3 * h)),
+    losses: dict[str, Callable[[], float]] = {
+        "dpo": lambda: -math.log(sigma(0.3 * h)),
+        "smoothed": lambda: -0.9 * math.log(sigma(0.3 * h)) - 0.1 * math.log(sigma(-0.3 * h)),
         "ipo": lambda: (h - 1 / (2 * 0.3)) ** 2,
     }
     return float(losses[kind]())

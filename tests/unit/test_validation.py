@@ -91,7 +91,7 @@ def test_invalid_value_error_names_the_expected_type(changes: dict[str, Any], te
 
 def test_non_text_key_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^1: a key should be text: put it in quotes$"):
-        parse({**JOB, 1: 2})
+        parse(dict[Any, Any]({**JOB}) | {1: 2})
 
 
 def test_several_wrong_fields_are_named_each() -> None:
@@ -117,7 +117,7 @@ INNER: dict[str, type[BaseModel]] = {
     "reward.functions": RewardPart,
 }
 """Sections that may be missing, or stand in a list."""
-VALUES = (None, True, 3, -1.5, float("nan"), "x", "", [], [[]], [{"x": 1}], {}, {"x": 1}, {1: 2}, b"x")
+VALUES: tuple[Any, ...] = (None, True, 3, -1.5, float("nan"), "x", "", [], [[]], [{"x": 1}], {}, {"x": 1}, {1: 2}, b"x")
 PYTHONS = re.compile(r"Input|valid|instance|dict|[Tt]uple|Value error|Extra|str\b|literal\[|None|item|Spec\b")
 """What a user who has never seen Python cannot know."""
 

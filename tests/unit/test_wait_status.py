@@ -18,6 +18,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import Delete
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import JobReport, JobState, UseVersion, Wait, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from rlboost.shared.messages.workers import WorkerState
 from tests.support.builders import job_created
 from tests.support.eventually import eventually
 from tests.support.manager_rig import ManagerRig
@@ -78,7 +79,7 @@ class Running:
         }
         self.progress.on_trainer_status(json.dumps({"waiting": waiting, "at": at}), at)
 
-    def join(self, worker: str, state: str, waiting: Wait | None = None) -> None:
+    def join(self, worker: str, state: WorkerState, waiting: Wait | None = None) -> None:
         joined = WorkerJoined(
             worker=worker, role="preemptible", kind="k", slots=4, host="h", pid=1, price_per_hour=0.0, at=1.0
         )
@@ -131,6 +132,7 @@ def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
     apply_message(running.world, WorkerLeft(worker="w-1", reason=reason, at=1.0), "5-0", NOW)
     wait = running.wait()
     assert (wait["for"], wait["since"]) == ("a worker that is ready with this job's weights", 995.0)
+    assert wait["since"] + wait["limit_s"] == 990.0 + 60.0, "when the trainer fails the job"
     assert f"there is no worker (w-1 left: {reason})" in wait["because"]
 
 
@@ -147,7 +149,7 @@ def test_stall_names_the_longest_wait_of_a_worker() -> None:
     )
 
 
-def test_last_samples_name_their_workers() -> None:
+def test_wait_for_samples_shows_who_generates_and_how_fast() -> None:
     running = Running()
     running.join("w-1", "ready")
     worker = running.world.fleet.workers["w-1"]
@@ -156,8 +158,8 @@ def test_last_samples_name_their_workers() -> None:
     wait = running.wait()
     assert wait["because"] == "7 of 8 samples have arrived; in flight: 1 on w-1 (35 tokens/s)"
     assert (wait["since"], wait["limit_s"]) == (990.0, 60.0)
-    worker.samples = set(range(9))
-    assert running.wait()["because"] == "7 of 8 samples have arrived"
+    worker.samples = set(range(1200))
+    assert running.wait()["because"] == "7 of 8 samples have arrived; in flight: 1,200 on 1 worker (35 tokens/s)"
 
 
 # --- what workers report ----------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container, Iterator
+from typing import Any
 
 import pytest
 
@@ -14,11 +15,11 @@ from rlboost.services.rollout_worker.domain.effects import Effect
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.session import Session
-from rlboost.services.rollout_worker.fakes import FakeStagedWeights
+from rlboost.services.rollout_worker.fakes import FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.watchdog import Watchdog
 from rlboost.shared.bus import Delete
 from rlboost.shared.columns import U64, ints
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
@@ -44,6 +45,9 @@ from tests.support.eventually import eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, assign, release, revoke
 from tests.support.worker_rig import Rig
+
+ENDLESS = 1_000_000
+"""Tokens of a sample that still runs at the end of a test, however slow the machine is."""
 
 
 @pytest.fixture
@@ -78,7 +82,7 @@ async def test_worker_pulls_loads_and_generates_assigned_samples(rig: Rig) -> No
 
 async def test_heartbeats_and_flushes_continue_during_a_pull(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     rig.weights.may_pull.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
     await rig.manager.until(worker, "pulling", 0)
@@ -113,6 +117,38 @@ async def test_load_with_two_mismatches_fails_and_is_never_served() -> None:
     assert await rig.manager.made() == {}
     (left,) = await rig.manager.heard(WorkerLeft)
     assert "not what was published" in left.reason
+
+
+class DamagedOnce(FakeStagedWeights):
+    """Cannot be read while the cache is trusted."""
+
+    def __init__(self, source: FakeWeights) -> None:
+        super().__init__()
+        self._source = source
+
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Any]]:
+        if not self._source.distrusted:
+            raise Corrupt("bytes are not the published ones")
+        return super().tensors(names)
+
+
+async def test_damaged_cache_is_verified_pulled_again_and_served(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    rig.weights.versions[JOB, 1] = DamagedOnce(rig.weights)
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), assign(1, version=1, max_tokens=5))
+    made = await rig.manager.until_finished((1, 1))
+    assert set(made[1, 1].versions) == {1}
+    assert (rig.weights.pulled.count((JOB, 1)), rig.weights.distrusted) == (2, 1)
+
+
+async def test_cache_that_stays_damaged_fails_the_worker() -> None:
+    rig = Rig()
+    rig.weights.versions[JOB, 0] = DamagedOnce(FakeWeights())
+    running = asyncio.create_task(rig.worker.run({}), name="worker")
+    worker = await rig.manager.joined()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=0))
+    assert "not the published ones" in await _failure(running)
+    assert rig.weights.pulled == [(JOB, 0)] * 2
 
 
 async def _failure(running: asyncio.Task[None]) -> str:
@@ -185,7 +221,7 @@ async def test_return_to_the_loaded_version_resumes_the_engine(rig: Rig) -> None
 
 async def test_cancelled_load_is_not_served_when_it_ends(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_made((1, 1), tokens=5)
     rig.engine.may_load.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
@@ -553,8 +589,7 @@ async def test_worker_that_redis_rejects_for_a_moment_continues(rig: Rig) -> Non
     await rig.manager.send(worker, assign(1, max_tokens=4000))
     await rig.manager.until_made((1, 1), tokens=5)
     rig.rejected = worker
-    unsent = lambda: rig.connection.incarnation.outbox.unsent_bytes  # noqa: E731 - it is one
-    await eventually(lambda: unsent() > 0)
+    await eventually(lambda: rig.connection.incarnation.outbox.unsent_bytes)
     rig.rejected = ""
     await rig.manager.until_finished((1, 1))
     assert len(await rig.manager.heard(WorkerJoined)) == 1

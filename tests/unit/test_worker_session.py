@@ -14,7 +14,6 @@ from rlboost.services.rollout_worker.domain.effects import (
     DeadLetterCommand,
     DrainWorker,
     Effect,
-    Key,
     PullWeights,
     Rejoin,
     ReleaseRequests,
@@ -23,7 +22,7 @@ from rlboost.services.rollout_worker.domain.effects import (
     SubmitSamples,
     SuspendEngine,
 )
-from rlboost.services.rollout_worker.domain.requests import Emission
+from rlboost.services.rollout_worker.domain.requests import Emission, Key
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.shared.columns import U32, U64, pack
 from rlboost.shared.messages import (

@@ -57,7 +57,7 @@ def test_repeated_phase_counts_toward_the_next(clock: Clock) -> None:
     startup = StartupTimer(clock=clock)
     for lap in ("pull", "load", "pull", "load", "assignment"):
         clock.now += 1.0
-        startup.end(lap)  # type: ignore[arg-type]
+        startup.end(lap)
     with capture_logs() as logs:
         startup.on_flush(1)
     assert (logs[0]["pull_s"], logs[0]["load_s"], logs[0]["assignment_s"], logs[0]["after_s"]) == (1.0, 1.0, 3.0, 5.0)

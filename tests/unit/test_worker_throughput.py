@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_worker.domain.throughput import Throughput
+from rlboost.services.rollout_worker.domain.requests import Emission
+from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput
 
 
 def test_speed_is_that_of_the_last_seconds() -> None:
@@ -28,3 +29,37 @@ def test_counter_reset_restarts_the_measurement() -> None:
     speed.update(1000, 0.0)
     assert speed.update(0, 1.0) == 0.0
     assert speed.update(10, 2.0) == pytest.approx(10.0)
+
+
+# --- decode steps -------------------------------------------------------------------------------------------------
+
+
+def emission(sample: int, tokens: int, version: int = 0) -> Emission:
+    return Emission(sample, 1, 0, [7] * tokens, [0.0] * tokens, version)
+
+
+def test_decode_steps_are_those_of_the_sample_with_most_tokens() -> None:
+    meter = DecodeMeter()
+    meter.on_flush([emission(1, 9)], 2, 10.0)
+    meter.on_flush([emission(1, 4), emission(2, 4)], 2, 10.2)
+    meter.on_flush([emission(1, 6), emission(2, 2), emission(3, 1)], 1, 10.6)
+    assert meter.take() == pytest.approx((17 / 10, 0.6 / 10))
+    assert meter.take() == (0.0, 0.0), "they count once"
+
+
+def test_decode_steps_of_a_slow_engine_span_several_flushes() -> None:
+    meter = DecodeMeter()
+    for tick, n in enumerate((1, 0, 0, 1, 0, 0, 1)):
+        meter.on_flush([emission(1, n)] if n else [], 1, 0.1 * tick)
+    assert meter.take() == pytest.approx((1.0, 0.3))
+
+
+def test_idle_time_and_weight_updates_are_in_no_decode_step() -> None:
+    meter = DecodeMeter()
+    meter.on_flush([emission(1, 3)], 1, 0.0)
+    meter.on_flush([emission(1, 3)], 0, 1.0)  # it ended at an unknown moment
+    meter.on_flush([], 1, 9.0)
+    meter.on_flush([emission(2, 3)], 1, 9.1)
+    meter.on_flush([emission(2, 3, version=1)], 1, 20.0)
+    meter.on_flush([emission(2, 5, version=1)], 1, 20.5)
+    assert meter.take() == pytest.approx((1.0, 0.1))

@@ -13,9 +13,10 @@ from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.seeding import Window
 from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH
-from rlboost.services.rollout_manager.domain.window_tuner import Meter
+from rlboost.services.rollout_manager.domain.window_tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.worker_worth import (
-    saved_by_one_more_s,
+    paying_workers,
+    speedup_of_one_more,
     step_duration_s,
     worth_of_one_more,
 )
@@ -124,7 +125,8 @@ def test_window_closes_where_the_fleet_reaches_the_target() -> None:
 def test_each_further_worker_gains_less_and_none_beyond_the_target(
     workers: int, reserved: int, work_s: float, train_s: float
 ) -> None:
-    first, second = (saved_by_one_more_s(n, reserved, work_s, train_s) for n in (workers, workers + 1))
+    tuner = WindowTuner(target_workers=work_s / train_s, train_s=train_s, step_s=2 * train_s)
+    first, second = (speedup_of_one_more(tuner, n, reserved, present=workers) for n in (workers, workers + 1))
     assert 0 <= second <= first * (1 + 1e-9) + 1e-9
     if workers >= work_s / train_s:
         assert first == 0
@@ -170,3 +172,29 @@ def test_one_more_is_worth_nothing_from_the_target_on(world: World) -> None:
     worth = worth_of_one_more(world)
     assert worth
     assert worth["tokens_per_hour"] == worth["dollars_per_hour"] == 0.0
+
+
+# --- workers that pay for themselves ---
+
+
+@given(price=st.floats(0.1, 60.0), share=st.floats(0.1, 1.0))
+def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(price: float, share: float) -> None:
+    world = World(lease_s=2.0)
+    apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=8.0))
+    world.fleet.assign(world.fleet.workers["own"], ("j", 0))
+    job = world.jobs["j"]
+    tuner = job.window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
+    found = paying_workers(world, job, [(price, share)] * 9)
+    assert found is not None
+    worths = [share * speedup_of_one_more(tuner, n, 1, 0) * (8.0 + n * price) for n in range(6)]
+    assert all(worth >= price for worth in worths[:found])
+    assert found == 6 or worths[found] < price
+
+
+@pytest.mark.parametrize(("own", "spot"), [(0.0, 50.0), (8.0, 0.0)])
+def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spot: float) -> None:
+    world = World(lease_s=2.0)
+    apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
+    world.fleet.assign(world.fleet.workers["own"], ("j", 0))
+    world.jobs["j"].window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
+    assert paying_workers(world, world.jobs["j"], [(spot, 1.0)] * 9) == 6

@@ -1,0 +1,117 @@
+"""The load-balancing loss of a mixture of experts, compared with that of transformers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.torch.routing import Routers
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss
+from rlboost.services.trainer.domain.sums import routing
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import OptimizerSpec
+from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
+from tests.support import rank_policies
+from tests.support.model_folder import write_model
+
+pytestmark = pytest.mark.timeout(600)
+
+COEFFICIENT = 0.3
+OPTIMIZER = OptimizerSpec(lr=1e-3)
+LOSS = PolicyLoss(aggregation="sequence_mean")
+# An even number of tokens each: with sequence parallelism a token of padding would be routed too.
+BATCHES = [rows(5, seed=3), with_loss_mask(rows(3, seed=2))]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_parallel": 2, "activation_checkpointing": True},
+    "fsdp2": {"backend": "torch", "data_parallel": 2},
+}
+
+
+def torch_policy(model: Path, coefficient: float = COEFFICIENT, **settings: Any) -> TorchPolicy:
+    policy = TorchPolicy(
+        OPTIMIZER, temperature=1.0, dtype="float32", device="cpu", router_aux_loss_coef=coefficient, **settings
+    )
+    policy.load_hf(model)
+    return policy
+
+
+def gradients(policy: TorchPolicy) -> dict[str, torch.Tensor]:
+    return {name: tensor.grad.clone() for name, tensor in policy._trained.items() if tensor.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_is_that_of_transformers_per_layer(tmp_path: Path, checkpointing: bool) -> None:
+    write_model(tmp_path, "qwen3-moe")
+    with_loss = torch_policy(tmp_path, activation_checkpointing=checkpointing)
+    without = torch_policy(tmp_path, 0.0)
+    found, plain = with_loss.accumulate(BATCHES, LOSS), without.accumulate(BATCHES, LOSS)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    losses, loads = [], []
+    for batch in BATCHES:
+        logits = [model(**_inputs(row), output_router_logits=True).router_logits for row in batch]
+        layers = [torch.cat(layer) for layer in zip(*logits, strict=True)]
+        each = [load_balancing_loss_func((layer,), 8, 2) for layer in layers]
+        loss = torch.stack([torch.as_tensor(one) for one in each]).mean()
+        (COEFFICIENT * len(batch) * loss).backward()
+        losses.append((loss.item(), sum(row.n_tokens for row in batch)))
+        loads += [torch.bincount(layer.topk(2).indices.flatten()).max() * 8 / (2 * len(layer)) for layer in layers]
+    expected, before = dict(model.named_parameters()), gradients(without)
+    for name, gradient in gradients(with_loss).items():
+        added = expected[name].grad if expected[name].grad is not None else torch.zeros_like(gradient)
+        torch.testing.assert_close(gradient, before[name] + added, atol=1e-5, rtol=1e-4)
+    assert found["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+    assert routing(found) == pytest.approx(
+        {
+            "moe/load_balancing_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses),
+            "moe/max_load": float(max(loads)),
+        },
+        rel=1e-5,
+    )
+    assert routing(plain) == pytest.approx(routing(found))
+
+
+def _inputs(row: Any) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.from_numpy(np.frombuffer(row.prompt + row.completion, np.int32).astype(np.int64))[None]}
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_loss_in_ranks_matches_one_process(tmp_path: Path, layout: str) -> None:
+    model = rank_policies.write(tmp_path / "model", "qwen3-moe")
+    one = torch_policy(model)
+    settings = {"router_aux_loss_coef": COEFFICIENT, "aggregation": "sequence_mean", **LAYOUTS[layout]}
+    with rank_policies.policy(OPTIMIZER, **settings) as many:
+        many.load_hf(model)
+        # Each micro-batch of a rank has its own load-balancing loss.
+        batches = list(itertools.chain(*many._split(BATCHES)))
+        sums, expected = many.accumulate(BATCHES, LOSS), one.accumulate(batches, LOSS)
+        assert routing(sums) == pytest.approx(routing(expected), rel=1e-4)
+        assert many.step(1e-3) == pytest.approx(one.step(1e-3), rel=1e-4)
+        found = {shard.name: np.frombuffer(bytes(shard.data), np.float32) for shard in many.export_shards()}
+    for shard in one.export_shards():
+        np.testing.assert_allclose(found[shard.name], np.frombuffer(shard.data, np.float32), rtol=0, atol=1e-4)
+
+
+def test_dense_model_with_the_loss_is_rejected(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3-tied")
+    with pytest.raises(ConfigError, match=r"trainer\.router_aux_loss_coef is for mixtures of experts, but .* has none"):
+        torch_policy(tmp_path)
+
+
+def test_routers_of_another_form_are_left_alone() -> None:
+    """Those of some families of transformers return other values, or the same in another order."""
+    layer = torch.nn.Module()
+    layer.gate, layer.experts = torch.nn.Linear(4, 2), torch.nn.Module()
+    stack = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+    routers = Routers(torch.nn.ModuleDict({"model": stack}))
+    routers.begin(3)
+    assert layer.gate(torch.ones(3, 4)).shape == (3, 2)
+    assert routers.end() is None

@@ -1,0 +1,139 @@
+"""Packed rows: attention within each row alone, and models whose rows cannot be packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Lfm2Config, Qwen3Config
+
+from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
+from rlboost.services.trainer.adapters.torch.packing import attention, packs_rows
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.shared.columns import floats, ints
+from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.training import OptimizerSpec
+from tests.contract.test_trainer_engine_contract import rows
+from tests.support.tiny_models import CONFIGS, VOCABULARY, logprobs
+
+LOSS = clipped_loss(0.2, 0.28)
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOWED: dict[str, Any] = {
+    "qwen3": Qwen3Config(**_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, head_dim=16),
+    "gemma3": Gemma3TextConfig(
+        **_SIZES, head_dim=16, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+SCALED = Gemma3TextConfig(**_SIZES, head_dim=16, final_logit_softcapping=3.0, layer_types=["full_attention"] * 2)
+CONVOLUTION = Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"])
+
+
+def write(config: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def policy(model: Path, **settings: Any) -> TorchPolicy:
+    made = TorchPolicy(OptimizerSpec(lr=1e-3), temperature=1.0, dtype="float32", device="cpu", **settings)
+    made.load_hf(model)
+    return made
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+def test_attention_of_packed_rows_equals_a_mask(window: int) -> None:
+    torch.manual_seed(0)
+    boundaries = [0, 1, 8, 14, 27]  # the second and third row are computed by one call
+    query, key, value = (torch.randn(27, n, 8, requires_grad=True) for n in (4, 2, 2))
+    at = torch.arange(27)
+    row = torch.bucketize(at, torch.tensor(boundaries[1:]), right=True)
+    mask = (row[:, None] == row) & (at[:, None] >= at) & (at[:, None] - at < (window or 27))
+    q, k, v = (part.transpose(0, 1) for part in (query, key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    expected = expected.transpose(0, 1)
+    packed = attention(query, key, value, torch.tensor(boundaries, dtype=torch.int32), 13, None, window)
+    torch.testing.assert_close(packed, expected)
+    upstream = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(packed, (query, key, value), upstream),
+        torch.autograd.grad(expected, (query, key, value), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", sorted(WINDOWED))
+def test_sliding_window_is_kept_within_packed_rows(tmp_path: Path, family: str) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(write(WINDOWED[family], tmp_path), attn_implementation="eager")
+    batch = rows(6)
+    assert max(row.n_tokens for row in batch) > 2 * 5
+    for row, column in zip(batch, policy(tmp_path).logprobs([batch]), strict=True):
+        expected = logprobs(model.eval(), ints(row.prompt), ints(row.completion))
+        assert floats(column) == pytest.approx(expected, abs=2e-5)
+
+
+def test_only_models_without_recurrent_layers_are_packed() -> None:
+    assert all(packs_rows(config) for config in (*CONFIGS.values(), *WINDOWED.values()))
+    assert not packs_rows(CONVOLUTION)
+
+
+def test_rows_of_a_model_with_convolutions_are_computed_one_by_one(tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(write(CONVOLUTION, tmp_path)).eval()
+    batch = rows(4)
+    ours = policy(tmp_path)
+    for row, column in zip(batch, ours.logprobs([batch]), strict=True):
+        assert floats(column) == pytest.approx(logprobs(model, ints(row.prompt), ints(row.completion)), abs=2e-5)
+    ours.accumulate([batch], LOSS)
+    assert ours.step(1e-3) > 0
+
+
+@pytest.mark.parametrize("family", [*sorted(CONFIGS), "scaled"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_logits_in_chunks_change_no_gradient(tmp_path: Path, family: str, recomputes: bool) -> None:
+    """Including a family that scales and caps its logits after the head."""
+    model = write(SCALED if family == "scaled" else CONFIGS[family], tmp_path)
+    batch = rows(5)
+    found = []
+    for max_logits in (1, 7 * VOCABULARY, 1 << 20):
+        ours = policy(model, activation_checkpointing=recomputes and family != "gpt2")
+        ours._model.forward = ours._forward._forward
+        forward = LogprobPass(
+            ours._model, temperature=0.7, dtype=torch.float32, device=torch.device("cpu"), max_logits=max_logits
+        )
+        logprobs = forward(batch)
+        logprobs.square().sum().backward()
+        found.append([logprobs.detach(), *(p.grad for p in ours._model.parameters() if p.grad is not None)])
+    for chunked in found[:2]:
+        for ours_, whole in zip(chunked, found[2], strict=True):
+            torch.testing.assert_close(ours_, whole, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_critic_of_packed_rows_trains_as_row_by_row(tmp_path: Path, recomputes: bool) -> None:
+    model = write(CONFIGS["qwen3-moe"], tmp_path)
+    batch = rows(5)
+    gradients = []
+    for batches in ([batch], [[row] for row in batch]):
+        critic = policy(model, critic=CriticSpec(), activation_checkpointing=recomputes)._critic
+        assert critic is not None
+        with torch.no_grad():
+            critic._weight.copy_(torch.linspace(-1, 1, len(critic._weight)))
+        for part in batches:
+            critic._forward(part).square().sum().backward()
+        gradients.append([tensor.grad for tensor in critic.trained.values() if tensor.grad is not None])
+    for packed, single in zip(*gradients, strict=True):
+        torch.testing.assert_close(packed, single, atol=1e-3, rtol=1e-4)

@@ -1,0 +1,102 @@
+"""Kinds of models that vLLM serves on a CPU, before and after an update, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402 - only where torch is
+from transformers import Qwen3MoeConfig  # noqa: E402
+
+from rlboost.services.rollout_worker.domain.parity import judge  # noqa: E402 - only where torch is
+from rlboost.services.trainer.domain.parity import build_probe, build_reference  # noqa: E402
+from rlboost.shared.columns import F32, pack  # noqa: E402
+from rlboost.shared.errors import ConfigError  # noqa: E402
+from rlboost.shared.model.parity import ParityReference  # noqa: E402
+from tests.support import tiny_models, vllm_engines  # noqa: E402
+from tests.support.engines import request, run  # noqa: E402
+from tests.support.staged_weights import Staged  # noqa: E402
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves its own open
+]
+
+_LIMITS: dict[str, Any] = {
+    "vocab_size": tiny_models.VOCABULARY,
+    "max_position_embeddings": tiny_models.MAX_LEN,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MIXTURE = Qwen3MoeConfig(
+    **_LIMITS,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    moe_intermediate_size=64,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    vllm_engines.require()
+    yield
+    vllm_engines.end_shared()
+
+
+def checkpoint(model: Any) -> list[tuple[str, Any]]:
+    """Return the tensors under the names of a checkpoint, which has each expert by itself."""
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return list(load_file(Path(directory, "model.safetensors")).items())
+
+
+async def test_mixture_of_experts_takes_new_weights() -> None:
+    old, new = (tiny_models.make(MIXTURE, seed) for seed in (1, 2))
+    engine = vllm_engines.build(MIXTURE, slots=4)
+    for version, model in enumerate((old, new)):
+        await engine.load_weights(version, Staged(checkpoint(model)))
+        for made in await run(engine, [request(10 * version + n, max_tokens=20) for n in range(4)]):
+            expected = tiny_models.logprobs(model, [3, 1, 4], made.tokens)
+            assert made.logprobs == pytest.approx(expected, abs=5e-5)
+    await engine.close()
+
+
+def reference(model: Any) -> ParityReference:
+    probe = build_probe(tiny_models.VOCABULARY, temperature=1.0, dtype="bfloat16")
+    return build_reference(probe, [pack(tiny_models.logprobs(model, *row), F32) for row in probe.rows])
+
+
+async def test_engine_quantizes_the_weights_of_each_version() -> None:
+    config = vllm_engines.config(tied=False)
+    models = [tiny_models.make(config, seed) for seed in (1, 2)]
+    weights = [[(name, tensor.bfloat16()) for name, tensor in tiny_models.weights(model)] for model in models]
+    engine = vllm_engines.build(config, slots=4, dtype="bfloat16", vllm_args={"quantization": "fp8_per_channel"})
+    scores = []
+    for version, which in enumerate((0, 1, 0)):
+        await engine.load_weights(version, Staged(weights[which]))
+        await engine.suspend()
+        probe = [(row.prompt, row.completion) for row in reference(models[which]).rows]
+        scores.append(await engine.score(probe, 1.0))
+        for other in (0, 1):
+            verdict = judge(reference(models[other]), scores[-1], precision="quantized")
+            assert verdict.agrees is (other == which), verdict
+        await engine.resume()
+    assert scores[2] == scores[0], "nothing of the version between them is left"
+    with pytest.raises(ConfigError, match=r"lacks 1 weights of the model, such as lm_head\.weight"):
+        await engine.load_weights(3, Staged([item for item in weights[0] if item[0] != "lm_head.weight"]))
+    await engine.close()

@@ -1,0 +1,34 @@
+"""The class of a load's error survives vLLM, which passes on only its message."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import marked, unmarked
+from rlboost.shared.errors import ConfigError, Corrupt, Fatal, NotFound
+
+
+class OutOfMemory(RuntimeError):
+    """As torch derives its own."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "text"),
+    [
+        (ConfigError("too wide"), ConfigError, "too wide"),
+        (Corrupt("bad bytes"), Corrupt, "bad bytes"),
+        (NotFound("no chunk"), Corrupt, "no chunk"),
+        (KeyError("layers.9"), ConfigError, "KeyError: 'layers.9'"),
+        (RuntimeError("shape [2]\nis not [3]"), ConfigError, "RuntimeError: shape [2]\nis not [3]"),
+        (OutOfMemory("device"), Fatal, "OutOfMemory: device"),
+        (OSError("I/O error"), Fatal, "OSError: I/O error"),
+    ],
+)
+def test_wrapped_load_error_keeps_its_class(raised: Exception, kind: type[Fatal], text: str) -> None:
+    found = unmarked(Exception(f"Worker failed with error '{marked(raised)}', please check the stack trace above"))
+    assert type(found) is kind
+    assert str(found) == text
+
+
+def test_unmarked_error_is_no_wrong_configuration() -> None:
+    assert type(unmarked(Exception("EngineCore: timed out"))) is Fatal
