@@ -63,12 +63,14 @@ def write(directory: Path, family: str) -> Path:
 def policy(
     optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
 ) -> Iterator[RanksPolicy]:
-    """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`, `aggregation`, `replayed`.
+    """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`, `aggregation`, `replayed`,
+    `folder`.
 
     On CPUs megatron-core needs `tests.support.megatron_cpu`, which the ranks get by their environment.
     """
     reference = settings.pop("reference", False)
     aggregation, replayed = settings.pop("aggregation", "token_mean"), settings.pop("replayed", None)
+    folder = settings.pop("folder", None)
     spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
     kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
     made = kind(
@@ -79,6 +81,7 @@ def policy(
         reference=reference,
         aggregation=aggregation,
         replayed=replayed,
+        folder=folder,
     )
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
