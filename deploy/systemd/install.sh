@@ -8,7 +8,7 @@
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-"$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' || {
+"$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' || {
     echo "install.sh: $python is not Python 3.11 or newer with venv: install one, and name it in PYTHON" >&2
     exit 1
 }
