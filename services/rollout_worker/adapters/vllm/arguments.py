@@ -83,7 +83,9 @@ def check_arguments(names: Iterable[str]) -> None:
 
 def engine_args(directory: Path, options: VllmOptions) -> AsyncEngineArgs:
     """Return the arguments of an engine whose model is in a directory."""
-    return AsyncEngineArgs(**_own_arguments(directory, options), **_corrections(directory, options) | options.vllm_args)
+    return AsyncEngineArgs(
+        **_own_arguments(directory, options), **{**_corrections(directory, options), **options.vllm_args}
+    )
 
 
 def _corrections(directory: Path, options: VllmOptions) -> dict[str, Any]:
