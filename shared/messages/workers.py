@@ -193,7 +193,9 @@ class WorkerHeartbeat(Message):
     waiting: Wait | None = None
     """Its oldest wait."""
     batch: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
-    """Mean number of samples in a decode step since an earlier heartbeat; 0 if too few steps were measured since."""
+    """Mean number of samples in a decode step since an earlier heartbeat; 0 if too few steps were measured since.
+
+    The manager ignores it unless it is from 1 to the worker's slots."""
     step_s: Seconds = 0.0
     """Mean duration of these decode steps."""
     standstill_s: Seconds = 0.0

@@ -20,8 +20,8 @@ Serving = tuple[str, int]
 
 DISTURBED_S = 2.0
 """How long the prefill of migrated samples shows in a worker's measured throughput."""
-LEAST_STEP_S = 1e-6
-"""No engine is faster: a report of less is wrong."""
+MIN_STEP_S, MAX_STEP_S = 1e-6, 1e4
+"""No engine's decode step takes less or more: such a report is wrong."""
 MAX_REFUTED = 3
 """A worker is drained after it sent invalid tokens for this many samples that another worker then completed."""
 GONE_RETAINED = 200
@@ -200,7 +200,8 @@ class Worker:
     def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:
         self._last_running = heartbeat.running
         batch, step_s = heartbeat.batch, heartbeat.step_s
-        if batch and step_s > LEAST_STEP_S and heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S:
+        is_possible = 1.0 <= batch <= self.joined.slots and MIN_STEP_S < step_s < MAX_STEP_S
+        if is_possible and heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S:
             tokens_per_s, tokens = batch / step_s, batch * self._tokens_each
             if self.profile.known:
                 self.speed = speed_after(self.speed, self.profile.tokens_per_s(batch, tokens), tokens_per_s)
