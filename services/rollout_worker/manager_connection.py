@@ -139,7 +139,7 @@ class ManagerConnection:
         self._identity = identity
         self._lease_s = lease_s
         self._waits = waits
-        self._throughput, self._decode = Throughput(), DecodeMeter()
+        self._throughput, self._decode = Throughput(), DecodeMeter(identity.slots)
         self._flush_lock = asyncio.Lock()
         self._heartbeat_lock = asyncio.Lock()
         self._left = self._has_joined = False
@@ -188,7 +188,8 @@ class ManagerConnection:
         async with self._flush_lock:
             began, incarnation = time.monotonic(), self.incarnation
             emissions = self._generator.drain()
-            self._decode.on_flush(emissions, self._generator.stats().running, began)
+            running = 0 if self._generator.is_paused else self._generator.stats().running
+            self._decode.on_flush(emissions, running, began)
             if emissions:
                 incarnation.session.on_emissions(emissions)
                 incarnation.outbox.add(emissions)

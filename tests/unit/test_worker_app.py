@@ -528,6 +528,23 @@ async def test_dismissed_worker_rejoins_and_is_ready_without_a_pull(rig: Rig) ->
     assert len(made[1, 1].tokens) == length
 
 
+async def test_pause_of_the_engine_is_in_no_measured_decode_step(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
+    await rig.manager.until_made((1, 1), tokens=50)
+    await rig.generator.pause("suspended")
+    n_before = len(await rig.manager.heard(WorkerHeartbeat, worker))
+    await asyncio.sleep(0.6)
+    await rig.generator.resume("suspended")
+
+    async def measured() -> list[float]:
+        beats = await rig.manager.heard(WorkerHeartbeat, worker)
+        return [beat.step_s for beat in beats[n_before:] if beat.step_s]
+
+    await eventually(measured)
+    assert max(await measured()) < 0.005, "a step of this engine takes 1 ms"
+
+
 async def test_worker_dismissed_while_suspended_generates_after_rejoining(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, Suspend(step=0))
