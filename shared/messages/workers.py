@@ -21,6 +21,7 @@ from rlboost.shared.messages.fields import (
 )
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
+from rlboost.shared.protocol import UNNUMBERED_WORKER
 
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
 InFlight = Literal["recompute", "keep", "finish"]
@@ -137,8 +138,8 @@ class WorkerJoined(Message):
     """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
     startup_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     """Age of the worker's process; 0 when it joins again, since this time is charged once."""
-    protocol: Count = 3
-    """The worker's `shared.protocol`; 3 of releases that did not say it."""
+    protocol: Count = UNNUMBERED_WORKER
+    """The worker's `shared.protocol`."""
 
 
 def public_wait(for_: str, because: str, since: float, limit_s: float | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availab
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.throughput_model import Profile, speed_after
 from rlboost.shared.messages import Wait, WorkerHeartbeat, WorkerJoined
+from rlboost.shared.protocol import PROTOCOL
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
 Serving = tuple[str, int]
@@ -249,6 +250,8 @@ class Fleet:
         """For workers of a kind without a profile: the most observed profile of another kind."""
         self.distrusted: list[Worker] = []
         """Workers that other workers have refuted too often, to be rejected."""
+        self.incompatible: list[Worker] = []
+        """Workers with another protocol, which an earlier manager had, to be dismissed."""
         self.lifetimes: dict[str, Lifetimes] = defaultdict(Lifetimes)
         """By kind."""
         self.revision = 0
@@ -262,6 +265,8 @@ class Fleet:
         profile = self.profiles.setdefault(joined.kind, Profile())
         worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch_cap=joined.slots)
         self.revision += 1
+        if joined.protocol != PROTOCOL:
+            self.incompatible.append(worker)
         return worker
 
     def on_heartbeat(self, worker: Worker, heartbeat: WorkerHeartbeat, now: float) -> State | None:
