@@ -65,7 +65,7 @@ def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, 
     """Return the run's reserved engines and a kind of worker as they were measured.
 
     A weight update takes the measured times, whatever its bytes: the download, in which an engine goes on generating,
-    and the standstill after it. All engines have the throughput of `kind`.
+    and the pause after it. All engines have the throughput of `kind`.
 
     Raises:
         ConfigError: a price is missing.
@@ -88,8 +88,8 @@ def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, 
         weights_bytes=0.0,
         instance_bytes_per_s=1.0,
         store_bytes_per_s=1.0,
-        pull_latency_s=max(0.0, kind.update_s - kind.standstill_s),
-        load_s=kind.standstill_s,
+        pull_latency_s=max(0.0, kind.update_s - kind.update_pause_s),
+        load_s=kind.update_pause_s,
         reserved_load_s=max((engine.update_s for engine in reserved), default=0.0),
         switch_s=0.0,
         startup_s=startup_s,

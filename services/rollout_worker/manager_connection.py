@@ -145,7 +145,7 @@ class ManagerConnection:
         self._left = self._has_joined = False
         self.flush_times = FlushTimes()
         self.tokens_per_s = 0.0
-        self.update_s = self.standstill_s = 0.0
+        self.update_s = self.update_pause_s = 0.0
         """How long the last weight update took; 0 before the first."""
         self.memory = Memory()
         self.incarnation = _new_incarnation(membership, None)
@@ -236,7 +236,7 @@ class ManagerConnection:
                 waiting=self._oldest_wait(),
                 batch=batch,
                 step_s=step_s,
-                standstill_s=self.standstill_s,
+                update_pause_s=self.update_pause_s,
                 **self._generator.kv,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)

@@ -138,7 +138,7 @@ class WeightUpdates:
 
         async def served() -> list[Effect]:
             done = time.monotonic()
-            self._connection.update_s, self._connection.standstill_s = done - began, done - pulled
+            self._connection.update_s, self._connection.update_pause_s = done - began, done - pulled
             effects = session.on_weights_loaded(weights)
             await self._generator.resume("loading")
             return effects

@@ -199,7 +199,7 @@ class WorkerHeartbeat(Message):
     The manager ignores it unless it is from 1 to the worker's slots."""
     step_s: Seconds = 0.0
     """Mean duration of these decode steps."""
-    standstill_s: Seconds = 0.0
+    update_pause_s: Seconds = 0.0
     """Part of `update_s` in which the engine could not generate: after the download."""
 
 

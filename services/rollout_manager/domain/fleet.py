@@ -56,7 +56,7 @@ class Worker:
     tokens_per_s: float = 0.0
     update_s: float = 0.0
     """How long its last weight update took; 0 before the first."""
-    standstill_s: float = 0.0
+    update_pause_s: float = 0.0
     """Part of it in which the engine could not generate."""
     last_heartbeat_at: float = 0.0
     """Worker's clock, Unix seconds."""
@@ -187,7 +187,7 @@ class Worker:
         before = self.state
         self.last_seen_at, self.known, self.last_heartbeat_at = now, True, heartbeat.at
         self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
-        self.update_s, self.standstill_s = heartbeat.update_s, heartbeat.standstill_s
+        self.update_s, self.update_pause_s = heartbeat.update_s, heartbeat.update_pause_s
         self.resident_bytes = heartbeat.resident_bytes
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens

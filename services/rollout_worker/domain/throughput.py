@@ -65,14 +65,16 @@ class DecodeMeter:
             version = max(version, emission.version)
         total = tokens.total()
         if total and running and self._since is not None and version == self._version:
-            self._seconds += now - self._since
-            self._steps += max(*tokens.values(), total / self._slots)
-            self._tokens += total
+            self.add(now - self._since, max(*tokens.values(), total / self._slots), total)
         if not running:
             self._since = None
         elif total:
             self._since = now
         self._version = version
+
+    def add(self, seconds: float, steps: float, tokens: float) -> None:
+        """Count time in which the engine generated throughout."""
+        self._seconds, self._steps, self._tokens = self._seconds + seconds, self._steps + steps, self._tokens + tokens
 
     def take(self) -> tuple[float, float]:
         """Return mean batch and mean duration in seconds of the steps since the last result.
