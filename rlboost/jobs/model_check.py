@@ -51,6 +51,8 @@ def model_problems(spec: JobSpec) -> list[str]:
     ]
     if spec.trainer.router_aux_loss_coef:
         checks.append(lambda: require_mixture(model, "trainer.router_aux_loss_coef"))
+    if spec.trainer.expert_parallel > 1:
+        checks.append(lambda: require_mixture(model, "trainer.expert_parallel"))
     if spec.trainer.router_replay != "none":
         checks.append(lambda: require_replayable(model, spec.sampling.max_tokens))
     if spec.trainer.context_parallel > 1:

@@ -74,6 +74,9 @@ class TrainerSpec(Section):
     context_parallel: int = Field(1, ge=1)
     """Processes that the tokens of each micro-batch are divided over, long samples included (Ulysses, arXiv
     2309.14509); divides the attention heads; only `torch`, where it also multiplies FSDP2's shards."""
+    expert_parallel: int = Field(1, ge=1)
+    """Neighboring replicas that the experts of a mixture are divided over; divides `data_parallel` and the number of
+    experts; only `megatron`."""
     nodes: int = Field(1, ge=1)
     """Machines that the processes are divided over, each started by `rlboost trainer join`; 1: the trainer's own."""
     min_nodes: int = Field(0, ge=0)
@@ -105,7 +108,7 @@ class TrainerSpec(Section):
 
     @model_validator(mode="after")
     def _applies(self) -> Self:
-        parallel = [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(self, name) > 1]
+        parallel = [name for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel") if getattr(self, name) > 1]
         parallel += [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(self, name)]
         if self.backend == "torch" and parallel:
             raise ValueError(
@@ -122,6 +125,11 @@ class TrainerSpec(Section):
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == 1:
             raise ValueError("distributed_optimizer is for data_parallel above 1: raise that, or remove it")
+        if self.data_parallel % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel is {self.expert_parallel}, which does not divide data_parallel, which is "
+                f"{self.data_parallel}: experts are divided over replicas; change one of them"
+            )
         if self.n_ranks % self.nodes:
             raise ValueError(
                 f"nodes is {self.nodes}, which does not divide the {self.n_ranks} processes of tensor_parallel x "
@@ -133,6 +141,11 @@ class TrainerSpec(Section):
             raise ValueError(
                 f"min_nodes below nodes needs whole replicas on each machine, but nodes is {self.nodes} and "
                 f"data_parallel {self.data_parallel}: make that a multiple of nodes, or remove min_nodes"
+            )
+        if self.fewest_nodes < self.nodes and (n := self.data_parallel // self.nodes) % self.expert_parallel:
+            raise ValueError(
+                f"min_nodes below nodes needs all experts on each machine, but expert_parallel is "
+                f"{self.expert_parallel} and a machine has {n} replicas: lower it to a divisor, or remove min_nodes"
             )
         return self
 

@@ -31,6 +31,8 @@ _RULES = tuple(
         (r"""(['"])torch\.cuda\.(Float|Half|BFloat16)Tensor\1""", r"'torch.\2Tensor'"),
         (r"\.cuda\((?:torch\.device\(\"cpu\"\)|non_blocking=True)?\)", ".cpu()"),
         (r"torch\.cuda\.(?:synchronize|empty_cache)\(\)", "None"),
+        (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
+        (r"tensor\.record_stream\(torch\.cuda\.current_stream\(\)\)", "None"),
         (r"torch\.cuda\.(Stream|stream|current_stream)\(", r"torch.cpu.\1("),
         (r"self\.cuda_dtoh_stream\.record_event\(\)", "torch.cpu.Event()"),
         (r"torch\.cuda\.(get_rng_state|set_rng_state|manual_seed)\(", r"torch.\1("),

@@ -11,14 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
-from rlboost.services.trainer.adapters.ranks.packed import Balancing, LossGradientFn, PackedBatch, unpack_rows
+from rlboost.services.trainer.adapters.ranks.packed import (
+    DUMMY_ROWS,
+    Balancing,
+    LossGradientFn,
+    PackedBatch,
+    unpack_rows,
+)
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.domain import sums
 from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import I32, pack
-
-_DUMMY = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
 
 
 class FsdpForwardBackward:
@@ -69,4 +72,4 @@ class FsdpForwardBackward:
         most = torch.tensor(len(batches), device=self._device)
         distributed.all_reduce(most, distributed.ReduceOp.MAX)
         own: list[Sequence[TrainingRow]] = [unpack_rows(batch) for batch in batches]
-        return own + [_DUMMY] * (int(most) - len(own))
+        return own + [DUMMY_ROWS] * (int(most) - len(own))

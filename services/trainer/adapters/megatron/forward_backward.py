@@ -1,7 +1,8 @@
 """Forward and backward over packed micro-batches, run by megatron-core's schedules.
 
 Rows are concatenated without padding, each a sequence of its own. The caller computes the loss and returns its gradient
-with respect to the log-probabilities.
+with respect to the log-probabilities. With expert parallelism each layer exchanges tokens with the ranks that have the
+other experts, so these ranks make the same number of passes: one with fewer micro-batches adds passes of a dummy row.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from torch import Tensor, distributed
 from rlboost.services.trainer.adapters.megatron.model import MegatronModel
 from rlboost.services.trainer.adapters.megatron.routing import Routers
 from rlboost.services.trainer.adapters.ranks.packed import (
+    DUMMY_ROWS,
     NO_BALANCING,
     Balancing,
     LossGradientFn,
     PackedBatch,
+    pack_rows,
     unpack_rows,
 )
 from rlboost.services.trainer.adapters.torch.batch import Packed, packed
+
+_DUMMY = pack_rows(DUMMY_ROWS)
 
 
 class PipelineForwardBackward:
@@ -52,14 +57,14 @@ class PipelineForwardBackward:
 
         with torch.no_grad():
             self._run(batches, collect, forward_only=True)
-        return columns
+        return columns[: len(batches)]
 
     def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> dict[str, float]:
         """Run forward and backward, adding to the gradients; return sums about the routers of experts."""
 
         def loss(index: int, logprobs: Tensor) -> Tensor:
-            gradient = torch.empty_like(logprobs)
-            if self._is_first_of_tensor:
+            gradient = torch.zeros_like(logprobs)
+            if self._is_first_of_tensor and index < len(batches):
                 gradient.copy_(loss_gradient(index, logprobs.detach()))
             source = parallel_state.get_tensor_model_parallel_src_rank()
             distributed.broadcast(gradient, source, group=parallel_state.get_tensor_model_parallel_group())
@@ -73,6 +78,7 @@ class PipelineForwardBackward:
     def _run(
         self, batches: Sequence[PackedBatch], loss: Callable[[int, Tensor], Tensor], *, forward_only: bool
     ) -> None:
+        batches = [*batches, *[_DUMMY] * self._n_dummies(len(batches))]
         if not batches:
             return
         step = partial(self._forward, loss=loss)
@@ -86,12 +92,22 @@ class PipelineForwardBackward:
             forward_only=forward_only,
         )
 
+    def _n_dummies(self, n_batches: int) -> int:
+        """Return how many passes more another rank makes that has experts for this one's tokens."""
+        if self._model.config.expert_model_parallel_size == 1:
+            return 0
+        most = torch.tensor(n_batches, device=_device())
+        distributed.all_reduce(
+            most, distributed.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group()
+        )
+        return int(most) - n_batches
+
     def _forward(
         self, batches: Iterator[tuple[int, PackedBatch]], chunk: Any, *, loss: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
         index, batch = next(batches)
         rows = _packed(batch, self._model.config)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        device = _device()
         ids, at, cu_seqlens = (torch.from_numpy(part).to(device) for part in (rows.ids, rows.predicts, rows.boundaries))
         longest = int(np.diff(rows.boundaries).max())
         parameters = PackedSeqParams(
@@ -101,7 +117,7 @@ class PipelineForwardBackward:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        self._routers.set_loss_factor(self._balancing.factor(batch) / len(rows.ids))
+        self._routers.set_loss_factor(None if batch is _DUMMY else self._balancing.factor(batch) / len(rows.ids))
         output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=parameters)
 
         def loss_of_logits(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -119,6 +135,10 @@ class PipelineForwardBackward:
         # `clone`: the function overwrites its input.
         entropy: Tensor = vocab_parallel_cross_entropy(selected[:, None].clone(), ids[at + 1][:, None])
         return -entropy[:, 0]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _packed(batch: PackedBatch, config: Any) -> Packed:

@@ -123,7 +123,7 @@ class TrainedMegatronModel(MegatronModel):
 
     def gradients(self) -> list[Tensor]:
         """Return the flat gradient buffers, which exist for as long as the model."""
-        return [buffer.grad_data for buffer in self.chunk.buffers]
+        return [buffer.grad_data for buffer in (*self.chunk.buffers, *self.chunk.expert_parallel_buffers)]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -155,6 +155,7 @@ def _config(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=True,
         calculate_per_token_loss=True,

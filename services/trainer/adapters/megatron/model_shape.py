@@ -95,6 +95,7 @@ def require_divisible(shape: ModelShape, layout: Layout) -> None:
         ("tensor_parallel", layout.tensor, "key and value heads", shape.n_kv_heads),
         ("tensor_parallel", layout.tensor, "MLP rows", shape.intermediate),
         ("pipeline_parallel", layout.pipeline, "layers", shape.n_layers),
+        ("expert_parallel", layout.expert, "experts", shape.n_experts),
     )
     for setting, n, what, total in divisions:
         if total % n:

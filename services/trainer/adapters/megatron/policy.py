@@ -1,4 +1,4 @@
-"""A policy trained with megatron-core: tensor, pipeline and data parallelism, distributed optimizer."""
+"""A policy trained with megatron-core: tensor, pipeline, data and expert parallelism, distributed optimizer."""
 
 from __future__ import annotations
 

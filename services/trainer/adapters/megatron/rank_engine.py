@@ -22,7 +22,9 @@ class MegatronRank(RankEngine):
     """`RankEngine` on megatron-core, which needs CUDA."""
 
     def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
-        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+        parallel_state.initialize_model_parallel(
+            layout.tensor, layout.pipeline, expert_model_parallel_size=layout.expert
+        )
         _seed()
         coordinates = Coordinates.of(rank, layout)
         found = Coordinates(
@@ -31,6 +33,8 @@ class MegatronRank(RankEngine):
             parallel_state.get_data_parallel_rank(),
         )
         assert found == coordinates, f"megatron-core put rank {rank} at {found}, expected {coordinates}"
+        expert, expected = parallel_state.get_expert_model_parallel_rank(), coordinates.expert(layout)
+        assert expert == expected, f"megatron-core gave rank {rank} part {expert} of the experts, expected {expected}"
         return coordinates
 
     def _build(self, model: dict[str, Any]) -> Trainable:
@@ -56,11 +60,9 @@ class MegatronRank(RankEngine):
 
     @property
     def _part_number(self) -> int | None:
-        return (
-            None
-            if self._coordinates.data
-            else self._coordinates.tensor + self._layout.tensor * self._coordinates.pipeline
-        )
+        layout, (tensor, pipeline, data, _) = self._layout, self._coordinates
+        # The first data-parallel rank, and those with the other experts.
+        return None if data >= layout.expert else tensor + layout.tensor * (data + layout.expert * pipeline)
 
     @property
     def _has_logprobs(self) -> bool:

@@ -23,16 +23,22 @@ class Routers:
         """Register a hook on each router of `chunk`."""
         self._routers: list[Any] = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
         self._totals: dict[str, float] | None = None
-        self._factors: deque[float] = deque()
-        """The factor of the load-balancing loss of each pass with gradients through a router to come."""
+        self._factors: deque[float | None] = deque()
+        """The factor of the load-balancing loss of each pass with gradients through a router to come; None: a pass of
+        dummy tokens."""
+        self._counts = True
+        """False during a pass of dummy tokens."""
         for router in self._routers:
             router.register_forward_pre_hook(self._set_coefficient)
             router.register_forward_hook(self._observe)
             # megatron-core computes the loss in training mode only; the rest of the model stays in evaluation mode.
             router.training = router.config.moe_router_load_balancing_type == "aux_loss"
 
-    def set_loss_factor(self, factor: float) -> None:
-        """Set the factor of the load-balancing loss per token of the next micro-batch, at the scale of transformers."""
+    def set_loss_factor(self, factor: float | None) -> None:
+        """Set the factor of the load-balancing loss per token of the next micro-batch, at the scale of transformers.
+
+        None leaves a micro-batch of dummy tokens out of loss and sums.
+        """
         if self._totals is not None:
             self._factors.extend([factor] * len(self._routers))
 
@@ -52,10 +58,12 @@ class Routers:
             return
         # megatron-core sums over layers, divides by the experts per token, and multiplies by this rank's tokens.
         config, tensor = router.config, parallel_state.get_tensor_model_parallel_world_size()
-        config.moe_aux_loss_coeff = self._factors.popleft() * config.moe_router_topk / config.num_layers * tensor
+        factor = self._factors.popleft()
+        self._counts = factor is not None
+        config.moe_aux_loss_coeff = (factor or 0.0) * config.moe_router_topk / config.num_layers * tensor
 
     def _observe(self, router: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        if self._totals is None or not torch.is_grad_enabled():
+        if self._totals is None or not self._counts or not torch.is_grad_enabled():
             return
         with torch.no_grad():
             logits = router.gating(inputs[0]).flatten(0, -2).float()

@@ -2,7 +2,7 @@
 
 Queries, keys and values are one matrix, grouped by key head; so are gate and up projection, also of each expert. Every
 other parameter is one tensor under another name. Matrices are sharded along their first dimension, or their second if
-the input is sharded. So each rank's shard is a rectangular slice, and ranks publish without communicating.
+the input is sharded; whole experts are sharded over data-parallel ranks. So each rank's shard is a rectangular slice, and ranks publish without communicating.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _TOP = {
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
 _GATE_UP = "linear_fc1.weight"
-_MLP = re.compile(r"mlp\.(?:experts\.local_(experts\.\d+\.))?(linear_fc[12]\.weight)")
+_MLP = re.compile(r"mlp\.(?:experts\.local_experts\.(\d+)\.)?(linear_fc[12]\.weight)")
+_EXPERT = ".mlp.experts."
 _PROJECTION = "self_attention.linear_proj.weight"
 _ROUTER = "mlp.router.weight"
 _RENAMED = {
@@ -48,10 +49,15 @@ class MegatronWeightMap:
         self._n, self._rank = layout.tensor, coordinates.tensor
         self._head_is_copy = shape.tied and layout.pipeline > 1 and coordinates.pipeline == layout.pipeline - 1
         self._first_layer = shape.n_layers // layout.pipeline * coordinates.pipeline
+        self._first_expert = shape.n_experts // layout.expert * coordinates.expert(layout)
+        self._is_first_replica = coordinates.data == 0
+        self._is_first_with_experts = coordinates.data < layout.expert
 
     def owns(self, name: str) -> bool:
         """Return True if this rank exports the parameter; of several ranks with the same slices one does."""
         if name == "output_layer.weight" and self._head_is_copy:
+            return False
+        if not (self._is_first_with_experts if _EXPERT in name else self._is_first_replica):
             return False
         return self._rank == 0 or any(s.local_shape != s.global_shape for s in self.slices(name))
 
@@ -69,7 +75,8 @@ class MegatronWeightMap:
                 for part, n in heads.items()
             ]
         if match := _MLP.fullmatch(inner):
-            return self._mlp(f"{prefix}mlp.{match[1] or ''}", match[2])
+            expert = f"experts.{int(match[1]) + self._first_expert}." if match[1] else ""
+            return self._mlp(f"{prefix}mlp.{expert}", match[2])
         return [self._renamed(prefix, inner)]
 
     def split(self, name: str, value: Tensor) -> list[Tensor]:

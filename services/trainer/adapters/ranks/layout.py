@@ -1,4 +1,4 @@
-"""How a job's ranks split the work: tensor, pipeline, context and data parallelism."""
+"""How a job's ranks split the work: tensor, pipeline, context, data and expert parallelism."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Layout(NamedTuple):
     sequence_parallel: bool
     distributed_optimizer: bool
     context: int = 1
+    expert: int = 1
+    """Neighboring data-parallel ranks that each hold a part of every layer's experts; divides `data`."""
 
     @classmethod
     def of(cls, spec: TrainerSpec) -> Layout:
@@ -28,6 +30,7 @@ class Layout(NamedTuple):
             spec.sequence_parallel,
             spec.distributed_optimizer,
             spec.context_parallel,
+            spec.expert_parallel,
         )
 
     @property
@@ -51,6 +54,10 @@ class Coordinates(NamedTuple):
         outer, context = divmod(outer, layout.context)
         pipeline, data = divmod(outer, layout.data)
         return cls(tensor, pipeline, data, context)
+
+    def expert(self, layout: Layout) -> int:
+        """Return which part of every layer's experts the rank holds."""
+        return self.data % layout.expert
 
 
 def require_divisible_heads(n_heads: int, context: int) -> None:

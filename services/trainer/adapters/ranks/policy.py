@@ -142,6 +142,8 @@ class RanksPolicy(ABC):
         self._layout = self._launcher.layout
         if self._router_aux_loss_coef:
             require_mixture(source, "trainer.router_aux_loss_coef")
+        if self._layout.expert > 1:
+            require_mixture(source, "trainer.expert_parallel")
         try:
             model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))
         except (OSError, ValueError, KeyError) as error:

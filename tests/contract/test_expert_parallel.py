@@ -1,0 +1,80 @@
+"""Experts divided over the data-parallel ranks of megatron-core, compared with the torch backend in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
+from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.shared.columns import F32, unpack
+from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.model.experts import split_experts
+from tests.contract.test_megatron_policy import assert_close, assert_trained_equally, gradient_of, moment, values
+from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
+from tests.support import rank_policies
+
+pytestmark = pytest.mark.timeout(600)
+
+RATE, CLIP = 1e-3, 0.7
+OPTIMIZER = OptimizerSpec(lr=RATE, weight_decay=0.1, grad_clip=CLIP)
+LOSS = clipped_loss(0.2, 0.28)
+BATCHES = [rows(6, seed=1), with_loss_mask(rows(3, seed=2)), rows(1, seed=3)]
+"""The last has a row for one rank only; those with its experts compute a dummy."""
+N_LAYERS = rank_policies.MODELS["qwen3-moe"].num_hidden_layers
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"data_parallel": 2, "expert_parallel": 2},
+    "ep2 x dp2": {"data_parallel": 4, "expert_parallel": 2, "distributed_optimizer": True},
+    "ep2 x tp2": {"data_parallel": 2, "expert_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    "ep2 x pp2": {"data_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2, "distributed_optimizer": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rank_policies.write(tmp_path_factory.mktemp("models") / "qwen3-moe", "qwen3-moe")
+
+
+def torch_policy(model: Path) -> TorchPolicy:
+    policy = TorchPolicy(OPTIMIZER, temperature=1.0, dtype="float32", device="cpu")
+    policy.load_hf(model)
+    return policy
+
+
+def logprobs(policy: PolicyEngine) -> Any:
+    return np.concatenate([unpack(column, F32) for column in policy.logprobs(BATCHES)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_steps_with_divided_experts_match_one_process(model: Path, layout: str, tmp_path: Path) -> None:
+    one = torch_policy(model)
+    with rank_policies.policy(OPTIMIZER, **LAYOUTS[layout]) as many:
+        many.load_hf(model)
+        assert_close(values(many), values(one), 0)
+        np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
+        for step in range(2):
+            sums = one.accumulate(BATCHES, LOSS)
+            gradients = {name: gradient_of(tensor) / sums["divisor"] for name, tensor in one._trained.items()}
+            found = many.accumulate(BATCHES, LOSS)
+            # Once per layer, and no token of a dummy.
+            assert found[ROUTED_TOKENS] == pytest.approx(N_LAYERS * sums[ROUTED_TOKENS])
+            for name in (ROUTED_TOKENS, ROUTING_LOSS, EXPERT_LOAD):
+                sums.pop(name)  # of each rank's part: see test_load_balancing
+            assert {name: found[name] for name in sums} == pytest.approx(sums, rel=1e-4, abs=1e-3)
+            norm = one.step(RATE)
+            assert many.step(RATE) == pytest.approx(norm, rel=1e-5)
+            if not step:
+                # With betas[0] = 0.9 Adam's moment is a tenth of the clipped gradient.
+                clip = min(1, CLIP / norm)
+                clipped = {name: value.numpy().ravel() * clip for name, value in split_experts(gradients).items()}
+                moments = moment(many, tmp_path / "one", "exp_avg")
+                assert_close({name: 10 * value for name, value in moments.items()}, clipped, 1e-6)
+        assert_trained_equally(values(many), values(one))
+        np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
