@@ -9,6 +9,7 @@ from rlboost.jobs import memory
 from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.experts import count_in_experts
 from rlboost.shared.model.folder import count_parameters, read_config
 
 _GIB = 1 << 30
@@ -30,13 +31,14 @@ def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
     try:
         config = read_config(Path(spec.model).expanduser())
         n_parameters = count_parameters(Path(spec.model).expanduser())
+        n_in_experts = count_in_experts(Path(spec.model).expanduser())
     except ConfigError:
         return found
     config = config.get("text_config", config)
     if devices.tensor_parallel:
         _check_engines(spec, config, n_parameters, devices, found)
     if spec.kind != "eval" and spec.trainer.nodes == 1:  # the GPUs of other machines are not known here
-        _check_trainer(spec, n_parameters, devices, found)
+        _check_trainer(spec, memory.trained_model(spec, n_parameters, n_in_experts), devices, found)
     return found
 
 
@@ -64,7 +66,7 @@ def _check_engines(
         )
 
 
-def _check_trainer(spec: JobSpec, n_parameters: int, devices: DeviceSummary, found: Fit) -> None:
+def _check_trainer(spec: JobSpec, model: memory.TrainedModel, devices: DeviceSummary, found: Fit) -> None:
     trainer = spec.trainer
     n_ranks = trainer.n_ranks
     if n_ranks > devices.trainer_gpus:
@@ -80,7 +82,6 @@ def _check_trainer(spec: JobSpec, n_parameters: int, devices: DeviceSummary, fou
     available = devices.trainer_memory_bytes
     if not available:
         return
-    model = memory.trained_model(spec, n_parameters)
     needed = memory.state_bytes(model, trainer)
     if needed > available:
         found.problems.append(

@@ -22,15 +22,18 @@ class TrainedModel:
     has_reference: bool = False
     """True if a copy of the model is kept for a KL penalty."""
     muon: bool = False
+    n_in_experts: int = 0
+    """How many of the parameters are in experts, which megatron's `expert_parallel` divides."""
 
 
-def trained_model(spec: JobSpec, n_parameters: int) -> TrainedModel:
-    """Return what a job trains, if its model has this many parameters."""
+def trained_model(spec: JobSpec, n_parameters: int, n_in_experts: int = 0) -> TrainedModel:
+    """Return what a job trains, if its model has this many parameters, and this many of them in experts."""
     return TrainedModel(
         n_parameters,
         frozen=spec.adapter is not None,
         has_reference=spec.kind == "rl" and spec.algorithm.kl_coef > 0 and spec.adapter is None,
         muon=spec.optimizer.name == "muon",
+        n_in_experts=n_in_experts,
     )
 
 
@@ -39,10 +42,10 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
 
     Per parameter: 16 bytes in float32 (weights 4, AdamW's moments 8, gradients 4), with Muon 12; 18 with megatron in
     bfloat16 (a float32 master copy); 4 or 2 if frozen. FSDP2 divides them by `data_parallel` x `context_parallel`;
-    megatron by `tensor_parallel` x `pipeline_parallel`, and moments and master copies also by `data_parallel` with
-    `distributed_optimizer`.
+    megatron by `tensor_parallel` x `pipeline_parallel`, those of experts also by `expert_parallel`; moments and master
+    copies by `data_parallel` with `distributed_optimizer`, of experts too.
     """
-    return math.ceil(model.n_parameters * _on_each_gpu(*_per_parameter(model, spec), spec))
+    return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec))
 
 
 def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
@@ -55,7 +58,7 @@ def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     stay = spec.backend == "megatron" and spec.offload == "none"
     gradients = 0.0 if model.frozen or stay else 4.0
     optimizer = _per_parameter(model, spec)[1] if spec.offload == "optimizer" else 0.0
-    freed = math.floor(model.n_parameters * _on_each_gpu(gradients, optimizer, spec))
+    freed = math.floor(_on_each_gpu(model, gradients, optimizer, spec))
     return max(0, state_bytes(model, spec) - freed)
 
 
@@ -73,12 +76,13 @@ def _per_parameter(model: TrainedModel, spec: TrainerSpec) -> tuple[float, float
     return weights, optimizer
 
 
-def _on_each_gpu(weights: float, optimizer: float, spec: TrainerSpec) -> float:
-    """Return bytes on each GPU of a model with one parameter."""
+def _on_each_gpu(model: TrainedModel, weights: float, optimizer: float, spec: TrainerSpec) -> float:
+    """Return bytes on each GPU for this many bytes per parameter: of weights and gradients, and of the optimizer."""
     if spec.backend == "torch":
-        return (weights + optimizer) / spec.n_ranks
-    n_replicas = spec.data_parallel if spec.distributed_optimizer else 1
-    return (weights + optimizer / n_replicas) / (spec.tensor_parallel * spec.pipeline_parallel)
+        return model.n_parameters * (weights + optimizer) / spec.n_ranks
+    in_replica = model.n_parameters - model.n_in_experts * (1 - 1 / spec.expert_parallel)
+    updated = model.n_parameters / spec.data_parallel if spec.distributed_optimizer else in_replica
+    return (in_replica * weights + updated * optimizer) / (spec.tensor_parallel * spec.pipeline_parallel)
 
 
 def kv_token_bytes(n_layers: int, n_kv_heads: int, head_dim: int, element_bytes: int = 2) -> int:

@@ -47,6 +47,11 @@ class ModelSize:
         return self.layers * self.layer + self.embeddings + self.hidden
 
     @property
+    def in_experts(self) -> int:
+        """Return the parameters of experts."""
+        return self.layers * self.experts * 3 * self.hidden * self.mlp
+
+    @property
     def active(self) -> int:
         """Return the parameters that compute one token."""
         return self.layers * self._layer(max(1, self.experts_per_token)) + self.embeddings + self.hidden

@@ -50,7 +50,7 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
     n_tokens = -(-n_tokens // trainer.context_parallel)
-    model = trained_model(spec, size.total)
+    model = trained_model(spec, size.total, size.in_experts)
     if spec.adapter is not None or trainer.backend == "megatron":
         found = {"state": state_bytes(model, trainer)}
     else:

@@ -6,6 +6,7 @@ experts of a layer in two three-dimensional parameters, `experts.gate_up_proj` a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,6 +59,16 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def is_mixture(config: Mapping[str, Any]) -> bool:
     """Return True if a model with this `config.json` has experts."""
     return any(config.get(key) for key in _COUNTS)
+
+
+def count_in_experts(model: Path) -> int:
+    """Return how many parameters of the model in a directory are in experts, which only some tokens use.
+
+    Raises:
+        ConfigError: a file is missing or invalid.
+
+    """
+    return sum(math.prod(shape) for name, shape in read_tensor_shapes(model).items() if ".experts." in name)
 
 
 def require_mixture(model: Path, key: str) -> None:

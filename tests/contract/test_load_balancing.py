@@ -32,6 +32,7 @@ BATCHES = [rows(5, seed=3), with_loss_mask(rows(3, seed=2))]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2, "sequence_parallel": True},
     "pp2": {"pipeline_parallel": 2, "activation_checkpointing": True},
+    "ep2": {"data_parallel": 2, "expert_parallel": 2, "activation_checkpointing": True},
     "fsdp2": {"backend": "torch", "data_parallel": 2},
 }
 

@@ -24,6 +24,7 @@ from rlboost.shared.columns import F32, I32, pack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.model.experts import count_in_experts
 from tests.support.saved_bytes import saved_bytes
 
 N_TOKENS = 512
@@ -151,6 +152,7 @@ def test_parameter_count_matches_the_model(tmp_path: Path, family: str) -> None:
     model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
     assert size.total == pytest.approx(sum(parameter.numel() for parameter in model.parameters()), rel=2e-3)
     assert (size.active < size.total) is (family == "qwen3-moe")
+    assert size.in_experts == count_in_experts(tmp_path)
 
 
 def test_qwen3_235b_has_its_published_sizes() -> None:
@@ -188,6 +190,13 @@ def test_context_parallel_divides_the_longest_sample(tmp_path: Path) -> None:
 def test_megatron_has_state_only(tmp_path: Path) -> None:
     found = estimate(parse(job(tmp_path, QWEN3_235B, backend="megatron", data_parallel=2)))
     assert list(found.bytes) == ["state"]
+
+
+def test_expert_parallel_divides_the_experts_alone(tmp_path: Path) -> None:
+    megatron: dict[str, Any] = {"backend": "megatron", "dtype": "bfloat16", "data_parallel": 8}
+    one, all_ = (estimate(parse(job(tmp_path, QWEN3_235B, **megatron, expert_parallel=n))).bytes for n in (1, 8))
+    in_experts = 94 * 128 * 3 * 4096 * 1536
+    assert one["state"] - all_["state"] == 18 * in_experts * 7 // 8
 
 
 def test_sft_without_tokens_takes_those_of_the_micro_batch(tmp_path: Path) -> None:

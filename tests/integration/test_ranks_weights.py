@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "torch", "data_parallel": 2},
     "tp2": {"tensor_parallel": 2},
     "dp2": {"data_parallel": 2, "distributed_optimizer": True},
+    "ep2": {"data_parallel": 2, "expert_parallel": 2},
 }
 
 
@@ -35,7 +36,7 @@ async def test_offloaded_ranks_publish_compare_and_fetch(tmp_path: Path, redis_u
     env = {"RLBOOST_WEIGHT_STORE_DIR": str(tmp_path / "store")}
     store = ServiceProcess("weight_store", "RLBOOST_WEIGHT_STORE_", tmp_path, redis_url, env)
     await asyncio.to_thread(store.start)
-    model = rank_policies.write(tmp_path / "model", "qwen3")
+    model = rank_policies.write(tmp_path / "model", "qwen3-moe" if layout == "ep2" else "qwen3")
     settings: dict[str, Any] = {"dtype": "bfloat16", "offload": "all", **LAYOUTS[layout]}
     try:
         with rank_policies.policy(OptimizerSpec(lr=RATE), **settings) as policy:

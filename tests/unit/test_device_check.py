@@ -135,6 +135,18 @@ def test_remote_model_is_not_checked(tmp_path: Path) -> None:
             TrainerSpec(backend="megatron", dtype="bfloat16", data_parallel=4, distributed_optimizer=True),
             9,
         ),
+        (
+            TrainedModel(BILLION, n_in_experts=BILLION // 2),
+            TrainerSpec(backend="megatron", dtype="bfloat16", data_parallel=4, expert_parallel=2),
+            18 * 0.75,
+        ),
+        (
+            TrainedModel(BILLION, n_in_experts=BILLION // 2),
+            TrainerSpec(
+                backend="megatron", dtype="bfloat16", data_parallel=4, expert_parallel=4, distributed_optimizer=True
+            ),
+            6 * 0.625 + 12 / 4,
+        ),
     ],
 )
 def test_state_has_the_documented_bytes_per_parameter(

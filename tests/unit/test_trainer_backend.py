@@ -68,6 +68,7 @@ def trainer(**settings: Any) -> TrainerSpec:
     [
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
+        {"expert_parallel": 2},
         {"sequence_parallel": True},
         {"distributed_optimizer": True},
     ],
@@ -95,6 +96,10 @@ def test_setting_without_its_prerequisite_is_rejected_by_name() -> None:
         ({"data_parallel": 3, "nodes": 2}, "nodes is 2.* 3 processes"),
         ({"data_parallel": 2, "nodes": 2, "min_nodes": 3}, "min_nodes is 3"),
         ({"backend": "megatron", "pipeline_parallel": 2, "nodes": 2, "min_nodes": 1}, "min_nodes below nodes"),
+        (
+            {"backend": "megatron", "data_parallel": 4, "expert_parallel": 4, "nodes": 2, "min_nodes": 1},
+            "expert_parallel is 4 and a machine has 2 replicas",
+        ),
     ],
 )
 def test_nodes_that_do_not_divide_the_processes_are_rejected(setting: dict[str, Any], named: str) -> None:
@@ -140,6 +145,15 @@ def test_layout_combines_all_kinds_of_parallelism() -> None:
     assert places[1] == (1, 0, 0, 0)
     assert places[2] == (0, 0, 1, 0)
     assert places[8] == (0, 1, 0, 0)
+
+
+def test_layout_divides_experts_over_neighboring_replicas() -> None:
+    numbers = {"tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 2}
+    layout = Layout.of(trainer(backend="megatron", sequence_parallel=True, **numbers))
+    assert layout.n_ranks == 8
+    assert [Coordinates.of(rank, layout).expert(layout) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    with pytest.raises(ConfigError, match=r"expert_parallel is 3, which does not divide data_parallel, which is 4"):
+        trainer(backend="megatron", data_parallel=4, expert_parallel=3)
 
 
 def test_layout_gives_a_replica_neighboring_context_ranks() -> None:
@@ -198,6 +212,9 @@ def test_layout_that_does_not_divide_the_model_is_rejected() -> None:
         require_divisible(SHAPE, Layout(8, 1, 1, False, False))
     with pytest.raises(ConfigError, match=r"pipeline_parallel is 3.* 4 layers"):
         require_divisible(SHAPE, Layout(1, 3, 1, False, False))
+    mixture = SHAPE._replace(n_experts=6, experts_per_token=2)
+    with pytest.raises(ConfigError, match=r"expert_parallel is 4.* 6 experts"):
+        require_divisible(mixture, Layout(1, 1, 4, False, False, expert=4))
 
 
 # --- the split of a batch ---

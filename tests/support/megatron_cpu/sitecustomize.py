@@ -31,6 +31,9 @@ _RULES = tuple(
         (r"""(['"])torch\.cuda\.(Float|Half|BFloat16)Tensor\1""", r"'torch.\2Tensor'"),
         (r"\.cuda\((?:torch\.device\(\"cpu\"\)|non_blocking=True)?\)", ".cpu()"),
         (r"torch\.cuda\.(?:synchronize|empty_cache)\(\)", "None"),
+        # gloo exchanges tensors of equal size only; NCCL does it as these functions do.
+        (r"torch\.distributed\.all_gather\((?=output_tensor_list,)", "_all_gather("),
+        (r"torch\.distributed\.reduce_scatter\((?=output, input_tensor_list,)", "_reduce_scatter("),
         (r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)"),
         (r"tensor\.record_stream\(torch\.cuda\.current_stream\(\)\)", "None"),
         (r"torch\.cuda\.(Stream|stream|current_stream)\(", r"torch.cpu.\1("),
@@ -71,6 +74,8 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
         if module.__name__ == f"{_PACKAGE}.tensor_parallel.random":
             vars(module).update(_get_cuda_rng_state=_rng_state, _set_cuda_rng_state=_set_rng_state)
+        elif module.__name__ == f"{_PACKAGE}.tensor_parallel.mappings":
+            vars(module).update(_all_gather=_all_gather, _reduce_scatter=_reduce_scatter)
         elif module.__name__ == f"{_PACKAGE}.jit":
             # Compiling small fusions takes seconds and needs a C++ compiler.
             vars(module).update(jit_fuser=lambda function: function)
@@ -92,6 +97,26 @@ def _set_rng_state(state: Any, *_: object, **__: object) -> None:
     import torch  # noqa: PLC0415 - not in every process at startup
 
     torch.set_rng_state(state)
+
+
+def _all_gather(outputs: Sequence[Any], value: Any, group: Any) -> None:
+    from torch import distributed  # noqa: PLC0415 - not in every process at startup
+
+    outputs[group.rank()].copy_(value)
+    for rank, output in enumerate(outputs):
+        if output.numel():
+            distributed.broadcast(output, group=group, group_src=rank)
+
+
+def _reduce_scatter(output: Any, values: Sequence[Any], group: Any) -> None:
+    from torch import distributed  # noqa: PLC0415 - not in every process at startup
+
+    for rank, value in enumerate(values):
+        total = value.clone()
+        if total.numel():
+            distributed.reduce(total, group=group, group_dst=rank)
+        if rank == group.rank():
+            output.copy_(total)
 
 
 sys.meta_path.insert(0, _Finder())
