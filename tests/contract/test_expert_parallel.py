@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.jobs.memory import TrainedModel, state_bytes
+from rlboost.jobs.model_size import ModelSize, size_of
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.columns import F32, unpack
-from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
 from tests.contract.test_megatron_policy import assert_close, assert_trained_equally, gradient_of, moment, values
-from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
+from tests.contract.test_ranks_offload import resident
+from tests.contract.test_trainer_engine_contract import bits, rows, with_loss_mask
 from tests.support import rank_policies
 
 pytestmark = pytest.mark.timeout(600)
@@ -36,6 +39,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2 x pp2": {"data_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2, "distributed_optimizer": True},
 }
 
+UNDIVIDED: dict[str, dict[str, Any]] = {
+    "dp2": {"data_parallel": 2, "distributed_optimizer": True},
+    "fsdp2": {"backend": "torch", "data_parallel": 2},
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,6 +54,29 @@ def torch_policy(model: Path) -> TorchPolicy:
     policy = TorchPolicy(OPTIMIZER, temperature=1.0, dtype="float32", device="cpu")
     policy.load_hf(model)
     return policy
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelSize]:
+    """A model so large that its memory shows."""
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        moe_intermediate_size=512,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=160,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("wide")
+    made: Any = AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(folder)
+    return folder, size_of(json.loads((folder / "config.json").read_text()))
 
 
 def logprobs(policy: PolicyEngine) -> Any:
@@ -79,3 +110,49 @@ def test_two_steps_with_divided_experts_match_one_process(model: Path, layout: s
                 assert_close({name: 10 * value for name, value in moments.items()}, clipped, 1e-6)
         assert_trained_equally(values(many), values(one))
         np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
+
+
+def test_checkpoint_passes_through_layouts_with_and_without_divided_experts(model: Path, tmp_path: Path) -> None:
+    """Each layout resumes from the checkpoint of the one before, with its moments, and takes a step."""
+    one = torch_policy(model)
+    for number, layout in enumerate(["ep2", "fsdp2", "ep2 x dp2", "dp2", "ep2 x tp2", "ep2"]):
+        with rank_policies.policy(OPTIMIZER, **{**LAYOUTS, **UNDIVIDED}[layout]) as policy:
+            policy.load_hf(model)
+            if number:
+                policy.load(tmp_path / str(number - 1))
+                assert_close(values(policy), before, 0)
+            policy.accumulate(BATCHES, LOSS)
+            one.accumulate(BATCHES, LOSS)
+            assert policy.step(RATE) == pytest.approx(one.step(RATE), rel=1e-3)
+            before = values(policy)
+            (tmp_path / str(number)).mkdir()
+            policy.snapshot()(tmp_path / str(number))
+    assert_trained_equally(before, values(one))
+
+
+def test_offload_frees_the_computed_state_and_changes_no_bit(
+    wide: tuple[Path, ModelSize], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host buffers are reused, so from the second time a process shrinks by what would leave its GPU."""
+    # By default the C library keeps freed memory for reuse.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4096")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    (source, size), spec = wide, TrainerSpec(backend="megatron", offload="all", **LAYOUTS["ep2"])
+    computed = state_bytes(TrainedModel(size.total, n_in_experts=size.in_experts), spec)
+    assert computed < 0.6 * 16 * size.total
+    with rank_policies.policy(OPTIMIZER, **LAYOUTS["ep2"], offload="all") as policy:
+        policy.load_hf(source)
+        for batch in BATCHES:
+            policy.accumulate([batch], LOSS)
+            policy.step(RATE)
+        expected = bits(policy)
+        policy.load_hf(source)
+        for batch in BATCHES:
+            policy.accumulate([batch], LOSS)
+            policy.offload()
+            policy.step(RATE)
+            onloaded = resident(policy)
+            policy.offload()
+            freed = [before - after for before, after in zip(onloaded, resident(policy), strict=True)]
+        assert bits(policy) == expected
+    assert freed == pytest.approx([computed] * 2, rel=0.03)

@@ -13,6 +13,7 @@ import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.columns import F32, unpack
 from rlboost.shared.errors import Retryable
@@ -34,6 +35,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp4": {"data_parallel": 4},
     "tp2 x dp2": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True},
     "pp2 x dp2": {**MEGATRON, "pipeline_parallel": 2},
+    "ep2 x dp2": {**MEGATRON, "data_parallel": 4, "expert_parallel": 2},
+    "ep4": {**MEGATRON, "data_parallel": 4, "expert_parallel": 4},
 }
 Site = tuple[str, list[Namespace]]
 
@@ -52,6 +55,8 @@ def model(tmp_path: Path) -> Path:
 def step(policy: PolicyEngine) -> dict[str, float]:
     """Take a step; return the sums of its loss, the gradient's norm, and the mean log-probability afterwards."""
     sums = policy.accumulate(BATCHES, LOSS)
+    for name in (ROUTED_TOKENS, ROUTING_LOSS, EXPERT_LOAD):
+        sums.pop(name, None)  # of each rank's part
     norm = policy.step(RATE)
     logprobs = np.concatenate([unpack(column, F32) for column in policy.logprobs(BATCHES)])
     return {**sums, "norm": norm, "logprob": float(logprobs.mean())}
@@ -69,8 +74,9 @@ def join(url: str, namespace: Namespace, folder: Path) -> MachineProcess:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_two_machines_train_as_one_process(site: Site, model: Path, tmp_path: Path, layout: str) -> None:
+async def test_two_machines_train_as_one_process(site: Site, tmp_path: Path, layout: str) -> None:
     host, namespaces = site
+    model = rank_policies.write(tmp_path / "model", "qwen3-moe" if "ep" in layout else "qwen3")
     expected = expected_steps(model, 3)
     async with trainer_machines(host) as (machines, url):
         agents = [join(url, namespace, tmp_path) for namespace in namespaces]
