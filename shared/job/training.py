@@ -108,7 +108,8 @@ class TrainerSpec(Section):
 
     @model_validator(mode="after")
     def _applies(self) -> Self:
-        parallel = [name for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel") if getattr(self, name) > 1]
+        degrees = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+        parallel = [name for name in degrees if getattr(self, name) > 1]
         parallel += [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(self, name)]
         if self.backend == "torch" and parallel:
             raise ValueError(
@@ -125,6 +126,10 @@ class TrainerSpec(Section):
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == 1:
             raise ValueError("distributed_optimizer is for data_parallel above 1: raise that, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
         if self.data_parallel % self.expert_parallel:
             raise ValueError(
                 f"expert_parallel is {self.expert_parallel}, which does not divide data_parallel, which is "

@@ -115,6 +115,7 @@ def test_two_steps_with_divided_experts_match_one_process(model: Path, layout: s
 def test_checkpoint_passes_through_layouts_with_and_without_divided_experts(model: Path, tmp_path: Path) -> None:
     """Each layout resumes from the checkpoint of the one before, with its moments, and takes a step."""
     one = torch_policy(model)
+    before: dict[str, Any] = {}
     for number, layout in enumerate(["ep2", "fsdp2", "ep2 x dp2", "dp2", "ep2 x tp2", "ep2"]):
         with rank_policies.policy(OPTIMIZER, **{**LAYOUTS, **UNDIVIDED}[layout]) as policy:
             policy.load_hf(model)
@@ -130,17 +131,19 @@ def test_checkpoint_passes_through_layouts_with_and_without_divided_experts(mode
     assert_trained_equally(before, values(one))
 
 
+@pytest.mark.parametrize("trainer", [{}, {"dtype": "bfloat16", "distributed_optimizer": True}])
 def test_offload_frees_the_computed_state_and_changes_no_bit(
-    wide: tuple[Path, ModelSize], monkeypatch: pytest.MonkeyPatch
+    wide: tuple[Path, ModelSize], trainer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host buffers are reused, so from the second time a process shrinks by what would leave its GPU."""
     # By default the C library keeps freed memory for reuse.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4096")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
-    (source, size), spec = wide, TrainerSpec(backend="megatron", offload="all", **LAYOUTS["ep2"])
+    (source, size), settings = wide, {**LAYOUTS["ep2"], **trainer, "offload": "all"}
+    spec = TrainerSpec(backend="megatron", **settings)
     computed = state_bytes(TrainedModel(size.total, n_in_experts=size.in_experts), spec)
     assert computed < 0.6 * 16 * size.total
-    with rank_policies.policy(OPTIMIZER, **LAYOUTS["ep2"], offload="all") as policy:
+    with rank_policies.policy(OPTIMIZER, **settings) as policy:
         policy.load_hf(source)
         for batch in BATCHES:
             policy.accumulate([batch], LOSS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from tests.support import rank_policies
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
 
 
@@ -124,6 +126,17 @@ def test_a_model_that_cannot_be_cut_up_is_named(
 ) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     assert check(trainer={"backend": "megatron", **trainer}) == ([problem] if problem else [])
+
+
+def test_experts_that_cannot_be_divided_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    trainer = {"backend": "megatron", "data_parallel": 3, "expert_parallel": 3}
+    [problem] = check(trainer=trainer)
+    assert problem.startswith("trainer.expert_parallel is for mixtures of experts, but base (model type llama)")
+    shutil.copytree(rank_policies.write(folder / "mixture", "qwen3-moe"), folder / "base", dirs_exist_ok=True)
+    [problem] = check(trainer=trainer)
+    assert problem == "trainer.expert_parallel is 3, which does not divide the model's 8 experts: set a divisor"
+    assert check(trainer={**trainer, "data_parallel": 4, "expert_parallel": 4}) == []
 
 
 def test_model_type_unsupported_by_megatron_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

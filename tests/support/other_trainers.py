@@ -177,6 +177,7 @@ NAMES: Mapping[str, Names] = {
         "",
         "`model.cp`",
     ),
+    "trainer.expert_parallel": Names("", "`actor.megatron.expert_model_parallel_size`", "", "`model.ep`"),
     "trainer.nodes": Names("`accelerate launch --num_machines`", "`trainer.nnodes`", "`actor.num_nodes`"),
     "elastic.max_staleness": Names(
         "", "`trainer.v1.sampler.max_off_policy_threshold`", "`train.async_queue_size`", "`max_async_level`"

@@ -97,9 +97,7 @@ class PipelineForwardBackward:
         if self._model.config.expert_model_parallel_size == 1:
             return 0
         most = torch.tensor(n_batches, device=_device())
-        distributed.all_reduce(
-            most, distributed.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group()
-        )
+        distributed.all_reduce(most, distributed.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
         return int(most) - n_batches
 
     def _forward(

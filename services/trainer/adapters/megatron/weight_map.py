@@ -2,7 +2,8 @@
 
 Queries, keys and values are one matrix, grouped by key head; so are gate and up projection, also of each expert. Every
 other parameter is one tensor under another name. Matrices are sharded along their first dimension, or their second if
-the input is sharded; whole experts are sharded over data-parallel ranks. So each rank's shard is a rectangular slice, and ranks publish without communicating.
+the input is sharded; data-parallel ranks may have different experts. So each rank's shard is a rectangular slice, and
+ranks publish without communicating.
 """
 
 from __future__ import annotations
