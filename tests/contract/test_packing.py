@@ -5,19 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, Lfm2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DogeConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteSWAConfig,
+    Lfm2Config,
+    NemotronConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
+from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
-from rlboost.services.trainer.adapters.torch.packing import attention, packs_rows
+from rlboost.services.trainer.adapters.torch.packing import PACKED, attention
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.columns import floats, ints
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
-from tests.support.tiny_models import CONFIGS, VOCABULARY, logprobs
+from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
 
 LOSS = clipped_loss(0.2, 0.28)
 _SIZES: dict[str, Any] = {
@@ -40,6 +52,22 @@ WINDOWED: dict[str, Any] = {
 }
 SCALED = Gemma3TextConfig(**_SIZES, head_dim=16, final_logit_softcapping=3.0, layer_types=["full_attention"] * 2)
 CONVOLUTION = Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"])
+
+_MIXTURE: dict[str, Any] = {**_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OTHERS: dict[str, Any] = {
+    "convolution": CONVOLUTION,
+    "rows unknown to attention": NemotronConfig(**_SIZES),
+    "sinks": GraniteSWAConfig(**_SIZES, layer_types=["full_attention"] * 2),
+    "window in the mask only": Qwen2MoeConfig(
+        **_MIXTURE,
+        num_experts=8,
+        shared_expert_intermediate_size=40,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+    ),
+    "capped scores": Gemma2Config(**_SIZES, head_dim=16, attn_logit_softcapping=0.5),
+}
 
 
 def write(config: Any, folder: Path) -> Path:
@@ -65,7 +93,9 @@ def test_attention_of_packed_rows_equals_a_mask(window: int) -> None:
     q, k, v = (part.transpose(0, 1) for part in (query, key, value))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     expected = expected.transpose(0, 1)
-    packed = attention(query, key, value, torch.tensor(boundaries, dtype=torch.int32), 13, None, window)
+    packed = attention(
+        query, key, value, torch.tensor(boundaries, dtype=torch.int32), np.diff(boundaries).tolist(), None, window
+    )
     torch.testing.assert_close(packed, expected)
     upstream = torch.randn_like(expected)
     for ours, theirs in zip(
@@ -86,17 +116,23 @@ def test_sliding_window_is_kept_within_packed_rows(tmp_path: Path, family: str) 
         assert floats(column) == pytest.approx(expected, abs=2e-5)
 
 
-def test_only_models_without_recurrent_layers_are_packed() -> None:
-    assert all(packs_rows(config) for config in (*CONFIGS.values(), *WINDOWED.values()))
-    assert not packs_rows(CONVOLUTION)
+def test_models_of_causal_attention_are_packed() -> None:
+    assert {attention_of(config) for config in (*CONFIGS.values(), *MIXTURES.values(), *WINDOWED.values())} == {PACKED}
 
 
-def test_rows_of_a_model_with_convolutions_are_computed_one_by_one(tmp_path: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(write(CONVOLUTION, tmp_path)).eval()
+def test_models_with_a_learned_mask_are_not_packed() -> None:
+    assert attention_of(DogeConfig(**_SIZES)) == "sdpa"
+
+
+@pytest.mark.parametrize("family", sorted(OTHERS))
+def test_rows_of_other_models_are_computed_one_by_one(tmp_path: Path, family: str) -> None:
+    """Packed attention would fail, or compute without what the layers pass to it."""
+    assert attention_of(OTHERS[family]) in {"sdpa", "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(write(OTHERS[family], tmp_path), attn_implementation="eager")
     batch = rows(4)
     ours = policy(tmp_path)
     for row, column in zip(batch, ours.logprobs([batch]), strict=True):
-        assert floats(column) == pytest.approx(logprobs(model, ints(row.prompt), ints(row.completion)), abs=2e-5)
+        assert floats(column) == pytest.approx(logprobs(model.eval(), ints(row.prompt), ints(row.completion)), abs=2e-5)
     ours.accumulate([batch], LOSS)
     assert ours.step(1e-3) > 0
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlboost.services.trainer.adapters.ranks.layout import require_divisible_heads
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.adapters.torch.packing import packs_rows
+from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
+from rlboost.services.trainer.adapters.torch.packing import PACKED
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
@@ -20,7 +21,8 @@ class FsdpPolicy(RanksPolicy):
         super().__init__("fsdp", spec, optimizer, **settings)
 
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
-        self._packs_rows = packs_rows(config)
+        attention = attention_of(config)
+        self._packs_rows = attention == PACKED
         if self._layout.context > 1:
             if not self._packs_rows:
                 raise ConfigError(
@@ -28,4 +30,4 @@ class FsdpPolicy(RanksPolicy):
                     "cannot be divided along the tokens: set it to 1"
                 )
             require_divisible_heads(config.get_text_config().num_attention_heads, self._layout.context)
-        return {"source": str(source)}
+        return {"source": str(source), "attention": attention}

@@ -16,7 +16,6 @@ from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
-from rlboost.shared.routed_experts import RoutedShape
 
 
 class FsdpRank(RankEngine):
@@ -33,23 +32,24 @@ class FsdpRank(RankEngine):
         model_shard = TrainedFsdpModel(
             Path(model["source"]),
             self._device,
+            model["attention"],
             self._optimizer,
             activation_checkpointing=self._activation_checkpointing,
         )
-        passes = self._passes_of(model_shard, self._replayed)
+        passes = self._passes_of(model_shard)
         return Trainable(model_shard, passes, FsdpOptimizerState(model_shard.optimizer, self._local_value))
 
     def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
-        model_shard = FsdpModel(Path(model["source"]), self._device, trained=False)
+        model_shard = FsdpModel(Path(model["source"]), self._device, model["attention"], trained=False)
         return model_shard, self._passes_of(model_shard)
 
-    def _passes_of(self, model_shard: FsdpModel, replayed: RoutedShape | None = None) -> FsdpForwardBackward:
+    def _passes_of(self, model_shard: FsdpModel) -> FsdpForwardBackward:
         forward = LogprobPass(
             model_shard.module,
             temperature=self._temperature,
             dtype=self._dtype,
             device=torch.device(self._device),
-            replayed=replayed,
+            replayed=self._replayed,
             context=self._context,
         )
         return FsdpForwardBackward(forward, self._device, self._context, self._balancing)

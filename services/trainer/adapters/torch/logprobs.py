@@ -61,7 +61,7 @@ class LogprobPass:
         """
         self._model = model
         self._forward = model.forward
-        self._packs = packs_rows(model.config)
+        self._packs = packs_rows(model)
         self._temperature = temperature
         self._dtype = dtype
         self._device = device
