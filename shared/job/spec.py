@@ -190,7 +190,7 @@ class SftJob(_TrainingJob):
     elastic: SftElasticSpec = SftElasticSpec()
 
     @model_validator(mode="after")
-    def _replays_nothing(self) -> Self:
+    def _rejects_router_replay(self) -> Self:
         if self.trainer.router_replay != "none":
             raise ValueError(
                 f"trainer.router_replay: {self.trainer.router_replay} replays the experts of generated samples, and a "
@@ -212,6 +212,15 @@ class EvalJob(_RewardedJob):
     data: EvalDataSpec
     elastic: EvalElasticSpec = EvalElasticSpec()
     eval: EvalSpec
+
+    @model_validator(mode="after")
+    def _rejects_router_replay(self) -> Self:
+        if self.trainer.router_replay != "none":
+            raise ValueError(
+                f"trainer.router_replay: {self.trainer.router_replay} replays experts in training, and a job of kind "
+                "eval trains nothing: remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _starts_from_a_model(self) -> Self:

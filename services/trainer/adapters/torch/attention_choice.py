@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlboost.services.trainer.adapters.torch.batch import Packed
 from rlboost.services.trainer.adapters.torch.packing import PACKED, model_inputs
+from rlboost.shared.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +50,24 @@ def attention_of(config: Any) -> str:
     if found != PACKED:
         log.warning("rows_not_packed", model_type=config.model_type, attention=found)
     return found
+
+
+def require_packed(config: Any, attention: str) -> None:
+    """Check that the tokens of a model's micro-batches can be divided over processes.
+
+    Args:
+        config: of a causal language model of transformers.
+        attention: what `attention_of` returns for it.
+
+    Raises:
+        ConfigError: they cannot.
+
+    """
+    if attention != PACKED:
+        raise ConfigError(
+            f"trainer.context_parallel: {config.model_type} has layers that compute more than causal attention, and "
+            "cannot be divided along the tokens: set it to 1"
+        )
 
 
 def _may_pack(config: Any) -> bool:
