@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     DogeConfig,
     Gemma2Config,
@@ -27,7 +28,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.columns import floats, ints
 from rlboost.shared.job.algorithm import CriticSpec
-from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
 
@@ -156,6 +157,44 @@ def test_logits_in_chunks_change_no_gradient(tmp_path: Path, family: str, recomp
     for chunked in found[:2]:
         for ours_, whole in zip(chunked, found[2], strict=True):
             torch.testing.assert_close(ours_, whole, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_logits_in_chunks_change_no_gradient_of_an_adapter(tmp_path: Path, recomputes: bool) -> None:
+    """The adapter includes the output head."""
+    model = write(CONFIGS["llama-untied"], tmp_path)
+    lora = LoraSpec(targets=["q_proj", "lm_head"])
+    found = []
+    for max_logits in (7 * VOCABULARY, 1 << 20):
+        ours = policy(model, lora=lora, activation_checkpointing=recomputes)
+        ours._forward._chunk = max_logits // VOCABULARY
+        ours.accumulate([rows(5)], LOSS)
+        found.append([p.grad for p in ours._parameters if p.grad is not None])
+        assert len(found[-1]) == len(ours._parameters)
+    for chunked, whole in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
+
+
+class _Recorder:
+    """Stands for a group of one rank; records the dtype of what it would exchange."""
+
+    def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()
+
+    def tokens_of_heads(self, shard: torch.Tensor) -> torch.Tensor:
+        self.dtypes.add(shard.dtype)
+        return shard
+
+    heads_of_tokens = tokens_of_heads
+
+
+def test_ranks_exchange_half_precision_under_autocast() -> None:
+    group, one = _Recorder(), torch.randn(1, 2, 6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        AttentionInterface()[PACKED](
+            None, one, one, one, None, cu_seq_lens_q=torch.tensor([0, 6]), row_lengths=(6,), context=group
+        )
+    assert group.dtypes == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -202,3 +202,7 @@ def test_jobs_without_a_supported_mixture_are_rejected(tmp_path: Path) -> None:
         require_replayable(write_model(tmp_path / "dense", "qwen3-tied"), 100)
     with pytest.raises(ConfigError, match=r"may have 67,108,866 bytes, 6 per token"):
         require_replayable(tmp_path / "moe", 11_184_811)
+    config = tmp_path / "moe/config.json"
+    config.write_text(config.read_text().replace("num_experts_per_tok", "other"))
+    with pytest.raises(ConfigError, match=r"config\.json of model type qwen3_moe has no num_experts_per_tok"):
+        require_replayable(tmp_path / "moe", 100)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.adapters.torch.logprobs import MAX_LOGITS
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from tests.support.megatron_cpu import python_path
 
@@ -63,12 +64,14 @@ def write(directory: Path, family: str) -> Path:
 def policy(
     optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
 ) -> Iterator[RanksPolicy]:
-    """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`, `aggregation`, `replayed`.
+    """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`, `aggregation`, `replayed`
+    and `max_logits`.
 
     On CPUs megatron-core needs `tests.support.megatron_cpu`, which the ranks get by their environment.
     """
     reference = settings.pop("reference", False)
     aggregation, replayed = settings.pop("aggregation", "token_mean"), settings.pop("replayed", None)
+    max_logits = settings.pop("max_logits", MAX_LOGITS)
     spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
     kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
     made = kind(
@@ -79,6 +82,7 @@ def policy(
         reference=reference,
         aggregation=aggregation,
         replayed=replayed,
+        max_logits=max_logits,
     )
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":

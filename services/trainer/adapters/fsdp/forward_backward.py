@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.ranks.packed import Balancing, LossGradientFn, PackedBatch, unpack_rows
+from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.domain import sums
 from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import I32, pack
-
-_DUMMY = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
 
 
 class FsdpForwardBackward:
@@ -59,8 +57,9 @@ class FsdpForwardBackward:
             # A surrogate whose gradient is the loss's.
             surrogate = (logprobs * gradient).sum()
             if (balance := self._forward.balance) is not None and index < len(batches):
-                share = balance.n_tokens / sum(row.n_tokens for row in rows)  # of this rank, with context parallelism
-                surrogate = surrogate + self._balancing.factor(batches[index]) * share * balance.loss
+                if self._balancing.coefficient:
+                    share = balance.n_tokens / sum(row.n_tokens for row in rows)  # of this rank's slice of the tokens
+                    surrogate = surrogate + self._balancing.factor(batches[index]) * share * balance.loss
                 sums.add(totals, balance.sums())
             surrogate.backward()
         return totals
@@ -69,4 +68,4 @@ class FsdpForwardBackward:
         most = torch.tensor(len(batches), device=self._device)
         distributed.all_reduce(most, distributed.ReduceOp.MAX)
         own: list[Sequence[TrainingRow]] = [unpack_rows(batch) for batch in batches]
-        return own + [_DUMMY] * (int(most) - len(own))
+        return own + [DUMMY_ROWS] * (int(most) - len(own))

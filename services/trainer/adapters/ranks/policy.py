@@ -30,6 +30,7 @@ from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remo
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.batch import token_batch
+from rlboost.services.trainer.adapters.torch.logprobs import MAX_LOGITS
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
 from rlboost.services.trainer.domain import sums
 from rlboost.services.trainer.domain.spread import spread
@@ -73,6 +74,7 @@ class RanksPolicy(ABC):
         reference: bool = False,
         aggregation: Aggregation = "token_mean",
         replayed: RoutedShape | None = None,
+        max_logits: int = MAX_LOGITS,
         folder: Path | None = None,
         launcher: Launcher | None = None,
     ) -> None:
@@ -89,6 +91,7 @@ class RanksPolicy(ABC):
             aggregation: the loss's, by which the load-balancing loss of a mixture of experts is weighted.
             replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference;
                 FSDP2 only.
+            max_logits: logits that a rank has at a time; FSDP2 only.
             folder: parent of scratch directories; the system's temporary directory if None. Ranks on other machines
                 must have it under the same path.
             launcher: starts the ranks; on this machine if None.
@@ -125,6 +128,7 @@ class RanksPolicy(ABC):
                 "activation_checkpointing": spec.activation_checkpointing,
                 "balancing": Balancing(spec.router_aux_loss_coef, aggregation),
                 "replayed": replayed,
+                "max_logits": max_logits,
             },
         }
         self._ranks = RankCalls(kind, launcher, arguments)

@@ -144,7 +144,7 @@ class TorchCritic:
     def _forward(self, rows: Sequence[TrainingRow]) -> Tensor:
         """Return the values before all trained tokens, row by row, [tokens]."""
         packed = batch.packed(rows)
-        ids, places = (torch.from_numpy(part).to(self._device) for part in (packed.ids, packed.predicts))
+        ids, positions = (torch.from_numpy(part).to(self._device) for part in (packed.ids, packed.predicts))
         with in_dtype(self._dtype, self._device):
             hidden: Tensor = self._body(**model_inputs(packed, ids, packs=self._packs)).last_hidden_state
-        return select_rows(hidden[0], places).float() @ self._weight + self._bias
+        return select_rows(hidden[0], positions).float() @ self._weight + self._bias

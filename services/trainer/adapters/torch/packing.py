@@ -6,7 +6,7 @@ variable-length attention, else by calls of scaled dot product attention, each f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,10 +54,10 @@ def model_inputs(packed: Packed, ids: Tensor, *, packs: bool, context: ContextGr
     lengths = np.diff(packed.boundaries)
     positions = np.arange(len(packed.ids)) - np.repeat(packed.boundaries[:-1], lengths)
     ends = torch.from_numpy(packed.boundaries).to(ids.device)
-    part = context.part_of(len(ids)) if context is not None else slice(None)
+    shard = context.slice_of(len(ids)) if context is not None else slice(None)
     return {
-        "input_ids": ids[None, part],
-        "position_ids": torch.from_numpy(positions[part]).to(ids.device)[None],
+        "input_ids": ids[None, shard],
+        "position_ids": torch.from_numpy(positions[shard]).to(ids.device)[None],
         "context": context,
         "cu_seq_lens_q": ends,
         "row_lengths": tuple(lengths.tolist()),
@@ -86,8 +86,7 @@ def attention(
         window: tokens that a token attends to, itself included; 0: all before it.
 
     """
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # as scaled dot product attention does by itself
-        query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
+    query, key, value = _in_autocast_dtype(query, key, value)
     if _has_varlen_kernel(query, value):
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - imports much, and needs a GPU
 
@@ -113,6 +112,13 @@ def attention(
     return torch.cat(
         [_rows_attention(q, k, v, group, scale, window) for q, k, v, group in zip(*parts, groups, strict=True)]
     )
+
+
+def _in_autocast_dtype(*tensors: Tensor) -> Iterator[Tensor]:
+    """Return tensors in the dtype to which scaled dot product attention casts them under autocast."""
+    device = tensors[0].device.type
+    cast = torch.is_autocast_enabled(device)
+    return (tensor.to(torch.get_autocast_dtype(device)) if cast else tensor for tensor in tensors)
 
 
 def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
@@ -193,25 +199,25 @@ def _row_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | 
     return torch.cat(outputs, 2)
 
 
-def select_rows(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of a tensor at places that all differ. Unlike `index_select`'s, its gradient is a copy."""
-    result = _SelectedRows.apply(values, places)  # type: ignore[no-untyped-call]  # torch's
+def select_rows(values: Tensor, positions: Tensor) -> Tensor:
+    """Return the rows of a tensor at positions that all differ. Unlike `index_select`'s, its gradient is a copy."""
+    result = _SelectedRows.apply(values, positions)  # type: ignore[no-untyped-call]  # torch's
     rows: Tensor = result
     return rows
 
 
 class _SelectedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, values: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
         ctx.n_rows = len(values)
-        return values.index_select(0, places)
+        return values.index_select(0, positions)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
+        (positions,) = ctx.saved_tensors
         (gradient,) = gradients
-        return gradient.new_zeros(ctx.n_rows, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+        return gradient.new_zeros(ctx.n_rows, *gradient.shape[1:]).index_copy_(0, positions, gradient), None
 
 
 def _attention_forward(  # noqa: PLR0913 - transformers' signature, and what `model_inputs` adds
@@ -243,7 +249,7 @@ def _attention_forward(  # noqa: PLR0913 - transformers' signature, and what `mo
     window = sliding_window or 0
     if context is None:
         return attention(q, k, v, cu_seq_lens_q, row_lengths, scaling, window)[None], None
-    q, k, v = (context.tokens_of_heads(part) for part in (q, k, v))
+    q, k, v = (context.tokens_of_heads(shard) for shard in _in_autocast_dtype(q, k, v))
     result = attention(q, k, v, cu_seq_lens_q, row_lengths, scaling, window)
     return context.heads_of_tokens(result)[None], None
 

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
-from rlboost.services.trainer.adapters.torch.batch import columns, token_batch
+from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, columns, token_batch
 from rlboost.services.trainer.adapters.torch.critic import TorchCritic
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
@@ -136,7 +136,7 @@ class TorchPolicy:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         if self._activation_checkpointing:
             checkpoint_activations(self._model)
-        self._forward = self._logprob_pass(self._model)
+        self._forward = self._logprob_pass(self._model, balances=bool(self._router_aux_loss_coef))
         self._forward_reference = self._forward if self._reference is None else self._logprob_pass(self._reference)
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
         self._optimizers = optimizers(self._model, self._parameters, self._spec)
@@ -155,6 +155,9 @@ class TorchPolicy:
         if self._critic is not None:
             weights += self._critic.trained.values()
             optimizers_to_offload.append(self._critic.optimizer)
+        if self._replayed or self._router_aux_loss_coef:
+            with torch.no_grad():
+                self._forward(DUMMY_ROWS)  # which checks the routers
         self._offloader = Offloader(weights, optimizers_to_offload, self._device, self._offload)
         self.offload()
 
@@ -196,7 +199,8 @@ class TorchPolicy:
                 logprobs = self._forward(rows)
                 total, metrics = loss(token_batch(rows, logprobs, reference))
                 if (balance := self._forward.balance) is not None:
-                    total = total + self._router_aux_loss_coef * metrics["divisor"] * balance.loss
+                    if self._router_aux_loss_coef:
+                        total = total + self._router_aux_loss_coef * metrics["divisor"] * balance.loss
                     metrics |= balance.sums()
                 if not torch.isfinite(total):
                     raise NotFinite(f"the loss is {total.item()}")
@@ -307,9 +311,14 @@ class TorchPolicy:
         with torch.no_grad(), self._adapter.without() if self._adapter else nullcontext():
             return self._forward_reference(rows)
 
-    def _logprob_pass(self, model: Any) -> LogprobPass:
+    def _logprob_pass(self, model: Any, *, balances: bool = False) -> LogprobPass:
         return LogprobPass(
-            model, temperature=self._temperature, dtype=self._dtype, device=self._device, replayed=self._replayed
+            model,
+            temperature=self._temperature,
+            dtype=self._dtype,
+            device=self._device,
+            replayed=self._replayed,
+            balances=balances,
         )
 
 
