@@ -58,6 +58,15 @@ class BaseJob(Section):
     log: LogSpec = LogSpec()
     """Where metrics are logged, in addition to `metrics.jsonl`."""
 
+    @model_validator(mode="after")
+    def _replays_only_generated_samples(self) -> Self:
+        if self.trainer.router_replay != "none" and self.kind != "rl":
+            raise ValueError(
+                f"trainer.router_replay: {self.trainer.router_replay} replays the experts of generated samples in "
+                f"training, and a job of kind {self.kind} {self.purpose}: remove it"
+            )
+        return self
+
 
 class _TrainingJob(BaseJob):
     """A job that changes the model."""
@@ -189,15 +198,6 @@ class SftJob(_TrainingJob):
     data: SftDataSpec
     elastic: SftElasticSpec = SftElasticSpec()
 
-    @model_validator(mode="after")
-    def _rejects_router_replay(self) -> Self:
-        if self.trainer.router_replay != "none":
-            raise ValueError(
-                f"trainer.router_replay: {self.trainer.router_replay} replays the experts of generated samples, and a "
-                "job of kind sft generates none: remove it"
-            )
-        return self
-
 
 class EvalJob(_RewardedJob):
     """One evaluation; the step loop treats it as a job without steps, which evaluates after the last one."""
@@ -212,15 +212,6 @@ class EvalJob(_RewardedJob):
     data: EvalDataSpec
     elastic: EvalElasticSpec = EvalElasticSpec()
     eval: EvalSpec
-
-    @model_validator(mode="after")
-    def _rejects_router_replay(self) -> Self:
-        if self.trainer.router_replay != "none":
-            raise ValueError(
-                f"trainer.router_replay: {self.trainer.router_replay} replays experts in training, and a job of kind "
-                "eval trains nothing: remove it"
-            )
-        return self
 
     @model_validator(mode="after")
     def _starts_from_a_model(self) -> Self:

@@ -16,6 +16,7 @@ from transformers import (
     Gemma3TextConfig,
     GraniteSWAConfig,
     Lfm2Config,
+    LlamaConfig,
     NemotronConfig,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -83,28 +84,42 @@ def policy(model: Path, **settings: Any) -> TorchPolicy:
     return made
 
 
-@pytest.mark.parametrize("window", [0, 1, 4, 100])
-def test_attention_of_packed_rows_equals_a_mask(window: int) -> None:
+def check_packed_attention(window: int, device: str, dtype: torch.dtype, head: int, tolerance: float | None) -> None:
+    """Compare `attention` and its gradients with attention in float32 under a mask.
+
+    Args:
+        window: tokens that a token attends to.
+        device: where it is computed.
+        dtype: in which it is computed.
+        head: the head size.
+        tolerance: absolute; None for that of float32.
+
+    """
     torch.manual_seed(0)
     boundaries = [0, 1, 8, 14, 27]  # the second and third row are computed by one call
-    query, key, value = (torch.randn(27, n, 8, requires_grad=True) for n in (4, 2, 2))
+    exact = [torch.randn(27, n, head).to(dtype).float().requires_grad_() for n in (4, 2, 2)]
     at = torch.arange(27)
     row = torch.bucketize(at, torch.tensor(boundaries[1:]), right=True)
     mask = (row[:, None] == row) & (at[:, None] >= at) & (at[:, None] - at < (window or 27))
-    q, k, v = (part.transpose(0, 1) for part in (query, key, value))
+    q, k, v = (part.transpose(0, 1) for part in exact)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     expected = expected.transpose(0, 1)
-    packed = attention(
-        query, key, value, torch.tensor(boundaries, dtype=torch.int32), np.diff(boundaries).tolist(), None, window
-    )
-    torch.testing.assert_close(packed, expected)
-    upstream = torch.randn_like(expected)
-    for ours, theirs in zip(
-        torch.autograd.grad(packed, (query, key, value), upstream),
-        torch.autograd.grad(expected, (query, key, value), upstream),
+    ours = [part.detach().to(device, dtype).requires_grad_() for part in exact]
+    ends = torch.tensor(boundaries, dtype=torch.int32, device=device)
+    packed = attention(ours[0], ours[1], ours[2], ends, np.diff(boundaries).tolist(), None, window)
+    upstream = torch.randn_like(expected).to(dtype)
+    pairs = zip(
+        (packed, *torch.autograd.grad(packed, ours, upstream.to(device))),
+        (expected, *torch.autograd.grad(expected, exact, upstream.float())),
         strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
+    )
+    for found, wanted in pairs:
+        torch.testing.assert_close(found.float().cpu(), wanted, atol=tolerance, rtol=tolerance and 0)
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+def test_attention_of_packed_rows_equals_a_mask(window: int) -> None:
+    check_packed_attention(window, "cpu", torch.float32, 8, None)
 
 
 @pytest.mark.parametrize("family", sorted(WINDOWED))
@@ -123,6 +138,11 @@ def test_models_of_causal_attention_are_packed() -> None:
 
 def test_models_with_a_learned_mask_are_not_packed() -> None:
     assert attention_of(DogeConfig(**_SIZES)) == "sdpa"
+
+
+def test_models_whose_rotary_frequencies_depend_on_the_length_are_not_packed() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert attention_of(LlamaConfig(**_SIZES, rope_parameters=rope)) == "sdpa"
 
 
 @pytest.mark.parametrize("family", sorted(OTHERS))

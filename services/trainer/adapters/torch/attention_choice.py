@@ -24,6 +24,8 @@ from rlboost.shared.errors import ConfigError
 log = structlog.get_logger(__name__)
 
 _LAYERS = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+"""Rotary frequencies that depend on the longest row: of packed rows, on another one."""
 _OWN = ("sdpa", "eager")
 """transformers' implementations, the faster one first; families are defined by `eager`."""
 _ROWS = (13, 9)
@@ -72,9 +74,11 @@ def require_packed(config: Any, attention: str) -> None:
 
 def _may_pack(config: Any) -> bool:
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     return bool(
         getattr(model, "_supports_attention_backend", False)
         and not getattr(model, "_is_stateful", False)
+        and rope not in _LENGTH_DEPENDENT_ROPE
         and _LAYERS.issuperset(getattr(config, "layer_types", None) or ())
     )
 
