@@ -8,7 +8,7 @@ retries silently, so every caller is idempotent on its own ids.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlboost.shared.messages import Message
@@ -28,6 +28,8 @@ class Entry:
     stream: str
     id: str
     message: Message
+    n_bytes: int = field(default=0, compare=False)
+    """Size of the encoded message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class RawEntry:
     stream: str
     id: str
     body: bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the size of the encoded message."""
+        return len(self.body)
 
 
 def after(entry_id: str) -> str:

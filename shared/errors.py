@@ -38,6 +38,10 @@ class StoreUnavailable(Retryable):
     """The weight store did not answer, or closed the connection during a transfer."""
 
 
+class DiskFull(Retryable):
+    """A disk has no space left: what was to be written is still there, and can be written once space is free."""
+
+
 class Timeout(Retryable):
     """A named wait reached its limit."""
 

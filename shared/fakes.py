@@ -162,7 +162,7 @@ class MemoryBus:
     def _decode(self, stream: str, entry_id: str, group: str | None) -> Entry | None:
         body = self._streams[stream].entries[entry_id]
         try:
-            return Entry(stream, entry_id, decode(body))
+            return Entry(stream, entry_id, decode(body), len(body))
         except Undecodable as error:
             if group is not None:
                 self._streams[stream].pending[group].pop(entry_id, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import TextIO, cast
 
 import stamina
 import structlog
@@ -34,7 +36,7 @@ def configure(service: str, *, level: str = "info", form: str = "json", secrets:
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Lossy(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     stamina.instrumentation.set_on_retry_hooks([_log_retry])
@@ -42,6 +44,21 @@ def configure(service: str, *, level: str = "info", form: str = "json", secrets:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+
+
+class _Lossy:
+    """A stream that drops lines which cannot be written, as when standard error is a file on a full disk."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def _log_retry(details: stamina.instrumentation.RetryDetails) -> None:

@@ -1,4 +1,4 @@
-"""The protocol number in Redis, which each leading manager writes: no service misreads what another version wrote.
+"""The protocol number in Redis: the leader writes it, and no service works on data of a protocol it cannot read.
 
 A manager continues the state of older protocols down to `OLDEST_STATE`, and never that of a newer one: it would drop
 what it does not understand. Trainers and the weight store run only with a manager of their own number.

@@ -1,7 +1,7 @@
-/* Preloaded into the processes of a system: their wall clocks are off by what a file says, from one call to the next.
+/* Preloaded into the processes of a system: adds an offset from a file to their wall clocks, read at each call.
  *
- * The file that CHAOS_CLOCK names has one 64-bit number of seconds for each process id. libfaketime would do, but
- * version 0.9.10 fails sleeps until a moment of the monotonic clock, which nothing sets in reality. */
+ * The file that CHAOS_CLOCK names has one 64-bit number of seconds for each process id. libfaketime is no
+ * alternative: with version 0.9.10, sleeps until a time of the monotonic clock fail. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>

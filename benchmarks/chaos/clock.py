@@ -37,7 +37,8 @@ class Clocks:
             os.truncate(file.fileno(), n_bytes)  # sparse
         self.env: Mapping[str, str] = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(self._offsets)}
 
-    def set(self, pid: int, offset_s: int) -> None:
-        """Set how far ahead of the machine's clock the clock of a process is; a restarted one is on time."""
+    def step(self, pid: int, offset_s: int) -> None:
+        """Step the clock of a process forward by `offset_s`; a restarted process is on time."""
         with self._offsets.open("r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), _OFFSET.pack(offset_s), pid * _OFFSET.size)
+            (before,) = _OFFSET.unpack(os.pread(file.fileno(), _OFFSET.size, pid * _OFFSET.size))
+            os.pwrite(file.fileno(), _OFFSET.pack(before + offset_s), pid * _OFFSET.size)

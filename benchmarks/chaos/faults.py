@@ -77,8 +77,8 @@ class Faults:
         clocks, victim = self._site.clocks, self._victim(fault)
         if clocks is None:
             raise NotPossible("the system runs without clocks that can be set")
-        clocks.set(victim, fault.offset_s)
-        return lambda: clocks.set(victim, 0)
+        clocks.step(victim, fault.offset_s)
+        return lambda: clocks.step(victim, -fault.offset_s)
 
     def _kill_all(self, _: Fault) -> None:
         self._site.kill_all()

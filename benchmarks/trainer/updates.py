@@ -20,7 +20,7 @@ LOW, HIGH, RATE = 0.2, 0.28, 1e-5
 
 
 def cut_by_length(groups: Sequence[Sequence[TrainingRow]], micro_batch_tokens: int) -> list[list[TrainingRow]]:
-    """Return micro-batches for padding: rows x longest row are at most `micro_batch_tokens`, and half is no padding."""
+    """Return micro-batches to pad: rows x longest row <= `micro_batch_tokens`, each row >= half of the longest."""
     batches: list[list[TrainingRow]] = []
     for row in sorted((row for group in groups for row in group), key=lambda row: -row.n_tokens):
         longest = batches[-1][0].n_tokens if batches else 0

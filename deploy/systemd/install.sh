@@ -3,9 +3,16 @@
 #   deploy/systemd/install.sh vllm            # a machine with workers
 #   deploy/systemd/install.sh local,vllm      # the reserved machine
 # Best done once, in a machine image. See docs/virtual-machines.md.
+# Needs Python 3.11 or newer with venv and headers, and a C compiler: on Debian and Ubuntu the packages python3-venv,
+# python3-dev and gcc. PYTHON names another interpreter than python3.
 set -eu
 cd "$(dirname "$0")/../.."
-python3 -m venv /opt/rlboost
+python=${PYTHON:-python3}
+"$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' || {
+    echo "install.sh: $python is not Python 3.11 or newer with venv: install one, and name it in PYTHON" >&2
+    exit 1
+}
+"$python" -m venv /opt/rlboost
 /opt/rlboost/bin/pip install -c constraints.txt ".[${1:?name the extras}]"
 ln -sf /opt/rlboost/bin/rlboost /usr/local/bin/rlboost
 id rlboost > /dev/null 2>&1 || useradd --system --create-home --home-dir /var/lib/rlboost --shell /bin/bash rlboost

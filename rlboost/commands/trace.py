@@ -33,7 +33,7 @@ def trace(state: StateOption = DEFAULT_STATE) -> None:
     """
     import asyncio  # noqa: PLC0415 - keeps --help quick
 
-    require_packages("opentelemetry", needs="rlboost[otel]")
+    require_packages("opentelemetry.exporter.otlp.proto.http", needs="rlboost[otel]")
     from rlboost.shared.redis.bus import connect  # noqa: PLC0415 - likewise
     from rlboost.tracing.follow import follow  # noqa: PLC0415 - likewise
     from rlboost.tracing.otlp import OtlpTraces  # noqa: PLC0415 - likewise
@@ -42,12 +42,12 @@ def trace(state: StateOption = DEFAULT_STATE) -> None:
 
     async def run() -> None:
         stop = asyncio.Event()
+        bus = await connect(redis_url, "trace")
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        bus = await connect(redis_url, "trace")
         typer.echo("rlboost: sending traces; stop with Ctrl-C", err=True)
         try:
-            await follow(bus, OtlpTraces(), stop)
+            await follow(bus, OtlpTraces(stop).send, stop)
         finally:
             await bus.close()
 

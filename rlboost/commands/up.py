@@ -146,9 +146,16 @@ def require_packages(*packages: str, needs: str = "rlboost[local]") -> None:
         ConfigError: names the missing packages.
 
     """
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in packages if not _is_installed(name)]
     if missing:
         raise ConfigError(f"this needs {', '.join(missing)}: pip install '{needs}'")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that would have it
+        return False
 
 
 def _warn_of_fleet(reserved: int, workers: int) -> None:

@@ -15,11 +15,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.folder import read_config
-
-_MAX_LOGITS = 1 << 27
-"""Logits that exist at a time, as in the trainer's `LogprobPass`."""
-_CHUNK_LOGITS = 1 << 26
-"""Logits that are converted to float32 at a time, as in the trainer's `selected_logprobs`."""
+from rlboost.shared.model.logit_limits import CHUNK_LOGITS, MAX_LOGITS
 
 
 class Estimate(NamedTuple):
@@ -99,9 +95,9 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     activations = size.layers * (4 * n_tokens * size.hidden if checkpointed else layer)
     activations += 12 * n_tokens * size.hidden  # the last norm
     n_logits = n_tokens * size.vocabulary
-    logits = 2 * (2 if half else 4) * min(_MAX_LOGITS, n_logits)
+    logits = 2 * (2 if half else 4) * min(MAX_LOGITS, n_logits)
     # Their softmax; in bfloat16 also a copy of them.
-    logits += (2 if half else 1) * 4 * min(_CHUNK_LOGITS, n_logits)
+    logits += (2 if half else 1) * 4 * min(CHUNK_LOGITS, n_logits)
     n_cast = (1 if checkpointed else size.layers) * size.layer + size.vocabulary * size.hidden
     working = 2 * n_cast if half else 0
     if spec.n_ranks > 1:

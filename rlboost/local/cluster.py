@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import shutil
 import time
@@ -40,6 +39,7 @@ from rlboost.local.processes import (
 )
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
+from rlboost.shared.disk_space import is_full
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
 
 _GRACE_S = 12.0
@@ -136,7 +136,7 @@ class LocalCluster:
         """Return a failure of the disk or of a limit of this machine as a `Fatal`, other errors as they are."""
         if not isinstance(error, OSError):
             return error
-        advice = ": free some space" if error.errno in {errno.ENOSPC, errno.EDQUOT} else ""
+        advice = ": free some space" if is_full(error) else ""
         return Fatal(f"the system in {self.options.state_dir} ended: {_reason(error)}{advice}")
 
     def _survey(self) -> Site:
@@ -219,6 +219,7 @@ class LocalCluster:
 
         Raises:
             Conflict: the system uses GPUs, and none is free.
+            OSError: the disk is full.
 
         """
         group = self.options.layout.free_group(self._placements.values()) if self._placements else None
@@ -227,7 +228,12 @@ class LocalCluster:
         self._present_spot.add(name)
         if group is not None:
             self._placements[name] = group
-        self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
+        try:
+            self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
+        except OSError:
+            self._present_spot.discard(name)
+            self._placements.pop(name, None)
+            raise
         self._on_event(ClusterEvent("joined", name, time.time()))
         return name
 
@@ -235,7 +241,8 @@ class LocalCluster:
         """Start preemptible workers that are missing from the manager's target; the manager drains those beyond it."""
         with Client(self.url, self.token, patience_s=0.0, silence_s=_SILENCE_S) as client:
             while True:
-                with contextlib.suppress(ClientError):  # the manager restarts; its next target counts
+                # The manager restarts, or the disk is full: its next target counts.
+                with contextlib.suppress(ClientError, OSError):
                     pools = (await asyncio.to_thread(client.fleet))["autoscaling"]["pools"]
                     for _ in range((pools[0]["target"] or 0) - len(self._present_spot)):
                         self.join_worker()

@@ -37,7 +37,7 @@ def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Calla
         assert this is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-        cluster.on_event(_print_giving_up)
+        cluster.on_event(_print_trouble)
         async with cluster:
             ready = True
             on_ready(cluster.config)
@@ -51,7 +51,9 @@ def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Calla
     raise AssertionError("unreachable: only a signal or an error ends the body")
 
 
-def _print_giving_up(event: ClusterEvent) -> None:
-    """Print which process will not be restarted, and why."""
+def _print_trouble(event: ClusterEvent) -> None:
+    """Print which process will not be restarted, and why, and what stops the whole system."""
+    if event.kind == "disk_full":
+        print(f"rlboost: {event.name}: {event.detail}", file=sys.stderr, flush=True)
     if event.kind in ("refused", "gave_up"):
         print(f"rlboost: {event.name} stays away: {event.detail}", file=sys.stderr, flush=True)

@@ -26,6 +26,7 @@ from rlboost.local.fork_server import ForkServer
 from rlboost.local.processes import ProcessSpec
 from rlboost.local.readiness import Readiness
 from rlboost.local.state import ProcessRecord, StateDir
+from rlboost.shared.disk_space import is_full
 from rlboost.shared.errors import Conflict, Fatal, Timeout
 from rlboost.shared.lifecycle import EXIT_CONFIG, EXIT_OK, until_stop
 from rlboost.shared.waiting import Waits
@@ -35,15 +36,19 @@ NOTICE_LEAD_S = 30.0
 
 _KILL_LIMIT_S = 10.0
 _ASK_AGAIN_S = 0.1
+_SAVE_AGAIN_S = 1.0
 _LIVES_BEFORE_READY = 3
 _SHOWN_LINES = 15
+_DISK_FULL = "the disk is full: free space; until then Redis rejects writes, and rlboost ps shows an earlier state"
 
-EventKind = Literal["started", "ready", "died", "refused", "gave_up", "left", "killed", "noticed", "joined"]
+EventKind = Literal[
+    "started", "ready", "died", "refused", "gave_up", "left", "killed", "noticed", "joined", "disk_full"
+]
 
 
 @dataclass(frozen=True)
 class ClusterEvent:
-    """A process event; `at` is Unix seconds."""
+    """A process event; `at` is Unix seconds. `disk_full` is of the state folder, and `name` is its path."""
 
     kind: EventKind
     name: str
@@ -94,7 +99,7 @@ class Supervisor:
 
     Args:
         state: receives the records at each change.
-        tasks: owns the keepers; a keeper that fails, for example on a full disk, ends the group.
+        tasks: owns the keepers; a keeper that fails ends the group.
         on_event: called in the event loop for every process event.
         forks: starts the services, as long as it can; without it, they are executed.
 
@@ -112,9 +117,13 @@ class Supervisor:
         self._slots: dict[str, _Slot] = {}
         self._readiness = Readiness()
         self._waits = Waits()
+        self._saving: asyncio.Task[None] | None = None
+        """Writes the records once the disk has space."""
 
     async def close(self) -> None:
         """Close the readiness probe; the slots must have been stopped."""
+        if self._saving is not None:
+            self._saving.cancel()
         await self._readiness.close()
 
     # --- starting -----------------------------------------------------------------------------------------------------
@@ -261,8 +270,26 @@ class Supervisor:
         return self._slots[name]
 
     def _emit(self, kind: EventKind, slot: _Slot, detail: str = "") -> None:
-        self._state.write_processes(self.records())
+        if not self._save() and (self._saving is None or self._saving.done()):
+            self._saving = self._tasks.create_task(self._save_later(), name="save the records")
+            self._on_event(ClusterEvent("disk_full", str(self._state.path), time.time(), _DISK_FULL))
         self._on_event(ClusterEvent(kind, slot.spec.name, time.time(), detail))
+
+    def _save(self) -> bool:
+        """Write the records; return False if the disk is full."""
+        try:
+            self._state.write_processes(self.records())
+        except OSError as error:
+            if not is_full(error):
+                raise
+            return False
+        return True
+
+    async def _save_later(self) -> None:
+        while True:
+            await asyncio.sleep(_SAVE_AGAIN_S)
+            if self._save():
+                return
 
 
 def _exit_report(slot: _Slot, what: str) -> str:

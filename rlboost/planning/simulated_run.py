@@ -64,14 +64,16 @@ def simulated_job(spec: RlJob, profile: RunProfile) -> SimulatedJob:
 def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, *, startup_s: float) -> Machine:
     """Return the run's reserved engines and a kind of worker as they were measured.
 
-    A weight update takes the measured times, whatever its bytes: the download, in which an engine goes on generating,
-    and the standstill after it. All engines have the throughput of `kind`.
+    A weight update takes the measured times, whatever its bytes: the download, during which an engine generates, and
+    the pause after it. Where the profile has no pause, the whole update counts as one. All engines have the throughput
+    of `kind`.
 
     Raises:
         ConfigError: a price is missing.
 
     """
     reserved = [engine for engine in profile.engines if engine.role == "reserved"]
+    update_pause_s = kind.update_pause_s or kind.update_s
     engine = EngineSpec(
         step_s=kind.step_s,
         per_sample_s=kind.per_sample_s,
@@ -88,8 +90,8 @@ def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, 
         weights_bytes=0.0,
         instance_bytes_per_s=1.0,
         store_bytes_per_s=1.0,
-        pull_latency_s=max(0.0, kind.update_s - kind.standstill_s),
-        load_s=kind.standstill_s,
+        pull_latency_s=max(0.0, kind.update_s - update_pause_s),
+        load_s=update_pause_s,
         reserved_load_s=max((engine.update_s for engine in reserved), default=0.0),
         switch_s=0.0,
         startup_s=startup_s,

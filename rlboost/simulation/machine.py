@@ -71,9 +71,9 @@ class Machine:
     store_bytes_per_s: float
     """Upload bandwidth of the weight store, shared by all instances that download from it."""
     pull_latency_s: float = 0.0
-    """Time of a download besides that of its bytes."""
+    """Time of a download in addition to the transfer of its bytes."""
     load_s: float
-    """How long an engine stands still while it loads a version, however that was sent."""
+    """How long an engine generates nothing while it loads a version, in full or as a delta."""
     reserved_load_s: float
     """From committed weights to their use in a reserved engine."""
     switch_s: float

@@ -49,7 +49,7 @@ class SimWorker:
         self._early: dict[int, Held] = {}
         """Samples that were assigned for weights that are not loaded yet."""
         self._pulls = self._wakes = self._seq = 0
-        self._throughput, self._decode = Throughput(), DecodeMeter()
+        self._throughput, self._decode = Throughput(), DecodeMeter(env.machine.engine.slots)
         self._measured = (0.0, 0.0, 0.0)
         """Seconds, steps and tokens of decoding as of the last heartbeat."""
 

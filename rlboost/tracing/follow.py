@@ -1,6 +1,8 @@
-"""Follows a system's streams, and sends the trace of each sample. It only reads; no service waits for it.
+"""Follows a system's streams, and sends the trace of each sample. No service waits for it.
 
-Consumes: the token log, committed weights, and scored samples of each job.
+It writes nothing to Redis but a dead letter for an entry that it cannot decode, as every reader does.
+
+Consumes: the token log, committed weights, and the events and scored samples of each job that has not ended.
 Produces: traces.
 Waits for: the next entries, the collector.
 Ends when: the stop is set; then it sends what is left.
@@ -9,44 +11,100 @@ Ends when: the stop is set; then it sends what is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
 from rlboost.shared import names
-from rlboost.shared.bus import START, Bus, position
+from rlboost.shared.bus import START, Bus, Entry, position
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.lifecycle import until_stop
-from rlboost.tracing.otlp import OtlpTraces
+from rlboost.shared.messages import Admitted
 from rlboost.tracing.samples import SampleTraces, Span
 
 log = structlog.get_logger(__name__)
 
 _BLOCK_S = 0.5
 _RETRY_S = 1.0
+_COUNT = 512
 
 
-async def follow(bus: Bus, traces: OtlpTraces, stop: asyncio.Event) -> None:
-    """Follow until the stop."""
-    samples = SampleTraces()
-    cursors = {names.TOKEN_LOG: START, names.WEIGHTS_COMMITTED: START}
+async def follow(bus: Bus, send: Callable[[Sequence[Span]], int], stop: asyncio.Event) -> None:
+    """Follow until the stop.
+
+    Args:
+        bus: has the streams.
+        send: sends traces, in a thread of its own, and returns how many spans were dropped.
+        stop: ends it.
+
+    """
+    samples, streams = SampleTraces(), _Streams(bus)
     while not stop.is_set():
-        for job_id in samples.jobs:
-            cursors.setdefault(names.job_samples(job_id), START)
         try:
-            entries = await bus.read(cursors, block_s=_BLOCK_S)
+            entries = await streams.read()
         except BusUnavailable as error:
             log.warning("redis_unavailable", error=str(error), during="reading samples")
             await until_stop(stop, _RETRY_S)
             continue
         complete: list[Span] = []
-        for entry in sorted(entries, key=lambda entry: position(entry.id)):
-            cursors[entry.stream] = entry.id
-            complete += samples.take(entry.message, position(entry.id)[0] / 1e3)
-        await _send(traces, complete)
-    await _send(traces, samples.remaining())
+        for entry in entries:
+            try:
+                complete += samples.take(entry.message, position(entry.id)[0] / 1e3, streams.job_of(entry.stream))
+            except (KeyError, TypeError, ValueError) as error:
+                log.warning("entry_skipped", stream=entry.stream, entry=entry.id, error=repr(error))
+        streams.keep(samples.jobs)
+        await _send(send, complete)
+    await _send(send, samples.remaining())
 
 
-async def _send(traces: OtlpTraces, complete: Sequence[Span]) -> None:
-    if complete and (dropped := await asyncio.to_thread(traces.send, complete)):
+async def _send(send: Callable[[Sequence[Span]], int], complete: Sequence[Span]) -> None:
+    if complete and (dropped := await asyncio.to_thread(send, complete)):
         log.warning("spans_dropped", spans=dropped, reason="the collector did not take them")
+
+
+class _Streams:
+    """The streams of the system and of its jobs, read as one in the order of their entries' times."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._cursors = {names.TOKEN_LOG: START, names.WEIGHTS_COMMITTED: START}
+        self._jobs: dict[str, str] = {}
+        """Stream of a job -> the job."""
+        self._begun: set[str] = set()
+        """Those of the jobs of which `read` has returned a request."""
+
+    def job_of(self, stream: str) -> str:
+        """Return the job of a stream; empty for a stream of all jobs."""
+        return self._jobs.get(stream, "")
+
+    def keep(self, jobs: Collection[str]) -> None:
+        """Read no more streams of jobs that have begun and are not one of these."""
+        ended = self._begun.difference(jobs)
+        for stream in [stream for stream, job_id in self._jobs.items() if job_id in ended]:
+            del self._jobs[stream], self._cursors[stream]
+        self._begun -= ended
+
+    async def read(self) -> list[Entry]:
+        """Return the next entries; none if none came in time, or if the streams of another job are to be read first."""
+        found = await self._bus.read(self._cursors, count=_COUNT, block_s=_BLOCK_S)
+        if unknown := _jobs_of(found).difference(self._jobs.values()):
+            for job_id in unknown:
+                self._jobs |= dict.fromkeys((names.job_events(job_id), names.job_samples(job_id)), job_id)
+            self._cursors |= {stream: START for stream in self._jobs if stream not in self._cursors}
+            return []
+        by_stream: dict[str, list[Entry]] = {}
+        for entry in found:
+            by_stream.setdefault(entry.stream, []).append(entry)
+        # A stream may have more entries than were read: those of other streams wait that are later than what was read.
+        more = [position(entries[-1].id) for entries in by_stream.values() if len(entries) >= _COUNT]
+        entries = sorted(found, key=lambda entry: position(entry.id))
+        if more:
+            entries = [entry for entry in entries if position(entry.id) <= min(more)]
+        for entry in entries:
+            self._cursors[entry.stream] = entry.id
+        self._begun |= _jobs_of(entries)
+        return entries
+
+
+def _jobs_of(entries: Sequence[Entry]) -> set[str]:
+    return {entry.message.request.job_id for entry in entries if isinstance(entry.message, Admitted)}

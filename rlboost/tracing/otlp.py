@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import Status, StatusCode, Tracer, set_span_in_context
@@ -18,23 +19,36 @@ _NS = 1_000_000_000
 
 
 class OtlpTraces:
-    """Sends each batch at once; a batch that the collector does not take is dropped."""
+    """Sends traces in batches of spans; what the collector does not take is dropped."""
 
-    def __init__(self) -> None:
-        """Connect with the first batch."""
+    def __init__(self, stop: asyncio.Event) -> None:
+        """Connect with the first batch. After the stop, nothing is sent to a collector that did not answer before."""
+        self._stop = stop
+        self._is_failing = False
+        """The last batch was not taken."""
         self._ended = _Ended()
-        self._provider = TracerProvider(resource=Resource.create({"service.name": "rlboost"}))
+        resource = Resource.create({"service.name": "rlboost"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(self._ended)
         self._exporter = OTLPSpanExporter()
 
     def send(self, traces: Sequence[Span]) -> int:
-        """Send traces; return how many spans were dropped. It may take as long as `OTEL_EXPORTER_OTLP_TIMEOUT`."""
+        """Send traces; return how many spans were dropped.
+
+        A batch may take as long as `OTEL_EXPORTER_OTLP_TIMEOUT`, 10 s by default. After one that fails, the others of
+        this call are dropped without being tried.
+        """
         tracer = self._provider.get_tracer("rlboost")
         for trace in traces:
             _emit(tracer, trace, Context())
         spans, self._ended.spans = self._ended.spans, []
-        batches = [spans[at : at + _BATCH] for at in range(0, len(spans), _BATCH)]
-        return sum(len(batch) for batch in batches if self._exporter.export(batch) is not SpanExportResult.SUCCESS)
+        for at in range(0, len(spans), _BATCH):
+            if self._is_failing and self._stop.is_set():
+                return len(spans) - at
+            self._is_failing = self._exporter.export(spans[at : at + _BATCH]) is not SpanExportResult.SUCCESS
+            if self._is_failing:
+                return len(spans) - at
+        return 0
 
 
 class _Ended(SpanProcessor):
@@ -45,10 +59,10 @@ class _Ended(SpanProcessor):
         self.spans.append(span)
 
 
-def _emit(tracer: Tracer, span: Span, parent: Context) -> None:
-    made = tracer.start_span(span.name, parent, attributes=span.attributes, start_time=int(span.start * _NS))
-    if span.error:
-        made.set_status(Status(StatusCode.ERROR, span.error))
-    for child in span.children:
-        _emit(tracer, child, set_span_in_context(made, parent))
-    made.end(int(span.end * _NS))
+def _emit(tracer: Tracer, trace: Span, parent: Context) -> None:
+    span = tracer.start_span(trace.name, parent, attributes=trace.attributes, start_time=int(trace.start * _NS))
+    if trace.error:
+        span.set_status(Status(StatusCode.ERROR, trace.error))
+    for child in trace.children:
+        _emit(tracer, child, set_span_in_context(span, parent))
+    span.end(int(trace.end * _NS))

@@ -1,18 +1,21 @@
 """Traces of samples, from the streams' messages and the times of their entries: a fold without I/O.
 
 A trace begins when the manager accepts the sample's request, and ends when weights that were trained on it are
-committed; for an evaluation when it has its reward, for a client's request when it is delivered.
+committed; for an evaluation when it has its reward, for a client's request and a later turn of a conversation when it
+is delivered, for a dropped sample when it is dropped. The end of a job ends all its traces.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlboost.shared.columns import U8, U32, U64, ints
 from rlboost.shared.ids import SampleId, is_served
 from rlboost.shared.messages import (
+    ENDED,
     FINISH_LENGTH,
     FINISH_RELEASED,
     FINISH_STOP,
@@ -28,14 +31,20 @@ from rlboost.shared.messages import (
 
 MAX_SAMPLES = 200_000
 """Samples that are followed at once; beyond it the oldest are dropped."""
-_ENDS = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_RELEASED: "migrated"}
-LOST = "lost"
-"""The end of an attempt whose worker was lost."""
+_MAX_VERSIONS = 64
+"""The newest versions of a job whose commits are remembered; a sample needs one of the newest two or three."""
+_MAX_UNASSIGNED = 64
+"""The newest events of a worker that are remembered."""
+_COMPLETE = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
+_ENDS = {**_COMPLETE, FINISH_RELEASED: "migrated"}
+_FAILED = "failed"
+_ERRORS = ("lost", "invalid", _FAILED)
+"""Ends of an attempt that are errors: the worker was lost, sent invalid tokens, or its engine failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a trace. Times are Unix seconds."""
+    """A span of a trace, with its child spans. Times are Unix seconds."""
 
     name: str
     start: float
@@ -55,38 +64,65 @@ class _Attempt:
     ended_at: float
     """Of its last tokens so far."""
     n_tokens: int
+    """Of the completion, with its last tokens so far."""
     end: str = ""
+    """Why it ended, if its worker said so."""
 
 
 @dataclass(slots=True)
 class _Sample:
     job_id: str
     id: SampleId
-    served: bool
+    ends_at_delivery: bool
+    """No `sample_scored` names it: a client's request, or a later turn of a conversation."""
     requested_at: float
     attempts: list[_Attempt] = field(default_factory=list)
-    delivered_at: float | None = None
+    closed_at: float | None = None
     scored_at: float | None = None
     reward: float | None = None
+    score_error: str = ""
+
+    @property
+    def is_generated(self) -> bool:
+        """Return True if its completion is whole. The manager drops a sample that it closes without that."""
+        return bool(self.attempts) and self.attempts[-1].end in _COMPLETE.values()
+
+    @property
+    def is_served(self) -> bool:
+        """Return True if it is of a client's request, which may have all it needs before the completion ends."""
+        return is_served(self.id.pack())
 
 
 class SampleTraces:
-    """Samples that are in flight, or not yet trained on."""
+    """The samples whose traces are not complete."""
 
     def __init__(self) -> None:
         """Follow none yet."""
         self._samples: dict[int, _Sample] = {}
         self._by_name: dict[str, int] = {}
-        self._committed_at: dict[str, dict[int, float]] = defaultdict(dict)
-        """Job -> weight version -> when it was committed."""
+        self._committed_at: dict[str, dict[int, float]] = {}
+        """Job that has not ended -> weight version -> when it was committed; the last is the newest."""
+        self._unassigned: dict[str, deque[tuple[float, str]]] = defaultdict(lambda: deque(maxlen=_MAX_UNASSIGNED))
+        """Worker -> when and why the manager took all its samples from it."""
 
     @property
-    def jobs(self) -> set[str]:
-        """Return the jobs whose samples are followed."""
-        return {sample.job_id for sample in self._samples.values()}
+    def jobs(self) -> frozenset[str]:
+        """Return the jobs with a sample that have not ended."""
+        return frozenset(self._committed_at)
 
-    def take(self, message: Message, at: float) -> list[Span]:
-        """Apply a message; return the traces that it completes."""
+    def take(self, message: Message, at: float, job_id: str = "") -> list[Span]:
+        """Apply a message; return the traces that it completes.
+
+        Args:
+            message: the next one of all streams, in the order of their times.
+            at: the time of its entry, in Unix seconds.
+            job_id: the job whose stream has it; empty if it is of a stream of all jobs.
+
+        Raises:
+            KeyError: an event lacks a field.
+            ValueError: columns differ in length, or have a part of a number.
+
+        """
         match message:
             case Admitted():
                 self._admit(message, at)
@@ -95,41 +131,51 @@ class SampleTraces:
             case TokenFrame():
                 self._extend(message, at)
             case SampleFailed():
-                if attempt := self._attempt(message.sample, message.attempt):
-                    attempt.ended_at, attempt.end = at, f"failed: {message.reason}"
+                if attempt := self._attempt(message.sample, message.attempt, message.worker):
+                    attempt.ended_at, attempt.end = at, f"{_FAILED}: {message.reason}"
             case Closed():
                 return self._close(message, at)
-            case Event(kind="sample_scored"):
-                return self._score(message, at)
+            case Event():
+                return self._take_event(message.kind, message.fields, at, job_id)
             case WeightsCommitted():
-                self._committed_at[message.job_id].setdefault(message.version, at)
-                return self._completed(
-                    [packed for packed, sample in self._samples.items() if sample.job_id == message.job_id]
-                )
+                return self._commit(message, at)
         return []
 
     def remaining(self) -> list[Span]:
-        """Return the traces of delivered samples that nothing completed yet, and forget all."""
-        left = [sample for sample in self._samples.values() if sample.delivered_at is not None]
+        """Return the incomplete traces of samples that were delivered, and remove all samples."""
+        left = [sample for sample in self._samples.values() if sample.closed_at is not None]
         self._samples, self._by_name = {}, {}
         return [self._span(sample) for sample in left]
 
+    def _take_event(self, kind: str, fields: Mapping[str, Any], at: float, job_id: str) -> list[Span]:
+        if kind == "sample_scored":
+            return self._score(fields, at)
+        if kind == "job_state" and fields["state"] in ENDED:
+            return self._end_job(job_id, at)
+        if kind == "samples_unassigned":
+            self._unassigned[fields["worker"]].append((at, fields["cause"]))
+        return []
+
     def _admit(self, message: Admitted, at: float) -> None:
         request = message.request
+        self._committed_at.setdefault(request.job_id, {})
         for packed in range(request.group, request.group + request.n):
             if packed not in self._samples:
-                sample = _Sample(request.job_id, SampleId.unpack(packed), is_served(packed), at)
+                # The trainer prefers a worker for later turns only: the one that has the conversation in its cache.
+                is_turn = bool(request.preferred_worker)
+                sample = _Sample(request.job_id, SampleId.unpack(packed), is_served(packed) or is_turn, at)
                 self._samples[packed] = sample
                 self._by_name[str(sample.id)] = packed
         while len(self._samples) > MAX_SAMPLES:
-            self._forget(next(iter(self._samples)))
+            self._remove(next(iter(self._samples)))
 
     def _place(self, message: Placed, at: float) -> None:
+        if not message.worker:  # the samples of a quarantined job, which have no owner
+            return
         columns = zip(ints(message.samples, U64), ints(message.attempts, U32), ints(message.offsets, U32), strict=True)
         for packed, number, offset in columns:
-            if sample := self._samples.get(packed):
-                if sample.attempts and not sample.attempts[-1].end:
-                    sample.attempts[-1].end = LOST
+            sample = self._samples.get(packed)
+            if sample and (not sample.attempts or number > sample.attempts[-1].number):
                 sample.attempts.append(_Attempt(message.worker, number, offset, at, at, offset))
 
     def _extend(self, frame: TokenFrame, at: float) -> None:
@@ -142,48 +188,79 @@ class SampleTraces:
             strict=True,
         )
         for packed, number, offset, count, finish in rows:
-            if attempt := self._attempt(packed, number):
+            if attempt := self._attempt(packed, number, frame.worker):
                 attempt.ended_at, attempt.n_tokens = at, offset + count
                 attempt.end = _ENDS.get(finish, attempt.end)
 
     def _close(self, message: Closed, at: float) -> list[Span]:
         closed = [packed for packed in ints(message.samples, U64) if packed in self._samples]
         for packed in closed:
-            self._samples[packed].delivered_at = at
+            self._samples[packed].closed_at = at
         return self._completed(closed)
 
-    def _score(self, message: Event, at: float) -> list[Span]:
-        packed = self._by_name.get(message.fields["sample"])
+    def _score(self, fields: Mapping[str, Any], at: float) -> list[Span]:
+        packed = self._by_name.get(fields["sample"])
         if packed is None:
             return []
-        self._samples[packed].scored_at, self._samples[packed].reward = at, message.fields["reward"]
+        sample = self._samples[packed]
+        sample.scored_at, sample.reward = at, fields["reward"]
+        if sample.reward is None:
+            sample.score_error = fields.get("reason") or "no reward"
         return self._completed([packed])
 
-    def _attempt(self, packed: int, number: int) -> _Attempt | None:
+    def _commit(self, message: WeightsCommitted, at: float) -> list[Span]:
+        versions = self._committed_at.get(message.job_id)
+        if versions is None or message.version <= next(reversed(versions), 0):
+            return []
+        versions[message.version] = at
+        if len(versions) > _MAX_VERSIONS:
+            del versions[next(iter(versions))]
+        return self._completed(self._of_job(message.job_id))
+
+    def _end_job(self, job_id: str, at: float) -> list[Span]:
+        ended = self._of_job(job_id)
+        for sample in (self._samples[packed] for packed in ended):
+            sample.closed_at = at if sample.closed_at is None else sample.closed_at
+        spans = [self._span(self._samples[packed]) for packed in ended]
+        for packed in ended:
+            self._remove(packed)
+        self._committed_at.pop(job_id, None)
+        if not self._committed_at:
+            self._unassigned.clear()
+        return spans
+
+    def _of_job(self, job_id: str) -> list[int]:
+        return [packed for packed, sample in self._samples.items() if sample.job_id == job_id]
+
+    def _attempt(self, packed: int, number: int, worker: str) -> _Attempt | None:
         """Return an attempt if it is the sample's current one."""
         sample = self._samples.get(packed)
         current = sample.attempts[-1] if sample and sample.attempts else None
-        return current if current and current.number == number else None
+        return current if current and (current.number, current.worker) == (number, worker) else None
 
-    def _completed(self, candidates: list[int]) -> list[Span]:
+    def _completed(self, candidates: Iterable[int]) -> list[Span]:
         found = [(packed, self._samples[packed]) for packed in candidates]
         done = [(packed, sample) for packed, sample in found if self._is_complete(sample)]
+        spans = [self._span(sample) for _, sample in done]
         for packed, _ in done:
-            self._forget(packed)
-        return [self._span(sample) for _, sample in done]
+            self._remove(packed)
+        return spans
 
     def _is_complete(self, sample: _Sample) -> bool:
-        if sample.delivered_at is None or sample.served:
-            return sample.delivered_at is not None
-        newest = max(self._committed_at[sample.job_id], default=0)
-        is_scored = sample.scored_at is not None or newest > sample.id.step + 1  # its group was dropped
-        return is_scored and (sample.id.is_eval or newest > sample.id.step)
+        if sample.closed_at is None:
+            return False
+        if sample.ends_at_delivery or not sample.is_generated:
+            return True
+        newest = next(reversed(self._committed_at[sample.job_id]), 0)
+        if sample.scored_at is None:
+            return newest > sample.id.step + 1  # its group was dropped
+        return sample.id.is_eval or sample.reward is None or newest > sample.id.step
 
-    def _forget(self, packed: int) -> None:
+    def _remove(self, packed: int) -> None:
         del self._by_name[str(self._samples.pop(packed).id)]
 
     def _span(self, sample: _Sample) -> Span:
-        children = tuple(self._parts(sample))
+        children = tuple(self._child_spans(sample))
         last = sample.attempts[-1] if sample.attempts else None
         attributes: dict[str, str | int | float] = {
             "rlboost.job": sample.job_id,
@@ -194,28 +271,41 @@ class SampleTraces:
         }
         if sample.reward is not None:
             attributes["rlboost.reward"] = sample.reward
-        end = max([child.end for child in children], default=sample.requested_at)
-        return Span("sample", sample.requested_at, end, attributes, children=children)
+        if not sample.is_generated and not sample.is_served:
+            attributes["rlboost.dropped"] = True
+        ends = [child.end for child in children] or [sample.closed_at or sample.requested_at]
+        return Span("sample", sample.requested_at, max(ends), attributes, children=children)
 
-    def _parts(self, sample: _Sample) -> Iterator[Span]:
+    def _child_spans(self, sample: _Sample) -> Iterator[Span]:
         at = sample.requested_at
         for attempt in sample.attempts:
             yield Span("queue", at, attempt.began_at)
+            is_last = attempt is sample.attempts[-1]
+            end = attempt.end or self._cause_of_end(attempt, default="closed" if is_last else "unassigned")
             attributes: dict[str, str | int | float] = {
                 "rlboost.worker": attempt.worker,
                 "rlboost.attempt": attempt.number,
                 "rlboost.first_token": attempt.offset,
                 "rlboost.tokens": attempt.n_tokens - attempt.offset,
-                "rlboost.end": attempt.end,
+                "rlboost.end": end,
             }
-            error = attempt.end if attempt.end.startswith((LOST, "failed")) else ""
-            yield Span("generate", attempt.began_at, attempt.ended_at, attributes, error)
+            yield Span(
+                "generate", attempt.began_at, attempt.ended_at, attributes, end if end.startswith(_ERRORS) else ""
+            )
             at = attempt.ended_at
-        for name, end in (
-            ("deliver", sample.delivered_at),
-            ("score", sample.scored_at),
-            ("train", None if sample.id.is_eval else self._committed_at[sample.job_id].get(sample.id.step + 1)),
+        is_trained = sample.reward is not None and not sample.id.is_eval
+        versions = self._committed_at.get(sample.job_id, {})
+        for name, end_at, error in (
+            ("deliver", sample.closed_at if sample.is_generated else None, ""),
+            ("score", sample.scored_at, sample.score_error),
+            ("train", versions.get(sample.id.step + 1) if is_trained else None, ""),
         ):
-            if end is not None and end >= at:
-                yield Span(name, at, end)
-                at = end
+            if end_at is not None and end_at >= at:
+                yield Span(name, at, end_at, error=error)
+                at = end_at
+
+    def _cause_of_end(self, attempt: _Attempt, default: str) -> str:
+        """Return why the manager took all samples from the worker of an attempt, the first time after it began."""
+        return next(
+            (cause for at, cause in self._unassigned.get(attempt.worker, ()) if at >= attempt.began_at), default
+        )

@@ -37,6 +37,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import START, Bus, Entry, Op, RawEntry, Trim, after
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
 from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.read_size import ReadSize
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +49,7 @@ TRIM_EVERY_S = 1.0
 TRAINER_CHECK_EVERY_S = 0.5
 BATCH = 1024
 MIN_BATCH = 16
-"""The least that one read takes of each stream, however many workers there are."""
+"""The least that one read takes of each stream of small entries, however many workers there are."""
 
 
 class Manager:
@@ -97,6 +98,7 @@ class Manager:
         """When the turn under way began (Unix), None between turns. Only Redis can make one long in which
         this manager leads."""
         self._cursors: dict[str, str] = {}
+        self._read_size = ReadSize(BATCH)
         self._audit_texts: dict[str, str] = {}
         self._closed_streams: list[str] = []
         """Streams whose stored cursors are to be deleted."""
@@ -251,14 +253,17 @@ class Manager:
         """Return new entries, among them what workers have reported, which it relays; and whether that is all."""
         roles = self.identities.roles
         owners = {names.worker_reports(worker): worker for worker in roles}
-        count = max(MIN_BATCH, BATCH // max(1, len(roles)))
+        n_workers = max(1, len(roles))
+        count = min(max(MIN_BATCH, BATCH // n_workers), max(1, self._read_size.count // n_workers))
         entries, reports = await self._bus.read_with_raw(self._cursors, owners, count=count, block_s=block_s)
+        self._read_size.update(entries, reports)
         is_all = _are_below(count, reports)
         if reports:
             await self._bus.transact(relay(reports, owners, roles), self._leadership.fence)
             cursors = self._cursors | {entry.stream: entry.id for entry in entries}
-            more = await self._bus.read(cursors, count=BATCH)
-            return entries + more, is_all and _are_below(BATCH, more)
+            count = self._read_size.count
+            more = await self._bus.read(cursors, count=count)
+            return entries + more, is_all and _are_below(count, more)
         return entries, is_all and _are_below(count, entries)
 
     def _take(self, entries: list[Entry], now: Now) -> None:

@@ -32,6 +32,7 @@ from rlboost.shared.bus import START, Bus, Entry, position
 from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import WeightsCommitted, WorkerJoined
+from rlboost.shared.read_size import ReadSize
 from rlboost.shared.validation import describe
 
 log = structlog.get_logger(__name__)
@@ -46,7 +47,7 @@ SHARED_STREAMS = (
 """Streams that are read for all jobs, in the order in which entries of one batch are applied."""
 Between = Callable[[], Awaitable[None]]
 MAX_BATCH = 256
-"""An entry is a frame or a whole sample, so a batch takes a few MiB."""
+"""Maximum number of entries that one read takes; fewer where they are large: see `ReadSize`."""
 
 
 async def _nothing() -> None:
@@ -176,11 +177,12 @@ async def _replay_log(bus: Bus, world: World, cursors: dict[str, str], poison: P
 
 async def batches(bus: Bus, stream: str, between: Between = _nothing) -> AsyncIterator[list[Entry]]:
     """Yield every entry of the stream, at most `MAX_BATCH` at a time; `between` is awaited before each read."""
-    cursor = START
+    cursor, size = START, ReadSize(MAX_BATCH)
     while True:
         await between()
-        if not (entries := await bus.read({stream: cursor}, count=MAX_BATCH)):
+        if not (entries := await bus.read({stream: cursor}, count=size.count)):
             return
+        size.update(entries)
         cursor = entries[-1].id
         yield entries
 

@@ -9,7 +9,7 @@ from rlboost.services.rollout_manager.domain.fleet import Fleet, Worker
 from rlboost.services.rollout_manager.domain.job_progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.shared.messages import public_wait
+from rlboost.shared.messages import SAMPLES_OF_STEP, public_wait
 
 TRAINER_SILENCE_S = 3.0
 """A trainer that has not renewed its lease for this time counts as missing; it renews every second."""
@@ -69,9 +69,11 @@ def _in_flight(holders: list[Worker]) -> str:
 
 
 def _limit_of_stall(progress: JobProgress, since: float) -> float | None:
-    """Return how long after `since` the trainer, which waits for the samples, fails the job; None if it does not."""
+    """Return how long after `since` the trainer fails the job for lack of samples; None if it waits for none."""
     waiting = json.loads(progress.trainer_status or "{}").get("waiting")
-    return waiting["since"] + waiting["limit_s"] - since if waiting and waiting["limit_s"] else None
+    if not waiting or not waiting["limit_s"] or not waiting["for"].startswith(SAMPLES_OF_STEP):
+        return None
+    return float(waiting["since"] + waiting["limit_s"] - since)
 
 
 def _trainer_of_pending(world: World) -> tuple[str, str]:

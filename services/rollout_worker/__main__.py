@@ -17,7 +17,7 @@ from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import A
 from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
-from rlboost.services.rollout_worker.adapters.vllm.factory import QUANTIZING_ARGS, VllmFactory
+from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
 from rlboost.services.rollout_worker.app import Worker, WorkerOptions
 from rlboost.services.rollout_worker.domain.parity import Precision
 from rlboost.services.rollout_worker.generator import Generator
@@ -135,7 +135,7 @@ def _engines(settings: Settings) -> EngineFactory:
 
 
 def _precision(settings: Settings) -> Precision:
-    return "quantized" if settings.vllm_args.keys() & QUANTIZING_ARGS else settings.dtype
+    return "quantized" if is_quantized(settings.vllm_args, settings.dtype) else settings.dtype
 
 
 def _preemption_watch(settings: Settings, metadata: Metadata, worker: Worker) -> PreemptionWatch:

@@ -14,7 +14,7 @@ from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
 from rlboost.services.rollout_worker.domain.uniforms import uniforms
 from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
-from rlboost.shared.errors import BadSignature, Fatal, NotFound
+from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound
 from rlboost.shared.model.parity import ParityReference
 from rlboost.shared.threads import run_in_thread
 
@@ -118,7 +118,11 @@ class FakeEngine:
         del keep_kv
         self._catch_up()
         self.awake = True
-        self._tensors.update(weights.tensors(changed))
+        try:
+            self._tensors.update(weights.tensors(changed))
+        except Corrupt:
+            self._table.begin_version(-1)
+            raise
         self._table.begin_version(version)
         return await run_in_thread("weights-verify", lambda: weights.differing(self._tensors.items()))
 
@@ -215,8 +219,8 @@ class FakeWeights:
         """Versions that the trainer has not signed."""
         self.credential = ""
         """The newest one."""
-        self.distrusted = 0
-        """Number of calls of `distrust_cache`."""
+        self.verified_again = 0
+        """Number of calls of `verify_cache_again`."""
         self.may_pull = asyncio.Event()
         """While not set, pulls block."""
         self.may_pull.set()
@@ -232,9 +236,9 @@ class FakeWeights:
         except KeyError as error:
             raise NotFound(f"there is no version {version} of job {job_id}") from error
 
-    def distrust_cache(self) -> None:
+    def verify_cache_again(self) -> None:
         """See `WeightSource`."""
-        self.distrusted += 1
+        self.verified_again += 1
 
     def renew_access(self, credential: str) -> None:
         """See `WeightSource`."""

@@ -29,7 +29,7 @@ from rlboost.services.rollout_worker.domain.parity import Precision, Verdict, ju
 from rlboost.services.rollout_worker.domain.progress import Progress
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity import ParityReference
 from rlboost.shared.threads import run_in_thread
@@ -37,8 +37,6 @@ from rlboost.shared.threads import run_in_thread
 log = structlog.get_logger(__name__)
 
 PauseReason = Literal["suspended", "loading", "unsent", "shutdown"]
-_MAX_LOADS = 2
-"""Loads of one version before weights that still differ end the process."""
 _PARITY_LIMIT_S = 300.0
 """Time limit of one parity check: the first forward pass may compile kernels."""
 _NO_ENGINE = EngineStats(running=0, pending=0, tokens_generated_total=0, version=-1)
@@ -230,7 +228,7 @@ class Generator:
             keep_kv: let running requests continue with their current KV cache.
 
         Raises:
-            Fatal: the loaded tensors differ from the published ones after two loads.
+            Corrupt: the loaded tensors differ from the published ones, or their files are damaged or missing.
             ConfigError: the engine does not support these weights.
 
         """
@@ -254,18 +252,14 @@ class Generator:
         names: set[str] | None = {name for name in contents if contents[name] != self._loaded_contents.get(name)}
         self._loaded_contents, self._unchecked = {}, None
         self._took_memory = True
-        for tries in range(1, _MAX_LOADS + 1):
-            wrong = await engine.load_weights(version, weights, names, keep_kv=keep_kv)
-            if not wrong:
-                self._loaded_contents, self._unchecked = contents, weights.parity_reference
-                return
-            names = None
-            log.error("loaded_weights_differ", version=version, tries=tries, tensors=len(wrong), first=wrong[0])
-        raise Fatal(
-            f"version {version}: {len(wrong)} tensors in the engine, such as {wrong[0]}, are not what was published, "
-            f"after {_MAX_LOADS} loads; the version is not served. Look for an engine that changes weights as it loads "
-            f"them, or for bad memory"
-        )
+        if wrong := await engine.load_weights(version, weights, names, keep_kv=keep_kv):
+            log.error("loaded_weights_differ", version=version, tensors=len(wrong), first=wrong[0])
+            raise Corrupt(
+                f"version {version}: {len(wrong)} tensors in the engine, such as {wrong[0]}, are not what was "
+                "published; the version is not served. Look for an engine that changes weights as it loads them, or "
+                "for a bad disk or memory"
+            )
+        self._loaded_contents, self._unchecked = contents, weights.parity_reference
 
     async def check_parity(self) -> None:
         """Compare the engine's log-probabilities with the trainer's, if "loading" is the only reason to pause.

@@ -139,13 +139,13 @@ class ManagerConnection:
         self._identity = identity
         self._lease_s = lease_s
         self._waits = waits
-        self._throughput, self._decode = Throughput(), DecodeMeter()
+        self._throughput, self._decode = Throughput(), DecodeMeter(identity.slots)
         self._flush_lock = asyncio.Lock()
         self._heartbeat_lock = asyncio.Lock()
         self._left = self._has_joined = False
         self.flush_times = FlushTimes()
         self.tokens_per_s = 0.0
-        self.update_s = self.standstill_s = 0.0
+        self.update_s = self.update_pause_s = 0.0
         """How long the last weight update took; 0 before the first."""
         self.memory = Memory()
         self.incarnation = _new_incarnation(membership, None)
@@ -188,7 +188,8 @@ class ManagerConnection:
         async with self._flush_lock:
             began, incarnation = time.monotonic(), self.incarnation
             emissions = self._generator.drain()
-            self._decode.on_flush(emissions, self._generator.stats().running, began)
+            running = 0 if self._generator.is_paused else self._generator.stats().running
+            self._decode.on_flush(emissions, running, began)
             if emissions:
                 incarnation.session.on_emissions(emissions)
                 incarnation.outbox.add(emissions)
@@ -235,7 +236,7 @@ class ManagerConnection:
                 waiting=self._oldest_wait(),
                 batch=batch,
                 step_s=step_s,
-                standstill_s=self.standstill_s,
+                update_pause_s=self.update_pause_s,
                 **self._generator.capabilities,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)

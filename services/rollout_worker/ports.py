@@ -185,7 +185,12 @@ class StagedWeights(Protocol):
         """The trainer's log-probabilities of canary prompts under these weights; None if it published none."""
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors, or those with these names, on the CPU in their published dtype. Reads files."""
+        """Yield all tensors, or those with these names, on the CPU in their published dtype. Reads files.
+
+        Raises:
+            Corrupt: a file is truncated or missing.
+
+        """
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Return the names of the tensors that `loaded` does not match bit for bit. Blocks for long.
@@ -239,8 +244,8 @@ class WeightSource(Protocol):
 
         """
 
-    def distrust_cache(self) -> None:
-        """Verify everything on this machine again in the next pull, and pull what is damaged."""
+    def verify_cache_again(self) -> None:
+        """Verify the digests of all blobs on this machine again in the next pull, which fetches what is damaged."""
 
     def renew_access(self, credential: str) -> None:
         """Use a new credential, also in a pull under way."""

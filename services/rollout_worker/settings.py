@@ -85,7 +85,7 @@ class Settings(ServiceSettings):
     port: int = Field(0, ge=0, le=65535, description="0 = any free port")
     peer_url: str = Field(
         "",
-        pattern=r"^(off|https?://[^\s/?#]+/?)?$",
+        pattern=r"^(off|https?://[^\s/?#@]+/?)?$",
         description="URL for other workers; empty = host and port; off = no weights for other workers",
     )
 

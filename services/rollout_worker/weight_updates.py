@@ -110,19 +110,19 @@ class WeightUpdates:
                 await self._generator.wait_for_load()
             staged = await self._source.pull(*weights)
             self._startup.end("pull")
+            if pull.in_flight == "finish" and session.serving is not None:
+                await self._until_finished(weights)
+            pulled = time.monotonic()
+            try:
+                await self._load(staged, pull)
+            except Corrupt as error:
+                # Most likely a chunk was damaged after it had been verified: starting an engine again takes longer.
+                log.warning("weights_pulled_again", job=pull.job_id, version=pull.version, error=str(error))
+                self._source.verify_cache_again()
+                await self._load(await self._source.pull(*weights), pull)
         except (NotFound, BadSignature) as error:
             await self._report_unavailable(weights, str(error), apply)
             return
-        if pull.in_flight == "finish" and session.serving is not None:
-            await self._until_finished(weights)
-        pulled = time.monotonic()
-        try:
-            await self._load(staged, pull)
-        except Corrupt as error:
-            # A chunk was damaged after it had been verified: starting an engine again would take longer.
-            log.warning("cache_damaged", job=pull.job_id, version=pull.version, error=str(error))
-            self._source.distrust_cache()
-            await self._load(await self._source.pull(*weights), pull)
         self._startup.end("load")
         loaded = time.monotonic()
         await self._generator.check_parity()
@@ -138,7 +138,7 @@ class WeightUpdates:
 
         async def served() -> list[Effect]:
             done = time.monotonic()
-            self._connection.update_s, self._connection.standstill_s = done - began, done - pulled
+            self._connection.update_s, self._connection.update_pause_s = done - began, done - pulled
             effects = session.on_weights_loaded(weights)
             await self._generator.resume("loading")
             return effects

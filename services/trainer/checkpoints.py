@@ -4,7 +4,7 @@ Consumes: the newest checkpoint, of this job or of the job that it starts from; 
 steps, and a copy of the engine's state, captured on the device's thread.
 Produces: a checkpoint in the store; once it is durable, `rollouts.finished` is trimmed.
 Waits for: the previous checkpoint, if it is still being written when the next one is due or when the job ends
-(`wait_until_saved`).
+(`wait_until_saved`), and disk space.
 Ends when: the job does. A write in progress is left to its thread: it is stored whole or not at all.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 
 from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.disk_waits import DiskWaits
 from rlboost.services.trainer.domain.fingerprint import fingerprint
 from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.engine import Snapshot
@@ -37,6 +38,7 @@ class Checkpoints:
         device: DeviceThread,
         waits: Waits,
         streams: JobStreams,
+        disk: DiskWaits,
         finished: str,
     ) -> None:
         """Prepare.
@@ -47,6 +49,7 @@ class Checkpoints:
             device: the thread of the engine.
             waits: registry of waits.
             streams: for events.
+            disk: for writes that meet a full disk.
             finished: the stream that is trimmed after a checkpoint.
 
         """
@@ -55,6 +58,7 @@ class Checkpoints:
         self._device = device
         self._waits = waits
         self._streams = streams
+        self._disk = disk
         self._finished = finished
         self._writing: asyncio.Task[None] | None = None
         self._data_digest = ""
@@ -142,13 +146,14 @@ class Checkpoints:
         """Capture a checkpoint and start to write it; the engine is free again when this returns.
 
         Raises:
-            Fatal: not enough memory for the copy, or the previous checkpoint could not be written.
+            Fatal: not enough memory or disk space for the copy, or the previous checkpoint could not be written.
             Timeout: the previous checkpoint takes too long.
 
         """
         await self.wait_until_saved()
-        write = await self._device(self._resources.engine.snapshot)
-        self._writing = asyncio.create_task(self._write(state, write), name=f"checkpoint of step {state.step}")
+        name, engine = f"checkpoint of step {state.step}", self._resources.engine
+        write = await self._disk(f"the {name}", lambda: self._device(engine.snapshot))
+        self._writing = asyncio.create_task(self._write(name, state, write), name=name)
         self._writing.add_done_callback(_retrieve_exception)
 
     async def wait_until_saved(self) -> None:
@@ -171,10 +176,15 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.cancel()
 
-    async def _write(self, state: TrainState, write: Snapshot) -> None:
-        store = self._resources.checkpoints
+    async def _write(self, name: str, state: TrainState, write: Snapshot) -> None:
+        store, engine = self._resources.checkpoints, self._resources.engine
+
+        def save() -> None:
+            store.save(state, write)
+            engine.drop_snapshot()
+
         try:
-            await asyncio.to_thread(store.save, state, write)
+            await self._disk(f"the {name}", lambda: asyncio.to_thread(save))
         except Fatal as error:
             # People see it now; the job fails at its next `wait_until_saved`.
             await self._streams.emit_event("checkpoint_failed", step=state.step, reason=str(error))

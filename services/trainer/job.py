@@ -3,7 +3,7 @@
 Consumes: the job file, the newest checkpoint, and the entries of `rollouts.finished` after its position.
 Produces: weight versions, step reports, checkpoints (one at the end), and the final model.
 Waits for: the job's lease, which `Trainer.lease` acquires; while the job is paused, the resume command, which
-`Trainer.commands` applies; and what each step waits for (see `step.run`).
+`Trainer.commands` applies; disk space; and what each step waits for (see `step.run`).
 Ends when: the last step is done, or an error ends the job.
 
 After a kill, a trainer repeats the steps since the newest checkpoint. Their samples are in the stream, so none is
@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rlboost.services.trainer.adapters.prometheus import observe_step
 from rlboost.services.trainer.checkpoints import Checkpoints
 from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.disk_waits import DiskWaits
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
@@ -41,6 +43,8 @@ from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
 from rlboost.shared.messages import JobReport, JobState, StepReport
 from rlboost.shared.waiting import Waits
+
+T = TypeVar("T")
 
 LEASE_TTL_S = 5.0
 LEASE_LIMIT_S = 4 * LEASE_TTL_S
@@ -103,6 +107,7 @@ class JobRun:
         self._limit_s = limit_s
         self._trainer = trainer
         self._streams = JobStreams(bus, active.job_id)
+        self._disk = DiskWaits(waits, self._streams)
         self._profile = ProfileRecorder()
         self._requested_until = -1
         """The last step that an earlier trainer process may have requested."""
@@ -123,7 +128,9 @@ class JobRun:
         async with self._waits.on("the job's model and data", because=because, limit_s=BUILD_LIMIT_S):
             resources = await self._device(lambda: build(self._spec, self._active.job_id))
         finished = names.rollouts_finished(self._active.job_id)
-        self._checkpoints = Checkpoints(self._spec, resources, self._device, self._waits, self._streams, finished)
+        self._checkpoints = Checkpoints(
+            self._spec, resources, self._device, self._waits, self._streams, self._disk, finished
+        )
         self._learning = LearningWatch(self._active.job_id, self._spec, self._streams, resources.data)
         try:
             await self._train(resources)
@@ -162,7 +169,7 @@ class JobRun:
         await versions.refresh_head()
         state = await self._checkpoints.restore(versions.head)
         step = state.step
-        await self._device(lambda: resources.folder.begin(to_json(self._spec), step))
+        await self._write(lambda: resources.folder.begin(to_json(self._spec), step))
         await self._wait_for_lease()
         await self._checkpoints.save_initial(state)
         await self._learning.restore(self._bus)
@@ -175,10 +182,10 @@ class JobRun:
             return
         self._enter("finishing", self._spec.steps)
         engine, folder = resources.engine, resources.folder
-        model = await self._device(lambda: folder.export(engine.export_shards()))
+        model = await self._write(lambda: folder.export(engine.export_shards()))
         await self._streams.emit_event("model_saved", path=str(model))
         if text := engine.adapter_json:
-            adapter = await self._device(lambda: folder.export_adapter(engine.export_shards("adapter"), text))
+            adapter = await self._write(lambda: folder.export_adapter(engine.export_shards("adapter"), text))
             await self._streams.emit_event("adapter_saved", path=str(adapter))
 
     async def _run_rl(
@@ -255,7 +262,7 @@ class JobRun:
         wait_s = times.wait_s - times.resample_s
         await self._log_step(job.resources, step, tally.metrics(), wait_s=wait_s, train_s=times.train_s, tally=tally)
         if (profile := self._profile.observe(tally)) is not None:
-            await self._device(lambda: job.resources.folder.write_profile(profile))
+            await self._write(lambda: job.resources.folder.write_profile(profile))
         if job.resampling is not None:
             await job.resampling.trim(self._checkpoints.covered_step)
 
@@ -270,7 +277,7 @@ class JobRun:
         tally: StepTally | None = None,
     ) -> None:
         observe_step(metrics, trained=step < self._spec.steps)
-        await self._warn(await self._device(lambda: resources.folder.log_step(step, metrics)))
+        await self._warn(await self._write(lambda: resources.folder.log_step(step, metrics)))
         report = StepReport(
             job_id=self._active.job_id,
             step=step,
@@ -305,6 +312,10 @@ class JobRun:
             curriculum=curriculum,
             resampling=resampling,
         )
+
+    async def _write(self, call: Callable[[], T]) -> T:
+        """Return the result of a write into the job's folder, in the device's thread, once the disk has space."""
+        return await self._disk("the job's folder", lambda: self._device(call))
 
     async def _warn(self, texts: Sequence[str]) -> None:
         for text in texts:

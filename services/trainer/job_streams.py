@@ -18,6 +18,7 @@ from rlboost.shared import names
 from rlboost.shared.bus import Append, Bus, Entry, Op
 from rlboost.shared.errors import BusUnavailable, Timeout
 from rlboost.shared.messages import Event
+from rlboost.shared.read_size import ReadSize
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -25,6 +26,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 MAX_SAMPLES = 2_000
+_MAX_ENTRIES = 512
 _BLOCK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -120,6 +122,7 @@ class FinishedLog:
         self._stream = names.rollouts_finished(job_id)
         self._limit_s = limit_s
         self._ahead: deque[Entry] = deque()
+        self._size = ReadSize(_MAX_ENTRIES)
 
     @property
     def drained(self) -> bool:
@@ -150,4 +153,6 @@ class FinishedLog:
         return entry
 
     async def _read(self, bus: Bus) -> list[Entry]:
-        return await bus.read({self._stream: self.cursor}, block_s=_BLOCK_S)
+        entries = await bus.read({self._stream: self.cursor}, count=self._size.count, block_s=_BLOCK_S)
+        self._size.update(entries)
+        return entries

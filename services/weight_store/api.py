@@ -110,7 +110,7 @@ def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None
 
     @router.post("/apply")
     async def apply(body: EdgeBatch) -> MissingChunks:
-        """Make chunks from uploaded deltas; return the chunks that cannot be made, to be uploaded whole."""
+        """Derive chunks from uploaded deltas; return those that cannot be derived, to be uploaded whole."""
         return MissingChunks(missing=tuple(await store.apply(body.edges)))
 
 

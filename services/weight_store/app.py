@@ -40,7 +40,7 @@ from rlboost.services.weight_store.domain.versions import (
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.parts import assemble
-from rlboost.services.weight_store.ports import Documents, Source, StagedPart
+from rlboost.services.weight_store.ports import ChunksMissing, Documents, Source, StagedPart
 from rlboost.shared.bus import Bus
 from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.lifecycle import until_stop
@@ -56,14 +56,6 @@ UPLOAD_GRACE_S = 3600.0
 _COLLECT_INTERVAL_S = 60.0
 ENDED_GRACE_S = 600.0
 """How long the versions of an ended job remain, so that each can still be exported."""
-
-
-class _ChunksLacking(Conflict):
-    """A version's chunks are not in the store; `edges` may lead to them."""
-
-    def __init__(self, message: str, edges: Sequence[Edge]) -> None:
-        super().__init__(message)
-        self.edges = edges
 
 
 class WeightStore:
@@ -177,7 +169,7 @@ class WeightStore:
         return await self._chunks.missing(chunks, self._now())
 
     async def apply(self, edges: Sequence[Edge]) -> list[str]:
-        """Make chunks from deltas that the store has; return the digests of those that cannot be made.
+        """Derive chunks from deltas that the store has; return the digests of those that cannot be derived.
 
         Raises:
             StoreFull: the disk is full.
@@ -225,9 +217,13 @@ class WeightStore:
         """
         try:
             return await self._commit(job_id, version, request)
-        except _ChunksLacking as error:
-            # Of chunks that were derived only, a process that was restarted meanwhile knows nothing.
-            if not error.edges or await self._deltas.apply(error.edges):
+        except ChunksMissing as error:
+            if not error.edges and not error.unrecorded:
+                raise
+            # Not under the job's lock: a write may collect garbage.
+            await self._chunks.write_each(error.unrecorded)
+            # A restarted store has forgotten derived chunks that were not written: derive them again from the edges.
+            if await self._deltas.apply(error.edges):
                 raise
         return await self._commit(job_id, version, request)
 
@@ -243,11 +239,13 @@ class WeightStore:
             hop = await self._deltas.published(version, manifest)
             now = self._now()
             refs = list(manifest.chunks())
-            if missing := await self._chunks.missing(refs, now):
-                raise _ChunksLacking(
-                    f"version {version} of job {job_id} lacks {len(missing)} of {len(refs)} chunks: publish it again",
-                    [edge for edge in hop.edges if edge.new in missing] if hop else [],
-                )
+            edges = frozenset(hop.edges if hop else ())
+            missing = set(await self._chunks.missing(refs, now))
+            unrecorded = self._chunks.unrecorded(refs, edges)
+            if missing or unrecorded:
+                n = len(missing) + len(unrecorded)
+                message = f"version {version} of job {job_id} lacks {n} of {len(refs)} chunks: publish it again"
+                raise ChunksMissing(message, [edge for edge in edges if edge.new in missing], unrecorded)
             data = await asyncio.to_thread(manifest.encode)
             await self._chunks.sync()
             delta_bytes = await self._deltas.record(job_id, version, hop)
@@ -337,8 +335,12 @@ class WeightStore:
                 referenced |= deltas.referenced
                 retired |= deltas.dropped
                 seen.append((model, deltas.outdated))
-        derived_from = self._chunks.needed()
+        abandoned = garbage(self._chunks.derived_last_used(), referenced, retired, now=now, grace_s=UPLOAD_GRACE_S)
+        self._chunks.drop(abandoned)
+        derived_from = self._chunks.inputs()
         victims = garbage(last_used, referenced | derived_from, retired, now=now, grace_s=UPLOAD_GRACE_S)
+        if victims:
+            await self._chunks.sync()  # chunks written in the meantime, before the bases that led to them are removed
         await self._chunks.remove(victims)
         self._metrics.chunks_removed.inc(len(victims))
         for model, outdated in seen:

@@ -42,6 +42,8 @@ from rlboost.shared.weights.plan import next_stop
 log = structlog.get_logger(__name__)
 
 _RETRY_S = 1.0
+WRITE_INTERVAL_S = 60.0
+"""How often derived chunks are written without a commit, after there was no space for them."""
 _MAX_CONCURRENT = 4
 """Deltas applied concurrently."""
 
@@ -102,7 +104,7 @@ class Deltas:
             with suppress(NotFound):
                 for edge in (await self.document(model.job_id, number)).hops[0].edges:
                     if edge.new in lacking and edge.base in held and edge.delta in held:
-                        self._chunks.restore(edge, *lacking.pop(edge.new))
+                        self._chunks.add(edge, *lacking.pop(edge.new))
         if lacking:
             log.error("chunks_lost", job=model.job_id, chunks=len(lacking))
 
@@ -128,7 +130,7 @@ class Deltas:
         return failed
 
     async def published(self, version: int, manifest: Manifest) -> EdgeList | None:
-        """Return the edges that a version's publisher uploaded, None for a version without edges.
+        """Return the edges that a version's publisher uploaded and whose deltas are there, None for a version without.
 
         Raises:
             Undecodable: an edge list is invalid.
@@ -140,7 +142,8 @@ class Deltas:
             for ref in part.edges
             if (data := await self._read(ref.digest)) is not None
         ]
-        return published(version, lists, {chunk.digest: chunk.n_bytes for chunk in manifest.chunks()})
+        hop = published(version, lists, {chunk.digest: chunk.n_bytes for chunk in manifest.chunks()})
+        return await self._present(hop) if hop else None
 
     async def record(self, job_id: str, version: int, hop: EdgeList | None) -> int | None:
         """Write the edges of `published`, which become visible with the commit; return the total bytes of the deltas.
@@ -153,7 +156,6 @@ class Deltas:
             if hop is None:
                 await self._documents.remove_edges(job_id, version)
                 return None
-            hop = await self._present(hop)
             await self._write(job_id, version, (hop,))
             return sum(edge.n_bytes for edge in hop.edges)
 
@@ -191,25 +193,28 @@ class Deltas:
 
     async def survey(self, model: Model) -> Survey:
         """Return which deltas of a job are referenced and which may be removed."""
-        result, derived = Survey(set(), {}, []), self._chunks.needed()
+        result, inputs = Survey(set(), {}, []), self._chunks.inputs()
         async with self._locks[model.job_id]:
             versions = await self._documents.edge_versions(model.job_id)
-            result.outdated.extend(outdated(versions, model.head, keep=self._keep))
+            old = set(outdated(versions, model.head, keep=self._keep))
             for version in versions:
-                if version > model.head:
-                    continue
-                try:
-                    document = await self.document(model.job_id, version)
-                except NotFound:
-                    continue
-                deltas = {edge.delta for edge in document.edges()}
-                if version in result.outdated and deltas & derived:
-                    result.outdated.remove(version)
-                if version in result.outdated:
-                    result.dropped.update(dict.fromkeys(deltas, document.at))
+                deltas, at = await self._deltas_of(model, version)
+                if version in old and deltas.isdisjoint(inputs):
+                    result.outdated.append(version)
+                    result.dropped.update(dict.fromkeys(deltas, at))
                 else:
                     result.referenced.update(deltas)
         return result
+
+    async def _deltas_of(self, model: Model, version: int) -> tuple[set[str], float]:
+        """Return the deltas of a document and its time; none of one that is not committed or cannot be read."""
+        if version > model.head:
+            return set(), 0.0
+        try:
+            document = await self.document(model.job_id, version)
+        except NotFound:
+            return set(), 0.0
+        return {edge.delta for edge in document.edges()}, document.at
 
     async def forget(self, job_id: str, versions: list[int]) -> None:
         """Remove the edges to these versions."""
@@ -225,7 +230,10 @@ class Deltas:
 
         ending = asyncio.create_task(end(), name="compose-end")
         try:
-            while (commit := await self._composable.get()) is not None:
+            while not stop.is_set():
+                commit = None
+                with suppress(TimeoutError):  # write the chunks for which there was no space
+                    commit = await asyncio.wait_for(self._composable.get(), WRITE_INTERVAL_S)
                 while not stop.is_set() and not await self._compose_commit(commit, stop):
                     await until_stop(stop, _RETRY_S)
         finally:
@@ -237,12 +245,13 @@ class Deltas:
         except StoreFull as error:
             log.warning("derived_chunks_not_written", chunks=len(self._chunks), error=str(error))
 
-    async def _compose_commit(self, commit: _Commit, stop: asyncio.Event) -> bool:
-        """Write and compose what a version needs; return False if the object store was unavailable."""
-        job_id, version, _ = commit
+    async def _compose_commit(self, commit: _Commit | None, stop: asyncio.Event) -> bool:
+        """Write derived chunks, and compose what a version needs; return False if the object store was unavailable."""
+        job_id, version = (commit.job_id, commit.version) if commit else (None, None)
         try:
             await self._write_chunks(stop)
-            await self._extend(commit, stop)
+            if commit is not None:
+                await self._extend(commit, stop)
         except NotFound:
             pass  # a version was removed meanwhile, or has no edges
         except StoreUnavailable as error:

@@ -4,13 +4,14 @@ A delta is applied and its result verified before the commit; the chunk is writt
 reader asks for it first. Base and delta are retained until then. A base is always written before a chunk is derived
 from it, so one delta leads to every derived chunk. Results stay in memory up to a limit; the others, and all after a
 restart, are derived a second time: the edges of the versions tell from what (`Deltas.restore`). If the disk is full,
-readers get the result without a file.
+readers get the result without a file. A derived chunk that no version and no upload in progress needs is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import itertools
+from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -68,19 +69,35 @@ class DerivedChunks:
         if await asyncio.to_thread(digest_of, data) != edge.new:
             raise BadChunk(f"the delta {edge.delta} does not lead from {edge.base} to this chunk")
         if await self._chunks.missing([ChunkRef(edge.new, len(data))], now):
-            self.restore(edge, len(data), now)
-            derived = self._derived[edge.new]
+            derived = self.add(edge, len(data), now)
             if not derived.data and self._bytes_in_memory + len(data) <= self._max_bytes_in_memory:
                 derived.data = data
                 self._bytes_in_memory += len(data)
 
-    def restore(self, edge: Edge, n_bytes: int, used_at: float) -> None:
-        """Add a chunk of a committed version, which was verified before its commit."""
-        self._derived.setdefault(edge.new, _Derived(edge, n_bytes, used_at))
+    def add(self, edge: Edge, n_bytes: int, used_at: float) -> _Derived:
+        """Add the chunk that an edge leads to, which was verified before; an existing one is marked as used."""
+        derived = self._derived.setdefault(edge.new, _Derived(edge, n_bytes, used_at))
+        derived.used_at = max(derived.used_at, used_at)
+        return derived
 
-    def needed(self) -> set[str]:
+    def inputs(self) -> set[str]:
         """Return the digests of the bases and deltas of all derived chunks."""
         return {digest for derived in self._derived.values() for digest in (derived.edge.base, derived.edge.delta)}
+
+    def derived_last_used(self) -> dict[str, float]:
+        """Return digest -> time of last use, for all derived chunks."""
+        return {digest: derived.used_at for digest, derived in self._derived.items()}
+
+    def drop(self, digests: Iterable[str]) -> None:
+        """Drop derived chunks, except those being written: they become files, which can be removed later."""
+        for digest in digests:
+            if digest in self._derived and not self._derived[digest].lock.locked():
+                self._forget(digest)
+
+    def unrecorded(self, chunks: Iterable[ChunkRef], recorded: Container[Edge]) -> list[str]:
+        """Return the digests of those of `chunks` that are derived by an edge that is not among the recorded ones."""
+        found = ((chunk.digest, self._derived.get(chunk.digest)) for chunk in chunks)
+        return [digest for digest, derived in found if derived is not None and derived.edge not in recorded]
 
     async def write(self, digest: str) -> None:
         """Write a derived chunk; does nothing if it is written.
@@ -90,18 +107,41 @@ class DerivedChunks:
             StoreFull: the disk is full.
 
         """
+        if (unwritten := await self._write(digest)) is not None:
+            raise unwritten[1]
+
+    async def _write(self, digest: str) -> tuple[bytes, StoreFull] | None:
+        """Write a derived chunk; return its bytes if the disk is full, None if it is written; raises `NotFound`."""
         if (derived := self._derived.get(digest)) is None:
-            return
+            return None
         async with derived.lock:
             if self._derived.get(digest) is not derived:
-                return
+                return None
             try:
-                await self._chunks.put(digest, [await self._data(derived)], derived.used_at)  # checks the digest
+                data = derived.data or await self._applied(derived.edge)
+                try:
+                    await self._chunks.put(digest, [data], derived.used_at)  # checks the digest
+                except StoreFull as error:
+                    if await asyncio.to_thread(digest_of, data) != digest:
+                        raise BadChunk("base or delta is damaged") from error
+                    return data, error
             except (NotFound, Unprocessable) as error:
                 self._forget(digest)
-                log.error("derived_chunk_lost", chunk=digest, base=derived.edge.base, error=str(error))  # noqa: TRY400 - the message says it all
+                log.error("derived_chunk_lost", chunk=digest, base=derived.edge.base, error=str(error))  # noqa: TRY400 - the cause is in the message; a traceback adds nothing
                 raise NotFound(f"chunk {digest} cannot be derived any more: {error}") from error
             self._forget(digest)
+            return None
+
+    async def write_each(self, digests: Iterable[str]) -> None:
+        """Write derived chunks; those whose base or delta is lost become missing.
+
+        Raises:
+            StoreFull: the disk is full.
+
+        """
+        for digest in digests:
+            with suppress(NotFound):
+                await self.write(digest)
 
     async def write_all(self, stop: asyncio.Event) -> None:
         """Write the derived chunks, one after the other, until the stop.
@@ -110,18 +150,11 @@ class DerivedChunks:
             StoreFull: the disk is full.
 
         """
-        for digest in list(self._derived):
-            if stop.is_set():
-                return
-            with suppress(NotFound):
-                await self.write(digest)
+        await self.write_each(itertools.takewhile(lambda _: not stop.is_set(), list(self._derived)))
 
     def _forget(self, digest: str) -> None:
         if (derived := self._derived.pop(digest, None)) is not None:
             self._bytes_in_memory -= len(derived.data)
-
-    async def _data(self, derived: _Derived) -> bytes:
-        return derived.data or await self._applied(derived.edge)
 
     async def _applied(self, edge: Edge) -> bytes:
         base, delta = await self._chunks.read(edge.base), await self._chunks.read(edge.delta)
@@ -149,19 +182,14 @@ class DerivedChunks:
 
     async def read(self, digest: str) -> bytes:
         """See `Chunks.read`. A derived chunk is written first."""
-        try:
-            await self.write(digest)
-        except StoreFull:
-            return await self._data(self._derived[digest])
+        if (unwritten := await self._write(digest)) is not None:
+            return unwritten[0]
         return await self._chunks.read(digest)
 
     async def source(self, digest: str) -> Source:
         """See `Chunks.source`. A derived chunk is written first."""
-        try:
-            await self.write(digest)
-        except StoreFull as error:
-            log.warning("derived_chunk_not_written", chunk=digest, error=str(error))
-            data = await self._data(self._derived[digest])
+        if (unwritten := await self._write(digest)) is not None:
+            data, _ = unwritten
             return Proxied(len(data), lambda start, stop: _block(data[start:stop]))
         return await self._chunks.source(digest)
 

@@ -51,6 +51,7 @@ from rlboost.shared.messages.token_log import (
     TokenFrame,
 )
 from rlboost.shared.messages.workers import (
+    SAMPLES_OF_STEP,
     Assign,
     Assignment,
     Dismissed,
@@ -80,6 +81,7 @@ __all__ = [
     "FINISH_NONE",
     "FINISH_RELEASED",
     "FINISH_STOP",
+    "SAMPLES_OF_STEP",
     "Admitted",
     "Assign",
     "Assignment",

@@ -27,5 +27,5 @@ class EngineProfile(Message):
     per_kv_token_s: Seconds
     update_s: Seconds
     """Median time of their last weight updates."""
-    standstill_s: Seconds = 0.0
+    update_pause_s: Seconds = 0.0
     """Part of it in which the engine could not generate: after the download."""

@@ -21,6 +21,7 @@ from rlboost.shared.messages.fields import (
 )
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
+from rlboost.shared.protocol import UNNUMBERED_WORKER
 
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
 InFlight = Literal["recompute", "keep", "finish"]
@@ -137,8 +138,12 @@ class WorkerJoined(Message):
     """The KV cache's capacity in tokens, prompts included; 0 if not known yet: see `WorkerHeartbeat`."""
     startup_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     """Age of the worker's process; 0 when it joins again, since this time is charged once."""
-    protocol: Count = 3
-    """The worker's `shared.protocol`; 3 of releases that did not say it."""
+    protocol: Count = UNNUMBERED_WORKER
+    """The worker's `shared.protocol`."""
+
+
+SAMPLES_OF_STEP = "samples of step"
+"""What a trainer waits for that has too few samples; the number of the step follows."""
 
 
 def public_wait(for_: str, because: str, since: float, limit_s: float | None = None) -> dict[str, Any]:
@@ -193,10 +198,12 @@ class WorkerHeartbeat(Message):
     waiting: Wait | None = None
     """Its oldest wait."""
     batch: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
-    """Mean number of samples in a decode step since an earlier heartbeat; 0 if too few steps were measured since."""
+    """Mean number of samples in a decode step since an earlier heartbeat; 0 if too few steps were measured since.
+
+    The manager ignores it unless it is from 1 to the worker's slots."""
     step_s: Seconds = 0.0
     """Mean duration of these decode steps."""
-    standstill_s: Seconds = 0.0
+    update_pause_s: Seconds = 0.0
     """Part of `update_s` in which the engine could not generate: after the download."""
     returns_routed_experts: bool = True
     """Whether the engine accepts samples that ask for routed experts; True of releases that did not say it, and before

@@ -292,7 +292,7 @@ class RedisBus:
             for raw_id, fields in rows:
                 entry_id, body = as_text(raw_id), fields.get(_FIELD, b"")
                 try:
-                    found.append(Entry(stream, entry_id, decode(body)))
+                    found.append(Entry(stream, entry_id, decode(body), len(body)))
                 except Undecodable as error:
                     await self._dead_letter_raw(stream, group, entry_id, body, str(error))
         return found

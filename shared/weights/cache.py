@@ -1,7 +1,9 @@
 """A cache of verified blobs (chunks and deltas) in files on this machine, named by digest.
 
-Files of removed chunks are overwritten with later chunks: each page of a new file must be allocated, which costs more
-processor time than to receive and verify its bytes where memory is scarce or virtual.
+Files of removed chunks are overwritten with later chunks, to save the allocation of their pages: on a virtual machine
+it can cost more processor time than receiving and verifying the bytes. Only files that this process has written and
+never sent are overwritten: bytes that sendfile(2) has queued are read from the file until the peer has acknowledged
+them, even after the file is closed.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class Cache:
         self.verified: set[str] = set()
         """Digests of the blobs verified by this process."""
         self._pulled_file = root / "held.json"
+        self._private: set[str] = set()
+        """Digests of the chunks whose files this process wrote and has sent to no peer."""
         self._spare: list[Path] = []
         """Files of `CHUNK_BYTES` to be overwritten."""
         self._lock = lock_directory(root)
@@ -55,6 +59,14 @@ class Cache:
     def path(self, digest: str) -> Path:
         """Return the path of a blob, which may not exist."""
         return self.blobs / digest
+
+    def open_to_send(self, digest: str) -> BinaryIO | None:
+        """Open the file of a blob to be sent to a peer, None if there is none; it is never overwritten."""
+        self._private.discard(digest)  # before the file is open: see `_discard`
+        try:
+            return self.path(digest).open("rb", buffering=0)
+        except FileNotFoundError:
+            return None
 
     def digests(self) -> set[str]:
         """Return the digests of all blobs, verified or not."""
@@ -120,6 +132,7 @@ class Cache:
                 with spare.open("r+b") as file:
                     file.write(data)
                 spare.replace(self.path(blob.digest))
+        self._private.add(blob.digest)
         self.verified.add(blob.digest)
         return True
 
@@ -140,29 +153,37 @@ class Cache:
     def prune(self, keep: AbstractSet[str], pulled: list[tuple[str, int]]) -> None:
         """Remove all blobs but `keep`, and record what was pulled last. The next pull overwrites removed chunks."""
         with self._errors():
-            while self._spare:
-                self._spare.pop().unlink()
+            while (path := self._pop_spare()) is not None:
+                path.unlink(missing_ok=True)
             for digest in self.digests() - keep:
-                self._discard(self.path(digest))
+                self._discard(digest)
             replace_file(self._pulled_file, json.dumps(pulled))
         self.verified &= keep
+        self._private &= keep
 
-    def _discard(self, path: Path) -> None:
+    def _discard(self, digest: str) -> None:
         """Remove a blob, or retain its file to be overwritten."""
-        if path.stat().st_size != CHUNK_BYTES:
-            path.unlink()
-            return
+        path = self.path(digest)
         spare = path.with_name(f".spare.{secrets.token_hex(8)}")
         path.rename(spare)
-        self._spare.append(spare)
+        # Under its new name no peer can open it; if one did before, the blob is no longer private.
+        if digest in self._private and spare.stat().st_size == CHUNK_BYTES:
+            self._spare.append(spare)
+        else:
+            spare.unlink()
+
+    def _pop_spare(self) -> Path | None:
+        try:
+            return self._spare.pop()
+        except IndexError:  # several threads store blobs
+            return None
 
     def _take_spare(self) -> Path | None:
-        """Return an unused file: a peer may still be receiving one, or the weight store have a link to it."""
-        while self._spare:
-            path = self._spare.pop()
+        """Return an unused file: an engine may still be reading one."""
+        while (path := self._pop_spare()) is not None:
             if _is_unused(path):
                 return path
-            path.unlink()
+            path.unlink(missing_ok=True)
         return None
 
     @contextmanager
@@ -177,7 +198,10 @@ class Cache:
 
 def _is_unused(path: Path) -> bool:
     """Return True if the file has no other name and is not open anywhere: only then is a write lease granted."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
     try:
         if os.fstat(descriptor).st_nlink > 1:
             return False  # and no lease either: opening a leased file by its other name signals this process

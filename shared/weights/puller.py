@@ -88,8 +88,8 @@ class Puller:
         """Close the cache."""
         self._cache.close()
 
-    def distrust_cache(self) -> None:
-        """Verify each cached chunk again in the next pull that needs it."""
+    def verify_cache_again(self) -> None:
+        """Verify the digest of each cached blob again in the next pull that needs it."""
         self._cache.verified.clear()
 
     async def pull(self, job_id: str, version: int) -> PulledVersion:

@@ -10,6 +10,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rlboost.shared.errors import Corrupt, NotFound
 from rlboost.shared.model.parity import ParityReference
 from rlboost.shared.weights.lora import adapter_of
 from rlboost.shared.weights.manifest import Manifest, TensorEntry
@@ -55,10 +56,13 @@ class StoredVersion:
         return _published(self._pulled.manifest)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, or those with these names, on the CPU in its published dtype. Blocks on files."""
-        from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
+        """Yield every tensor, or those with these names, on the CPU in its published dtype. Blocks on files.
 
-        return torch_tensors.tensors(self._pulled, names)
+        Raises:
+            Corrupt: a file is truncated or missing.
+
+        """
+        return _tensors(self._pulled, names)
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Return the names of the tensors that `loaded` lacks or has with other bits. Slow.
@@ -118,7 +122,7 @@ class AdaptedVersion:
         """Yield every tensor, or those with these names, on the CPU in its published dtype. Blocks on files."""
         from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
-        adapter, factors = self._adapter, dict(torch_tensors.tensors(self._pulled))
+        adapter, factors = self._adapter, dict(_tensors(self._pulled))
         for name, tensor in self._base.tensors(names):
             if (pair := adapter.factors.get(name)) is None:
                 yield name, tensor
@@ -149,6 +153,15 @@ def stored_version(pulled: PulledVersion) -> StoredVersion | AdaptedVersion:
 
     """
     return StoredVersion(pulled) if pulled.base is None else AdaptedVersion(pulled, pulled.base)
+
+
+def _tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
+
+    try:
+        yield from torch_tensors.tensors(pulled, names)
+    except NotFound as error:
+        raise Corrupt(str(error)) from error
 
 
 def _parity_reference(manifest: Manifest) -> ParityReference | None:

@@ -19,7 +19,7 @@ from rlboost.services.trainer.adapters.checkpoints.bucket import CheckpointBucke
 from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from rlboost.services.trainer.fakes.storage import MemoryCheckpoints
 from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
-from rlboost.shared.errors import Corrupt, Fatal
+from rlboost.shared.errors import Corrupt, DiskFull
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,15 +143,16 @@ def test_save_spares_temporary_files_of_the_same_step(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020", "step-000030"]
 
 
-def test_full_disk_fails_by_name_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+def test_full_disk_is_named_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
     store = folder_with(tmp_path, 10)
 
     def full(directory: Path) -> None:
         (directory / "weights").write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(Fatal, match=r"step-000020 cannot be written: No space left on device"):
+    with pytest.raises(DiskFull, match=r"step-000020 cannot be written: No space left on device"):
         store.save(state(20), full)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
     assert store.newest() == (state(10), tmp_path / "step-000010")
     store.save(state(20), writing("now"))
     assert store.newest() == (state(20), tmp_path / "step-000020")

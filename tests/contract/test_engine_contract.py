@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,13 +10,15 @@ import pytest
 import pytest_asyncio
 
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeStagedWeights
-from rlboost.services.rollout_worker.ports import Engine, EngineFailed
-from rlboost.shared.errors import Conflict, Fatal
+from rlboost.services.rollout_worker.ports import Engine, EngineFailed, StagedWeights
+from rlboost.shared.errors import Conflict, Corrupt, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from rlboost.shared.weights.stored import stored_version
 from tests.support import vllm_engines
 from tests.support.engines import Collector, request, run
 from tests.support.eventually import eventually
-from tests.support.staged_weights import Staged
+from tests.support.staged_versions import pulled
+from tests.support.staged_weights import Staged, shard
 
 # The tests share one vLLM, which belongs to an event loop and takes long to start on a busy machine.
 pytestmark = [
@@ -30,9 +32,25 @@ MAX_LEN = 160
 VOCABULARY = 96
 
 
+class MissingChunk(FakeStagedWeights):
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Any]]:
+        raise Corrupt("there is no such chunk")
+
+
+def without_a_chunk(tensors: Iterable[tuple[str, Any]], directory: Path) -> StagedWeights:
+    """Return a version whose chunk is removed after the pull."""
+    version = pulled((shard(*item) for item in tensors), directory)
+    for chunk in version.manifest.chunks():
+        (directory / chunk.digest).unlink()
+    return stored_version(version)
+
+
 class Fake:
     weights: Any = FakeStagedWeights()
     temperature = 1.0
+
+    def without_a_chunk(self, directory: Path) -> StagedWeights:
+        return MissingChunk()
 
     async def make(self) -> Engine:
         return FakeEngine(SLOTS, vocabulary=VOCABULARY, max_len=MAX_LEN, interval_s=0.002)
@@ -57,6 +75,9 @@ class Torch:
         self._directory = tiny_models.save_config(config, directory)
         self.models = [tiny_models.make(config, seed) for seed in range(2)]
         self.weights = Staged(tiny_models.weights(self.models[0]))
+
+    def without_a_chunk(self, directory: Path) -> StagedWeights:
+        return without_a_chunk(self.weights.tensors(), directory)
 
     async def make(self) -> Engine:
         from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - imports torch
@@ -85,6 +106,9 @@ class Vllm:
         self._config = vllm_engines.config()
         self.models = [tiny_models.make(self._config, seed) for seed in range(2)]
         self.weights = Staged(tiny_models.weights(self.models[0]))
+
+    def without_a_chunk(self, directory: Path) -> StagedWeights:
+        return without_a_chunk(self.weights.tensors(), directory)
 
     async def make(self) -> Engine:
         return await vllm_engines.start(self._config, slots=SLOTS)
@@ -427,6 +451,15 @@ async def test_second_suspend_without_keep_kv_frees_the_cache(engine: Engine, ki
 
 async def test_load_of_the_published_bytes_reports_no_difference(engine: Engine, kind: Kind) -> None:
     assert await engine.load_weights(1, kind.weights) == []
+
+
+async def test_missing_chunk_is_corrupt_and_the_next_load_is_served(engine: Engine, kind: Kind, tmp_path: Path) -> None:
+    with pytest.raises(Corrupt):
+        await engine.load_weights(1, kind.without_a_chunk(tmp_path))
+    assert engine.stats().version == -1
+    assert await engine.load_weights(2, kind.weights) == []
+    (made,) = await run(engine, [request(1, max_tokens=5)])
+    assert made.versions == [2] * 5
 
 
 async def test_closed_engine_rejects_requests_and_drains_its_tokens(engine: Engine) -> None:

@@ -13,12 +13,13 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, I32, pack
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.small_disk import small_disk
 
 
 def test_run_folder_has_job_file_and_metrics(tmp_path: Path) -> None:
@@ -57,6 +58,28 @@ def test_begin_drops_rows_of_steps_to_train_again(tmp_path: Path) -> None:
     folder.begin("{}", 2)
     folder.log_step(2, {})
     assert [row["step"] for row in _rows(tmp_path)] == [0, 1, 2]
+
+
+def test_full_disk_loses_no_row_and_no_model(tmp_path: Path) -> None:
+    base = write_tokenizer(write_model(tmp_path / "base"))
+    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu")
+    engine.load_hf(base)
+    with small_disk(tmp_path / "run", 8 << 20) as disk:
+        folder = JobFolder(disk.path, base)
+        folder.begin("{}", 0)
+        for step in range(50):
+            folder.log_step(step, {"loss": 1.0})
+        disk.fill()
+        metrics = {f"metric-{n}": float(n) for n in range(400)}  # more than a page
+        with pytest.raises(DiskFull, match="No space left on device"):
+            folder.log_step(50, metrics)
+        with pytest.raises(DiskFull, match="No space left on device"):
+            folder.export(engine.export_shards())
+        disk.free()
+        folder.log_step(50, metrics)
+        assert [row["step"] for row in _rows(tmp_path)] == [*range(51)]
+        exported: Any = AutoModelForCausalLM.from_pretrained(folder.export(engine.export_shards()))
+    assert set(exported.state_dict()) >= set(load_file(base / "model.safetensors"))
 
 
 def _rows(tmp_path: Path) -> list[dict[str, Any]]:

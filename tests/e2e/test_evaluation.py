@@ -157,18 +157,18 @@ def test_an_exported_version_is_the_one_that_made_its_samples(trained: Trained, 
         if {version for _, version, _ in body["spans"]} == {1}
     ]
     assert len(of_version) == 64
-    for prompt, tokens, told in of_version[::8]:
-        assert told == pytest.approx(trained.model.logprobs(prompt, tokens), abs=1e-4)
-        assert told != pytest.approx(base.logprobs(prompt, tokens), abs=1e-3)
+    for prompt, tokens, engine_logprobs in of_version[::8]:
+        assert engine_logprobs == pytest.approx(trained.model.logprobs(prompt, tokens), abs=1e-4)
+        assert engine_logprobs != pytest.approx(base.logprobs(prompt, tokens), abs=1e-3)
 
 
 def test_an_exported_folder_evaluates_as_it_decodes(box: BlackBox, trained: Trained, tmp_path: Path) -> None:
     problems = trained.model.clear_problems(MAX_TOKENS)
     greedy = ("sampling.temperature=0", f"sampling.max_tokens={MAX_TOKENS}", held_out(problems, tmp_path))
     model = ("--model", str(trained.folder))
-    told = json.loads(box.command("eval", trained.job_id, *greedy, *model, f"--samples={len(problems)}", "--json"))
-    assert told["model"] == str(trained.folder)
-    assert told["metrics"]["eval/pass@1"] == pytest.approx(share(problems))
+    report = json.loads(box.command("eval", trained.job_id, *greedy, *model, f"--samples={len(problems)}", "--json"))
+    assert report["model"] == str(trained.folder)
+    assert report["metrics"]["eval/pass@1"] == pytest.approx(share(problems))
 
 
 def test_vllm_completes_text_with_an_exported_folder_as_transformers_does(trained: Trained) -> None:
@@ -184,7 +184,7 @@ def test_vllm_completes_text_with_an_exported_folder_as_transformers_does(traine
         )
     for problem, answer in zip(problems, answers, strict=True):
         assert answer.prompt_token_ids == problem.prompt
-        (made,) = answer.outputs
-        assert list(made.token_ids) == problem.tokens
-        told = [step[token].logprob for step, token in zip(made.logprobs, problem.tokens, strict=True)]
-        assert told == pytest.approx(trained.model.logprobs(problem.prompt, problem.tokens), abs=5e-5)
+        (output,) = answer.outputs
+        assert list(output.token_ids) == problem.tokens
+        engine_logprobs = [step[token].logprob for step, token in zip(output.logprobs, problem.tokens, strict=True)]
+        assert engine_logprobs == pytest.approx(trained.model.logprobs(problem.prompt, problem.tokens), abs=5e-5)

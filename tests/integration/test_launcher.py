@@ -39,6 +39,7 @@ from tests.support.dummy_cluster import dummies
 from tests.support.eventually import eventually
 from tests.support.fake_gpus import gpus
 from tests.support.redis_server import executable
+from tests.support.small_disk import small_disk
 
 BUSY_CPU_S = 0.9 * dummy_service.BUSY_CPU_S
 """The kernel counts in ticks."""
@@ -177,24 +178,39 @@ async def test_the_error_of_the_body_arrives_as_it_is(tmp_path: Path) -> None:
     assert not any(record.alive or exists(record.pid) for record in clusters[0].processes())
 
 
-async def test_a_full_disk_ends_the_system_and_the_reason_is_kept(
+async def test_failing_disk_ends_the_system_and_the_reason_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "processes.json")
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "processes.json")
 
     async def body() -> None:
         async with running(tmp_path) as watched:
-            monkeypatch.setattr(StateDir, "write_processes", full)
+            monkeypatch.setattr(StateDir, "write_processes", failing)
             watched.cluster.kill("manager")
             await asyncio.get_running_loop().create_future()
 
-    reason = r"No space left on device \(processes.json\)"
-    with pytest.raises(Fatal, match=f"ended: {reason}: free some space"):
+    reason = r"Input/output error \(processes.json\)"
+    with pytest.raises(Fatal, match=f"ended: {reason}"):
         await body()
     end = StateDir(tmp_path / "state").end()
     assert end is not None
     assert re.search(reason, end.reason)
+
+
+async def test_full_disk_is_reported_once_and_records_follow_when_there_is_space(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        async with running(disk.path) as watched:
+            disk.fill()
+            for times in (1, 2):
+                watched.cluster.kill("manager")
+                await watched.restarted("manager", times)
+            full = [event for event in watched.events if event.kind == "disk_full"]
+            assert [event.name for event in full] == [str(disk.path / "state")]
+            disk.free()
+            now = {record.name: record.pid for record in watched.cluster.processes()}
+            state = watched.cluster.state
+            await eventually(lambda: {record.name: record.pid for record in state.processes()} == now)
 
 
 async def test_a_second_system_in_the_same_folder_is_refused(tmp_path: Path) -> None:

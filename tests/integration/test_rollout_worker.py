@@ -204,7 +204,7 @@ def ms(entry: Entry) -> int:
 
 async def test_a_worker_joins_pulls_becomes_ready_and_generates(boss: WorkerManager, worker: str) -> None:
     beats = await boss.heard(WorkerHeartbeat, worker)
-    assert [beat.update_s > beat.standstill_s > 0 for beat in beats] == [beat.version >= 0 for beat in beats]
+    assert [beat.update_s > beat.update_pause_s > 0 for beat in beats] == [beat.version >= 0 for beat in beats]
     states = list(dict.fromkeys(beat.state for beat in beats))
     assert states == ["joining", "pulling", "ready"]
     await boss.send(worker, assign(1, 2, 3, max_tokens=60))

@@ -157,7 +157,7 @@ async def test_paused_leader_is_superseded_and_writes_nothing(pair: Pair) -> Non
     assert await pair.everything() == everything
     os.kill(pair.two.pid, signal.SIGCONT)
     await eventually(lambda: pair.stands_by(pair.one, behind=pair.two))
-    pair.start_worker("w2")
+    pair.start_worker("w1")  # under another name it would wait until the lease of the first has expired
     await pair.delivered_whole(24, 100)
     assert await pair.leads(pair.two)
 

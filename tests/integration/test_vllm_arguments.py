@@ -71,6 +71,7 @@ def test_engine_arguments_reach_vllm_and_unknown_ones_are_refused(tmp_path: Path
     vllm_engines.require()
     from rlboost.services.rollout_worker.adapters.vllm import arguments  # noqa: PLC0415 - needs vllm
 
+    (tmp_path / "config.json").write_text("{}")
     more = {"max_num_batched_tokens": 8192}
     given = arguments.engine_args(tmp_path, arguments.VllmOptions(8, gpu_memory_utilization=0.4, vllm_args=more))
     assert (given.gpu_memory_utilization, given.max_num_batched_tokens, given.max_num_seqs) == (0.4, 8192, 8)

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402 - only where torch is
-from transformers import Qwen3MoeConfig  # noqa: E402
+from transformers import DeepseekV3Config, Qwen3MoeConfig  # noqa: E402
 
 from rlboost.services.rollout_worker.domain.parity import judge  # noqa: E402 - only where torch is
 from rlboost.services.trainer.domain.parity import build_probe, build_reference  # noqa: E402
@@ -49,6 +49,30 @@ MIXTURE = Qwen3MoeConfig(
     num_experts=4,
     num_experts_per_tok=2,
 )
+LATENT = DeepseekV3Config(
+    **_LIMITS,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    moe_intermediate_size=64,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    # Published models have both; without them vLLM's router follows another rule.
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    # vLLM supports one size of the cached vector: kv_lora_rank + qk_rope_head_dim = 576.
+    kv_lora_rank=512,
+    q_lora_rank=32,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=64,
+    v_head_dim=64,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +89,10 @@ def checkpoint(model: Any) -> list[tuple[str, Any]]:
         return list(load_file(Path(directory, "model.safetensors")).items())
 
 
-async def test_mixture_of_experts_takes_new_weights() -> None:
-    old, new = (tiny_models.make(MIXTURE, seed) for seed in (1, 2))
-    engine = vllm_engines.build(MIXTURE, slots=4)
+@pytest.mark.parametrize("config", [MIXTURE, LATENT], ids=["mixture", "latent-attention"])
+async def test_model_takes_new_weights(config: Any) -> None:
+    old, new = (tiny_models.make(config, seed) for seed in (1, 2))
+    engine = vllm_engines.build(config, slots=4)
     for version, model in enumerate((old, new)):
         await engine.load_weights(version, Staged(checkpoint(model)))
         for made in await run(engine, [request(10 * version + n, max_tokens=20) for n in range(4)]):

@@ -399,7 +399,7 @@ async def test_next_process_resumes_from_the_cache(
     puller = Puller(client, Cache(tmp_path / "cache"), Waits())
     await assert_pulls(puller, 0, weights)
     (cached / digest_of(second)).write_bytes(bytes(CHUNK_BYTES))
-    puller.distrust_cache()
+    puller.verify_cache_again()
     await assert_pulls(puller, 0, weights)
     puller.close()
     assert await metric(client, "rlboost_weight_store_bytes_out_total") == 3 * CHUNK_BYTES

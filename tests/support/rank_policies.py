@@ -64,14 +64,15 @@ def write(directory: Path, family: str) -> Path:
 def policy(
     optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
 ) -> Iterator[RanksPolicy]:
-    """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`, `aggregation`, `replayed`
-    and `max_logits`.
+    """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`, `aggregation`, `replayed`,
+    `max_logits` and `folder`.
 
     On CPUs megatron-core needs `tests.support.megatron_cpu`, which the ranks get by their environment.
     """
     reference = settings.pop("reference", False)
     aggregation, replayed = settings.pop("aggregation", "token_mean"), settings.pop("replayed", None)
     max_logits = settings.pop("max_logits", MAX_LOGITS)
+    folder = settings.pop("folder", None)
     spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
     kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
     made = kind(
@@ -83,6 +84,7 @@ def policy(
         aggregation=aggregation,
         replayed=replayed,
         max_logits=max_logits,
+        folder=folder,
     )
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":

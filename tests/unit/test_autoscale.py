@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -159,6 +160,36 @@ def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, de
     world.fleet.join(worker_joined("r", role="reserved", kind="own", price_per_hour=8.0), 0.0)
     world.fleet.assign(world.fleet.workers["r"], ("j", 0))
     assert view(world, [Pool(kind="k", max_workers=10, price_per_hour=price)]).desired == desired
+
+
+def priced_job(world: World, name: str, number: int) -> None:
+    """A job with a reserved worker of 8 dollars that wants 5.5 preemptible ones."""
+    job = world.jobs[name] = Job(name, number, job_spec(), created_at=0.0, state="running")
+    job.window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
+    world.fleet.join(worker_joined(f"r-{name}", role="reserved", kind="own", price_per_hour=8.0), 0.0)
+    world.fleet.assign(world.fleet.workers[f"r-{name}"], (name, 0))
+
+
+@pytest.mark.parametrize(
+    ("pools", "paying"),
+    [
+        ([("a", 4, 4.0), ("b", 9, 7.9)], {"a": 4}),  # three for the first job; what it declines is left to the second
+        ([("a", 4, 7.9), ("b", 9, 0.1)], {"b": 9}),  # the first pool pays for neither
+        ([("a", 4, 0.1)], {"a": 4}),
+    ],
+)
+def test_jobs_share_the_workers_that_pay(pools: list[tuple[str, int, float]], paying: dict[str, int]) -> None:
+    world = World(lease_s=2.0)
+    priced_job(world, "i", 1)
+    priced_job(world, "j", 2)
+    kinds = [Pool(kind=kind, max_workers=n, price_per_hour=price) for kind, n, price in pools]
+    seen = view(world, kinds)
+    assert seen.paying == paying
+    scaler = Autoscaler(kinds, None, scale_in_delay_s=0.0)
+    scaler.decide(seen, None, 1.0)
+    scaler.decide(seen, None, 100.0)
+    assert +Counter(scaler.targets) == paying
+    assert scaler.limited_by == ("max_workers" if len(pools) == 1 else None)
 
 
 # --- which workers leave ------------------------------------------------------------------------------------------

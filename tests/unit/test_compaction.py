@@ -9,6 +9,7 @@ from rlboost.services.rollout_manager.domain.compaction import compact, forget_e
 from rlboost.services.rollout_manager.domain.effects import ForgetJob, Record
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.columns import U32, pack
 from rlboost.shared.messages import FINISH_STOP, JobState, Restated
 from tests.support.builders import group_id, group_requested, job_spec, placed, token_frame
 
@@ -73,6 +74,18 @@ def test_long_log_restates_its_oldest_samples_and_is_trimmed(world: World) -> No
     assert restated(world) == []
     world.close([young])
     assert compact(world, "9-0") == "99-0"
+
+
+def test_routed_experts_in_the_log_count_by_their_bytes(world: World) -> None:
+    old, passing = admit(world, 0, "3-0"), admit(world, 1, "4-0")
+    make(world, old, 5)
+    frame = token_frame([(passing, 1, 0, 5, 0, FINISH_STOP)])
+    world.ledger.extend(frame.model_copy(update={"routed_experts": b"\1" * 1920, "routed_bytes": pack([1920], U32)}))
+    world.close([passing])
+    admit(world, 2, "6-0")
+    compact(world, "7-0")
+    assert restated(world) == [old]
+    assert compact(world, "8-0") == "6-0"
 
 
 def test_complete_sample_is_not_restated(world: World) -> None:

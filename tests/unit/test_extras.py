@@ -6,6 +6,11 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from rlboost.commands.up import require_packages
+from rlboost.shared.errors import ConfigError
+
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"rlboost\[([\w,.-]+)\]")
 """How a text names extras: rlboost[trainer,logs]."""
@@ -24,3 +29,9 @@ def test_every_extra_that_a_text_names_exists() -> None:
     }
     assert ("logs", "shared/job/run_log.py") in named, "the texts name extras in another way"
     assert {one for one in named if one[0] not in project["optional-dependencies"]} == set()
+
+
+@pytest.mark.parametrize("module", ["rlboost.shared.no_such_module", "no_such_package.module"])
+def test_missing_module_is_named_with_its_extra(module: str) -> None:
+    with pytest.raises(ConfigError, match=rf"needs {module}: pip install 'rlboost\[local\]'"):
+        require_packages("rlboost.shared", module)

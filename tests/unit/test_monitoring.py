@@ -123,13 +123,13 @@ def test_scrapes_reach_every_service_with_its_token(monkeypatch: pytest.MonkeyPa
 
 def test_workers_are_listed_by_the_manager_and_scraped_with_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
     (scrape,) = [scrape for scrape in SCRAPES if scrape["job_name"] == "worker"]
-    (listing,) = scrape["http_sd_configs"]
-    manager: Any = settings_of("manager", monkeypatch)
-    app = build(Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0), MemoryBus(), manager)
-    url = urlsplit(listing["url"])
-    assert (url.hostname, url.port) == ("manager", manager.port)
-    assert url.path in app.openapi()["paths"]
-    assert token_of(listing) == SECRETS["RLBOOST_TOKEN"]
+    for host, listing in zip(("manager", "standby"), scrape["http_sd_configs"], strict=True):
+        manager: Any = settings_of(host, monkeypatch)
+        app = build(Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0), MemoryBus(), manager)
+        url = urlsplit(listing["url"])
+        assert (url.hostname, url.port) == (host, manager.port)
+        assert url.path in app.openapi()["paths"]
+        assert token_of(listing) == SECRETS["RLBOOST_TOKEN"]
     assert token_of(scrape) == SECRETS["RLBOOST_JOIN_TOKEN"]
     for name in ("reserved", "spot"):
         worker: Any = settings_of(name, monkeypatch)

@@ -75,13 +75,14 @@ def test_larger_fleet_is_faster_and_its_price_is_of_all_machines() -> None:
         assert plan.hours.lowest <= plan.hours.mean <= plan.hours.highest
 
 
-def test_download_of_weights_stops_no_engine_and_the_standstill_does() -> None:
+def test_engines_generate_during_a_download_of_weights_and_not_in_the_pause() -> None:
     hours = []
-    for standstill_s in (0.0, 2.0):
-        engine = engine_profile("spot", update_s=2.0, standstill_s=standstill_s)
+    for update_pause_s in (0.1, 2.0, 0.0):
+        engine = engine_profile("spot", update_s=2.0, update_pause_s=update_pause_s)
         profile = PROFILE.model_copy(update={"engines": (engine,)})
         hours.append(plans_of(profile, Prices(reserved=0.0), spec=job(elastic={"max_staleness": 1}))[0].hours.mean)
     assert hours[0] < 0.95 * hours[1]
+    assert hours[2] == hours[1], "a profile without the pause"
 
 
 def test_prediction_repeats() -> None:

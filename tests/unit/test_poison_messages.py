@@ -180,6 +180,8 @@ async def survives(entries: list[tuple[str, bytes]]) -> Rig:
 @example(all_of(names.WORKER_HEARTBEATS, VALID[9][1], running_at_failure=b"abc"))
 @example(all_of(names.WORKER_HEARTBEATS, JOINED, slots=0))
 @example(all_of(names.WORKER_HEARTBEATS, HEARTBEAT, tokens_per_s=float("inf")))
+@example(all_of(names.WORKER_HEARTBEATS, HEARTBEAT, batch=5e-324, step_s=2.0))
+@example(all_of(names.WORKER_HEARTBEATS, HEARTBEAT, batch=1e9, step_s=1.7e308))
 @example(all_of(names.TOKEN_LOG, VALID[2][1], samples=b"abc"))
 @example(all_of(names.TOKEN_LOG, VALID[1][1], attempts=b"abc"))
 @example(all_of(names.TOKEN_LOG, VALID[1][1], attempts=pack([2**32 - 1], U32)))

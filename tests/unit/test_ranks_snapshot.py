@@ -1,8 +1,10 @@
-"""The files of a ranks' snapshot are removed by its writer, or when the policy is closed."""
+"""The files of a ranks' snapshot remain until it is dropped, replaced or the policy is closed."""
 
 from __future__ import annotations
 
-import shutil
+import errno
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +40,42 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Policy:
     return Policy("fsdp", spec, OptimizerSpec(), temperature=1.0, device="cpu", folder=tmp_path / "scratch")
 
 
-def test_close_spares_a_snapshot_that_is_being_written(
+def test_close_waits_for_a_snapshot_that_is_being_written(
     ranks: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, move = ranks.snapshot(), shutil.move
+    write, link = ranks.snapshot(), os.link
+    closing = threading.Thread(target=ranks.close)
 
-    def closing(file: Path, directory: Path) -> None:
-        ranks.close()
-        move(file, directory)
+    def slow(file: Path, target: Path) -> None:
+        if not closing.is_alive():
+            closing.start()
+            closing.join(0.05)
+        link(file, target)
 
-    monkeypatch.setattr(shutil, "move", closing)
+    monkeypatch.setattr(os, "link", slow)
     write(tmp_path / "checkpoint")
+    closing.join()
     assert {file.name for file in (tmp_path / "checkpoint").iterdir()} == {"rank-0", "rank-1"}
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_snapshot_can_be_written_again_until_it_is_dropped(
+    ranks: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_linked: bool
+) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    if not is_linked:
+        monkeypatch.setattr(os, "link", refused)
+    write = ranks.snapshot()
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder)
+        assert [(tmp_path / folder / f"rank-{rank}").read_text() for rank in range(2)] == ["0", "1"]
+    ranks.drop_snapshot()
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert (tmp_path / "second" / "rank-1").read_text() == "1"
 
 
 def test_unwritten_snapshot_is_dropped_by_the_next_one_or_by_close(ranks: Policy, tmp_path: Path) -> None:

@@ -87,11 +87,11 @@ def test_engine_profile_has_the_medians_of_the_workers_of_a_kind() -> None:
         assert worker
         world.fleet.assign(worker, ("j", 0))
         for _ in range(ENOUGH + 1):
-            beat = heartbeat(name, state="ready", batch=4.0, step_s=0.04, update_s=update_s, standstill_s=0.1)
+            beat = heartbeat(name, state="ready", batch=4.0, step_s=0.04, update_s=update_s, update_pause_s=0.1)
             world.fleet.on_heartbeat(worker, beat, 0.0)
     (found,) = engine_profiles(world, "j")
     assert (found.kind, found.role, found.workers, found.slots) == ("sim", "preemptible", 3, 8)
-    assert (found.price_per_hour, found.update_s, found.standstill_s) == (3.0, 1.5, 0.1)
+    assert (found.price_per_hour, found.update_s, found.update_pause_s) == (3.0, 1.5, 0.1)
     assert found.step_s + 4 * found.per_sample_s == pytest.approx(4 / 100.0)
     assert engine_profiles(world, "another job") == []
 

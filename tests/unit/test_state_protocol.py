@@ -1,4 +1,4 @@
-"""No service misreads what another version wrote: the protocol number in Redis, and that of workers."""
+"""No service works on data of a protocol that it cannot read: the number in Redis, and that of workers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ async def stored(bus: MemoryBus) -> dict[str, str]:
     return await bus.hash_all(names.PROTOCOL)
 
 
-class AwayAtFirst(MemoryBus):
+class UnavailableAtFirst(MemoryBus):
     """Does not answer the first read of a hash."""
 
-    is_away = True
+    is_unavailable = True
 
     async def hash_get(self, key: str, field: str) -> str | None:
-        if self.is_away:
-            self.is_away = False
-            raise BusUnavailable("away")
+        if self.is_unavailable:
+            self.is_unavailable = False
+            raise BusUnavailable("no answer")
         return await super().hash_get(key, field)
 
 
@@ -80,7 +80,7 @@ async def test_newer_manager_continues_older_state_and_dismisses_its_workers(mon
         joined = worker_joined(worker, protocol=protocol)
         await bus.transact([HashSet(names.FLEET, {worker: joined.model_dump_json()})])
     monkeypatch.setattr(state_protocol, "PROTOCOL", PROTOCOL + 1)
-    for module in ("decide", "apply_messages"):
+    for module in ("fleet", "apply_messages"):
         monkeypatch.setattr(f"rlboost.services.rollout_manager.domain.{module}.PROTOCOL", PROTOCOL + 1)
     leader = manager(bus)
     await leader.recover()
@@ -93,10 +93,10 @@ async def test_newer_manager_continues_older_state_and_dismisses_its_workers(mon
 
 
 async def test_trainer_stops_once_a_manager_of_another_protocol_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    bus = AwayAtFirst()
+    bus = UnavailableAtFirst()
     monkeypatch.setattr(state_protocol, "_CHECK_EVERY_S", 0.001)
     watching = asyncio.create_task(leader_check(bus)(asyncio.Event()))
-    await eventually(lambda: not bus.is_away)
+    await eventually(lambda: not bus.is_unavailable)
     await manager(bus).recover()
     await bus.transact([HashSet(names.PROTOCOL, {"number": str(PROTOCOL + 1)})])
     with pytest.raises(ConfigError, match=f"the manager has protocol {PROTOCOL + 1} and this process {PROTOCOL}"):

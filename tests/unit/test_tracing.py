@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from rlboost.shared import names
+from rlboost.shared.bus import Remove
 from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
+from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import SampleId, request_group
 from rlboost.shared.messages import (
     FINISH_NONE,
@@ -12,19 +20,28 @@ from rlboost.shared.messages import (
     Closed,
     Event,
     GroupRequested,
+    Message,
     Placed,
     Sampling,
     TokenFrame,
     WeightsCommitted,
 )
+from rlboost.tracing.follow import follow
 from rlboost.tracing.samples import SampleTraces, Span
 
 GROUP = SampleId(1, False, 4, 0, 0).pack()
 
 
-def admitted(group: int = GROUP, n: int = 1) -> Admitted:
+def admitted(group: int = GROUP, n: int = 1, preferred_worker: str = "") -> Admitted:
     request = GroupRequested(
-        job_id="j", group=group, n=n, prompt=pack([1], I32), sampling=Sampling(), version=4, seed=0
+        job_id="j",
+        group=group,
+        n=n,
+        prompt=pack([1], I32),
+        sampling=Sampling(),
+        version=4,
+        seed=0,
+        preferred_worker=preferred_worker,
     )
     return Admitted(request=request)
 
@@ -34,11 +51,13 @@ def placed(worker: str, attempt: int, offset: int = 0, sample: int = GROUP) -> P
     return Placed(worker=worker, samples=pack([sample], U64), **columns)
 
 
-def frame(worker: str, attempt: int, offset: int, count: int, finish: int = FINISH_NONE) -> TokenFrame:
+def frame(
+    worker: str, attempt: int, offset: int, count: int, finish: int = FINISH_NONE, sample: int = GROUP
+) -> TokenFrame:
     return TokenFrame(
         worker=worker,
         seq=0,
-        samples=pack([GROUP], U64),
+        samples=pack([sample], U64),
         attempts=pack([attempt], U32),
         offsets=pack([offset], U32),
         counts=pack([count], U32),
@@ -53,18 +72,39 @@ def closed(sample: int = GROUP) -> Closed:
     return Closed(samples=pack([sample], U64))
 
 
-def scored(sample: int = GROUP, reward: float = 1.0) -> Event:
-    return Event(
-        kind="sample_scored", at=0.0, source="t", fields={"sample": str(SampleId.unpack(sample)), "reward": reward}
-    )
+def scored(sample: int = GROUP, reward: float | None = 1.0) -> Event:
+    return event("sample_scored", sample=str(SampleId.unpack(sample)), reward=reward, reason="")
+
+
+def unassigned(worker: str, cause: str) -> Event:
+    return event("samples_unassigned", worker=worker, cause=cause, samples=1, tokens=0)
+
+
+def event(kind: str, **fields: object) -> Event:
+    return Event(kind=kind, at=0.0, source="t", fields=fields)
 
 
 def committed(version: int) -> WeightsCommitted:
     return WeightsCommitted(job_id="j", version=version, manifest_digest="", n_bytes=0, at=0.0)
 
 
+def generated(sample: int = GROUP) -> list[Message]:
+    """Return the messages of a sample that one worker generates, up to its delivery."""
+    return [placed("a", 1, sample=sample), frame("a", 1, 0, 2, FINISH_STOP, sample), closed(sample)]
+
+
+def taken(traces: SampleTraces, messages: Sequence[Message]) -> list[Span]:
+    """Return the traces that messages complete, which are read one second after another."""
+    return [trace for at, message in enumerate(messages) for trace in traces.take(message, float(at), "j")]
+
+
 def parts(trace: Span) -> list[tuple[str, float, float, str]]:
     return [(part.name, part.start, part.end, part.error) for part in trace.children]
+
+
+def ends(trace: Span) -> list[tuple[object, object, str]]:
+    attempts = [part for part in trace.children if part.name == "generate"]
+    return [(part.attributes["rlboost.worker"], part.attributes["rlboost.end"], part.error) for part in attempts]
 
 
 def test_trace_follows_a_sample_over_workers_to_the_step_that_trained_on_it() -> None:
@@ -77,14 +117,16 @@ def test_trace_follows_a_sample_over_workers_to_the_step_that_trained_on_it() ->
         placed("b", 2, 6),
         frame("b", 2, 6, 4),
         frame("a", 1, 6, 9, FINISH_STOP),  # of an earlier attempt
+        frame("a", 2, 6, 9, FINISH_STOP),  # of a worker that does not have it
+        unassigned("b", "lost"),
+        placed("c", 3, 8),
         placed("c", 3, 8),
         frame("c", 3, 8, 2, FINISH_STOP),
         closed(),
         scored(),
+        committed(4),
     ]
-    for at, message in enumerate(messages):
-        assert not traces.take(message, float(at))
-    assert not traces.take(committed(4), 20.0)
+    assert not taken(traces, messages)
     (trace,) = traces.take(committed(5), 21.0)
     assert (trace.start, trace.end) == (0.0, 21.0)
     assert trace.attributes == {
@@ -100,43 +142,131 @@ def test_trace_follows_a_sample_over_workers_to_the_step_that_trained_on_it() ->
         ("generate", 1.0, 3.0, ""),
         ("queue", 3.0, 4.0, ""),
         ("generate", 4.0, 5.0, "lost"),
-        ("queue", 5.0, 7.0, ""),
-        ("generate", 7.0, 8.0, ""),
-        ("deliver", 8.0, 9.0, ""),
-        ("score", 9.0, 10.0, ""),
-        ("train", 10.0, 21.0, ""),
+        ("queue", 5.0, 9.0, ""),
+        ("generate", 9.0, 11.0, ""),
+        ("deliver", 11.0, 12.0, ""),
+        ("score", 12.0, 13.0, ""),
+        ("train", 13.0, 21.0, ""),
     ]
-    generated = [part.attributes for part in trace.children if part.name == "generate"]
-    assert [(part["rlboost.worker"], part["rlboost.tokens"], part["rlboost.end"]) for part in generated] == [
-        ("a", 6, "migrated"),
-        ("b", 4, "lost"),
-        ("c", 2, "stop"),
+    assert ends(trace) == [("a", "migrated", ""), ("b", "lost", "lost"), ("c", "stop", "")]
+    tokens = [part.attributes["rlboost.tokens"] for part in trace.children if part.name == "generate"]
+    assert tokens == [6, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("cause", "error"), [("suspended", ""), ("left", ""), ("lost", "lost"), ("invalid", "invalid")]
+)
+def test_attempt_ends_by_the_first_cause_after_its_beginning(cause: str, error: str) -> None:
+    messages = [
+        admitted(),
+        unassigned("a", "suspended"),
+        placed("a", 1),
+        unassigned("a", cause),
+        placed("b", 2),
+        unassigned("a", "lost"),
+        event("job_state", state="failed"),
     ]
-    assert traces.jobs == set()
+    (trace,) = taken(SampleTraces(), messages)
+    assert ends(trace) == [("a", cause, error), ("b", "closed", "")]
+
+
+def test_attempt_whose_cause_of_end_is_unknown_is_no_error() -> None:
+    messages = [admitted(), placed("a", 1), placed("", 2), placed("b", 3), event("job_state", state="failed")]
+    (trace,) = taken(SampleTraces(), messages)
+    assert ends(trace) == [("a", "unassigned", ""), ("b", "closed", "")]
 
 
 def test_trace_ends_with_the_reward_of_an_evaluation_or_delivery_of_a_request() -> None:
     traces, evaluation, request = SampleTraces(), SampleId(1, True, 4, 0, 0).pack(), request_group(1, 0)
-    for sample in (evaluation, request):
-        assert not traces.take(admitted(sample), 0.0)
-        assert not traces.take(placed("a", 1, sample=sample), 1.0)
-    assert len(traces.take(closed(request), 2.0)) == 1
-    assert not traces.take(closed(evaluation), 2.0)
-    (trace,) = traces.take(scored(evaluation, 0.5), 3.0)
-    assert (trace.attributes["rlboost.sample"], trace.end) == ("1/e4/0/0", 3.0)
+    assert not taken(traces, [admitted(evaluation), *generated(evaluation)])
+    (trace,) = traces.take(scored(evaluation, 0.5), 9.0)
+    assert (trace.attributes["rlboost.sample"], trace.end) == ("1/e4/0/0", 9.0)
+    (trace,) = taken(traces, [admitted(request), *generated(request)])
+    assert trace.children[-1].name == "deliver"
+
+
+def test_later_turn_of_a_conversation_ends_with_its_delivery() -> None:
+    turn = SampleId(1, False, 4, 7, 0).pack()
+    (trace,) = taken(SampleTraces(), [admitted(turn, preferred_worker="a"), *generated(turn)])
+    assert trace.children[-1].name == "deliver"
+    assert not taken(SampleTraces(), [admitted(), *generated()])
+
+
+def test_sample_that_is_closed_before_its_end_is_dropped() -> None:
+    (trace,) = taken(SampleTraces(), [admitted(), placed("a", 1), closed()])
+    assert trace.attributes["rlboost.dropped"]
+    assert [part.name for part in trace.children] == ["queue", "generate"]
+
+
+def test_sample_without_a_reward_was_not_trained_on() -> None:
+    (trace,) = taken(SampleTraces(), [admitted(), *generated(), scored(reward=None)])
+    assert parts(trace)[-1] == ("score", 3.0, 4.0, "no reward")
 
 
 def test_sample_of_a_dropped_group_has_a_trace_after_the_next_step() -> None:
     traces = SampleTraces()
-    for message in (admitted(n=2), placed("a", 1), closed(), scored(GROUP + 1), committed(5)):
-        assert not traces.take(message, 1.0)
-    (trace,) = traces.take(committed(6), 2.0)
-    assert "rlboost.reward" not in trace.attributes
+    assert not taken(traces, [admitted(n=2), *generated(), scored(GROUP + 1), committed(5)])
+    (trace,) = traces.take(committed(6), 9.0)
+    assert [part.name for part in trace.children] == ["queue", "generate", "deliver"]
     assert not traces.remaining()
 
 
-def test_scores_that_are_read_before_the_delivery_count() -> None:
+def test_end_of_a_job_ends_its_traces() -> None:
     traces = SampleTraces()
-    for message in (committed(5), admitted(), placed("a", 1), scored()):
-        assert not traces.take(message, 1.0)
-    assert len(traces.take(closed(), 2.0)) == 1
+    assert not taken(traces, [admitted(n=2), *generated(), event("job_state", state="running")])
+    found = traces.take(event("job_state", state="cancelled"), 9.0, "j")
+    assert ["rlboost.dropped" in trace.attributes for trace in found] == [False, True]
+    assert not traces.jobs
+    assert not traces.remaining()
+
+
+class Sink:
+    """Receives traces; sets the stop after the number that is expected."""
+
+    def __init__(self, expected: int) -> None:
+        self.traces: list[Span] = []
+        self.stop = asyncio.Event()
+        self._expected = expected
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, traces: Sequence[Span]) -> int:
+        self.traces += traces
+        if len(self.traces) >= self._expected:
+            self._loop.call_soon_threadsafe(self.stop.set)
+        return 0
+
+
+async def test_follow_reads_the_streams_of_jobs_in_the_order_of_time() -> None:
+    """The token log has more entries than one read returns; scores and commits of later samples wait for them."""
+    bus, n = MemoryBus(), 400
+    for step in range(n):
+        sample = SampleId(1, False, step, 0, 0).pack()
+        for message in (admitted(sample), *generated(sample)):
+            await bus.append(names.TOKEN_LOG, message)
+        for stream, message in (
+            (names.job_samples("j"), scored(sample)),
+            (names.WEIGHTS_COMMITTED, committed(step + 1)),
+        ):
+            # The fake counts entries instead of the time: three that are removed make the fourth as late as the others.
+            removed = [await bus.append(stream, event("worker_joined")) for _ in range(3)]
+            await bus.append(stream, message)
+            await bus.transact([Remove(stream, tuple(removed))])
+    sink = Sink(n)
+    await asyncio.wait_for(follow(bus, sink.send, sink.stop), 30)
+    assert len(sink.traces) == n
+    assert all([part.name for part in trace.children][-2:] == ["score", "train"] for trace in sink.traces)
+
+
+async def test_follow_skips_an_entry_that_it_cannot_apply() -> None:
+    bus = MemoryBus()
+    messages = [admitted(), frame("a", 1, 0, 1).model_copy(update={"samples": b"123"}), placed("a", 1)]
+    messages += [placed("a", 2).model_copy(update={"offsets": b""}), frame("a", 1, 0, 2, FINISH_STOP), closed()]
+    for message in messages:
+        await bus.append(names.TOKEN_LOG, message)
+    for message in (event("samples_unassigned"), event("sample_scored"), event("job_state")):
+        await bus.append(names.job_events("j"), message)
+    for kind in ("worker_joined", "worker_joined", "worker_joined", "job_state"):  # the last after the last sample
+        await bus.append(names.job_events("j"), event(kind, state="completed"))
+    sink = Sink(1)
+    await asyncio.wait_for(follow(bus, sink.send, sink.stop), 30)
+    assert [trace.children[-1].name for trace in sink.traces] == ["deliver"]

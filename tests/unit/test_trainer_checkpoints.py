@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from rlboost.services.trainer import disk_waits
 from rlboost.services.trainer.domain.fingerprint import fingerprint
 from rlboost.services.trainer.fakes.storage import MemoryCheckpoints
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared import names
 from rlboost.shared.bus import START
-from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import SampleFinished
 from tests.support.eventually import eventually
@@ -50,6 +51,55 @@ class FullCheckpoints(MemoryCheckpoints):
         if state.step >= self._first:
             raise Fatal(f"checkpoint step-{state.step:06d} cannot be written: No space left on device")
         super().save(state, write)
+
+
+class SmallDisk(MemoryCheckpoints):
+    """Has no space for one checkpoint, as often as it is told."""
+
+    def __init__(self, folder: Path, step: int, times: int) -> None:
+        super().__init__(folder)
+        self._step, self._left = step, times
+        self.freed = threading.Event()
+
+    def save(self, state: TrainState, write: Snapshot) -> None:
+        if state.step == self._step and self._left:
+            self._left -= 1
+            write(self._folder)  # a part of it fits
+            if not self._left:
+                assert self.freed.wait(20.0)
+            raise DiskFull("no space for the checkpoint")
+        super().save(state, write)
+
+
+async def test_checkpoint_waits_for_a_full_disk_while_steps_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_waits, "RETRY_S", 0.01)
+    rig = Rig(tmp_path, spec(steps=7))
+    store = rig.checkpoints = SmallDisk(tmp_path, step=2, times=3)
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("disk space for the checkpoint of step 2")
+        await eventually(lambda: max(rig.weights.versions) == 4)
+        store.freed.set()
+        assert (await rig.ended()).state == "completed"
+    events = await rig.events()
+    assert [fields["step"] for kind, fields in events if kind == "checkpoint_saved"] == [2, 4, 6, 7]
+    full = [fields for kind, fields in events if kind == "disk_full"]
+    assert full == [{"what": "the checkpoint of step 2", "reason": "no space for the checkpoint"}]
+
+
+async def test_job_fails_when_the_disk_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_waits, "RETRY_S", 0.01)
+    monkeypatch.setattr(disk_waits, "LIMIT_S", 0.1)
+    rig = Rig(tmp_path, spec(steps=7))
+    store = rig.checkpoints = SmallDisk(tmp_path, step=2, times=1_000)
+    store.freed.set()
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    assert report.state == "failed"
+    assert "no space for the checkpoint; nothing was freed" in report.error
 
 
 async def test_steps_continue_during_a_checkpoint_and_the_next_one_waits(tmp_path: Path) -> None:

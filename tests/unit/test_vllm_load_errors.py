@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_worker.adapters.vllm.load_errors import marked, unmarked
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error, encode_load_error
 from rlboost.shared.errors import ConfigError, Corrupt, Fatal, NotFound
 
 
@@ -25,10 +25,12 @@ class OutOfMemory(RuntimeError):
     ],
 )
 def test_wrapped_load_error_keeps_its_class(raised: Exception, kind: type[Fatal], text: str) -> None:
-    found = unmarked(Exception(f"Worker failed with error '{marked(raised)}', please check the stack trace above"))
+    found = decode_load_error(
+        Exception(f"Worker failed with error '{encode_load_error(raised)}', please check the stack trace above")
+    )
     assert type(found) is kind
     assert str(found) == text
 
 
-def test_unmarked_error_is_no_wrong_configuration() -> None:
-    assert type(unmarked(Exception("EngineCore: timed out"))) is Fatal
+def test_error_of_another_kind_is_no_wrong_configuration() -> None:
+    assert type(decode_load_error(Exception("EngineCore: timed out"))) is Fatal

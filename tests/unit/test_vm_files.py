@@ -1,4 +1,4 @@
-"""The files that make machines with systemd: deploy/systemd and deploy/cloud-init."""
+"""The systemd units of deploy/systemd, and the cloud-init files that configure machines with them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,28 @@ def files_of(name: str) -> dict[str, str]:
     return {file["path"]: file["content"] for file in cloud_config(name)["write_files"]}
 
 
+def drop_ins(unit_name: str) -> dict[str, str]:
+    """Return the files that cloud-init adds to a unit."""
+    folder = f"/etc/systemd/system/{unit_name}.service.d/"
+    return {path: text for name in CLOUD_CONFIGS for path, text in files_of(name).items() if path.startswith(folder)}
+
+
+def test_spot_machine_powers_off_after_its_workers_have_left() -> None:
+    (text,) = drop_ins("rlboost-worker").values()
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(text)
+    assert {section: dict(parser[section]) for section in parser.sections()} == {"Unit": {"SuccessAction": "poweroff"}}
+
+
 @pytest.mark.parametrize("name", UNITS)
 def test_unit_has_only_keys_that_systemd_knows(name: str, tmp_path: Path) -> None:
     verify = require_program("systemd-analyze")
     text = UNITS[name].read_text(encoding="utf-8")
     (tmp_path / UNITS[name].name).write_text(text.replace("/opt/rlboost/bin/rlboost", sys.executable))
+    for path, content in drop_ins(name).items():
+        (tmp_path / f"{UNITS[name].name}.d").mkdir()
+        (tmp_path / f"{UNITS[name].name}.d" / Path(path).name).write_text(content)
     assert output_of(verify, "verify", str(tmp_path / UNITS[name].name)) == (0, "")
 
 

@@ -136,6 +136,14 @@ def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
     assert f"there is no worker (w-1 left: {reason})" in wait["because"]
 
 
+def test_stall_does_not_show_the_limit_of_another_wait_of_the_trainer() -> None:
+    running = Running()
+    running.progress.stalled_since = 995.0
+    rewards = {"for": "the rewards", "because": "a group", "since": 990.0, "limit_s": 60.0}
+    running.progress.on_trainer_status(json.dumps({"waiting": rewards, "at": NOW.wall}), NOW.wall)
+    assert running.wait()["limit_s"] is None
+
+
 def test_stall_names_the_longest_wait_of_a_worker() -> None:
     running = Running()
     running.progress.stalled_since = 995.0

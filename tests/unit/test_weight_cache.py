@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,12 +43,51 @@ def test_file_of_a_removed_chunk_is_overwritten_by_the_next(cache: Cache) -> Non
 
 
 def test_file_that_is_still_being_read_is_not_overwritten(cache: Cache) -> None:
-    """Such as by a thread that sends it to a peer."""
+    """Such as by an engine."""
     with cache.path(ref(OLD).digest).open("rb", buffering=0) as file:
         cache.prune(set(), [])
         assert cache.store(ref(NEW), NEW)
         assert file.read() == OLD
     assert names(cache) == {ref(NEW).digest}
+
+
+def test_bytes_queued_for_a_peer_are_not_overwritten(cache: Cache) -> None:
+    """The kernel reads them from the file when it sends them, after the file is closed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = socket.create_connection(listener.getsockname())
+    receiver, _ = listener.accept()
+    sender.setblocking(False)
+    file = cache.open_to_send(ref(OLD).digest)
+    assert file is not None
+    with file:
+        n_bytes = os.sendfile(sender.fileno(), file.fileno(), 0, CHUNK_BYTES)
+    cache.prune(set(), [])
+    assert cache.store(ref(NEW), NEW)
+    received = b""
+    while len(received) < n_bytes:
+        received += receiver.recv(CHUNK_BYTES)
+    assert received == OLD[:n_bytes]
+    for sock in (sender, receiver, listener):
+        sock.close()
+
+
+def test_file_of_an_earlier_process_is_not_overwritten(cache: Cache, tmp_path: Path) -> None:
+    """That process may have sent it to a peer."""
+    cache.close()
+    again = Cache(tmp_path)
+    inode = again.path(ref(OLD).digest).stat().st_ino
+    with again.path(ref(OLD).digest).open("rb") as file:
+        again.prune(set(), [])
+        assert names(again) == set()
+        assert os.fstat(file.fileno()).st_ino == inode
+    again.close()
+
+
+def test_removed_file_that_something_else_deleted_is_replaced_by_a_new_one(cache: Cache) -> None:
+    cache.prune(set(), [])
+    (cache.blobs / names(cache).pop()).unlink()
+    assert cache.store(ref(NEW), NEW)
+    assert cache.path(ref(NEW).digest).read_bytes() == NEW
 
 
 def test_file_that_the_weight_store_has_too_is_not_overwritten(cache: Cache, tmp_path: Path) -> None:

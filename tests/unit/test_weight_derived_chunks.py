@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store import deltas as deltas_module
+from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import BadChunk, Proxied, StoreFull
+from rlboost.shared import names
+from rlboost.shared.bus import HashSet
 from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
@@ -22,6 +28,7 @@ from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.wire import CommitRequest
+from tests.support.eventually import eventually
 
 JOB, VALUES, CHUNKS = "job-1", 5000, 3
 
@@ -52,13 +59,15 @@ class World:
 
     async def start(self) -> WeightStore:
         """Return a store that knows only what an earlier one has written."""
-        metrics, chunks = Metrics(CollectorRegistry()), DerivedChunks(self.files, self.max_bytes_in_memory)
+        metrics = Metrics(CollectorRegistry())
+        self.chunks = chunks = DerivedChunks(self.files, self.max_bytes_in_memory)
+        self.bus = MemoryBus()
         self.deltas = Deltas(chunks, self.documents, metrics, keep=1, clock=lambda: self.now)
         self.store = WeightStore(
             chunks,
             self.documents,
             self.deltas,
-            MemoryBus(),
+            self.bus,
             Waits(),
             metrics,
             keep_versions=1,
@@ -105,8 +114,21 @@ class World:
 
     async def write(self) -> None:
         """Run the loop until every chunk is written."""
+        async with self.composing():
+            await eventually(lambda: not len(self.chunks))
+
+    @asynccontextmanager
+    async def composing(self) -> AsyncIterator[None]:
         stop = asyncio.Event()
-        await self.deltas._write_chunks(stop)
+        loop = asyncio.create_task(self.deltas.compose(stop))
+        yield
+        stop.set()
+        await loop
+
+    async def delete(self) -> None:
+        """End the job and delete its weights."""
+        await self.bus.transact([HashSet(names.JOBS, {JOB: json.dumps({"state": "failed"})})])
+        await self.store.delete(JOB)
 
     def written(self, version: int) -> list[int]:
         return [index for index in range(CHUNKS) if ref(version, index).digest in self.files.held]
@@ -115,6 +137,12 @@ class World:
         source = await self.store.source(ref(version, index).digest)
         assert isinstance(source, Proxied)
         return b"".join([block async for block in await source.blocks(0, source.n_bytes)])
+
+    async def is_served(self, version: int, index: int) -> bool:
+        try:
+            return await self.served(version, index) == content(version, index)
+        except StoreUnavailable:
+            return False
 
 
 @pytest.fixture
@@ -183,19 +211,23 @@ async def test_base_is_written_before_the_next_version_is_derived(world: World) 
     assert await world.served(2) == content(2)
 
 
-async def test_full_disk_leaves_a_derived_version_served_from_memory(world: World) -> None:
+async def test_full_disk_leaves_a_derived_version_served_from_memory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later, without another commit, its chunks are written into space that has become free."""
+    monkeypatch.setattr(deltas_module, "WRITE_INTERVAL_S", 0.01)
     await world.publish(1)
     world.files.full = True
     with capture_logs() as logs:
-        await world.write()
-        assert await world.served(1) == content(1)
-    assert {line["event"] for line in logs} == {"derived_chunks_not_written", "derived_chunk_not_written"}
-    assert world.written(1) == []
-    with pytest.raises(StoreFull):
-        await world.store.apply([delta(2)[0]])
-    world.files.full = False
-    await world.write()
-    assert world.written(1) == [0, 1, 2]
+        async with world.composing():
+            await eventually(lambda: logs)
+            assert [await world.served(1, index) for index in range(CHUNKS)] == [content(1, i) for i in range(CHUNKS)]
+            assert {line["event"] for line in logs} == {"derived_chunks_not_written"}
+            assert world.written(1) == []
+            with pytest.raises(StoreFull):
+                await world.store.apply([delta(2)[0]])
+            world.files.full = False
+            await eventually(lambda: world.written(1) == [0, 1, 2])
 
 
 @pytest.mark.parametrize("lost", ["base", "delta"])
@@ -218,10 +250,11 @@ async def test_derived_chunk_in_memory_is_written_without_its_base_and_delta(wor
     for index in range(CHUNKS):
         edge, _ = delta(1, index)
         del world.files.held[edge.delta]
-    assert [await world.served(1, index) for index in (0, 1)] == [content(1, 0), content(1, 1)]
-    with pytest.raises(StoreUnavailable, match="damaged or lost"):  # the limit is two chunks
-        await world.served(1, 2)
-    await world.store.put_chunk(ref(1, 2).digest, [content(1, 2)])
+    lost = [ref(1, index).digest for index in range(CHUNKS) if not await world.is_served(1, index)]
+    assert len(lost) == 1, "the limit is two chunks"
+    assert world.store.damaged.lacking() == lost
+    for index in range(CHUNKS):
+        await world.store.put_chunk(ref(1, index).digest, [content(1, index)])
     await world.publish(2)
     await world.write()
     assert world.written(2) == [0, 1, 2]
@@ -239,3 +272,89 @@ async def test_delta_with_another_result_is_refused() -> None:
     assert await chunks.missing([ChunkRef(wrong.new, len(content(1)))], 0.0) == [wrong.new]
     with pytest.raises(NotFound):
         await chunks.read(wrong.new)
+
+
+async def test_deltas_of_an_abandoned_upload_are_collected(world: World) -> None:
+    """The trainer dies after its deltas were applied, and its job is deleted."""
+    await world.upload(1)
+    await world.delete()
+    await world.store.collect_once()
+    assert len(world.chunks) == CHUNKS
+    world.now += UPLOAD_GRACE_S + 1
+    await world.store.collect_once()
+    await world.store.collect_once()
+    assert (len(world.chunks), world.files.held, world.store.models()) == (0, {}, [])
+
+
+async def test_deleted_version_that_was_never_written_is_collected(world: World) -> None:
+    """The disk is full from its commit on: only the collection of its base makes space."""
+    await world.publish(1)
+    world.files.full = True
+    await world.store.collect_once()  # removes the committed parts
+    await world.delete()
+    await world.store.collect_once()
+    assert (len(world.chunks), world.written(0)) == (0, [])
+    world.now += UPLOAD_GRACE_S + 1
+    await world.store.collect_once()
+    assert world.files.held == {}
+
+
+async def test_chunk_derived_for_another_upload_is_written_before_the_commit(world: World) -> None:
+    """A publisher that restarts finds its chunks present and uploads no edge: a restarted store could not derive it."""
+    request = await world.upload(1)
+    part = Part.decode(await world.documents.part(JOB, 1, 0)).model_copy(update={"edges": ()})
+    await world.store.put_part(JOB, 1, 0, part.encode())
+    assert await world.store.missing(list(part.chunks)) == []
+    await world.store.commit(JOB, 1, request.model_copy(update={"parts": (part.digest,)}))
+    assert world.written(1) == [0, 1, 2]
+    await world.start()
+    assert await world.served(1) == content(1)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * (2 * VALUES)])
+async def test_damaged_base_makes_a_chunk_missing_at_the_limit(world: World, damage: bytes) -> None:
+    """Beyond the store's limit a write is rejected before the digest is checked."""
+    await world.publish(1)
+    world.files.held[ref(0).digest] = damage, world.now
+
+    async def rejected(_digest: str, _blocks: Sequence[bytes], _now: float) -> None:
+        raise StoreFull("the limit is reached")
+
+    world.files.put = rejected  # type: ignore[assignment, method-assign]
+    with pytest.raises(StoreUnavailable, match="damaged or lost"):
+        await world.served(1)
+    assert world.store.damaged.lacking() == [ref(1).digest]
+
+
+async def test_chunk_uploaded_while_the_disk_is_found_full_is_served(world: World) -> None:
+    await world.publish(1)
+    put = world.files.put
+
+    async def rejected(digest: str, _blocks: Sequence[bytes], _now: float) -> None:
+        world.files.put = put  # type: ignore[method-assign]
+        await world.store.put_chunk(digest, [content(1)])
+        raise StoreFull("no space was left")
+
+    world.files.put = rejected  # type: ignore[assignment, method-assign]
+    assert await world.served(1) == content(1)
+    assert world.written(1) == [0]
+
+
+async def test_written_chunks_are_durable_before_their_bases_are_removed(world: World) -> None:
+    await world.publish(1)
+    await world.write()
+    done: list[str] = []
+    sync, remove = world.files.sync, world.files.remove
+
+    async def recorded_sync() -> None:
+        done.append("sync")
+        await sync()
+
+    async def recorded_remove(unused_since: Mapping[str, float]) -> None:
+        done.append("remove")
+        await remove(unused_since)
+
+    world.files.sync, world.files.remove = recorded_sync, recorded_remove  # type: ignore[method-assign]
+    await world.store.collect_once()
+    assert done == ["sync", "remove"]
+    assert world.written(0) == []

@@ -59,6 +59,9 @@ async def test_invalid_record_hides_only_its_own_peer() -> None:
     records = {
         "odd": "{",
         "path": '{"name": "path", "url": "http://a/b?c", "host": "x"}',
+        "address": '{"name": "address", "url": "http://[x", "host": "x"}',
+        "port": '{"name": "port", "url": "http://a:b", "host": "x"}',
+        "user": '{"name": "user", "url": "http://u@a", "host": "x"}',
         "spoof": '{"name": "other", "url": "http://a", "host": "x"}',
     }
     for name, record in records.items():

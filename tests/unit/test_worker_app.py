@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Container, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Any
 
 import pytest
@@ -120,14 +120,16 @@ async def test_load_with_two_mismatches_fails_and_is_never_served() -> None:
 
 
 class DamagedOnce(FakeStagedWeights):
-    """Cannot be read while the cache is trusted."""
+    """Cannot be read before the cache is verified again."""
 
-    def __init__(self, source: FakeWeights) -> None:
+    def __init__(self, source: FakeWeights, on_read: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self._source = source
+        self._on_read = on_read
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Any]]:
-        if not self._source.distrusted:
+        self._on_read()
+        if not self._source.verified_again:
             raise Corrupt("bytes are not the published ones")
         return super().tensors(names)
 
@@ -138,7 +140,19 @@ async def test_damaged_cache_is_verified_pulled_again_and_served(rig: Rig) -> No
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), assign(1, version=1, max_tokens=5))
     made = await rig.manager.until_finished((1, 1))
     assert set(made[1, 1].versions) == {1}
-    assert (rig.weights.pulled.count((JOB, 1)), rig.weights.distrusted) == (2, 1)
+    assert (rig.weights.pulled.count((JOB, 1)), rig.weights.verified_again) == (2, 1)
+
+
+async def test_damaged_version_that_was_deleted_is_reported_unavailable(rig: Rig) -> None:
+    """Its second pull finds that the store has removed it."""
+    worker = await rig.manager.ready_worker()
+    rig.weights.versions[JOB, 1] = DamagedOnce(rig.weights, on_read=lambda: rig.weights.versions.pop((JOB, 1)))
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    event = await eventually(lambda: _event(rig))
+    assert event is not None
+    assert event.fields["version"] == 1
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+    await rig.manager.until(worker, "ready", 2)
 
 
 async def test_cache_that_stays_damaged_fails_the_worker() -> None:
@@ -526,6 +540,23 @@ async def test_dismissed_worker_rejoins_and_is_ready_without_a_pull(rig: Rig) ->
     await rig.manager.send(again, assign(2))
     made = await rig.manager.until_finished((2, 1))
     assert len(made[1, 1].tokens) == length
+
+
+async def test_pause_of_the_engine_is_in_no_measured_decode_step(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
+    await rig.manager.until_made((1, 1), tokens=50)
+    await rig.generator.pause("suspended")
+    n_before = len(await rig.manager.heard(WorkerHeartbeat, worker))
+    await asyncio.sleep(0.6)
+    await rig.generator.resume("suspended")
+
+    async def measured() -> list[float]:
+        beats = await rig.manager.heard(WorkerHeartbeat, worker)
+        return [beat.step_s for beat in beats[n_before:] if beat.step_s]
+
+    await eventually(measured)
+    assert max(await measured()) < 0.005, "a step of this engine takes 1 ms"
 
 
 async def test_worker_dismissed_while_suspended_generates_after_rejoining(rig: Rig) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from rlboost.services.rollout_worker.adapters.vllm.factory import is_quantized
 from rlboost.services.rollout_worker.fakes import FakeStagedWeights
 from rlboost.services.rollout_worker.generator import ParityCheckFailed
 from rlboost.services.rollout_worker.ports import Sequences
@@ -202,3 +203,20 @@ async def test_parity_check_without_an_answer_fails(monkeypatch: pytest.MonkeyPa
     assert running.exception() is not None
     (left,) = await eventually(lambda: rig.manager.heard(WorkerLeft))
     assert "parity check" in left.reason
+
+
+@pytest.mark.parametrize(
+    ("vllm_args", "quantized"),
+    [
+        ({}, False),
+        ({"kv_cache_dtype": "auto", "quantization": None}, False),
+        ({"kv_cache_dtype": "bfloat16"}, False),
+        ({"kv_cache_dtype": "fp8"}, True),
+        ({"quantization": "fp8"}, True),
+        ({"quantization_config": {"activation_scheme": "dynamic"}}, True),
+    ],
+)
+def test_tolerance_is_that_of_quantization_only_with_quantized_values(
+    vllm_args: dict[str, Any], *, quantized: bool
+) -> None:
+    assert is_quantized(vllm_args, "bfloat16") == quantized

@@ -39,7 +39,7 @@ def emission(sample: int, tokens: int, version: int = 0) -> Emission:
 
 
 def test_decode_steps_are_those_of_the_sample_with_most_tokens() -> None:
-    meter = DecodeMeter()
+    meter = DecodeMeter(slots=4)
     meter.on_flush([emission(1, 9)], 2, 10.0)
     meter.on_flush([emission(1, 4), emission(2, 4)], 2, 10.2)
     meter.on_flush([emission(1, 6), emission(2, 2), emission(3, 1)], 1, 10.6)
@@ -48,14 +48,14 @@ def test_decode_steps_are_those_of_the_sample_with_most_tokens() -> None:
 
 
 def test_decode_steps_of_a_slow_engine_span_several_flushes() -> None:
-    meter = DecodeMeter()
+    meter = DecodeMeter(slots=4)
     for tick, n in enumerate((1, 0, 0, 1, 0, 0, 1)):
         meter.on_flush([emission(1, n)] if n else [], 1, 0.1 * tick)
     assert meter.take() == pytest.approx((1.0, 0.3))
 
 
 def test_idle_time_and_weight_updates_are_in_no_decode_step() -> None:
-    meter = DecodeMeter()
+    meter = DecodeMeter(slots=4)
     meter.on_flush([emission(1, 3)], 1, 0.0)
     meter.on_flush([emission(1, 3)], 0, 1.0)  # it ended at an unknown moment
     meter.on_flush([], 1, 9.0)
@@ -63,3 +63,11 @@ def test_idle_time_and_weight_updates_are_in_no_decode_step() -> None:
     meter.on_flush([emission(2, 3, version=1)], 1, 20.0)
     meter.on_flush([emission(2, 5, version=1)], 1, 20.5)
     assert meter.take() == pytest.approx((1.0, 0.1))
+
+
+def test_steps_hold_no_more_tokens_than_the_engine_has_slots() -> None:
+    """Each of 16 short samples lasts a quarter of the interval, in which 4 slots take 40 steps."""
+    meter = DecodeMeter(slots=4)
+    meter.on_flush([emission(0, 10)], 4, 10.0)
+    meter.on_flush([emission(number, 10) for number in range(16)], 4, 10.8)
+    assert meter.take() == pytest.approx((4.0, 0.02))

@@ -15,6 +15,7 @@ from rlboost.services.rollout_manager.domain.seeding import Window
 from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH
 from rlboost.services.rollout_manager.domain.window_tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.worker_worth import (
+    Offer,
     paying_workers,
     speedup_of_one_more,
     step_duration_s,
@@ -184,8 +185,9 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(price: fl
     world.fleet.assign(world.fleet.workers["own"], ("j", 0))
     job = world.jobs["j"]
     tuner = job.window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
-    found = paying_workers(world, job, [(price, share)] * 9)
-    assert found is not None
+    accepted = paying_workers(world, job, [Offer("k", 9, price, share)])
+    assert accepted is not None
+    found = accepted["k"]
     worths = [share * speedup_of_one_more(tuner, n, 1, 0) * (8.0 + n * price) for n in range(6)]
     assert all(worth >= price for worth in worths[:found])
     assert found == 6 or worths[found] < price
@@ -197,4 +199,4 @@ def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spo
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
     world.fleet.assign(world.fleet.workers["own"], ("j", 0))
     world.jobs["j"].window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
-    assert paying_workers(world, world.jobs["j"], [(spot, 1.0)] * 9) == 6
+    assert paying_workers(world, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == {"k": 6}

@@ -304,7 +304,7 @@ def dismiss_mismatched(world: World, worker: Worker, now: Now) -> None:
     remove_worker(world, worker, now, lost=True, reason=reason)
 
 
-def dismiss_foreign(world: World, worker: Worker, now: Now) -> None:
+def dismiss_incompatible(world: World, worker: Worker, now: Now) -> None:
     """Dismiss a worker with another protocol, which an earlier manager had: it cannot join again."""
     reason = f"it has protocol {worker.joined.protocol} and the manager {PROTOCOL}: install the same version of rlboost"
     remove_worker(world, worker, now, lost=True, reason=reason)

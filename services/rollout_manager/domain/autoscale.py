@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.window_tuner import target_workers
-from rlboost.services.rollout_manager.domain.worker_worth import paying_workers
+from rlboost.services.rollout_manager.domain.worker_worth import Offer, paying_workers
 from rlboost.services.rollout_manager.domain.world import World
 
 COOL_DOWN_S = 30.0
@@ -54,6 +53,8 @@ class FleetView:
     """Kind -> the highest price that one of its workers has reported."""
     other_dollars_per_hour: float = 0.0
     """Price of the workers that are in no pool."""
+    paying: Mapping[str, int] = field(default_factory=dict)
+    """Kind -> workers among the desired ones that are worth their price."""
 
 
 def view(world: World, pools: Sequence[Pool]) -> FleetView:
@@ -68,18 +69,24 @@ def view(world: World, pools: Sequence[Pool]) -> FleetView:
     for worker in (*world.fleet.workers.values(), *world.fleet.gone.values()):
         kind = worker.joined.kind
         prices[kind] = max(prices.get(kind, 0.0), worker.joined.price_per_hour)
-    desired = _desired(world, jobs, [(pool, _price(pool, prices)) for pool in pools]) if jobs else 0
-    return FleetView(desired, present_workers(world, kinds), prices, other)
+    paying = _paying(world, jobs, [(pool, _price(pool, prices)) for pool in pools])
+    desired = target_workers(job.window_tuner for job in jobs) if jobs else 0
+    # If all workers of all pools pay, the pools limit the fleet, and not the price.
+    if desired is not None and paying.total() < sum(pool.max_workers for pool in pools):
+        desired = min(desired, paying.total())
+    return FleetView(desired, present_workers(world, kinds), prices, other, paying)
 
 
-def _desired(world: World, jobs: Sequence[Job], pools: Iterable[tuple[Pool, float]]) -> int | None:
-    """Return how many workers pay for themselves, those of the first pool first; None while that is unknown."""
-    offers = chain.from_iterable(
-        repeat((price, world.fleet.availability_of(pool.kind)), pool.max_workers) for pool, price in pools
-    )
-    known = [n for job in jobs if (n := paying_workers(world, job, offers)) is not None]
-    target = target_workers(job.window_tuner for job in jobs)
-    return None if target is None else min(target, sum(known))
+def _paying(world: World, jobs: Iterable[Job], pools: Iterable[tuple[Pool, float]]) -> Counter[str]:
+    """Return how many workers of each kind are worth their price; a worker that one job takes is left to no other."""
+    offers = [
+        Offer(pool.kind, pool.max_workers, price, world.fleet.availability_of(pool.kind)) for pool, price in pools
+    ]
+    found: Counter[str] = Counter()
+    for job in jobs:
+        left = [offer._replace(n_workers=offer.n_workers - found[offer.kind]) for offer in offers]
+        found += paying_workers(world, job, left) or Counter()
+    return found
 
 
 def _price(pool: Pool, reported: Mapping[str, float]) -> float:
@@ -126,8 +133,10 @@ class Autoscaler:
 
         """
         self._began_at = now if self._began_at is None else self._began_at
-        total = self._followed(seen, now) if fixed is None else fixed
-        self.targets, self.limited_by = self._within_limits(total, seen)
+        if fixed is None:
+            self.targets, self.limited_by = self._within_limits(self._followed(seen, now), seen, seen.paying)
+        else:
+            self.targets, self.limited_by = self._within_limits(fixed, seen, {})
 
     def _followed(self, seen: FleetView, now: float) -> int:
         """Return the number worth having, or as much of the change toward it as is due."""
@@ -149,18 +158,21 @@ class Autoscaler:
         self._grew_at = now
         return desired
 
-    def _within_limits(self, total: int, seen: FleetView) -> tuple[dict[str, int], Limit | None]:
-        """Divide a number of workers among the pools in their order."""
-        targets, missing = {}, total
+    def _within_limits(
+        self, total: int, seen: FleetView, paying: Mapping[str, int]
+    ) -> tuple[dict[str, int], Limit | None]:
+        """Divide a number of workers among the pools in their order: first those that pay, then the others."""
+        targets, missing = {pool.kind: 0 for pool in self.pools}, total
         limited_by: Limit = "max_workers"
         limit = self.max_dollars_per_hour
         left = float("inf") if limit is None else limit - seen.other_dollars_per_hour
-        for pool in self.pools:
+        first = [(pool, min(paying.get(pool.kind, 0), pool.max_workers)) for pool in self.pools]
+        for pool, most in (*first, *((pool, pool.max_workers) for pool in self.pools)):
             price = _price(pool, seen.price_per_hour)
-            n = min(missing, pool.max_workers)
+            n = min(missing, most - targets[pool.kind])
             if price and price * n > left + _ROUNDING:
                 n, limited_by = int(max(0.0, left + _ROUNDING) / price), "max_dollars_per_hour"
-            targets[pool.kind] = n
+            targets[pool.kind] += n
             missing, left = missing - n, left - price * n
         return targets, limited_by if missing else None
 

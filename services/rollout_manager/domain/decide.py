@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlboost.services.rollout_manager.domain.apply_messages import dismiss_foreign, dismiss_mismatched, lose_worker
+from rlboost.services.rollout_manager.domain.apply_messages import dismiss_incompatible, dismiss_mismatched, lose_worker
 from rlboost.services.rollout_manager.domain.cost import charge_workers
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
 from rlboost.services.rollout_manager.domain.sample import Sample
@@ -19,7 +19,6 @@ from rlboost.services.rollout_manager.domain.worker_allocation import activate_r
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.ids import SampleId, is_served
 from rlboost.shared.messages import Drain
-from rlboost.shared.protocol import PROTOCOL
 
 MAX_DELIVERED_BYTES = 16 << 20
 """About how much one turn delivers: the samples of a long outage need several transactions, each of which Redis
@@ -50,8 +49,10 @@ def decide(
     for worker_id in mismatched:
         if worker := world.fleet.workers.get(worker_id):
             dismiss_mismatched(world, worker, now)
-    for worker in [w for w in world.fleet.workers.values() if w.joined.protocol != PROTOCOL]:
-        dismiss_foreign(world, worker, now)
+    incompatible, world.fleet.incompatible = world.fleet.incompatible, []
+    for worker in incompatible:
+        if worker.id in world.fleet.workers:
+            dismiss_incompatible(world, worker, now)
     _deliver_finished(world)
     _drain_rejected(world, now)
     _retry_failed(world, now)

@@ -33,7 +33,7 @@ def _profile(workers: list[Worker]) -> EngineProfile:
         per_sample_s=profile.each_s,
         per_kv_token_s=profile.token_s,
         update_s=median_low(worker.update_s for worker in workers),
-        standstill_s=median_low(worker.standstill_s for worker in workers),
+        update_pause_s=median_low(worker.update_pause_s for worker in workers),
     )
 
 

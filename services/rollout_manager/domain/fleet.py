@@ -13,6 +13,7 @@ from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availab
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.throughput_model import Profile, speed_after
 from rlboost.shared.messages import Wait, WorkerHeartbeat, WorkerJoined
+from rlboost.shared.protocol import PROTOCOL
 
 State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
 Serving = tuple[str, int]
@@ -20,8 +21,8 @@ Serving = tuple[str, int]
 
 DISTURBED_S = 2.0
 """How long the prefill of migrated samples shows in a worker's measured throughput."""
-LEAST_STEP_S = 1e-6
-"""No engine is faster: a report of less is wrong."""
+MIN_STEP_S, MAX_STEP_S = 1e-6, 1e4
+"""No engine's decode step takes less or more: such a report is wrong."""
 MAX_REFUTED = 3
 """A worker is drained after it sent invalid tokens for this many samples that another worker then completed."""
 GONE_RETAINED = 200
@@ -55,7 +56,7 @@ class Worker:
     tokens_per_s: float = 0.0
     update_s: float = 0.0
     """How long its last weight update took; 0 before the first."""
-    standstill_s: float = 0.0
+    update_pause_s: float = 0.0
     """Part of it in which the engine could not generate."""
     last_heartbeat_at: float = 0.0
     """Worker's clock, Unix seconds."""
@@ -188,7 +189,7 @@ class Worker:
         before = self.state
         self.last_seen_at, self.known, self.last_heartbeat_at = now, True, heartbeat.at
         self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
-        self.update_s, self.standstill_s = heartbeat.update_s, heartbeat.standstill_s
+        self.update_s, self.update_pause_s = heartbeat.update_s, heartbeat.update_pause_s
         self.resident_bytes = heartbeat.resident_bytes
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
@@ -203,7 +204,8 @@ class Worker:
     def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:
         self._last_running = heartbeat.running
         batch, step_s = heartbeat.batch, heartbeat.step_s
-        if batch and step_s > LEAST_STEP_S and heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S:
+        is_possible = 1.0 <= batch <= self.joined.slots and MIN_STEP_S < step_s < MAX_STEP_S
+        if is_possible and heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S:
             tokens_per_s, tokens = batch / step_s, batch * self._tokens_each
             if self.profile.known:
                 self.speed = speed_after(self.speed, self.profile.tokens_per_s(batch, tokens), tokens_per_s)
@@ -251,6 +253,8 @@ class Fleet:
         """For workers of a kind without a profile: the most observed profile of another kind."""
         self.distrusted: list[Worker] = []
         """Workers that other workers have refuted too often, to be rejected."""
+        self.incompatible: list[Worker] = []
+        """Workers with another protocol, which an earlier manager had, to be dismissed."""
         self.lifetimes: dict[str, Lifetimes] = defaultdict(Lifetimes)
         """By kind."""
         self.revision = 0
@@ -264,6 +268,8 @@ class Fleet:
         profile = self.profiles.setdefault(joined.kind, Profile())
         worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch_cap=joined.slots)
         self.revision += 1
+        if joined.protocol != PROTOCOL:
+            self.incompatible.append(worker)
         return worker
 
     def on_heartbeat(self, worker: Worker, heartbeat: WorkerHeartbeat, now: float) -> State | None:

@@ -21,7 +21,7 @@ from itertools import islice
 from rlboost.services.rollout_manager.domain.frame_columns import NO_VERSION, ExpectedRows, Row, Selection, limits_of
 from rlboost.services.rollout_manager.domain.frame_rows import TOKEN_BYTES, decode_frames
 from rlboost.services.rollout_manager.domain.sample import Sample
-from rlboost.shared.columns import U32, U64, ints, length
+from rlboost.shared.columns import F32, I32, U32, U64, ints, length
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import MAX_GROUP_SIZE, job_of, worker_name
 from rlboost.shared.messages import (
@@ -40,6 +40,8 @@ INVALID = (
 )
 """Reason of the failure of a sample with such tokens, which are not accepted."""
 MAX_ATTEMPTS = 1 << 31  # far more than a sample can have
+LOG_TOKEN_BYTES = I32.itemsize + F32.itemsize
+"""A token of the log: its id and its log-probability."""
 
 
 @dataclass(slots=True)
@@ -75,7 +77,7 @@ class Ledger:
         self.failed: dict[int, str] = {}
         """Samples whose worker reported a failure of the sample itself, to be placed again or dropped."""
         self.tokens_in_log = 0
-        """Tokens written to the log since the fold began."""
+        """Tokens written to the log since the fold began; routed experts count as `LOG_TOKEN_BYTES` per token."""
         self.tokens_live = 0
         self._by_slot: dict[int, Sample] = {}
         self._expected = ExpectedRows()
@@ -165,7 +167,8 @@ class Ledger:
 
         """
         rows = decode_frames(frames)
-        self.tokens_in_log += len(rows.tokens)
+        # The log is bounded in tokens, so routed experts count as tokens of the same size.
+        self.tokens_in_log += len(rows.tokens) + sum(len(frame.routed_experts) for frame in frames) // LOG_TOKEN_BYTES
         return self._apply(self._expected.select(rows))
 
     def _apply(self, rows: Selection) -> Outcome:

@@ -12,8 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.jobs import Job
@@ -34,6 +33,17 @@ class WorkerWorth:
     """What these tokens cost with the present workers. It pays if its price is lower."""
     price_per_hour: float
     """Mean price of the present preemptible workers; 0 if there are none."""
+
+
+class Offer(NamedTuple):
+    """Preemptible workers of one kind that can be had."""
+
+    kind: str
+    n_workers: int
+    price_per_hour: float
+    """Of one worker; 0: not known."""
+    availability: float
+    """Fraction of its time in which a worker generates: see `Fleet.availability_of`."""
 
 
 def step_duration_s(workers: float, reserved: float, work_s: float, train_s: float) -> float:
@@ -69,15 +79,15 @@ def worth_of_one_more(world: World) -> dict[str, Any] | None:
     return asdict(max(known, key=lambda worth: worth.tokens_per_hour)) if known else None
 
 
-def paying_workers(world: World, job: Job, offers: Iterable[tuple[float, float]]) -> int | None:
-    """Return how many preemptible workers to have, each of them worth its price; None while unknown.
+def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[str] | None:
+    """Return how many preemptible workers of each kind to have, each of them worth its price; None while unknown.
 
     With each worker that pays, a token gets cheaper. Where a price is not known, workers are not weighed against it.
 
     Args:
         world: the fleet.
         job: it wants the workers.
-        offers: price per hour and availability of the first worker, the second, and so on; price 0: not known.
+        offers: the workers that can be had, preferred first.
 
     """
     tuner = job.window_tuner
@@ -86,14 +96,18 @@ def paying_workers(world: World, job: Job, offers: Iterable[tuple[float, float]]
     target = math.ceil(tuner.target_workers)
     reserved, preemptible = _workers_of(world, job)
     prices = [worker.joined.price_per_hour for worker in reserved]
-    if not tuner.train_s or not prices or not all(prices):
-        return target
+    is_weighed = tuner.train_s and prices and all(prices)
     dollars = sum(prices)
-    for n, (price, share) in enumerate(islice(offers, target)):
-        if share * speedup_of_one_more(tuner, n, len(reserved), len(preemptible)) * dollars < price:
-            return n
-        dollars += price
-    return target
+    found: Counter[str] = Counter()
+    for offer in offers:
+        for _ in range(min(offer.n_workers, target - found.total())):
+            if is_weighed:
+                speedup = speedup_of_one_more(tuner, found.total(), len(reserved), len(preemptible))
+                if offer.availability * speedup * dollars < offer.price_per_hour:
+                    break
+            found[offer.kind] += 1
+            dollars += offer.price_per_hour
+    return found
 
 
 def _workers_of(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:

@@ -24,9 +24,9 @@ class StoreWeights:
         """See `WeightSource`."""
         return stored_version(await self._puller.pull(job_id, version))
 
-    def distrust_cache(self) -> None:
+    def verify_cache_again(self) -> None:
         """See `WeightSource`."""
-        self._puller.distrust_cache()
+        self._puller.verify_cache_again()
 
     def renew_access(self, credential: str) -> None:
         """See `WeightSource`."""

@@ -35,15 +35,15 @@ class _Columns:
     routed: list[bytes] = field(default_factory=list)
     n_bytes: int = 0
 
-    def add(self, emission: Emission, start: int, end: int) -> None:
+    def add(self, emission: Emission, start: int, end: int, routed: bytes) -> None:
         finish = emission.finish if end == len(emission.tokens) else FINISH_NONE
         self.rows.append(
             (emission.sample, emission.attempt, emission.offset + start, end - start, emission.version, finish)
         )
         self.tokens += emission.tokens[start:end]
         self.logprobs += emission.logprobs[start:end]
-        self.routed.append(emission.routed_experts if end == len(emission.tokens) else b"")
-        self.n_bytes += _ROW_BYTES + (end - start) * _TOKEN_BYTES + len(self.routed[-1])
+        self.routed.append(routed)
+        self.n_bytes += _ROW_BYTES + (end - start) * _TOKEN_BYTES + len(routed)
 
     def frame(self, worker: str, seq: int) -> TokenFrame:
         samples, attempts, offsets, counts, versions, finish = zip(*self.rows, strict=True)
@@ -77,11 +77,12 @@ def frames(
             continue
         for start in range(0, max(1, len(emission.tokens)), max_tokens):
             end = min(start + max_tokens, len(emission.tokens))
-            n_bytes = _ROW_BYTES + (end - start) * _TOKEN_BYTES + len(emission.routed_experts)
+            routed = emission.routed_experts if end == len(emission.tokens) else b""
+            n_bytes = _ROW_BYTES + (end - start) * _TOKEN_BYTES + len(routed)
             if columns.rows and columns.n_bytes + n_bytes > max_bytes:
                 yield columns.frame(worker, seq)
                 columns, seq = _Columns(), seq + 1
-            columns.add(emission, start, end)
+            columns.add(emission, start, end, routed)
     if columns.rows:
         yield columns.frame(worker, seq)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rlboost.services.rollout_worker.domain.requests import Emission
 
 WINDOW_S = 1.0
-LEAST_S = 0.2
+MIN_MEASURED_S = 0.2
 """Fewer seconds are too imprecise: each flush may come in the middle of a step."""
 
 
@@ -32,23 +32,29 @@ class Throughput:
 class DecodeMeter:
     """Mean batch and mean duration of decode steps.
 
-    A step of n samples takes about a + b n seconds. The same then holds for the means over any steps, however the batch
-    changed meanwhile. Only time between two flushes counts in which the engine generated without a pause: the sample
-    with the most tokens got one in each step.
+    The manager's model of a step's duration is linear in its batch, so it can be fitted to means over steps with
+    different batches. An interval between two flushes counts if the engine generated throughout. The number of its
+    steps is the most tokens that one sample got, or more if so few steps could not hold all tokens: then no sample
+    lasted the whole interval.
+
+    Args:
+        slots: the largest batch.
+
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
         self._seconds = self._steps = self._tokens = 0.0
         self._since: float | None = None
-        """The last flush with tokens; None if the engine was idle after it."""
+        """The last flush with tokens; None if the engine was idle or paused after it."""
         self._version = -1
 
     def on_flush(self, emissions: Iterable[Emission], running: int, now: float) -> None:
-        """Take what the engine has generated since the last flush.
+        """Count the interval from the last flush with tokens to this one, if the engine generated throughout.
 
         Args:
-            emissions: of all samples.
-            running: samples in the batch now.
+            emissions: of all samples, since the last flush.
+            running: samples in the batch now; 0 while the engine is paused.
             now: seconds of any clock.
 
         """
@@ -59,7 +65,7 @@ class DecodeMeter:
             version = max(version, emission.version)
         total = tokens.total()
         if total and running and self._since is not None and version == self._version:
-            self.add(now - self._since, max(tokens.values()), total)
+            self.add(now - self._since, max(*tokens.values(), total / self._slots), total)
         if not running:
             self._since = None
         elif total:
@@ -67,12 +73,15 @@ class DecodeMeter:
         self._version = version
 
     def add(self, seconds: float, steps: float, tokens: float) -> None:
-        """Count time in which the engine generated without a pause."""
+        """Count time in which the engine generated throughout."""
         self._seconds, self._steps, self._tokens = self._seconds + seconds, self._steps + steps, self._tokens + tokens
 
     def take(self) -> tuple[float, float]:
-        """Return mean batch and duration of the steps since the last call; zeros while they took `LEAST_S` at most."""
-        if self._seconds <= LEAST_S:
+        """Return mean batch and mean duration in seconds of the steps since the last result.
+
+        Zeros, and no result, until they have taken `MIN_MEASURED_S` together.
+        """
+        if self._seconds <= MIN_MEASURED_S:
             return 0.0, 0.0
         means = self._tokens / self._steps, self._seconds / self._steps
         self._seconds = self._steps = self._tokens = 0.0

@@ -81,5 +81,5 @@ class ProfileRecorder:
 def _mean(seen: Collection[EngineProfile]) -> EngineProfile:
     """Return the newest profile with the mean times of all: a machine's speed may vary from step to step."""
     *_, newest = seen
-    names = ("step_s", "per_sample_s", "per_kv_token_s", "update_s", "standstill_s")
+    names = ("step_s", "per_sample_s", "per_kv_token_s", "update_s", "update_pause_s")
     return newest.model_copy(update={name: float(np.mean([getattr(one, name) for one in seen])) for name in names})

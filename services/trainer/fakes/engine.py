@@ -113,6 +113,9 @@ class FakeEngine:
 
         return write
 
+    def drop_snapshot(self) -> None:
+        """See `PolicyEngine.drop_snapshot`."""
+
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
         self._gradient[:], self._tokens = 0.0, 0

@@ -109,12 +109,16 @@ class PolicyEngine(Protocol):
     def snapshot(self) -> Snapshot:
         """Copy the trained weights, the optimizer state and the random state; return a function that writes the copy.
 
-        Only one copy exists at a time: write or drop the previous one first.
+        The function may be called again after an error. Only one copy exists at a time: drop the previous one first.
 
         Raises:
+            DiskFull: there is no space for a copy on disk; the same call may be made again.
             Fatal: not enough memory for the copy.
 
         """
+
+    def drop_snapshot(self) -> None:
+        """Remove what the copy occupies on disk. Any thread may call it."""
 
     def load(self, directory: Path) -> None:
         """Read what a snapshot wrote, and drop accumulated gradients.

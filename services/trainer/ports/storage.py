@@ -38,7 +38,10 @@ class CheckpointStore(Protocol):
         """Store a checkpoint and delete old ones; `write` writes the engine's files into the directory it is given.
 
         Raises:
-            Fatal: it cannot be written; earlier checkpoints stay.
+            DiskFull: there is no space; the same call may be made again.
+            Fatal: it cannot be written for another reason.
+
+        Earlier checkpoints stay.
 
         """
 
@@ -121,7 +124,10 @@ class WeightPublisher(Protocol):
 
 
 class RunFolder(Protocol):
-    """The files of a job that people read. All calls block."""
+    """The files of a job that people read. All calls block.
+
+    All but `dump_batch` and `close` raise `DiskFull` if there is no space, and can then be made again.
+    """
 
     def begin(self, spec_json: str, step: int) -> None:
         """Write the resolved job file; delete metrics of `step` and later, which will be trained again."""

@@ -27,6 +27,7 @@ from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
 from rlboost.services.trainer.step.training_rows import TrainingRowBuilder
 from rlboost.shared.errors import Fatal
+from rlboost.shared.messages import SAMPLES_OF_STEP
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ class StepRun:
                 self._idle_before_s = self._turn.idle_s
             if not collector.complete or (self._intake.n_train and not collector.trainer_has_device):
                 progress = f"{collector.n_arrived} of {collector.n_samples} samples have arrived"
-                await self._source.read(f"samples of step {self._step}", progress)
+                await self._source.read(f"{SAMPLES_OF_STEP} {self._step}", progress)
             elif self._intake.n_undecided:
                 await self._read_until_decided()
             else:

@@ -30,10 +30,8 @@ def blob_files(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaph
         digest = requested_digest(request)
         if digest not in cache.verified or not _is_proof(request.authorization, peer_key, digest):
             return None
-        try:
-            return FoundFile(cache.path(digest).open("rb", buffering=0), digest)
-        except FileNotFoundError:
-            return None
+        file = cache.open_to_send(digest)
+        return FoundFile(file, digest) if file else None
 
     return FileSender(find, sent, slots=slots)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from rlboost.shared.bus import Bus, Delete
 from rlboost.shared.names import WEIGHT_PEERS, weight_claim, weight_peer
@@ -23,13 +24,20 @@ CLAIM_S = 5.0
 """How long a claim on a blob lasts without a renewal: the claimant alone fetches it from the weight store."""
 
 
+def _with_valid_address(url: str) -> str:
+    parts = urlsplit(url)  # raises ValueError if the host is an invalid IPv6 address, and `port` if it is no number
+    if not parts.hostname or parts.port == 0:
+        raise ValueError("it is not of the form http://HOST:PORT")
+    return url
+
+
 class Peer(BaseModel):
     """One worker that serves its cache."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     name: str
-    url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#]+$")]
+    url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+$"), AfterValidator(_with_valid_address)]
     host: str
     """Name of its machine: a loopback address is usable on the same machine only."""
     holds: dict[str, str] = Field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -82,7 +83,17 @@ def check_arguments(names: Iterable[str]) -> None:
 
 def engine_args(directory: Path, options: VllmOptions) -> AsyncEngineArgs:
     """Return the arguments of an engine whose model is in a directory."""
-    return AsyncEngineArgs(**_own_arguments(directory, options), **options.vllm_args)
+    return AsyncEngineArgs(
+        **_own_arguments(directory, options), **{**_corrections(directory, options), **options.vllm_args}
+    )
+
+
+def _corrections(directory: Path, options: VllmOptions) -> dict[str, Any]:
+    """Return arguments without which vLLM 0.32 computes wrongly; the user's take precedence."""
+    if options.device != "cpu" or "kv_lora_rank" not in json.loads((directory / "config.json").read_text()):
+        return {}
+    # The CPU kernel rotates wrong parts of the queries of latent attention, which have three dimensions.
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
 def _own_arguments(directory: Path, options: VllmOptions) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions, check_device, engine_args
-from rlboost.services.rollout_worker.adapters.vllm.load_errors import unmarked
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder
 from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
 from rlboost.services.rollout_worker.domain.streamed_requests import LiveRequest, StreamedRequests
@@ -212,7 +212,7 @@ class VllmEngine:
         except Exception as error:
             await self._pause(keep_kv=False)
             self._requests.begin_version(-1)
-            cause = unmarked(error)
+            cause = decode_load_error(error)
             raise type(cause)(f"vllm could not load version {version}: {cause}") from error
         self._requests.begin_version(version)
         if not self._is_suspended:

@@ -18,8 +18,8 @@ from rlboost.shared.tls import CA_VARIABLE
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.ports import Engine
 
-QUANTIZING_ARGS = frozenset({"quantization", "quantization_config", "kv_cache_dtype"})
-"""vLLM's engine arguments with which it computes in less than its dtype."""
+_QUANTIZING_ARGS = ("quantization", "quantization_config", "kv_cache_dtype")
+"""vLLM's engine arguments with which it may compute in less than its dtype."""
 _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would have this process's secrets, sockets and locks
     "VLLM_NO_USAGE_STATS": "1",
@@ -31,6 +31,12 @@ _CPU_DEFAULTS = {
     "TORCHDYNAMO_DISABLE": "1",  # compilation takes seconds and saves little
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings concern settings that are required here
 }
+
+
+def is_quantized(vllm_args: Mapping[str, Any], dtype: str) -> bool:
+    """Return True if vLLM computes in less than `dtype` with these engine arguments."""
+    values = (vllm_args.get(name) for name in _QUANTIZING_ARGS)
+    return any(value and value not in ("auto", dtype) for value in values)
 
 
 class VllmFactory:

@@ -7,13 +7,13 @@ import re
 from rlboost.shared.errors import ConfigError, Corrupt, Fatal, NotFound
 
 _CLASSES: dict[str, type[Fatal]] = {kind.__name__: kind for kind in (Fatal, ConfigError, Corrupt)}
-_MARKED = re.compile(r"<load-error (\w+)>(.*?)</load-error>", re.DOTALL)
+_ENCODED = re.compile(r"<load-error (\w+)>(.*?)</load-error>", re.DOTALL)
 _UNSUITABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, NotImplementedError)
 """What vLLM's model loaders raise for tensors that do not belong to the model."""
 
 
-def marked(error: Exception) -> RuntimeError:
-    """Return an error whose message carries the class that the worker raises; see `unmarked`."""
+def encode_load_error(error: Exception) -> RuntimeError:
+    """Return an error whose message carries the class that the worker raises; see `decode_load_error`."""
     if isinstance(error, NotFound):
         kind: type[Fatal] = Corrupt
     elif isinstance(error, Fatal):
@@ -27,9 +27,9 @@ def marked(error: Exception) -> RuntimeError:
     return RuntimeError(f"<load-error {kind.__name__}>{text}</load-error>")
 
 
-def unmarked(error: Exception) -> Fatal:
-    """Return the error that `marked` was given, however vLLM has wrapped its message; `Fatal` if it was another."""
-    found = _MARKED.search(str(error))
+def decode_load_error(error: Exception) -> Fatal:
+    """Return the error that `encode_load_error` was given, with vLLM's wrapping removed; `Fatal` of any other error."""
+    found = _ENCODED.search(str(error))
     if found is None:
         return Fatal(str(error))
     return _CLASSES[found[1]](found[2])

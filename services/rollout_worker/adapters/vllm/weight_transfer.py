@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rlboost.services.rollout_worker.adapters.vllm.load_errors import marked
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import encode_load_error
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.pulled import PulledVersion
 from rlboost.shared.weights.stored import stored_version
@@ -63,7 +63,7 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Location]):  # type: igno
         """Load a version.
 
         Raises:
-            RuntimeError: see `load_errors.marked`. As `ConfigError`, the version lacks a weight of the model, or the
+            RuntimeError: encoded, see `load_errors`. As `ConfigError`, the version lacks a weight of the model, or the
                 engine's dtype would round it; as `Corrupt`, the bytes in the cache are not those that were published.
 
         """
@@ -73,7 +73,7 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Location]):  # type: igno
         except Exception as error:
             # Without this, what has been loaded would count as part of the next version.
             finalize_layerwise_reload(self.model, self.model_config)
-            raise marked(error) from error
+            raise encode_load_error(error) from error
 
     def _check_complete(self, loaded: Set[str]) -> None:
         if missing := sorted(self._loadable - loaded):

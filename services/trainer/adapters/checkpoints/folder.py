@@ -24,7 +24,8 @@ from rlboost.services.trainer.adapters.checkpoints.files import (
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.atomic_file import sync_path
-from rlboost.shared.errors import Fatal
+from rlboost.shared.disk_space import is_full
+from rlboost.shared.errors import DiskFull, Fatal
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +58,8 @@ class CheckpointFolder:
             for old in self._directories()[N_RETAINED:]:
                 self._remove(old)
         except OSError as error:
-            raise Fatal(
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise (DiskFull if is_full(error) else Fatal)(
                 f"checkpoint {final} cannot be written: {error.strerror or error}; free space or repair the folder. "
                 "Earlier checkpoints are complete"
             ) from error

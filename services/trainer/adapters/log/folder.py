@@ -6,9 +6,11 @@ It holds `job.json`, `metrics.jsonl`, `profile.json`, `model/`, and `adapter/` i
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from rlboost.services.trainer.adapters.log.run_log import Opener, RunLog
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.columns import floats, ints
-from rlboost.shared.errors import Fatal
+from rlboost.shared.disk_space import is_full
+from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.model.folder import copy_without_weights, declare_dtype
 from rlboost.shared.weights.publisher import Shard
@@ -50,8 +53,8 @@ class JobFolder:
 
     def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
         """See `RunFolder.log_step`."""
-        with self._disk_errors(), self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        with self._disk_errors(), self._metrics.open("ab", buffering=0) as file:
+            _append(file, (json.dumps({"step": step, **metrics}) + "\n").encode())
         self._log.log(step, metrics)
         return self._log.new_problems()
 
@@ -63,7 +66,7 @@ class JobFolder:
     def dump_batch(self, name: str, rows: Sequence[TrainingRow]) -> Path:
         """See `RunFolder.dump_batch`: JSON, a row a line."""
         path = self._folder / name
-        with self._disk_errors():
+        with self._disk_errors(full=Fatal):
             replace_file(path, "".join(json.dumps(_readable(row)) + "\n" for row in rows))
         return path
 
@@ -105,11 +108,26 @@ class JobFolder:
             temporary.rename(final)
 
     @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
+    def _disk_errors(self, full: type[DiskFull | Fatal] = DiskFull) -> Iterator[None]:
+        """Translate errors of the file system; `full` is the error for a full disk."""
         try:
             yield
         except (OSError, SafetensorError) as error:
-            raise Fatal(f"the run's folder {self._folder} cannot be written: {error}; free space there") from error
+            raise (full if is_full(error) else Fatal)(
+                f"the run's folder {self._folder} cannot be written: {error}; free space there"
+            ) from error
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """Append a line whole or not at all."""
+    before = file.seek(0, os.SEEK_END)
+    try:
+        written = file.write(line)
+        if written < len(line):  # the disk is full: the rest says so
+            file.write(line[written:])
+    except OSError:
+        file.truncate(before)
+        raise
 
 
 _OPTIONAL_COLUMNS = ("reference", "advantages", "values", "returns")

@@ -10,6 +10,7 @@ import math
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,8 @@ from rlboost.services.trainer.adapters.ranks.packed import Balancing, PackedBatc
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, ForwardBackward, Model, Trainable
-from rlboost.shared.errors import ConfigError, Corrupt, Fatal
+from rlboost.shared.disk_space import is_full
+from rlboost.shared.errors import ConfigError, Corrupt, DiskFull, Fatal
 from rlboost.shared.job.training import Offload, OptimizerSpec
 from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.waiting import Waits
@@ -265,28 +267,44 @@ class RankEngine(ABC):
                     yield s, local
 
     def _write(self, directory: Path, kind: str, value_of: Callable[[Tensor], Tensor]) -> None:
+        """Write this rank's slices of one kind into a file of its own, after all ranks have gathered.
+
+        Raises:
+            DiskFull, Fatal: it cannot be written.
+
+        """
         values = dict(self._owned_slices(value_of))
         if values:
-            try:
-                write_slices(directory / f"{kind}-{distributed.get_rank():04d}.safetensors", values)
-            except SafetensorError as error:
-                raise OSError(str(error)) from error
+            file = directory / f"{kind}-{distributed.get_rank():04d}.safetensors"
+            with _disk_errors(file):
+                write_slices(file, values)
 
     # --- checkpoints ---
 
     def save(self, directory: str) -> None:
-        """Write master weights and moments, in files that any other layout can read."""
+        """Write master weights and moments, in files that any other layout can read.
+
+        Raises:
+            DiskFull: there is no space on this rank's machine. All ranks can take the next call.
+            Fatal: a file cannot be written for another reason.
+
+        """
         folder = Path(directory)
-        try:
-            for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if self._n_steps else 0]):
+        full: DiskFull | None = None
+        # The disk of one rank may be full: it still gathers every kind with the others.
+        for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if self._n_steps else 0]):
+            try:
                 self._write(folder, kind, partial(self._state.get, kind=kind))
-            if distributed.get_rank() == 0:
-                (folder / STEPS_FILE).write_text(str(self._n_steps), encoding="utf-8")
-        except OSError as error:
-            raise Fatal(f"checkpoint files cannot be written to {folder}: {error}; free space there") from error
+            except DiskFull as error:
+                full = error
         if self._offloader.is_offloaded:
             # Free the device buffers in which slices were gathered.
             self._offloader.offload()
+        if full is not None:
+            raise full
+        if distributed.get_rank() == 0:
+            with _disk_errors(file := folder / STEPS_FILE):
+                file.write_text(str(self._n_steps), encoding="utf-8")
 
     def load(self, directory: str) -> None:
         """Read what `save` wrote, in any layout."""
@@ -304,6 +322,15 @@ class RankEngine(ABC):
         self._state.set_steps(n_steps)
         self._n_steps = n_steps
         self.offload()
+
+
+@contextmanager
+def _disk_errors(file: Path) -> Iterator[None]:
+    """Translate errors of writing a file."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise (DiskFull if is_full(error) else Fatal)(f"{file} cannot be written: {error}; free space there") from error
 
 
 def _require_gpu(local_rank: int) -> None:

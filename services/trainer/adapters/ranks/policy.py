@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shutil
 import threading
 from abc import ABC, abstractmethod
@@ -294,20 +295,22 @@ class RanksPolicy(ABC):
         """See `PolicyEngine.snapshot`. Each rank writes files of its own, which any other layout can read.
 
         The copy is these files. Digests and the flush to disk follow when the checkpoint is saved.
+
+        Raises:
+            DiskFull: there is no space for them; the same call may be made again.
+
         """
-        self._drop_captured()
+        self.drop_snapshot()
         captured = self._captured = ScratchDir(self._folder)
         self._ranks.call("save", {"directory": captured.name})
 
         def write(directory: Path) -> None:
-            # Take the files, so that a concurrent `close` does not remove them.
+            # A concurrent `close` waits for the links; they are made at once, unless the folder is on another disk.
             with self._capture_lock:
                 if self._captured is not captured:
                     raise FileNotFoundError(f"{captured.name}: the snapshot was dropped before it was written")
-                self._captured = None
-            with captured as scratch:
-                for file in scratch.iterdir():
-                    shutil.move(file, directory)
+                for file in Path(captured.name).iterdir():
+                    _link_or_copy(file, directory / file.name)
 
         return write
 
@@ -324,9 +327,10 @@ class RanksPolicy(ABC):
     def close(self) -> None:
         """See `PolicyEngine.close`."""
         self._ranks.close()
-        self._drop_captured()
+        self.drop_snapshot()
 
-    def _drop_captured(self) -> None:
+    def drop_snapshot(self) -> None:
+        """See `PolicyEngine.drop_snapshot`."""
         with self._capture_lock:
             captured, self._captured = self._captured, None
         if captured is not None:
@@ -359,6 +363,13 @@ def _require_devices(device: str, layout: Layout) -> None:
             f"trainer.tensor_parallel x pipeline_parallel x context_parallel x data_parallel is {layout.n_ranks}, but "
             f"there are {torch.cuda.device_count()} GPUs: each rank needs a GPU of its own; lower one of them"
         )
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError:  # on another disk, or one without links
+        shutil.copyfile(file, target)
 
 
 def _column(values: bytes) -> Tensor:

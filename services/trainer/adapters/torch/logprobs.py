@@ -21,10 +21,8 @@ from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, Routers
 from rlboost.services.trainer.adapters.torch.selected_logprobs import selected_logprobs
 from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.model.logit_limits import MAX_LOGITS
 from rlboost.shared.routed_experts import RoutedShape
-
-MAX_LOGITS = 1 << 27
-"""Logits that exist at a time: 512 MiB in float32. Their gradient has the same size."""
 
 
 def in_dtype(dtype: torch.dtype, device: torch.device) -> torch.autocast:

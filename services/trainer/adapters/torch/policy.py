@@ -263,6 +263,9 @@ class TorchPolicy:
         write = snapshot_of(self._trained, self._optimizers, generators=self._device)
         return write if self._critic is None else write_all(write, self._critic.snapshot())
 
+    def drop_snapshot(self) -> None:
+        """See `PolicyEngine.drop_snapshot`. The copy is in memory, and ends with the function that writes it."""
+
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`."""
         self._offloader.onload()

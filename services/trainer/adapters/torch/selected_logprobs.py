@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-CHUNK_LOGITS = 1 << 26
-"""Logits that are converted to float32 at a time: 256 MiB."""
+from rlboost.shared.model.logit_limits import CHUNK_LOGITS
 
 
 def selected_logprobs(logits: Tensor, tokens: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS) -> Tensor:

@@ -1,0 +1,16 @@
+"""Full disks, told apart from other errors of a file system."""
+
+from __future__ import annotations
+
+import errno
+
+_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+_IN_TEXT = tuple(f"os error {number}" for number in _ERRNOS)
+"""How errors of safetensors, which have no number, name the operating system's error."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Return True if the error says that a disk, or a user's share of it, has no space left."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _ERRNOS
+    return any(text in str(error) for text in _IN_TEXT)
