@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.adapters.torch.logprobs import MAX_LOGITS
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.model.logit_limits import MAX_LOGITS
 from tests.support.megatron_cpu import python_path
 
 _SIZES: dict[str, Any] = {

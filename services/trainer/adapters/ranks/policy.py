@@ -31,7 +31,6 @@ from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remo
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.batch import token_batch
-from rlboost.services.trainer.adapters.torch.logprobs import MAX_LOGITS
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
 from rlboost.services.trainer.domain import sums
 from rlboost.services.trainer.domain.spread import spread
@@ -44,6 +43,7 @@ from rlboost.shared.job.algorithm import Aggregation
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized
+from rlboost.shared.model.logit_limits import MAX_LOGITS
 from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from rlboost.shared.weights.publisher import ChunkCopy, Shard
