@@ -33,8 +33,13 @@ class RoutedShape(NamedTuple):
         """Bytes of one token."""
         return self.layers * self.experts_per_token * self.dtype.itemsize
 
-    def unpack(self, column: bytes | memoryview) -> npt.NDArray[Any]:
-        """Return a column as [tokens, layers, experts per token]."""
+    def unpack(self, column: bytes | bytearray | memoryview) -> npt.NDArray[Any]:
+        """Return a column as a view of it, [tokens, layers, experts per token] of `dtype`.
+
+        Raises:
+            ValueError: its length is not a multiple of `token_bytes`.
+
+        """
         return np.frombuffer(column, self.dtype).reshape(-1, self.layers, self.experts_per_token)
 
     def is_valid(self, column: bytes | memoryview, n_tokens: int) -> bool:

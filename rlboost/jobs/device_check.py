@@ -9,6 +9,7 @@ from rlboost.jobs import memory
 from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
 from rlboost.shared.model.folder import count_parameters, read_config
 
@@ -71,13 +72,13 @@ def _check_trainer(spec: JobSpec, model: memory.TrainedModel, devices: DeviceSum
     n_ranks = trainer.n_ranks
     if n_ranks > devices.trainer_gpus:
         found.problems.append(
-            f"trainer.data_parallel: the job trains in {n_ranks} processes with a GPU each, and the trainer has "
-            f"{n_gpus(devices.trainer_gpus)}: lower it, or give more --trainer-gpus"
+            f"{_ranks(trainer)}: the job trains in {n_ranks} processes with a GPU each, and the trainer has "
+            f"{n_gpus(devices.trainer_gpus)}: lower one, or give more --trainer-gpus"
         )
     elif n_ranks < devices.trainer_gpus:
         found.advice.append(
-            f"trainer.data_parallel: the job trains on {n_ranks} of the trainer's {n_gpus(devices.trainer_gpus)}: "
-            "raise it to use them all"
+            f"{_ranks(trainer)}: the job trains on {n_ranks} of the trainer's {n_gpus(devices.trainer_gpus)}: "
+            "raise one to use them all"
         )
     available = devices.trainer_memory_bytes
     if not available:
@@ -86,7 +87,7 @@ def _check_trainer(spec: JobSpec, model: memory.TrainedModel, devices: DeviceSum
     if needed > available:
         found.problems.append(
             f"model: the trainer needs {_gib(needed)} per GPU for weights, optimizer and gradients, and a GPU has "
-            f"{_gib(available)}: raise trainer.data_parallel, or see docs/gpu-memory.md"
+            f"{_gib(available)}: raise {_ranks(trainer)}, or see docs/gpu-memory.md"
         )
         return
     resident = memory.generating_bytes(model, trainer)
@@ -95,6 +96,12 @@ def _check_trainer(spec: JobSpec, model: memory.TrainedModel, devices: DeviceSum
             f"trainer.offload: the trainer keeps {_gib(resident)} on a GPU of {_gib(available)} while its engines use "
             f"{_gib(devices.shared_memory_bytes)}: set it to all, or lower --gpu-memory-utilization"
         )
+
+
+def _ranks(trainer: TrainerSpec) -> str:
+    """Return the keys whose product is the number of ranks."""
+    degrees = ("tensor_parallel", "pipeline_parallel") if trainer.backend == "megatron" else ("context_parallel",)
+    return f"trainer.data_parallel x {' x '.join(degrees)}"
 
 
 def _kv_token_bytes(config: dict[str, Any]) -> int:

@@ -13,7 +13,16 @@ _NAMES = ("name", "model")
 _COPIED = ("environment", "reward", "sampling")
 _COPIED_FROM = {
     "data": ("eval", "eval_split", "subset", "prompt_key", "max_prompt_tokens"),
-    "trainer": ("backend", "dtype", "seed", "offload", "data_parallel", "tensor_parallel", "pipeline_parallel"),
+    "trainer": (
+        "backend",
+        "dtype",
+        "seed",
+        "offload",
+        "data_parallel",
+        "context_parallel",
+        "tensor_parallel",
+        "pipeline_parallel",
+    ),
     "elastic": ("seeding", "share"),
     "eval": ("samples", "pass_reward"),
 }

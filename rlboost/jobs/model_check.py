@@ -57,6 +57,8 @@ def model_problems(spec: JobSpec) -> list[str]:
         checks.append(lambda: require_replayable(model, spec.sampling.max_tokens))
     if spec.trainer.context_parallel > 1:
         checks.append(lambda: _check_heads(spec, model))
+        if _is_installed("torch", "transformers"):
+            checks.append(lambda: _check_packing(model))
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
     if spec.trainer.backend == "megatron":
@@ -131,6 +133,18 @@ def _check_heads(spec: JobSpec, model: Path) -> None:
     config = read_config(model)
     if n_heads := config.get("text_config", config).get("num_attention_heads"):
         require_divisible_heads(n_heads, spec.trainer.context_parallel)
+
+
+def _check_packing(model: Path) -> None:
+    from transformers import AutoConfig  # noqa: PLC0415 - imports torch
+
+    from rlboost.services.trainer.adapters.torch.attention_choice import attention_of, require_packed  # noqa: PLC0415
+
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+    except Exception:  # noqa: BLE001 - loading the model reports what is wrong with it
+        return
+    require_packed(config, attention_of(config))
 
 
 def _check_layers(model: Path) -> None:

@@ -57,6 +57,7 @@ class FakeEngine:
         """Added to each log-probability that `score` returns."""
         self.vocabulary = vocabulary
         self._table = RequestTable(slots, max_len, vocabulary, capacity)
+        self.returns_routed_experts = self._table.returns_routed_experts
         self._tensors: dict[str, torch.Tensor] = {}
         self._suspended = False
         self._interval_s = interval_s

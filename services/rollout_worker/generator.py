@@ -21,7 +21,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -141,9 +141,9 @@ class Generator:
         return self._engine.stats() if self._engine is not None else _NO_ENGINE
 
     @property
-    def kv(self) -> dict[str, int]:
-        """Return the engine's KV-cache fields of `WorkerHeartbeat`; empty before there is an engine."""
-        names = ("kv_tokens", "kv_block_tokens", "max_request_tokens")
+    def capabilities(self) -> dict[str, Any]:
+        """Return what `WorkerHeartbeat` says about the engine; empty before there is an engine."""
+        names = ("kv_tokens", "kv_block_tokens", "max_request_tokens", "returns_routed_experts")
         return {name: getattr(self._engine, name) for name in names if self._engine is not None}
 
     def running(self) -> set[Key]:

@@ -237,7 +237,7 @@ class ManagerConnection:
                 batch=batch,
                 step_s=step_s,
                 update_pause_s=self.update_pause_s,
-                **self._generator.kv,
+                **self._generator.capabilities,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
             await bus.renew(names.worker_lease(incarnation.worker), session.state, lease_s)

@@ -56,6 +56,8 @@ class Engine(Protocol):
     """Size of the KV-cache blocks that requests with a common prefix share; 0 = none are shared."""
     max_request_tokens: int
     """Longest accepted request, prompt and `max_tokens` together; 0 = no limit."""
+    returns_routed_experts: bool
+    """Whether requests may ask for the experts of each token."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. None starts while no weights are loaded or while the engine is suspended.

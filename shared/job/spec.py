@@ -58,6 +58,15 @@ class BaseJob(Section):
     log: LogSpec = LogSpec()
     """Where metrics are logged, in addition to `metrics.jsonl`."""
 
+    @model_validator(mode="after")
+    def _replays_only_generated_samples(self) -> Self:
+        if self.trainer.router_replay != "none" and self.kind != "rl":
+            raise ValueError(
+                f"trainer.router_replay: {self.trainer.router_replay} replays the experts of generated samples in "
+                f"training, and a job of kind {self.kind} {self.purpose}: remove it"
+            )
+        return self
+
 
 class _TrainingJob(BaseJob):
     """A job that changes the model."""
@@ -188,15 +197,6 @@ class SftJob(_TrainingJob):
     kind: Literal["sft"] = "sft"
     data: SftDataSpec
     elastic: SftElasticSpec = SftElasticSpec()
-
-    @model_validator(mode="after")
-    def _replays_nothing(self) -> Self:
-        if self.trainer.router_replay != "none":
-            raise ValueError(
-                f"trainer.router_replay: {self.trainer.router_replay} replays the experts of generated samples, and a "
-                "job of kind sft generates none: remove it"
-            )
-        return self
 
 
 class EvalJob(_RewardedJob):

@@ -205,6 +205,9 @@ class WorkerHeartbeat(Message):
     """Mean duration of these decode steps."""
     update_pause_s: Seconds = 0.0
     """Part of `update_s` in which the engine could not generate: after the download."""
+    returns_routed_experts: bool = True
+    """Whether the engine accepts samples that ask for routed experts; True of releases that did not say it, and before
+    there is an engine."""
 
 
 @message

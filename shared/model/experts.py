@@ -89,7 +89,8 @@ def require_replayable(model: Path, max_tokens: int) -> RoutedShape:
     """Return the shape of the routed experts of a model, for `trainer.router_replay`.
 
     Raises:
-        ConfigError: the model is dense or of an untested family, or samples of `max_tokens` tokens would be too large.
+        ConfigError: the model is dense or of an untested family, its configuration is incomplete, or samples of
+            `max_tokens` tokens would be too large.
 
     """
     require_mixture(model, "trainer.router_replay")
@@ -110,8 +111,15 @@ def require_replayable(model: Path, max_tokens: int) -> RoutedShape:
 
 
 def shape_of_routing(config: Mapping[str, Any]) -> RoutedShape:
-    """Return the shape of the routed experts of a mixture with this `config.json`."""
+    """Return the shape of the routed experts of a mixture with this `config.json`.
+
+    Raises:
+        ConfigError: it has no number of layers, or of experts per token.
+
+    """
     n_experts = next(int(config[key]) for key in _COUNTS if config.get(key))
+    if missing := [key for key in ("num_hidden_layers", "num_experts_per_tok") if not config.get(key)]:
+        raise ConfigError(f"config.json of model type {config.get('model_type')} has no {missing[0]}: add it")
     return RoutedShape(config["num_hidden_layers"], config["num_experts_per_tok"], n_experts)
 
 

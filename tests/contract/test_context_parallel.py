@@ -40,10 +40,13 @@ def values(policy: PolicyEngine) -> dict[str, Any]:
     [
         ("qwen3", {"context_parallel": 2, "data_parallel": 2}),
         ("qwen3-moe", {"context_parallel": 2, "activation_checkpointing": True}),
+        # Logits in chunks of 7 tokens.
+        ("qwen3", {"data_parallel": 2, "max_logits": 7 * 96}),
+        ("qwen3", {"context_parallel": 2, "max_logits": 7 * 96, "activation_checkpointing": True}),
         # Two key heads for four ranks.
         ("qwen2", {"context_parallel": 4, "activation_checkpointing": True}),
     ],
-    ids=["cp2-dp2", "cp2-experts", "cp4"],
+    ids=["cp2-dp2", "cp2-experts", "dp2-chunks", "cp2-chunks", "cp4"],
 )
 def test_ranks_that_divide_tokens_match_one_process(tmp_path: Path, model: str, layout: dict[str, Any]) -> None:
     source = rank_policies.write(tmp_path / model, model)
@@ -89,6 +92,6 @@ def test_heads_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
 def test_convolutions_along_the_tokens_are_refused(tmp_path: Path) -> None:
     with (
         rank_policies.policy(OPTIMIZER, backend="torch", context_parallel=2) as policy,
-        pytest.raises(ConfigError, match="lfm2 has layers other than causal attention"),
+        pytest.raises(ConfigError, match="lfm2 has layers that compute more than causal attention"),
     ):
         policy.load_hf(write(CONVOLUTION, tmp_path))

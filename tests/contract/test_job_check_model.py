@@ -18,6 +18,7 @@ from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from tests.contract.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
 
@@ -57,6 +58,12 @@ def trainers_words(call: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         call()
     return str(caught.value)
+
+
+def test_tokens_of_a_model_that_is_not_packed_cannot_be_divided(folder: Path) -> None:
+    write_tokenizer(write(CONVOLUTION, folder / "conv"))
+    [problem] = check(model="conv", trainer={"context_parallel": 2})
+    assert problem.startswith("trainer.context_parallel: lfm2 has layers that compute more than causal attention")
 
 
 def test_a_job_that_fits_its_model_has_no_problem() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from transformers import AfmoeConfig, AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import Routers
@@ -36,6 +36,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"data_parallel": 2, "expert_parallel": 2, "activation_checkpointing": True},
     "fsdp2": {"backend": "torch", "data_parallel": 2},
 }
+# Its routers have another name.
+AFMOE = AfmoeConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=24,
+    num_hidden_layers=2,
+    num_dense_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
 
 
 def torch_policy(model: Path, coefficient: float = COEFFICIENT, **settings: Any) -> TorchPolicy:
@@ -108,12 +122,64 @@ def test_dense_model_with_the_loss_is_rejected(tmp_path: Path) -> None:
         torch_policy(tmp_path)
 
 
+def other_routers() -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return a model and its router, of a form that is not known."""
+    mixture = torch.nn.Module()
+    mixture.gate, mixture.experts = torch.nn.Linear(4, 2), torch.nn.Module()
+    layers = torch.nn.ModuleList([torch.nn.ModuleDict({"mlp": mixture})])
+    return torch.nn.ModuleDict({"layers": layers}), mixture.gate
+
+
 def test_routers_of_another_form_are_left_alone() -> None:
     """Those of some families of transformers return other values, or the same in another order."""
-    layer = torch.nn.Module()
-    layer.gate, layer.experts = torch.nn.Linear(4, 2), torch.nn.Module()
-    stack = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
-    routers = Routers(torch.nn.ModuleDict({"model": stack}))
+    model, gate = other_routers()
+    routers = Routers(model)
     routers.begin(3)
-    assert layer.gate(torch.ones(3, 4)).shape == (3, 2)
+    assert gate(torch.ones(3, 4)).shape == (3, 2)
     assert routers.end() is None
+
+
+def test_required_routers_of_another_form_are_rejected() -> None:
+    model, gate = other_routers()
+    Routers(model, required=True)
+    with pytest.raises(ConfigError, match=r"routers return no logits, weights and indices of experts"):
+        gate(torch.ones(3, 4))
+    with pytest.raises(ConfigError, match=r"Linear has no routers that are known"):
+        Routers(gate, required=True)
+
+
+def test_weights_of_experts_computed_in_another_way_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Qwen3MoeTopKRouter.forward
+
+    def doubled(self: Any, hidden: torch.Tensor) -> Any:
+        logits, weights, indices = original(self, hidden)
+        return logits, 2 * weights, indices
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", doubled)
+    with pytest.raises(ConfigError, match=r"Qwen3MoeTopKRouter gives to experts are not computed in a way"):
+        torch_policy(write_model(tmp_path, "qwen3-moe"))
+
+
+def test_loss_without_known_routers_is_rejected_at_load(tmp_path: Path) -> None:
+    """Else the coefficient would have no effect."""
+    AutoModelForCausalLM.from_config(AFMOE).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"AfmoeForCausalLM has no routers that are known"):
+        torch_policy(tmp_path)
+    with (
+        rank_policies.policy(OPTIMIZER, backend="torch", router_aux_loss_coef=0.1, data_parallel=2) as many,
+        pytest.raises(ConfigError, match=r"AfmoeForCausalLM has no routers that are known"),
+    ):
+        many.load_hf(tmp_path)
+
+
+def test_coefficient_of_zero_builds_no_graph(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3-moe")
+    for coefficient in (0.0, COEFFICIENT):
+        policy = torch_policy(tmp_path, coefficient)
+        policy._forward(rows(2))
+        assert policy._forward.balance is not None
+        assert policy._forward.balance.loss.requires_grad == bool(coefficient)
+        policy.logprobs([rows(2)])
+        assert policy._forward.balance is None

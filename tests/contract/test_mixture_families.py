@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
@@ -18,6 +19,7 @@ from rlboost.services.trainer.adapters.torch.routing import weights_of
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.sums import routing
 from rlboost.shared.columns import F32, floats, ints
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import FAMILIES, require_known_experts
 from tests.contract.test_trainer_engine_contract import rows
@@ -139,3 +141,17 @@ def test_weights_of_selected_experts_are_those_of_the_router(family: str) -> Non
     gates = [layer.gate for layer in network.modules() if hasattr(layer, "gate") and hasattr(layer, "experts")]
     logits, weights, indices = gates[-1](torch.randn(50, 32))
     torch.testing.assert_close(weights_of(gates[-1], logits, indices).to(weights.dtype), weights)
+
+
+def test_ranks_reject_what_one_process_rejects(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as many:
+        with pytest.raises(ConfigError, match=r"model type mixtral: its files have no tensor experts\.0\.down_proj"):
+            many.load_hf(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+        with pytest.raises(ConfigError, match=r"weights are quantized \(fp8\)"):
+            many.load_hf(tmp_path)

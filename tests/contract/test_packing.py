@@ -5,19 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, Lfm2Config, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DogeConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteSWAConfig,
+    Lfm2Config,
+    LlamaConfig,
+    NemotronConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
+from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
-from rlboost.services.trainer.adapters.torch.packing import attention, packs_rows
+from rlboost.services.trainer.adapters.torch.packing import PACKED, attention
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.columns import floats, ints
 from rlboost.shared.job.algorithm import CriticSpec
-from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows
-from tests.support.tiny_models import CONFIGS, VOCABULARY, logprobs
+from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
 
 LOSS = clipped_loss(0.2, 0.28)
 _SIZES: dict[str, Any] = {
@@ -41,6 +55,22 @@ WINDOWED: dict[str, Any] = {
 SCALED = Gemma3TextConfig(**_SIZES, head_dim=16, final_logit_softcapping=3.0, layer_types=["full_attention"] * 2)
 CONVOLUTION = Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"])
 
+_MIXTURE: dict[str, Any] = {**_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OTHERS: dict[str, Any] = {
+    "convolution": CONVOLUTION,
+    "rows unknown to attention": NemotronConfig(**_SIZES),
+    "sinks": GraniteSWAConfig(**_SIZES, layer_types=["full_attention"] * 2),
+    "window in the mask only": Qwen2MoeConfig(
+        **_MIXTURE,
+        num_experts=8,
+        shared_expert_intermediate_size=40,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+    ),
+    "capped scores": Gemma2Config(**_SIZES, head_dim=16, attn_logit_softcapping=0.5),
+}
+
 
 def write(config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
@@ -54,26 +84,42 @@ def policy(model: Path, **settings: Any) -> TorchPolicy:
     return made
 
 
-@pytest.mark.parametrize("window", [0, 1, 4, 100])
-def test_attention_of_packed_rows_equals_a_mask(window: int) -> None:
+def check_packed_attention(window: int, device: str, dtype: torch.dtype, head: int, tolerance: float | None) -> None:
+    """Compare `attention` and its gradients with attention in float32 under a mask.
+
+    Args:
+        window: tokens that a token attends to.
+        device: where it is computed.
+        dtype: in which it is computed.
+        head: the head size.
+        tolerance: absolute; None for that of float32.
+
+    """
     torch.manual_seed(0)
     boundaries = [0, 1, 8, 14, 27]  # the second and third row are computed by one call
-    query, key, value = (torch.randn(27, n, 8, requires_grad=True) for n in (4, 2, 2))
+    exact = [torch.randn(27, n, head).to(dtype).float().requires_grad_() for n in (4, 2, 2)]
     at = torch.arange(27)
     row = torch.bucketize(at, torch.tensor(boundaries[1:]), right=True)
     mask = (row[:, None] == row) & (at[:, None] >= at) & (at[:, None] - at < (window or 27))
-    q, k, v = (part.transpose(0, 1) for part in (query, key, value))
+    q, k, v = (part.transpose(0, 1) for part in exact)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     expected = expected.transpose(0, 1)
-    packed = attention(query, key, value, torch.tensor(boundaries, dtype=torch.int32), 13, None, window)
-    torch.testing.assert_close(packed, expected)
-    upstream = torch.randn_like(expected)
-    for ours, theirs in zip(
-        torch.autograd.grad(packed, (query, key, value), upstream),
-        torch.autograd.grad(expected, (query, key, value), upstream),
+    ours = [part.detach().to(device, dtype).requires_grad_() for part in exact]
+    ends = torch.tensor(boundaries, dtype=torch.int32, device=device)
+    packed = attention(ours[0], ours[1], ours[2], ends, np.diff(boundaries).tolist(), None, window)
+    upstream = torch.randn_like(expected).to(dtype)
+    pairs = zip(
+        (packed, *torch.autograd.grad(packed, ours, upstream.to(device))),
+        (expected, *torch.autograd.grad(expected, exact, upstream.float())),
         strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
+    )
+    for found, wanted in pairs:
+        torch.testing.assert_close(found.float().cpu(), wanted, atol=tolerance, rtol=tolerance and 0)
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+def test_attention_of_packed_rows_equals_a_mask(window: int) -> None:
+    check_packed_attention(window, "cpu", torch.float32, 8, None)
 
 
 @pytest.mark.parametrize("family", sorted(WINDOWED))
@@ -86,17 +132,28 @@ def test_sliding_window_is_kept_within_packed_rows(tmp_path: Path, family: str) 
         assert floats(column) == pytest.approx(expected, abs=2e-5)
 
 
-def test_only_models_without_recurrent_layers_are_packed() -> None:
-    assert all(packs_rows(config) for config in (*CONFIGS.values(), *WINDOWED.values()))
-    assert not packs_rows(CONVOLUTION)
+def test_models_of_causal_attention_are_packed() -> None:
+    assert {attention_of(config) for config in (*CONFIGS.values(), *MIXTURES.values(), *WINDOWED.values())} == {PACKED}
 
 
-def test_rows_of_a_model_with_convolutions_are_computed_one_by_one(tmp_path: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(write(CONVOLUTION, tmp_path)).eval()
+def test_models_with_a_learned_mask_are_not_packed() -> None:
+    assert attention_of(DogeConfig(**_SIZES)) == "sdpa"
+
+
+def test_models_whose_rotary_frequencies_depend_on_the_length_are_not_packed() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert attention_of(LlamaConfig(**_SIZES, rope_parameters=rope)) == "sdpa"
+
+
+@pytest.mark.parametrize("family", sorted(OTHERS))
+def test_rows_of_other_models_are_computed_one_by_one(tmp_path: Path, family: str) -> None:
+    """Packed attention would fail, or compute without what the layers pass to it."""
+    assert attention_of(OTHERS[family]) in {"sdpa", "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(write(OTHERS[family], tmp_path), attn_implementation="eager")
     batch = rows(4)
     ours = policy(tmp_path)
     for row, column in zip(batch, ours.logprobs([batch]), strict=True):
-        assert floats(column) == pytest.approx(logprobs(model, ints(row.prompt), ints(row.completion)), abs=2e-5)
+        assert floats(column) == pytest.approx(logprobs(model.eval(), ints(row.prompt), ints(row.completion)), abs=2e-5)
     ours.accumulate([batch], LOSS)
     assert ours.step(1e-3) > 0
 
@@ -120,6 +177,44 @@ def test_logits_in_chunks_change_no_gradient(tmp_path: Path, family: str, recomp
     for chunked in found[:2]:
         for ours_, whole in zip(chunked, found[2], strict=True):
             torch.testing.assert_close(ours_, whole, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_logits_in_chunks_change_no_gradient_of_an_adapter(tmp_path: Path, recomputes: bool) -> None:
+    """The adapter includes the output head."""
+    model = write(CONFIGS["llama-untied"], tmp_path)
+    lora = LoraSpec(targets=["q_proj", "lm_head"])
+    found = []
+    for max_logits in (7 * VOCABULARY, 1 << 20):
+        ours = policy(model, lora=lora, activation_checkpointing=recomputes)
+        ours._forward._chunk = max_logits // VOCABULARY
+        ours.accumulate([rows(5)], LOSS)
+        found.append([p.grad for p in ours._parameters if p.grad is not None])
+        assert len(found[-1]) == len(ours._parameters)
+    for chunked, whole in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
+
+
+class _Recorder:
+    """Stands for a group of one rank; records the dtype of what it would exchange."""
+
+    def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()
+
+    def tokens_of_heads(self, shard: torch.Tensor) -> torch.Tensor:
+        self.dtypes.add(shard.dtype)
+        return shard
+
+    heads_of_tokens = tokens_of_heads
+
+
+def test_ranks_exchange_half_precision_under_autocast() -> None:
+    group, one = _Recorder(), torch.randn(1, 2, 6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        AttentionInterface()[PACKED](
+            None, one, one, one, None, cu_seq_lens_q=torch.tensor([0, 6]), row_lengths=(6,), context=group
+        )
+    assert group.dtypes == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

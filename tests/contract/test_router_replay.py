@@ -19,7 +19,7 @@ from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, I32, floats, ints, pack
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import require_replayable
 from rlboost.shared.routed_experts import RoutedShape
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
@@ -117,6 +117,23 @@ def test_replay_in_ranks_matches_one_process(tmp_path: Path, layout: str) -> Non
         assert many.step(1e-3) == pytest.approx(one.step(1e-3), rel=1e-4)
 
 
+@pytest.mark.parametrize("lora", [None, LoraSpec(targets=["q_proj"])], ids=["full", "lora"])
+def test_reference_replays_the_experts_of_the_policy(tmp_path: Path, lora: LoraSpec | None) -> None:
+    """Else the difference of two routings would count as a KL divergence of equal weights."""
+    write_model(tmp_path, "qwen3-moe")
+    batch = with_experts(rows(4))
+    policy = trained(tmp_path, reference=True, lora=lora)
+    assert policy.reference_logprobs([batch]) == policy.logprobs([batch])
+
+
+def test_reference_in_ranks_replays_the_experts_of_the_policy(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3-moe")
+    batch = with_experts(rows(4))
+    with rank_policies.policy(OPTIMIZER, backend="torch", replayed=SHAPE, reference=True, data_parallel=2) as many:
+        many.load_hf(tmp_path)
+        assert many.reference_logprobs([batch]) == many.logprobs([batch])
+
+
 async def generated(model: Any, folder: Path, requests: list[Any], dtype: Any = "float32") -> list[Collected]:
     engine = TorchEngine(tiny_models.save_config(model.config, folder), slots=8, dtype=dtype)
     await engine.load_weights(0, Staged((n, t.to(getattr(torch, dtype))) for n, t in tiny_models.weights(model)))
@@ -176,7 +193,6 @@ async def test_replay_lowers_the_mismatch_of_an_engine_in_bfloat16(tmp_path: Pat
     for name, columns in {"replay": batch, "none": [replace(row, routed_experts=b"") for row in batch]}.items():
         sums = trained(tmp_path / "model", dtype="bfloat16").accumulate([columns], LOSS)
         found[name] = sums["mismatch_kl"] / sums["tokens"]
-    print(found)
     assert found["replay"] < 0.5 * found["none"]
 
 
@@ -186,3 +202,7 @@ def test_jobs_without_a_supported_mixture_are_rejected(tmp_path: Path) -> None:
         require_replayable(write_model(tmp_path / "dense", "qwen3-tied"), 100)
     with pytest.raises(ConfigError, match=r"may have 67,108,866 bytes, 6 per token"):
         require_replayable(tmp_path / "moe", 11_184_811)
+    config = tmp_path / "moe/config.json"
+    config.write_text(config.read_text().replace("num_experts_per_tok", "other"))
+    with pytest.raises(ConfigError, match=r"config\.json of model type qwen3_moe has no num_experts_per_tok"):
+        require_replayable(tmp_path / "moe", 100)

@@ -14,6 +14,7 @@ from rlboost.services.trainer.domain.loss.policy import clipped_loss  # noqa: E4
 from rlboost.services.trainer.domain.training_row import TrainingRow  # noqa: E402 - its like
 from rlboost.shared.columns import F32, I32, pack  # noqa: E402 - its like
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
+from tests.contract.test_packing import check_packed_attention  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
 from tests.support import large_model  # noqa: E402 - its like
 
@@ -48,6 +49,16 @@ def emptied() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return on_device()
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+@pytest.mark.parametrize("head", [8, 12, 64])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+def test_packed_attention_on_a_gpu_equals_a_mask(window: int, head: int, dtype: str, tolerance: float) -> None:
+    """In bfloat16 by torch's variable-length attention, but for a head size that it does not support."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    check_packed_attention(window, "cuda", getattr(torch, dtype), head, tolerance)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec()], ids=["model", "adapter"])

@@ -15,6 +15,7 @@ from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.model.logit_limits import MAX_LOGITS
 from tests.support.megatron_cpu import python_path
 
 _SIZES: dict[str, Any] = {
@@ -64,12 +65,13 @@ def policy(
     optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
 ) -> Iterator[RanksPolicy]:
     """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`, `aggregation`, `replayed`,
-    `folder`.
+    `max_logits` and `folder`.
 
     On CPUs megatron-core needs `tests.support.megatron_cpu`, which the ranks get by their environment.
     """
     reference = settings.pop("reference", False)
     aggregation, replayed = settings.pop("aggregation", "token_mean"), settings.pop("replayed", None)
+    max_logits = settings.pop("max_logits", MAX_LOGITS)
     folder = settings.pop("folder", None)
     spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
     kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
@@ -81,6 +83,7 @@ def policy(
         reference=reference,
         aggregation=aggregation,
         replayed=replayed,
+        max_logits=max_logits,
         folder=folder,
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -32,7 +32,7 @@ def main(kind: str, *models: str) -> None:
     from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
 
     settings = {"temperature": 1.0, "dtype": "float32", "reference": False, "offload": "none"}
-    settings |= {"balancing": NO_BALANCING, "replayed": None}
+    settings |= {"balancing": NO_BALANCING, "replayed": None, "max_logits": 1 << 27}
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = make(
             rank=0,
@@ -47,7 +47,7 @@ def main(kind: str, *models: str) -> None:
     def bytes_of(model: str) -> int:
         shape = shape_of(AutoConfig.from_pretrained(model))
         files = [str(file) for file in Path(model).glob("*.safetensors")]
-        engine.load_hf({"source": model, "shape": shape}, files, shared=model)
+        engine.load_hf({"source": model, "shape": shape, "attention": "rlboost_packed"}, files, shared=model)
         found: list[int] = []
         with saved_bytes(local_tensor(parameter) for _, parameter in engine._model.parameters()) as n_saved_bytes:
 

@@ -94,7 +94,10 @@ def test_processes_of_the_trainer_are_compared_with_its_gpus(tmp_path: Path) -> 
     (problem,) = checked(tmp_path, 1, {}, n=4, trainer={"data_parallel": 8, "offload": "all"}).problems
     assert "trains in 8 processes with a GPU each, and the trainer has 4 GPUs" in problem
     (advice,) = checked(tmp_path, 1, {}, n=4, trainer={"data_parallel": 2, "offload": "all"}).advice
-    assert advice.startswith("trainer.data_parallel: the job trains on 2 of the trainer's 4 GPUs")
+    both = "trainer.data_parallel x context_parallel"
+    assert advice.startswith(f"{both}: the job trains on 2 of the trainer's 4 GPUs")
+    (problem,) = checked(tmp_path, 1, {}, n=4, trainer={"context_parallel": 8, "offload": "all"}).problems
+    assert problem.startswith(f"{both}: the job trains in 8 processes")
 
 
 def test_processes_on_other_machines_are_not_compared_with_its_gpus(tmp_path: Path) -> None:

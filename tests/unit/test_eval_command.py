@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, follow
 from rlboost.cli import app
+from rlboost.jobs.evaluation import evaluation_of
 from tests.support.fake_rest import FakeRest, job, lines, ok
 
 JOB = {
@@ -49,6 +50,11 @@ def sent(rest: FakeRest) -> dict[str, Any]:
     [created] = [request for request in rest.requests if request.method == "POST"]
     spec: dict[str, Any] = json.loads(created.content)
     return spec
+
+
+def test_evaluation_has_as_many_trainer_processes_as_the_job() -> None:
+    layout = {"backend": "torch", "data_parallel": 2, "context_parallel": 4}
+    assert evaluation_of({**JOB, "trainer": layout})["trainer"] == layout
 
 
 def test_a_job_files_model_is_evaluated_and_the_result_printed(rest: FakeRest) -> None:

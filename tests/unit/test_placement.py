@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,7 @@ from rlboost.services.rollout_manager.domain.scheduling.rebalance import Running
 from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH, Profile
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import Sampling
 from tests.support.builders import group_requested, worker_joined
 
 
@@ -45,6 +47,12 @@ def worker(name: str, slots: int, held: int = 0, known: Profile | None = None, k
     made = Worker(joined, 0.0, samples=set(range(1000, 1000 + held)), profile=known or Profile())
     set_batch_cap(made, 0.0)
     return made
+
+
+def sample(n_tokens: int, **sampling: Any) -> Sample:
+    """Return a sample that ends after at most this many tokens, prompt included."""
+    request = group_requested(0, sampling=Sampling(max_tokens=n_tokens - 2, **sampling))
+    return Sample(request.group, request, "1-0", 0)
 
 
 def place(n: int, workers: list[Worker]) -> Counter[str]:
@@ -137,10 +145,18 @@ def test_worker_with_full_kv_cache_has_no_capacity() -> None:
 
 def test_admits_any_length_unless_the_engine_reports_a_limit() -> None:
     one = worker("a", 8)
-    assert admits(one, 100_000)
+    assert admits(one, sample(100_000))
     one.max_request_tokens = 64
-    assert admits(one, 64)
-    assert not admits(one, 65)
+    assert admits(one, sample(64))
+    assert not admits(one, sample(65))
+
+
+def test_samples_with_routed_experts_need_an_engine_that_returns_them() -> None:
+    one, replayed = worker("a", 8), sample(8, routed_experts=(2, 2, 8))
+    assert admits(one, replayed)
+    one.returns_routed_experts = False
+    assert not admits(one, replayed)
+    assert admits(one, sample(8))
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 80)), max_size=6), st.integers(0, 200))

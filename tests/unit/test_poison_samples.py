@@ -25,6 +25,7 @@ from rlboost.shared.messages import (
     Restated,
     SampleDropped,
     SampleFinished,
+    Sampling,
 )
 from tests.support.builders import group_requested, job_running
 from tests.support.sim_worker import SimWorker, check_completion
@@ -37,7 +38,8 @@ TOKENS = 60
 class Fleet:
     """A manager and workers that are restarted whenever one has ended, driven step by step."""
 
-    def __init__(self, workers: int, *, groups: int = 6, n: int = 4) -> None:
+    def __init__(self, workers: int, *, groups: int = 6, n: int = 4, routed_experts: tuple[int, ...] = ()) -> None:
+        self.routed_experts = routed_experts
         self.clock = 100.0
         self.bus = MemoryBus(clock=lambda: self.clock)
         self.lives = Counter[str]()
@@ -65,7 +67,8 @@ class Fleet:
         )
 
     def _request(self, number: int, n: int) -> int:
-        request = group_requested(number, job_id=JOB, n=n, max_tokens=TOKENS)
+        sampling = Sampling(max_tokens=TOKENS, routed_experts=self.routed_experts)
+        request = group_requested(number, job_id=JOB, n=n, sampling=sampling)
         self.run(self.bus.append(names.rollouts_requested(JOB), request))
         return request.group
 
@@ -234,6 +237,19 @@ def test_long_sample_waits_for_a_worker_that_accepts_its_length() -> None:
         if fleet.over:
             break
     assert large.id in {worker for m in fleet.finished() if isinstance(m, SampleFinished) for worker, _, _ in m.spans}
+    assert fleet.check() == []
+
+
+def test_samples_with_routed_experts_wait_for_a_worker_that_returns_them() -> None:
+    fleet = Fleet(2, groups=8, routed_experts=(2, 2, 8))
+    unable, able = fleet.workers
+    unable.returns_routed_experts = False
+    for _ in range(900):
+        fleet.step()
+        assert not unable.held, "it would be refused, which counts as a failure"
+        if fleet.over:
+            break
+    assert {worker for m in fleet.finished() if isinstance(m, SampleFinished) for worker, _, _ in m.spans} == {able.id}
     assert fleet.check() == []
 
 

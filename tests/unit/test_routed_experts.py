@@ -116,8 +116,10 @@ def test_replay_with_megatron_is_rejected() -> None:
 
 
 def test_replay_without_generated_samples_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.router_replay: R3 replays the experts of generated samples"):
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay: R3 replays .* a job of kind sft generates nothing"):
         parse(job_file(kind="sft", reward=None, trainer={"router_replay": "R3"}))
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay: R3 .* a job of kind eval trains nothing"):
+        parse(job_file(kind="eval", data={"eval": "t.jsonl"}, eval={"samples": 1}, trainer={"router_replay": "R3"}))
 
 
 def test_conversation_has_experts_only_if_all_turns_have() -> None:

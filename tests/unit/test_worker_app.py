@@ -766,7 +766,7 @@ async def test_dead_engine_fails_the_worker_with_a_report() -> None:
     assert not left.running_at_failure
 
 
-async def test_heartbeat_reports_the_kv_capacity_once_there_is_an_engine() -> None:
+async def test_heartbeat_says_what_the_engine_accepts_once_there_is_one() -> None:
     rig = Rig(capacity=KvCapacity(slots=4, max_len=4096, tokens=9000))
     running = asyncio.create_task(rig.worker.run({}), name="worker")
     worker = await rig.manager.ready_worker()
@@ -774,6 +774,7 @@ async def test_heartbeat_reports_the_kv_capacity_once_there_is_an_engine() -> No
     assert {(beat.kv_tokens, beat.max_request_tokens) for beat in beats if beat.state == "joining"} == {(0, 0)}
     beat = await rig.manager.last_beat(worker)
     assert (beat.state, beat.kv_tokens, beat.max_request_tokens) == ("ready", 9000, 0)
+    assert not beat.returns_routed_experts
     rig.stop.set()
     await running
 

@@ -94,6 +94,8 @@ class Worker:
     kv: KvUsage = field(default_factory=KvUsage)
     max_request_tokens: int = 0
     """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
+    returns_routed_experts: bool = True
+    """Whether its engine accepts samples that ask for the experts of each token."""
     disturbed_at: float = -math.inf
     """When it was last assigned samples that need a long prefill (manager's clock)."""
     waiting: Wait | None = None
@@ -192,6 +194,7 @@ class Worker:
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
         self.max_request_tokens = heartbeat.max_request_tokens
+        self.returns_routed_experts = heartbeat.returns_routed_experts
         self.waiting = heartbeat.waiting
         drains = self.noticed or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state

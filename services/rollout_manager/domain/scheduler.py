@@ -16,7 +16,7 @@ from rlboost.services.rollout_manager.domain.scheduling.candidates import (
 )
 from rlboost.services.rollout_manager.domain.scheduling.poison import worker_for_retry
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
-from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, max_tokens_of
+from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.columns import U32, U64, pack
 from rlboost.shared.ids import is_served
@@ -76,10 +76,10 @@ def _select_worker(
     """
     if not sample.failed_on:
         worker = _preferred(world, requirement, sample) or best
-        if admits(worker, max_tokens_of(sample)):
+        if admits(worker, sample):
             return worker
     members = [world.fleet.workers[i] for pool in pools for i in pool.members]
-    admitting = [worker for worker in members if admits(worker, max_tokens_of(sample))]
+    admitting = [worker for worker in members if admits(worker, sample)]
     if sample.failed_on:
         return worker_for_retry(sample, admitting or members, world.ledger.samples)
     return least_loaded(filter(has_capacity, admitting)) if admitting else best
@@ -153,7 +153,10 @@ def rebalance(world: World, now: Now) -> None:
         queued = any(need.job_id == job_id and need.oldest <= version for need in world.queues)
         if queued or pool.is_balanced or not releasing.isdisjoint(pool.members):
             continue
-        loads = [_load_of(world, world.fleet.workers[worker_id], now) for worker_id in sorted(pool.members)]
+        workers = [world.fleet.workers[worker_id] for worker_id in sorted(pool.members)]
+        if (job := world.jobs.get(job_id)) and job.spec.trainer.router_replay != "none":
+            workers = [worker for worker in workers if worker.returns_routed_experts]
+        loads = [_load_of(world, worker, now) for worker in workers]
         for worker_id, sample_ids in select_migrations([load for load in loads if load.profile.known]).items():
             reclaim(world, world.fleet.workers[worker_id], sample_ids, now)
 

@@ -222,6 +222,11 @@ class RequestTable:
     # --- routed experts -----------------------------------------------------------------------------------------------
 
     @property
+    def returns_routed_experts(self) -> bool:
+        """True if requests may ask for routed experts."""
+        return self._shape is not None
+
+    @property
     def records_routing(self) -> bool:
         """True if a request has asked for routed experts."""
         return self._routed is not None

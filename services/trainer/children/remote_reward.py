@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Mapping
 from functools import partial
-from ipaddress import IPv6Address, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
 
 from rlboost.services.trainer.children.reward_styles import Caller, rows_of
@@ -29,8 +29,22 @@ TOKEN_VARIABLE = "REWARD_TOKEN"  # noqa: S105 - a name
 """Environment variable of the trainer with the bearer token, if the service needs one."""
 _ORIGINS = "RLBOOST_TRAINER_REWARD_TOKEN_ORIGINS"
 _UNAUTHORIZED = {401, 403}
-_METADATA = tuple(map(ip_network, ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "100.100.100.200/32")))
-"""Where clouds answer with a machine's credentials: link-local addresses, and those of AWS (IPv6) and Alibaba."""
+_METADATA = tuple(
+    map(
+        ip_network,
+        (
+            "169.254.0.0/16",
+            "fe80::/10",
+            "fd00:ec2::/32",  # AWS
+            "fd20:ce::/32",  # Google Cloud
+            "168.63.129.16/32",  # Azure
+            "100.100.100.200/32",  # Alibaba
+        ),
+    )
+)
+"""Where clouds answer with a machine's credentials: link-local addresses, and their own."""
+_NAT64 = ip_network("64:ff9b::/96")
+"""IPv6 addresses that a gateway translates to the IPv4 address in the last 4 bytes."""
 
 
 class RemoteFailed(Exception):
@@ -56,8 +70,9 @@ def remote(part: Mapping[str, Any]) -> Caller:
 def is_metadata(host: str) -> bool:
     """Return True if a connected address, as the socket names it, may be a cloud's metadata service."""
     address = ip_address(host.partition("%")[0])
-    if isinstance(address, IPv6Address) and address.ipv4_mapped:
-        address = address.ipv4_mapped
+    if isinstance(address, IPv6Address):
+        translated = IPv4Address(int(address) & 0xFFFFFFFF) if address in _NAT64 else None
+        address = address.ipv4_mapped or address.sixtofour or translated or address
     return any(address in network for network in _METADATA)
 
 

@@ -71,11 +71,11 @@ def pack(rows: Sequence[R], max_tokens: int) -> list[list[R]]:
     All but the last are more than half full.
     """
     batches: list[list[R]] = []
-    room = 0
+    tokens_left = 0
     for row in sorted(rows, key=lambda row: -row.n_tokens):
-        if row.n_tokens > room or not batches:
+        if row.n_tokens > tokens_left or not batches:
             batches.append([])
-            room = max_tokens
+            tokens_left = max_tokens
         batches[-1].append(row)
-        room -= row.n_tokens
+        tokens_left -= row.n_tokens
     return batches

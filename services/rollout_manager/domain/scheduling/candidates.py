@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rlboost.services.rollout_manager.domain.fleet import Fleet, Serving, Worker
+from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import is_balanced
-from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
+from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, max_tokens_of
 from rlboost.services.rollout_manager.domain.throughput_model import Profile
 
 PLATEAU = 0.9
@@ -49,9 +50,11 @@ def has_capacity(worker: Worker) -> bool:
     return worker.load < worker.batch_cap + worker.headroom and not kv_is_full
 
 
-def admits(worker: Worker, max_tokens: int) -> bool:
-    """Return True if the worker's engine accepts a sample of up to this length, prompt included."""
-    return not worker.max_request_tokens or max_tokens <= worker.max_request_tokens
+def admits(worker: Worker, sample: Sample) -> bool:
+    """Return True if the worker's engine accepts a sample: its length at most, and what it asks for."""
+    if sample.request.sampling.routed_experts and not worker.returns_routed_experts:
+        return False
+    return not worker.max_request_tokens or max_tokens_of(sample) <= worker.max_request_tokens
 
 
 def least_loaded(workers: Iterable[Worker]) -> Worker | None:

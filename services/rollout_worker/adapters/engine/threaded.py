@@ -41,6 +41,7 @@ class ThreadedEngine(ABC):
         self.kv_tokens = table.capacity.tokens if table.capacity else kv_tokens
         self.kv_block_tokens = kv_block_tokens
         self.max_request_tokens = table.capacity.max_request_tokens if table.capacity else 0
+        self.returns_routed_experts = table.returns_routed_experts
         self._thread = thread
         self._table = table
         self._suspended = False

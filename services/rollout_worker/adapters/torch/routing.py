@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,27 +13,22 @@ import torch
 from torch import Tensor
 
 from rlboost.shared.model.experts import FAMILIES, shape_of_routing
+from rlboost.shared.model.routers import require_routing, routers_of
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
 Experts = Callable[[int], npt.NDArray[np.int64]]
 """A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
 
 
 class RoutingRecorder:
-    """The routers of a transformers model: the `gate` next to the `experts` of a layer."""
+    """The routers of a transformers model."""
 
     def __init__(self, model: Any) -> None:
         """Register a hook on each router of `model`."""
-        layers = [
-            (int(match[1]), layer.gate)
-            for name, layer in model.named_modules()
-            if hasattr(layer, "gate") and hasattr(layer, "experts") and (match := _LAYER.search(name))
-        ]
         config = model.config.to_dict()
         self.shape = shape_of_routing(config) if config["model_type"] in FAMILIES else None
         """Of the routed experts; None if the model is dense or of an untested family."""
         self._selected: dict[int, Tensor] | None = None
-        for number, gate in layers if self.shape else ():
+        for number, gate in routers_of(model) if self.shape else ():
             gate.register_forward_hook(partial(self._on_output, number))
 
     @contextmanager
@@ -54,6 +48,6 @@ class RoutingRecorder:
         experts: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
         return experts
 
-    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: Any) -> None:
         if self._selected is not None:
-            self._selected[layer] = output[2]
+            self._selected[layer] = require_routing(output)[2]

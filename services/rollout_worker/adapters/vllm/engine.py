@@ -77,6 +77,7 @@ class VllmEngine:
         self.kv_tokens = int(cache.kv_cache_size_tokens or 0)
         self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         self.max_request_tokens = 0
+        self.returns_routed_experts = bool(options.vllm_args.get("enable_return_routed_experts"))
         self.llm = llm
         """Used by benchmarks."""
         self._can_sleep = options.enable_sleep
@@ -84,7 +85,7 @@ class VllmEngine:
             options.slots,
             int(llm.model_config.max_model_len),
             int(llm.model_config.get_vocab_size()),
-            _routed_shape(llm.model_config) if options.vllm_args.get("enable_return_routed_experts") else None,
+            _routed_shape(llm.model_config) if self.returns_routed_experts else None,
         )
         self._streams: dict[LiveRequest, asyncio.Task[None]] = {}
         self._ids = count()

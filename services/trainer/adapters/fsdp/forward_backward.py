@@ -11,13 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
-from rlboost.services.trainer.adapters.ranks.packed import (
-    DUMMY_ROWS,
-    Balancing,
-    LossGradientFn,
-    PackedBatch,
-    unpack_rows,
-)
+from rlboost.services.trainer.adapters.ranks.packed import Balancing, LossGradientFn, PackedBatch, unpack_rows
+from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.domain import sums
@@ -62,8 +57,9 @@ class FsdpForwardBackward:
             # A surrogate whose gradient is the loss's.
             surrogate = (logprobs * gradient).sum()
             if (balance := self._forward.balance) is not None and index < len(batches):
-                share = balance.n_tokens / sum(row.n_tokens for row in rows)  # of this rank, with context parallelism
-                surrogate = surrogate + self._balancing.factor(batches[index]) * share * balance.loss
+                if self._balancing.coefficient:
+                    share = balance.n_tokens / sum(row.n_tokens for row in rows)  # of this rank's slice of the tokens
+                    surrogate = surrogate + self._balancing.factor(batches[index]) * share * balance.loss
                 sums.add(totals, balance.sums())
             surrogate.backward()
         return totals

@@ -22,7 +22,6 @@ from rlboost.services.trainer.adapters.ranks.offload import local_tensor
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
-from rlboost.services.trainer.adapters.torch.packing import attention_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
@@ -74,12 +73,15 @@ class FsdpWeightMap:
 class FsdpModel:
     """One rank's shard of a model."""
 
-    def __init__(self, source: Path, device: str, *, trained: bool, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self, source: Path, device: str, attention: str, *, trained: bool, activation_checkpointing: bool = False
+    ) -> None:
         """Build it with uninitialized weights. A collective call of all ranks.
 
         Args:
             source: a Hugging Face directory; only its configuration is read.
             device: `cpu` or `cuda`.
+            attention: the model's `attn_implementation`.
             trained: whether parameters get gradients.
             activation_checkpointing: whether layers are recomputed in the backward pass.
 
@@ -88,7 +90,7 @@ class FsdpModel:
 
         """
         self.module: Any = _sharded_module(
-            source, device, trained=trained, activation_checkpointing=activation_checkpointing
+            source, device, attention, trained=trained, activation_checkpointing=activation_checkpointing
         )
         self._parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
         saved = self.module.state_dict()
@@ -110,9 +112,11 @@ class FsdpModel:
 class TrainedFsdpModel(FsdpModel):
     """One rank's shard of the trained model, with its optimizer."""
 
-    def __init__(self, source: Path, device: str, optimizer: OptimizerSpec, *, activation_checkpointing: bool) -> None:
+    def __init__(
+        self, source: Path, device: str, attention: str, optimizer: OptimizerSpec, *, activation_checkpointing: bool
+    ) -> None:
         """Build both. See `FsdpModel`."""
-        super().__init__(source, device, trained=True, activation_checkpointing=activation_checkpointing)
+        super().__init__(source, device, attention, trained=True, activation_checkpointing=activation_checkpointing)
         self._clip = optimizer.grad_clip
         self._dtensors = [parameter for _, parameter in self._parameters]
         self.optimizer = torch.optim.AdamW(
@@ -147,13 +151,13 @@ class TrainedFsdpModel(FsdpModel):
         return [self.optimizer]
 
 
-def _sharded_module(source: Path, device: str, *, trained: bool, activation_checkpointing: bool) -> Any:
+def _sharded_module(source: Path, device: str, attention: str, *, trained: bool, activation_checkpointing: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
         # On the meta device: no rank ever holds whole weights, each reads its own rows.
         with init_empty_weights(include_buffers=False):
             module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention_of(config), experts_implementation=EXPERTS
+                config, dtype=torch.float32, attn_implementation=attention, experts_implementation=EXPERTS
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlboost.services.trainer.adapters.ranks.layout import require_divisible_heads
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.adapters.torch.packing import packs_rows
-from rlboost.shared.errors import ConfigError
+from rlboost.services.trainer.adapters.torch.attention_choice import attention_of, require_packed
+from rlboost.services.trainer.adapters.torch.packing import PACKED
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 
@@ -20,12 +20,9 @@ class FsdpPolicy(RanksPolicy):
         super().__init__("fsdp", spec, optimizer, **settings)
 
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
-        self._packs_rows = packs_rows(config)
+        attention = attention_of(config)
+        self._packs_rows = attention == PACKED
         if self._layout.context > 1:
-            if not self._packs_rows:
-                raise ConfigError(
-                    f"trainer.context_parallel: {config.model_type} has layers other than causal attention, which "
-                    "cannot be divided along the tokens: set it to 1"
-                )
+            require_packed(config, attention)
             require_divisible_heads(config.get_text_config().num_attention_heads, self._layout.context)
-        return {"source": str(source)}
+        return {"source": str(source), "attention": attention}

@@ -13,10 +13,12 @@ from rlboost.services.trainer.adapters.fsdp.model import FsdpModel, TrainedFsdpM
 from rlboost.services.trainer.adapters.fsdp.state import FsdpOptimizerState
 from rlboost.services.trainer.adapters.ranks.engine import RankEngine
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.packed import pack_rows
+from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
+from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
-from rlboost.shared.routed_experts import RoutedShape
 
 
 class FsdpRank(RankEngine):
@@ -29,28 +31,40 @@ class FsdpRank(RankEngine):
             self._context = ContextGroup(own)
         return Coordinates.of(rank, layout)
 
+    def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> list[TensorSlice]:
+        """See `RankEngine.load_hf`."""
+        slices = super().load_hf(model, files, shared)
+        if self._replayed or self._balancing.coefficient:
+            self._offloader.onload_weights()
+            self._passes.logprobs([pack_rows(DUMMY_ROWS)])  # checks the routers
+            self.offload()
+        return slices
+
     def _build(self, model: dict[str, Any]) -> Trainable:
         model_shard = TrainedFsdpModel(
             Path(model["source"]),
             self._device,
+            model["attention"],
             self._optimizer,
             activation_checkpointing=self._activation_checkpointing,
         )
-        passes = self._passes_of(model_shard, self._replayed)
+        passes = self._passes_of(model_shard, balances=bool(self._balancing.coefficient))
         return Trainable(model_shard, passes, FsdpOptimizerState(model_shard.optimizer, self._local_value))
 
     def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
-        model_shard = FsdpModel(Path(model["source"]), self._device, trained=False)
+        model_shard = FsdpModel(Path(model["source"]), self._device, model["attention"], trained=False)
         return model_shard, self._passes_of(model_shard)
 
-    def _passes_of(self, model_shard: FsdpModel, replayed: RoutedShape | None = None) -> FsdpForwardBackward:
+    def _passes_of(self, model_shard: FsdpModel, *, balances: bool = False) -> FsdpForwardBackward:
         forward = LogprobPass(
             model_shard.module,
             temperature=self._temperature,
             dtype=self._dtype,
             device=torch.device(self._device),
-            replayed=replayed,
+            max_logits=self._max_logits,
+            replayed=self._replayed,
             context=self._context,
+            balances=balances,
         )
         return FsdpForwardBackward(forward, self._device, self._context, self._balancing)
 

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor, distributed
 
+from rlboost.services.trainer.adapters.megatron.layers import PackedRows
 from rlboost.services.trainer.adapters.megatron.model import MegatronModel
 from rlboost.services.trainer.adapters.megatron.routing import Routers
 from rlboost.services.trainer.adapters.ranks.packed import (
-    DUMMY_ROWS,
     NO_BALANCING,
     Balancing,
     LossGradientFn,
@@ -30,7 +29,7 @@ from rlboost.services.trainer.adapters.ranks.packed import (
     pack_rows,
     unpack_rows,
 )
-from rlboost.services.trainer.adapters.torch.batch import Packed, packed
+from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, Packed, packed
 
 _DUMMY = pack_rows(DUMMY_ROWS)
 
@@ -107,13 +106,14 @@ class PipelineForwardBackward:
         rows = _packed(batch, self._model.config)
         device = _device()
         ids, at, cu_seqlens = (torch.from_numpy(part).to(device) for part in (rows.ids, rows.predicts, rows.boundaries))
-        longest = int(np.diff(rows.boundaries).max())
-        parameters = PackedSeqParams(
+        lengths = tuple(np.diff(rows.boundaries).tolist())
+        parameters = PackedRows(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            lengths=lengths,
         )
         self._routers.set_loss_factor(None if batch is _DUMMY else self._balancing.factor(batch) / len(rows.ids))
         output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=parameters)

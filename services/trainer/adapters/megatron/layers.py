@@ -6,10 +6,12 @@ need its CUDA kernels. These run on any device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -31,6 +33,13 @@ class RMSNorm(torch.nn.RMSNorm):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
+@dataclass
+class PackedRows(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    """Boundaries on the device, and for the host the same as `lengths`."""
+
+    lengths: tuple[int, ...] = ()
+
+
 class PackedAttention(torch.nn.Module):
     """Causal attention within each of several concatenated sequences."""
 
@@ -46,14 +55,14 @@ class PackedAttention(torch.nn.Module):
             query: [tokens, heads, head size].
             key: [tokens, key heads, head size].
             value: like `key`.
-            packed_seq_params: its `cu_seqlens_q` holds the sequence boundaries: 0, then the end of each sequence.
+            packed_seq_params: the sequences' boundaries and lengths, `PackedRows`.
 
         Returns:
             [tokens, heads x head size].
 
         """
-        boundaries, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-        return attention(query, key, value, boundaries, longest, self._scale).reshape(len(query), -1)
+        boundaries, lengths = packed_seq_params.cu_seqlens_q, packed_seq_params.lengths
+        return attention(query, key, value, boundaries, lengths, self._scale).reshape(len(query), -1)
 
 
 def block_spec(config: Any) -> Any:

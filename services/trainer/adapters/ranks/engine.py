@@ -66,7 +66,7 @@ class RankEngine(ABC):
             layout: degrees of parallelism.
             optimizer: the job's `OptimizerSpec`, as a mapping.
             settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
-                `activation_checkpointing`, `balancing`, `replayed`.
+                `activation_checkpointing`, `balancing`, `replayed`, `max_logits`.
 
         """
         if device != "cpu":
@@ -90,6 +90,7 @@ class RankEngine(ABC):
         self._activation_checkpointing: bool = settings["activation_checkpointing"]
         self._balancing = Balancing(*settings["balancing"])
         self._replayed = RoutedShape(*settings["replayed"]) if settings["replayed"] else None
+        self._max_logits: int = settings["max_logits"]
         self._accumulated = False
         self._n_steps = 0
         self._runner = asyncio.Runner()
@@ -336,5 +337,6 @@ def _require_gpu(local_rank: int) -> None:
     if (n_gpus := torch.cuda.device_count()) <= local_rank:
         raise ConfigError(
             f"machine {socket.gethostname()} has {n_gpus} GPUs for {local_rank + 1} or more ranks of the trainer: "
-            "lower trainer.tensor_parallel, pipeline_parallel or data_parallel, or raise trainer.nodes"
+            "lower one of trainer.tensor_parallel, pipeline_parallel, context_parallel and data_parallel, or raise "
+            "trainer.nodes"
         )

@@ -50,10 +50,6 @@ class Balancing(NamedTuple):
 NO_BALANCING = Balancing()
 
 
-DUMMY_ROWS = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
-"""What a rank computes, and drops, while others that it exchanges tensors with have another micro-batch."""
-
-
 def pack_rows(rows: Sequence[TrainingRow]) -> PackedBatch:
     """Pack rows for a rank."""
     completions = [length(row.completion, I32) for row in rows]

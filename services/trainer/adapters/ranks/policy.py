@@ -41,7 +41,9 @@ from rlboost.shared.columns import F32, unpack
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.algorithm import Aggregation
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
-from rlboost.shared.model.experts import require_mixture
+from rlboost.shared.model.experts import require_known_experts, require_mixture
+from rlboost.shared.model.folder import read_config, require_unquantized
+from rlboost.shared.model.logit_limits import MAX_LOGITS
 from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from rlboost.shared.weights.publisher import ChunkCopy, Shard
@@ -73,6 +75,7 @@ class RanksPolicy(ABC):
         reference: bool = False,
         aggregation: Aggregation = "token_mean",
         replayed: RoutedShape | None = None,
+        max_logits: int = MAX_LOGITS,
         folder: Path | None = None,
         launcher: Launcher | None = None,
     ) -> None:
@@ -87,7 +90,9 @@ class RanksPolicy(ABC):
             reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
                 copy of them on the devices, and another forward pass.
             aggregation: the loss's, by which the load-balancing loss of a mixture of experts is weighted.
-            replayed: the shape of rows' routed experts, which replace those of the policy's routers; FSDP2 only.
+            replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference;
+                FSDP2 only.
+            max_logits: logits that a rank has at a time; FSDP2 only.
             folder: parent of scratch directories; the system's temporary directory if None. Ranks on other machines
                 must have it under the same path.
             launcher: starts the ranks; on this machine if None.
@@ -124,6 +129,7 @@ class RanksPolicy(ABC):
                 "activation_checkpointing": spec.activation_checkpointing,
                 "balancing": Balancing(spec.router_aux_loss_coef, aggregation),
                 "replayed": replayed,
+                "max_logits": max_logits,
             },
         }
         self._ranks = RankCalls(kind, launcher, arguments)
@@ -140,6 +146,8 @@ class RanksPolicy(ABC):
     def load_hf(self, source: Path) -> None:
         """See `PolicyEngine.load_hf`."""
         self._layout = self._launcher.layout
+        require_unquantized(read_config(source))
+        require_known_experts(source)
         if self._router_aux_loss_coef:
             require_mixture(source, "trainer.router_aux_loss_coef")
         if self._layout.expert > 1:

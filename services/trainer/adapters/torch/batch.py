@@ -11,10 +11,14 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.tokens import TokenBatch
 from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, U8, length, unpack
+from rlboost.shared.columns import F32, I32, U8, length, pack, unpack
 from rlboost.shared.routed_experts import RoutedShape
 
 Array = np.ndarray[Any, Any]
+
+
+DUMMY_ROWS = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
+"""A micro-batch of two tokens."""
 
 
 class Packed(NamedTuple):
@@ -41,7 +45,9 @@ def packed(rows: Sequence[TrainingRow]) -> Packed:
 
 
 def replayed(rows: Sequence[TrainingRow], predicts: Array, shape: RoutedShape) -> tuple[Array, Array] | None:
-    """Return where recorded experts replace the router's, and which: [n], [n, layers, experts per token].
+    """Return the positions where recorded experts replace the router's, int64 [n], and the experts.
+
+    The latter are [n, layers, experts per token] in the dtype of `shape`. None if no row has any.
 
     Args:
         rows: a micro-batch.
@@ -52,7 +58,7 @@ def replayed(rows: Sequence[TrainingRow], predicts: Array, shape: RoutedShape) -
     known = [bool(row.routed_experts) for row in rows]
     if not any(known):
         return None
-    experts = shape.unpack(b"".join(row.routed_experts for row in rows)).astype(np.int64)
+    experts = shape.unpack(bytearray().join(row.routed_experts for row in rows))  # writable, as torch wants arrays
     return predicts[np.repeat(known, lengths(rows))], experts
 
 

@@ -1,7 +1,7 @@
 """Context parallelism by exchanges around attention (DeepSpeed Ulysses, arXiv 2309.14509).
 
-Each rank of a group computes a part of the tokens of a micro-batch. For attention the ranks exchange tokens for heads:
-each gets all tokens of its part of the heads, and gives its results back.
+Each rank of a group computes a slice of the tokens of a micro-batch. For attention the ranks exchange tokens for heads:
+each gets all tokens of its slice of the heads, and gives its results back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlboost.services.trainer.adapters.torch.batch import Array, Packed
 
 
 class ContextGroup:
-    """The ranks that share a micro-batch. All methods but `padded`, `part_of` and `places` are collective."""
+    """The ranks that share a micro-batch. All methods but `padded`, `slice_of` and `positions` are collective."""
 
     def __init__(self, group: Any) -> None:
         """Use a process group whose ranks get the same micro-batches."""
@@ -37,66 +37,66 @@ class ContextGroup:
         end = np.int32(len(packed.ids) + n_padding)
         return packed._replace(ids=np.pad(packed.ids, (0, n_padding)), boundaries=np.append(packed.boundaries, end))
 
-    def part_of(self, n_tokens: int) -> slice:
-        """Return this rank's part of a number of tokens that the group divides."""
+    def slice_of(self, n_tokens: int) -> slice:
+        """Return this rank's slice of a number of tokens that the group divides."""
         each = n_tokens // self._size
         return slice(self._rank * each, (self._rank + 1) * each)
 
-    def places(self, predicts: Array, n_tokens: int) -> slice:
-        """Return the part of the ascending positions that is in this rank's part of the tokens."""
-        part = self.part_of(n_tokens)
-        first, end = np.searchsorted(predicts, [part.start, part.stop])
+    def positions(self, predicts: Array, n_tokens: int) -> slice:
+        """Return the slice of the ascending positions that are in this rank's slice of the tokens."""
+        own = self.slice_of(n_tokens)
+        first, end = np.searchsorted(predicts, [own.start, own.stop])
         return slice(int(first), int(end))
 
-    def joined(self, part: Tensor, where: slice, n: int) -> Tensor:
-        """Return the column of the whole group, [n]; gradients reach this rank's own part, at `where`."""
-        whole = part.new_zeros(n)
-        whole[where] = part.detach()
+    def joined(self, shard: Tensor, where: slice, n: int) -> Tensor:
+        """Return the column of the whole group, [n]; gradients reach this rank's shard, at `where`."""
+        whole = shard.new_zeros(n)
+        whole[where] = shard.detach()
         distributed.all_reduce(whole, group=self._group)
-        return torch.cat([whole[: where.start], part, whole[where.stop :]])
+        return torch.cat([whole[: where.start], shard, whole[where.stop :]])
 
     def broadcast(self, column: Tensor) -> None:
         """Overwrite a column with that of the first rank."""
         distributed.broadcast(column, group=self._group, group_src=0)
 
-    def tokens_of_heads(self, part: Tensor) -> Tensor:
+    def tokens_of_heads(self, shard: Tensor) -> Tensor:
         """Exchange [this rank's tokens, heads, size] for [all tokens, this rank's heads, size].
 
         Key heads are repeated if there are too few for the group.
         """
-        n_heads = part.shape[1]
+        n_heads = shard.shape[1]
         if repeats := math.lcm(n_heads, self._size) // n_heads - 1:
-            part = part.repeat_interleave(repeats + 1, 1)
-        by_rank = part.reshape(len(part), self._size, -1, part.shape[-1]).transpose(0, 1)
+            shard = shard.repeat_interleave(repeats + 1, 1)
+        by_rank = shard.reshape(len(shard), self._size, -1, shard.shape[-1]).transpose(0, 1)
         return _exchange(by_rank, self._group).flatten(0, 1)
 
-    def heads_of_tokens(self, part: Tensor) -> Tensor:
+    def heads_of_tokens(self, shard: Tensor) -> Tensor:
         """Exchange [all tokens, this rank's heads, size] for [this rank's tokens, heads, size]."""
-        by_rank = part.reshape(self._size, -1, *part.shape[1:])
+        by_rank = shard.reshape(self._size, -1, *shard.shape[1:])
         return _exchange(by_rank, self._group).transpose(0, 1).flatten(1, 2)
 
 
-def _exchange(parts: Tensor, group: Any) -> Tensor:
-    result = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]  # torch's
+def _exchange(shards: Tensor, group: Any) -> Tensor:
+    result = _Exchange.apply(shards, group)  # type: ignore[no-untyped-call]  # torch's
     received: Tensor = result
     return received
 
 
 class _Exchange(torch.autograd.Function):
-    """Gives the i-th of as many parts as there are ranks to rank i; its own gradient is another exchange."""
+    """Sends shard i to rank i; its gradient is another exchange."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, shards: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _exchanged(parts, group)
+        return _exchanged(shards, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _exchanged(gradients[0], ctx.group), None
 
 
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    distributed.all_to_all_single(received, parts, group=group)
+def _exchanged(shards: Tensor, group: Any) -> Tensor:
+    shards = shards.contiguous()
+    received = torch.empty_like(shards)
+    distributed.all_to_all_single(received, shards, group=group)
     return received

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModel
 
 from rlboost.services.trainer.adapters.torch import batch
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
+from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import in_dtype
-from rlboost.services.trainer.adapters.torch.packing import attention_of, model_inputs, packs_rows, select_rows
+from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_rows, select_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, snapshot_of
 from rlboost.services.trainer.domain.loss.value import value_loss
 from rlboost.services.trainer.domain.training_row import TrainingRow
@@ -56,7 +57,6 @@ class TorchCritic:
         self._device = device
         try:
             config = AutoConfig.from_pretrained(source, local_files_only=True)
-            self._packs = packs_rows(config)
             body = AutoModel.from_pretrained(
                 source,
                 config=config,
@@ -68,6 +68,7 @@ class TorchCritic:
             width = int(body.config.get_text_config().hidden_size)
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
+        self._packs = packs_rows(body)
         self._body: Any = body.to(device).eval()
         if activation_checkpointing:
             checkpoint_activations(self._body)
@@ -143,7 +144,7 @@ class TorchCritic:
     def _forward(self, rows: Sequence[TrainingRow]) -> Tensor:
         """Return the values before all trained tokens, row by row, [tokens]."""
         packed = batch.packed(rows)
-        ids, places = (torch.from_numpy(part).to(self._device) for part in (packed.ids, packed.predicts))
+        ids, positions = (torch.from_numpy(part).to(self._device) for part in (packed.ids, packed.predicts))
         with in_dtype(self._dtype, self._device):
             hidden: Tensor = self._body(**model_inputs(packed, ids, packs=self._packs)).last_hidden_state
-        return select_rows(hidden[0], places).float() @ self._weight + self._bias
+        return select_rows(hidden[0], positions).float() @ self._weight + self._bias

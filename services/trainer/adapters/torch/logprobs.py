@@ -44,6 +44,7 @@ class LogprobPass:
         max_logits: int = MAX_LOGITS,
         context: ContextGroup | None = None,
         replayed: RoutedShape | None = None,
+        balances: bool = False,
     ) -> None:
         """Replace the model's `forward`, which FSDP2 surrounds with hooks, and register hooks on routers of experts.
 
@@ -55,54 +56,61 @@ class LogprobPass:
             max_logits: logits that exist at a time; at least those of one token do.
             context: the ranks that divide the tokens of each micro-batch, if any.
             replayed: the shape of the rows' routed experts, which replace those of the model's routers.
+            balances: whether `balance` gets gradients.
+
+        Raises:
+            ConfigError: `replayed` or `balances`, and the model has no known routers.
 
         """
         self._model = model
         self._forward = model.forward
-        self._packs = packs_rows(model.config)
+        self._packs = packs_rows(model)
         self._temperature = temperature
         self._dtype = dtype
         self._device = device
         self._chunk = max(1, max_logits // model.config.get_text_config().vocab_size)
         self._context = context
-        self._routers = Routers(model)
+        self._balances = balances
+        self._routers = Routers(model, required=balances or replayed is not None)
         self._replayed = replayed
         self.balance: Balance | None = None
-        """Of this rank's tokens in the last pass; None if the model is dense."""
+        """Of this rank's tokens in the last pass; None if the model is dense, or gradients were disabled."""
         model.forward = self._model_forward
 
     def __call__(self, rows: Sequence[TrainingRow]) -> Tensor:
         """Return the log-probabilities of all trained tokens, row by row, [tokens]."""
         batch, context = packed(rows), self._context
-        part = slice(0, len(batch.ids))
+        shard = slice(0, len(batch.ids))
         if context is not None:
             batch = context.padded(batch)
-            part = context.part_of(len(batch.ids))
-        ids, places = (torch.from_numpy(array).to(self._device) for array in (batch.ids, batch.predicts))
-        targets, inputs = ids[places + 1], model_inputs(batch, ids, packs=self._packs, context=context)
-        n_real = min(part.stop, sum(row.n_tokens for row in rows)) - part.start
-        self._routers.begin(n_real, self._replay(rows, batch, part))
+            shard = context.slice_of(len(batch.ids))
+        ids, positions = (torch.from_numpy(array).to(self._device) for array in (batch.ids, batch.predicts))
+        targets, inputs = ids[positions + 1], model_inputs(batch, ids, packs=self._packs, context=context)
+        n_real = min(shard.stop, sum(row.n_tokens for row in rows)) - shard.start
+        self._routers.begin(n_real if torch.is_grad_enabled() else None, self._replay(rows, batch, shard))
         with in_dtype(self._dtype, self._device):
             if context is None:
-                logprobs: Tensor = self._model(**inputs, places=places, targets=targets)
+                logprobs: Tensor = self._model(**inputs, positions=positions, targets=targets)
             else:
-                own = context.places(batch.predicts, len(ids))
-                found = self._model(**inputs, places=places[own] - part.start, targets=targets[own])
-                logprobs = context.joined(found, own, len(places))
-        self.balance = self._routers.end()
+                own = context.positions(batch.predicts, len(ids))
+                found = self._model(**inputs, positions=positions[own] - shard.start, targets=targets[own])
+                logprobs = context.joined(found, own, len(positions))
+        with torch.set_grad_enabled(self._balances and torch.is_grad_enabled()):
+            self.balance = self._routers.end()
         return logprobs
 
-    def _replay(self, rows: Sequence[TrainingRow], batch: Packed, part: slice) -> Replay | None:
-        """Return the recorded experts of this rank's part of the tokens."""
+    def _replay(self, rows: Sequence[TrainingRow], batch: Packed, shard: slice) -> Replay | None:
+        """Return the recorded experts of this rank's slice of the tokens."""
         if self._replayed is None or (found := replayed(rows, batch.predicts, self._replayed)) is None:
             return None
         at, experts = found
-        own = slice(*np.searchsorted(at, [part.start, part.stop]))
-        return Replay(*(torch.from_numpy(array).to(self._device) for array in (at[own] - part.start, experts[own])))
+        own = slice(*np.searchsorted(at, [shard.start, shard.stop]))
+        positions, recorded = (torch.from_numpy(a).to(self._device) for a in (at[own] - shard.start, experts[own]))
+        return Replay(positions, recorded.long())
 
-    def _model_forward(self, *, places: Tensor, targets: Tensor, **given: Any) -> Tensor:
-        """Return the log-probabilities of `targets`, which the tokens at `places` predict."""
-        hidden = select_rows(self._model.base_model(**given).last_hidden_state[0], places)
+    def _model_forward(self, *, positions: Tensor, targets: Tensor, **given: Any) -> Tensor:
+        """Return the log-probabilities of `targets`, which the tokens at `positions` predict."""
+        hidden = select_rows(self._model.base_model(**given).last_hidden_state[0], positions)
         *earlier, last = zip(*(torch.split(part, self._chunk) for part in (hidden, targets)), strict=True)
         # The backward pass begins with the last chunk, so its logits may wait for it; those of others are recomputed.
         logprobs = [checkpoint(self._of_hidden, *chunk, use_reentrant=False) for chunk in earlier]

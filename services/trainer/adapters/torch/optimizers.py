@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 
 
@@ -24,9 +23,6 @@ def optimizers(model: Any, parameters: Sequence[Tensor], spec: OptimizerSpec) ->
         parameters: its trained parameters.
         spec: the job's settings.
 
-    Raises:
-        ConfigError: this torch has no Muon.
-
     """
     matrices = hidden_matrices(model, parameters) if spec.name == "muon" else []
     by_muon = {id(matrix) for matrix in matrices}
@@ -34,10 +30,6 @@ def optimizers(model: Any, parameters: Sequence[Tensor], spec: OptimizerSpec) ->
     adamw = torch.optim.AdamW(others, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
     if not matrices:
         return [adamw]
-    if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(
-            f"optimizer.name: muon needs torch 2.9 or later, and this is {torch.__version__}: upgrade it, or set adamw"
-        )
     muon = torch.optim.Muon(matrices, lr=spec.lr, weight_decay=spec.weight_decay, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw]
 

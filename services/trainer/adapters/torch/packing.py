@@ -6,7 +6,7 @@ variable-length attention, else by calls of scaled dot product attention, each f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlboost.services.trainer.adapters.torch.batch import Array, Packed
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
@@ -22,38 +21,20 @@ from rlboost.services.trainer.adapters.torch.context_parallel import ContextGrou
 Row = TypeVar("Row")
 PACKED = "rlboost_packed"
 """The name under which transformers knows this attention: a model's `attn_implementation`."""
-_LAYERS = {"full_attention", "sliding_attention"}
 _MAX_VARLEN_HEAD = 256
+_UNUSED = {"position_ids", "use_cache"}
+"""Arguments that transformers may pass with a value, and that do not change attention."""
 _GROUP_TOKENS = 2048
 """Tokens, padded, of neighboring rows whose attention is one call: calls for many short rows would cost more."""
 
 
-def packs_rows(config: Any) -> bool:
-    """Return True if a model's layers mix tokens by causal attention only, which packing keeps within each row.
-
-    Recurrent layers, convolutions along the tokens and attention in chunks would mix neighboring rows. A model with
-    them computes one row at a time, by transformers' own attention.
-
-    Args:
-        config: of a causal language model of transformers.
-
-    """
-    text = config.get_text_config()
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    return bool(
-        getattr(model, "_supports_attention_backend", False)
-        and not getattr(model, "_is_stateful", False)
-        and _LAYERS.issuperset(getattr(text, "layer_types", None) or ())
-    )
-
-
-def attention_of(config: Any) -> str:
-    """Return the attention with which a model is trained: its `attn_implementation`."""
-    return PACKED if packs_rows(config) else "sdpa"
+def packs_rows(model: Any) -> bool:
+    """Return True if the attention of a transformers model is `PACKED`, see `attention_choice.attention_of`."""
+    return bool(model.config._attn_implementation == PACKED)  # noqa: SLF001 - it has no public name
 
 
 def one_row_each(batches: Sequence[Sequence[Row]]) -> list[list[Row]]:
-    """Return the micro-batches of a model for which `packs_rows` is False."""
+    """Return the micro-batches of a model whose attention is not `PACKED`."""
     return [[row] for rows in batches for row in rows]
 
 
@@ -63,7 +44,7 @@ def model_inputs(packed: Packed, ids: Tensor, *, packs: bool, context: ContextGr
     Args:
         packed: the rows.
         ids: their token ids on the model's device.
-        packs: what `packs_rows` returns for the model; if False there must be one row.
+        packs: whether the model's attention is `PACKED`; if False there must be one row.
         context: the group that divides the tokens, if any.
 
     """
@@ -73,22 +54,25 @@ def model_inputs(packed: Packed, ids: Tensor, *, packs: bool, context: ContextGr
     lengths = np.diff(packed.boundaries)
     positions = np.arange(len(packed.ids)) - np.repeat(packed.boundaries[:-1], lengths)
     ends = torch.from_numpy(packed.boundaries).to(ids.device)
-    longest = int(lengths.max())
-    part = context.part_of(len(ids)) if context is not None else slice(None)
+    shard = context.slice_of(len(ids)) if context is not None else slice(None)
     return {
-        "input_ids": ids[None, part],
-        "position_ids": torch.from_numpy(positions[part]).to(ids.device)[None],
+        "input_ids": ids[None, shard],
+        "position_ids": torch.from_numpy(positions[shard]).to(ids.device)[None],
         "context": context,
         "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "row_lengths": tuple(lengths.tolist()),
         "use_cache": False,
     }
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float | None, window: int = 0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    lengths: Sequence[int],
+    scale: float | None,
+    window: int = 0,
 ) -> Tensor:
     """Return causal attention within each of several concatenated rows, [tokens, heads, value size].
 
@@ -96,18 +80,17 @@ def attention(
         query: [tokens, heads, head size].
         key: [tokens, key heads, head size].
         value: [tokens, key heads, value size].
-        boundaries: int32, 0, then the end of each row.
-        longest: tokens of the longest row.
+        boundaries: int32, 0, then the end of each row, on the device.
+        lengths: tokens of each row, for the host: reading `boundaries` would make it wait for the device.
         scale: of the scores; None: 1 / sqrt(head size).
         window: tokens that a token attends to, itself included; 0: all before it.
 
     """
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # as scaled dot product attention does by itself
-        query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
-    if query.is_cuda and query.dtype.itemsize == 2 and query.shape[-1] == value.shape[-1] <= _MAX_VARLEN_HEAD:
+    query, key, value = _in_autocast_dtype(query, key, value)
+    if _has_varlen_kernel(query, value):
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - imports much, and needs a GPU
 
-        size = (window - 1 if window else -1, 0)
+        size, longest = (window - 1 if window else -1, 0), max(lengths)
         result: Any = varlen_attn(
             query,
             key,
@@ -123,7 +106,7 @@ def attention(
         attended: Tensor = result
         return attended
     # Split rather than sliced: the gradient of each slice would be as large as the whole.
-    groups = _similar(np.diff(boundaries.tolist()), window)
+    groups = _group_lengths(np.asarray(lengths), window)
     n_tokens = [int(group.sum()) for group in groups]
     parts = (torch.split(part, n_tokens) for part in (query, key, value))
     return torch.cat(
@@ -131,7 +114,27 @@ def attention(
     )
 
 
-def _similar(lengths: Array, window: int) -> list[Array]:
+def _in_autocast_dtype(*tensors: Tensor) -> Iterator[Tensor]:
+    """Return tensors in the dtype to which scaled dot product attention casts them under autocast."""
+    device = tensors[0].device.type
+    cast = torch.is_autocast_enabled(device)
+    return (tensor.to(torch.get_autocast_dtype(device)) if cast else tensor for tensor in tensors)
+
+
+def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+    """Return True if torch's variable-length attention computes these: in half precision, from Ampere GPUs on."""
+    head = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype.itemsize == 2
+        and head == value.shape[-1]
+        and head <= _MAX_VARLEN_HEAD
+        and head % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _group_lengths(lengths: Array, window: int) -> list[Array]:
     """Return the lengths of neighboring rows that one call computes: one row, or short ones of similar length."""
     groups, first = [], 0
     for end in range(1, len(lengths) + 1):
@@ -196,51 +199,59 @@ def _row_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | 
     return torch.cat(outputs, 2)
 
 
-def select_rows(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of a tensor at places that all differ. Unlike `index_select`'s, its gradient is a copy."""
-    result = _SelectedRows.apply(values, places)  # type: ignore[no-untyped-call]  # torch's
+def select_rows(values: Tensor, positions: Tensor) -> Tensor:
+    """Return the rows of a tensor at positions that all differ. Unlike `index_select`'s, its gradient is a copy."""
+    result = _SelectedRows.apply(values, positions)  # type: ignore[no-untyped-call]  # torch's
     rows: Tensor = result
     return rows
 
 
 class _SelectedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, values: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
         ctx.n_rows = len(values)
-        return values.index_select(0, places)
+        return values.index_select(0, positions)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
+        (positions,) = ctx.saved_tensors
         (gradient,) = gradients
-        return gradient.new_zeros(ctx.n_rows, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+        return gradient.new_zeros(ctx.n_rows, *gradient.shape[1:]).index_copy_(0, positions, gradient), None
 
 
-def _of_module(
+def _attention_forward(  # noqa: PLR0913 - transformers' signature, and what `model_inputs` adds
     _module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _mask: Tensor | None,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
+    row_lengths: tuple[int, ...] = (),
     context: ContextGroup | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of a layer, as transformers calls it: with [1, heads, tokens, head size]."""
+    """Return the attention of a layer, as transformers calls it: with [1, heads, tokens, head size].
+
+    Raises:
+        ValueError: the layer needs something else than causal attention in a window, such as sinks.
+
+    """
     if cu_seq_lens_q is None:
         raise ValueError("this attention needs cu_seq_lens_q: call the model with the arguments of model_inputs")
+    others |= {"attention_mask": attention_mask}
+    if unknown := sorted(k for k, v in others.items() if k not in _UNUSED and (isinstance(v, Tensor) or v)):
+        raise ValueError(f"this attention does not compute {', '.join(unknown)}: take another attn_implementation")
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     window = sliding_window or 0
     if context is None:
-        return attention(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)[None], None
-    q, k, v = (context.tokens_of_heads(part) for part in (q, k, v))
-    result = attention(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
+        return attention(q, k, v, cu_seq_lens_q, row_lengths, scaling, window)[None], None
+    q, k, v = (context.tokens_of_heads(shard) for shard in _in_autocast_dtype(q, k, v))
+    result = attention(q, k, v, cu_seq_lens_q, row_lengths, scaling, window)
     return context.heads_of_tokens(result)[None], None
 
 
-AttentionInterface.register(PACKED, _of_module)
+AttentionInterface.register(PACKED, _attention_forward)

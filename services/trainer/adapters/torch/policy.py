@@ -17,14 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
-from rlboost.services.trainer.adapters.torch.batch import columns, token_batch
+from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
+from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, columns, token_batch
 from rlboost.services.trainer.adapters.torch.critic import TorchCritic
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.lora import Adapter
 from rlboost.services.trainer.adapters.torch.offload import Offloader
 from rlboost.services.trainer.adapters.torch.optimizers import optimizers
-from rlboost.services.trainer.adapters.torch.packing import attention_of, one_row_each, packs_rows
+from rlboost.services.trainer.adapters.torch.packing import one_row_each, packs_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
 from rlboost.services.trainer.domain import sums
 from rlboost.services.trainer.domain.tokens import LossFn
@@ -81,7 +82,7 @@ class TorchPolicy:
             offload: what `offload` moves to host memory.
             activation_checkpointing: whether the layers of policy and critic are recomputed in the backward pass.
             router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
-            replayed: the shape of rows' routed experts, which replace those of the policy's routers.
+            replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference.
 
         """
         if "OMP_NUM_THREADS" not in os.environ:
@@ -122,7 +123,7 @@ class TorchPolicy:
             )
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
-        self._packs = packs_rows(config)
+        self._packs = packs_rows(model)
         # In evaluation mode: with dropout the trained distribution would differ from the sampled one.
         self._model: Any = model.to(self._device).eval()
         self._tensors = self._trained = without_aliases(self._model.state_dict(keep_vars=True))
@@ -135,7 +136,7 @@ class TorchPolicy:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         if self._activation_checkpointing:
             checkpoint_activations(self._model)
-        self._forward = self._logprob_pass(self._model, self._replayed)
+        self._forward = self._logprob_pass(self._model, balances=bool(self._router_aux_loss_coef))
         self._forward_reference = self._forward if self._reference is None else self._logprob_pass(self._reference)
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
         self._optimizers = optimizers(self._model, self._parameters, self._spec)
@@ -154,6 +155,9 @@ class TorchPolicy:
         if self._critic is not None:
             weights += self._critic.trained.values()
             optimizers_to_offload.append(self._critic.optimizer)
+        if self._replayed or self._router_aux_loss_coef:
+            with torch.no_grad():
+                self._forward(DUMMY_ROWS)  # which checks the routers
         self._offloader = Offloader(weights, optimizers_to_offload, self._device, self._offload)
         self.offload()
 
@@ -166,34 +170,37 @@ class TorchPolicy:
         """See `PolicyEngine.logprobs`."""
         self._offloader.onload_weights()
         with torch.no_grad():
-            return [column for rows in self._packable(batches) for column in columns(rows, self._forward(rows))]
+            return [column for rows in self._micro_batches(batches) for column in columns(rows, self._forward(rows))]
 
     def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         if not self._keeps_reference:
             raise Fatal("this engine has no reference model: construct it with reference=True")
         self._offloader.onload_weights()
-        return [column for rows in self._packable(batches) for column in columns(rows, self._reference_logprobs(rows))]
+        return [
+            column for rows in self._micro_batches(batches) for column in columns(rows, self._reference_logprobs(rows))
+        ]
 
     def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `Critic.values`."""
         if self._critic is None:
             raise Fatal("this engine has no critic: construct it with a CriticSpec")
         self._offloader.onload_weights()
-        return [column for rows in self._packable(batches) for column in self._critic.values(rows)]
+        return [column for rows in self._micro_batches(batches) for column in self._critic.values(rows)]
 
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
         self._offloader.onload_weights()
         totals: dict[str, float] = {}
-        for rows in self._packable(batches):
+        for rows in self._micro_batches(batches):
             reference = self._reference_logprobs(rows) if self._keeps_reference and not _has_reference(rows) else None
             # Covers backward too, where layers may be recomputed.
             with self._adapter.training() if self._adapter else nullcontext():
                 logprobs = self._forward(rows)
                 total, metrics = loss(token_batch(rows, logprobs, reference))
                 if (balance := self._forward.balance) is not None:
-                    total = total + self._router_aux_loss_coef * metrics["divisor"] * balance.loss
+                    if self._router_aux_loss_coef:
+                        total = total + self._router_aux_loss_coef * metrics["divisor"] * balance.loss
                     metrics |= balance.sums()
                 if not torch.isfinite(total):
                     raise NotFinite(f"the loss is {total.item()}")
@@ -287,7 +294,7 @@ class TorchPolicy:
         ):
             self.__dict__.pop(name, None)
 
-    def _packable(self, batches: Sequence[Sequence[TrainingRow]]) -> Sequence[Sequence[TrainingRow]]:
+    def _micro_batches(self, batches: Sequence[Sequence[TrainingRow]]) -> Sequence[Sequence[TrainingRow]]:
         return batches if self._packs else one_row_each(batches)
 
     def _zero_gradients(self) -> None:
@@ -307,9 +314,14 @@ class TorchPolicy:
         with torch.no_grad(), self._adapter.without() if self._adapter else nullcontext():
             return self._forward_reference(rows)
 
-    def _logprob_pass(self, model: Any, replayed: RoutedShape | None = None) -> LogprobPass:
+    def _logprob_pass(self, model: Any, *, balances: bool = False) -> LogprobPass:
         return LogprobPass(
-            model, temperature=self._temperature, dtype=self._dtype, device=self._device, replayed=replayed
+            model,
+            temperature=self._temperature,
+            dtype=self._dtype,
+            device=self._device,
+            replayed=self._replayed,
+            balances=balances,
         )
 
 

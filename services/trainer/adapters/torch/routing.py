@@ -6,7 +6,6 @@ the same token. Their weights are still computed from the router's own logits, s
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,18 +13,22 @@ import torch
 from torch import Tensor
 
 from rlboost.services.trainer.domain.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.model.routers import is_routing, require_routing, routers_of
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_TOLERANCE = 0.02
+"""Relative difference of weights that rounding to bfloat16 explains."""
 
 
 class Balance(NamedTuple):
     """How evenly one forward pass spread its tokens over the experts."""
 
     loss: Tensor
-    """The load-balancing loss of transformers, as the mean over layers: the number of experts x the sum over experts of
-    (tokens per token) x (mean probability). At least about the number of experts per token, if balanced."""
+    """The load-balancing loss of transformers, the mean over layers of E * sum_e f_e * p_e. E is the number of experts,
+    f_e the tokens routed to expert e per token, p_e the router's mean probability of e. About the number of experts per
+    token if balanced."""
     load: Tensor
-    """The largest share of routed tokens that one expert got in any layer x the number of experts; 1 if balanced."""
+    """E * max_e f_e / sum_e f_e of the layer where it is largest; 1 if balanced."""
     n_tokens: int
 
     @classmethod
@@ -64,18 +67,28 @@ class Replay(NamedTuple):
 
 
 class Routers:
-    """The routers of a transformers model; none in a dense model.
+    """The routers of a transformers model; none in a dense model."""
 
-    Each is the `gate` next to the `experts` of a layer, and returns logits, weights and indices of the experts.
-    """
+    def __init__(self, model: torch.nn.Module, *, required: bool = False) -> None:
+        """Register a hook on each router of `model`.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Register a hook on each router of `model`."""
-        layers = [
-            (int(match[1]), layer.gate)
-            for name, layer in model.named_modules()
-            if hasattr(layer, "gate") and hasattr(layer, "experts") and (match := _LAYER.search(name))
-        ]
+        Args:
+            model: a transformers model.
+            required: whether the job needs the routers. Then a pass raises ConfigError if their output is unknown, or
+                if their weights are not those of `weights_of`. Else such routers are not observed.
+
+        Raises:
+            ConfigError: there are none, and they are required.
+
+        """
+        layers = routers_of(model)
+        if required and not layers:
+            raise ConfigError(
+                f"{type(model).__name__} has no routers that are known (a gate next to experts): remove "
+                "trainer.router_aux_loss_coef and trainer.router_replay"
+            )
+        self._unchecked = {gate for _, gate in layers} if required else set()
+        self._required = required
         self._n_tokens: int | None = None
         self._seen: list[tuple[Any, Tensor, Tensor]] = []
         """(router, logits, indices) of the layers of the observed pass."""
@@ -83,18 +96,18 @@ class Routers:
         for number, gate in layers:
             gate.register_forward_hook(partial(self._on_output, number))
 
-    def begin(self, n_tokens: int, replay: Replay | None = None) -> None:
+    def begin(self, n_tokens: int | None, replay: Replay | None = None) -> None:
         """Observe the next forward pass.
 
         Args:
-            n_tokens: how many tokens it has; padding comes after them.
+            n_tokens: how many tokens it has; padding comes after them. None if its balance is not needed.
             replay: decisions that replace the routers', also where layers are recomputed in the backward pass.
 
         """
         self._n_tokens, self._seen, self._replay = n_tokens, [], replay
 
     def end(self) -> Balance | None:
-        """Stop observing, before layers are recomputed in a backward pass; None if the model is dense."""
+        """Stop observing, before layers are recomputed in a backward pass; None without routers or `n_tokens`."""
         (n_tokens, self._n_tokens), (seen, self._seen) = (self._n_tokens, None), (self._seen, [])
         if n_tokens is None or n_tokens <= 0 or not seen:
             return None
@@ -110,9 +123,12 @@ class Routers:
     def _on_output(
         self, layer: int, gate: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not _is_known(output):
-            return output  # of an untested family
-        logits, weights, indices = output
+        if not self._required and not is_routing(output):
+            return output
+        logits, weights, indices = require_routing(output)
+        if gate in self._unchecked:
+            _check_weights(gate, logits, weights, indices)
+            self._unchecked.discard(gate)
         if self._n_tokens is not None:
             # The balance is computed later: a layer that is recomputed must save the same tensors again.
             self._seen.append((gate, logits, indices))
@@ -147,9 +163,15 @@ def _scores(gate: Any, logits: Tensor) -> Tensor:
     return torch.sigmoid(logits.float()) if _has_sigmoids(gate) else torch.softmax(logits.float(), -1)
 
 
-def _is_known(output: Any) -> bool:
-    """Return True for logits, weights and indices of experts."""
-    return isinstance(output, tuple) and [one.is_floating_point() for one in output] == [True, True, False]
+@torch.no_grad()
+def _check_weights(gate: Any, logits: Tensor, weights: Tensor, indices: Tensor) -> None:
+    own = weights_of(gate, logits, indices)
+    if not torch.allclose(own, weights.float(), rtol=_TOLERANCE, atol=_TOLERANCE * float(own.max())):
+        raise ConfigError(
+            f"the weights that {type(gate).__name__} gives to experts are not computed in a way that is known: remove "
+            "trainer.router_replay and trainer.router_aux_loss_coef, or install the release of transformers that "
+            "constraints.txt names"
+        )
 
 
 def _has_sigmoids(gate: Any) -> bool:
