@@ -16,9 +16,8 @@ from rlboost.shared.routed_experts import RoutedShape
 
 Array = np.ndarray[Any, Any]
 
-
 DUMMY_ROWS = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
-"""A micro-batch of two tokens."""
+"""A micro-batch of two tokens, for checks, and for ranks with fewer micro-batches than others."""
 
 
 class Packed(NamedTuple):
