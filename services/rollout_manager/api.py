@@ -44,6 +44,7 @@ from rlboost.shared.http.documented import GUARDED, Responses, problems
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
+from rlboost.shared.http.token_signature import metrics_path, peer_key
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
@@ -99,7 +100,7 @@ def build(
     add_events(router, manager, bus)
     _add_fleet(router, manager, settings, scaler or FleetScaler(manager, bus, settings))
     _add_weights(router, manager, bus, settings)
-    _add_scrape_targets(router, manager, bus)
+    _add_scrape_targets(router, manager, bus, metrics_path(peer_key(token)))
     add_token_routes(router, manager, tokens)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
@@ -324,9 +325,9 @@ def _add_weights(router: APIRouter, manager: Manager, bus: Bus, settings: Settin
 # --- Prometheus -------------------------------------------------------------------------------------------------------
 
 
-def _add_scrape_targets(router: APIRouter, manager: Manager, bus: Bus) -> None:
+def _add_scrape_targets(router: APIRouter, manager: Manager, bus: Bus, path: str) -> None:
     @router.get("/scrape-targets", tags=["health"])
     @needs("read")
     async def targets() -> list[ScrapeTarget]:
         """Return the addresses of the workers' metrics, for Prometheus's HTTP service discovery."""
-        return await scrape_targets(bus, manager.world.fleet.workers)
+        return await scrape_targets(bus, manager.world.fleet.workers, path)

@@ -20,12 +20,13 @@ class ScrapeTarget(BaseModel):
     labels: dict[str, str]
 
 
-async def scrape_targets(bus: Bus, workers: Collection[str]) -> list[ScrapeTarget]:
+async def scrape_targets(bus: Bus, workers: Collection[str], path: str) -> list[ScrapeTarget]:
     """Return the present workers that have an address which this machine can reach.
 
     Args:
         bus: has the addresses, as workers report them.
         workers: ids of the present workers.
+        path: of their metrics, see `token_signature.metrics_path`.
 
     Raises:
         BusUnavailable: Redis does not answer.
@@ -35,6 +36,8 @@ async def scrape_targets(bus: Bus, workers: Collection[str]) -> list[ScrapeTarge
     peers = [peer for peer in await list_peers(bus) if peer.host == here or not peer.is_loopback]
     urls = {peer.name: urlsplit(peer.url) for peer in peers if peer.name in workers}
     return [
-        ScrapeTarget(targets=[url.netloc], labels={"instance": name, "__scheme__": url.scheme})
+        ScrapeTarget(
+            targets=[url.netloc], labels={"instance": name, "__scheme__": url.scheme, "__metrics_path__": path}
+        )
         for name, url in urls.items()
     ]

@@ -163,6 +163,7 @@ def _http(
         from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
         from rlboost.shared.http.guard import Guard  # noqa: PLC0415
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
+        from rlboost.shared.http.token_signature import metrics_path  # noqa: PLC0415
         from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes  # noqa: PLC0415
 
         host = listen_address(settings.host, settings.url)
@@ -173,7 +174,7 @@ def _http(
         log.info("listening", host=host, port=port, peer_url=peers.url)
         token, slots = settings.token.get_secret_value(), asyncio.Semaphore(MAX_CONCURRENT)
         guard = Guard.of_token(token)
-        app = create(connection, generator, guard=guard, waits=waits)
+        app = create(connection, generator, guard=guard, waits=waits, metrics_path=metrics_path(peer_key))
         app.include_router(notice_routes(worker.on_preemption_notice, guard))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, peer_key, sent, slots))

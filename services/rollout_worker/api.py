@@ -66,8 +66,10 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"rlboost_worker_{name}", text, value)
 
 
-def create(connection: ManagerConnection, generator: Generator, *, guard: Guard, waits: Waits) -> FastAPI:
-    """Return the app; its metrics are in the process's registry.
+def create(
+    connection: ManagerConnection, generator: Generator, *, guard: Guard, waits: Waits, metrics_path: str
+) -> FastAPI:
+    """Return the app; its metrics are in the process's registry, and at `metrics_path` without a token.
 
     The worker is ready if no version is assigned to it, or if it has loaded and verified one.
     """
@@ -78,7 +80,7 @@ def create(connection: ManagerConnection, generator: Generator, *, guard: Guard,
         return None if idle or session.serving else f"verified weights; the worker is {session.state}"
 
     REGISTRY.register(Metrics(connection, generator))
-    return create_app("RLBoost rollout worker", guard=guard, ready=missing, waits=waits)
+    return create_app("RLBoost rollout worker", guard=guard, ready=missing, waits=waits, metrics_path=metrics_path)
 
 
 class NoticeBody(BaseModel):

@@ -39,6 +39,7 @@ def create_app(
     ready: Callable[[], str | None],
     waits: Waits | None = None,
     error_format: ErrorFormat | None = None,
+    metrics_path: str = "",
 ) -> FastAPI:
     """Return an app with the routes that every service has.
 
@@ -48,6 +49,7 @@ def create_app(
         ready: returns None if the service is ready, otherwise what is missing.
         waits: shown by `/readyz` and `/metrics`.
         error_format: for routes whose clients do not expect problem documents.
+        metrics_path: another path of the metrics, not to be guessed, for requests without a token; empty for none.
 
     """
     app = FastAPI(title=title, openapi_url=None)
@@ -78,6 +80,9 @@ def create_app(
         """Return metrics for Prometheus."""
         text = generate_latest(REGISTRY) + generate_latest(wait_registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    if metrics_path:
+        app.get(metrics_path, include_in_schema=False)(metrics)
 
     @guarded.get("/openapi.json")
     @needs("read")

@@ -13,11 +13,11 @@ import hmac
 import json
 from typing import Literal
 
-Purpose = Literal["chunk", "leader", "job-command", "peers", "weights", "trainer-machine"]
+Purpose = Literal["chunk", "leader", "job-command", "metrics", "peers", "weights", "trainer-machine"]
 """`chunk`: read one blob of weights from a peer, under the peer key; `leader`: be the manager at one URL;
-`job-command`: have a trainer execute one command; `peers`: the key that all workers share; `weights`: download weights
-from the store, as one worker and until one time; `trainer-machine`: one end of a connection between a trainer and a
-machine of its ranks."""
+`job-command`: have a trainer execute one command; `metrics`: read metrics of workers, under the peer key; `peers`: the
+key that all workers share; `weights`: download weights from the store, as one worker and until one time;
+`trainer-machine`: one end of a connection between a trainer and a machine of its ranks."""
 
 
 def sign(key: str, purpose: Purpose, subject: str) -> str:
@@ -28,6 +28,15 @@ def sign(key: str, purpose: Purpose, subject: str) -> str:
 def peer_key(token: str) -> str:
     """Return the key with which workers sign requests to each other; it reveals nothing about the token."""
     return sign(token, "peers", "")
+
+
+def metrics_path(key: str) -> str:
+    """Return the path of a worker's metrics for Prometheus, which needs no token there.
+
+    Prometheus asks any address that a worker publishes, so it must not send a token. Who has the peer key can compute
+    the path: every worker and the manager.
+    """
+    return f"/metrics/{sign(key, 'metrics', '')}"
 
 
 def is_valid_signature(signature: str, key: str, purpose: Purpose, subject: str) -> bool:

@@ -32,10 +32,9 @@ def configuration(box: BlackBox, folder: Path) -> Path:
     config: dict[str, Any] = yaml.safe_load(text.replace("http://manager:8700", box.url))
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(GRAFANA / "alerts.yml")]
-    for name, secret in (("token", box.token), ("join-token", state.join_token())):
-        (folder / name).write_text(secret)
+    (folder / "token").write_text(box.token)
     for scrape in config["scrape_configs"]:
-        for part in (scrape, *scrape.get("http_sd_configs", [])):
+        for part in (part for part in (scrape, *scrape.get("http_sd_configs", [])) if "authorization" in part):
             part["authorization"]["credentials_file"] = str(
                 folder / Path(part["authorization"]["credentials_file"]).name
             )

@@ -28,6 +28,7 @@ from rlboost.shared.errors import Timeout
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
+from rlboost.shared.http.token_signature import metrics_path, peer_key
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from tests.support.interface_reference import metric_families
@@ -121,7 +122,7 @@ def test_scrapes_reach_every_service_with_its_token(monkeypatch: pytest.MonkeyPa
     assert scraped | workers == set(OURS)
 
 
-def test_workers_are_listed_by_the_manager_and_scraped_with_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_listed_by_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     (scrape,) = [scrape for scrape in SCRAPES if scrape["job_name"] == "worker"]
     for host, listing in zip(("manager", "standby"), scrape["http_sd_configs"], strict=True):
         manager: Any = settings_of(host, monkeypatch)
@@ -130,10 +131,20 @@ def test_workers_are_listed_by_the_manager_and_scraped_with_their_token(monkeypa
         assert (url.hostname, url.port) == (host, manager.port)
         assert url.path in app.openapi()["paths"]
         assert token_of(listing) == SECRETS["RLBOOST_TOKEN"]
-    assert token_of(scrape) == SECRETS["RLBOOST_JOIN_TOKEN"]
     for name in ("reserved", "spot"):
         worker: Any = settings_of(name, monkeypatch)
         assert (worker.peer_url, worker.host) == ("", "0.0.0.0"), "it has no address"
+
+
+async def test_workers_are_scraped_without_a_token_at_a_path_of_their_own() -> None:
+    (scrape,) = [scrape for scrape in SCRAPES if scrape["job_name"] == "worker"]
+    assert not {"authorization", "basic_auth", "headers", "oauth2"} & scrape.keys()
+    path = metrics_path(peer_key("the-token"))
+    app = create_app("a worker", guard=Guard.of_token("its-own"), ready=lambda: None, metrics_path=path)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker") as client:
+        assert "process_resident_memory_bytes" in (await client.get(path)).text
+        for closed in ("/metrics", metrics_path(peer_key("another"))):
+            assert (await client.get(closed)).status_code in {401, 404}
 
 
 def token_of(part: dict[str, Any]) -> str:
@@ -150,12 +161,13 @@ async def test_scrape_targets_are_present_workers_with_a_reachable_address() -> 
         host = socket.gethostname() if name == "b-1" else "another"
         await bus.transact([HashSet(names.WEIGHT_PEERS, {name: ""})])
         await PeerDirectory(bus, name, host).publish(url, {})
-    found = await scrape_targets(bus, ["a-1", "b-1", "c-1"])
+    found = await scrape_targets(bus, ["a-1", "b-1", "c-1"], "/metrics/x")
+    path = {"__metrics_path__": "/metrics/x"}
     assert [target.model_dump() for target in found] == [
-        {"targets": ["10.0.0.7:8703"], "labels": {"instance": "a-1", "__scheme__": "http"}},
-        {"targets": ["127.0.0.1:41000"], "labels": {"instance": "b-1", "__scheme__": "https"}},
+        {"targets": ["10.0.0.7:8703"], "labels": {**path, "instance": "a-1", "__scheme__": "http"}},
+        {"targets": ["127.0.0.1:41000"], "labels": {**path, "instance": "b-1", "__scheme__": "https"}},
     ]
-    assert not await scrape_targets(bus, ["another-1"])
+    assert not await scrape_targets(bus, ["another-1"], "/metrics/x")
 
 
 def test_monitoring_needs_its_profile_and_mounts_files_that_exist() -> None:
