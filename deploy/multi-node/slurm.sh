@@ -30,4 +30,5 @@ trap 'rlboost down --state "$SHARED/state"' EXIT
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
     srun --nodes 1 --ntasks 1 --nodelist "$node" --overlap rlboost trainer join --url "tcp://$address:8702" --name "$node" &
 done
+# Workers join from other machines, with `rlboost token create --scope worker`: the job waits until there is one.
 rlboost run "$job" --state "$SHARED/state" --follow
