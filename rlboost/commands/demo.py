@@ -22,7 +22,8 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Preemptible workers at the start; default 3.")] = None,
     autoscale: Annotated[
-        int, typer.Option(min=0, help="Most preemptible workers: their number then follows what shortens steps.")
+        int,
+        typer.Option(min=0, help="Autoscale preemptible workers up to this number: add one only if it shortens steps."),
     ] = 0,
     engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
     state: Annotated[Path, typer.Option(help="Folder for the run; data of an earlier demo in it is deleted.")] = _STATE,

@@ -53,7 +53,8 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     start: Annotated[float, typer.Option(min=0.0, help="Hour of the trace at which the simulation starts.")] = 0.0,
     hours: Annotated[float, typer.Option(min=0.1, help="Simulated hours.")] = 2.0,
     instances: Annotated[
-        int | None, typer.Option(min=0, help="Most instances in use; without it what the model can use.")
+        int | None,
+        typer.Option(min=0, help="Maximum number of instances in use; by default as many as the model can use."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, with different lengths.")] = 2,
     pictures: Annotated[

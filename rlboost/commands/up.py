@@ -52,7 +52,8 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Preemptible workers; default 3, on GPUs none.")] = None,
     autoscale: Annotated[
-        int | None, typer.Option(help="Most preemptible workers: their number then follows what shortens steps.")
+        int | None,
+        typer.Option(help="Autoscale preemptible workers up to this number: add one only if it shortens steps."),
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Trainers, default 1; each runs one job at a time.")] = None,
     engine: Annotated[Engine | None, typer.Option(help="Inference engine; default torch, on GPUs vllm.")] = None,

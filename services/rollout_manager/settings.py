@@ -61,7 +61,9 @@ class Settings(ServiceSettings):
         description="provider kubernetes: namespace of its Deployments, each named as its kind; empty = the pod's own",
     )
     max_dollars_per_hour: float | None = Field(
-        None, ge=0, description="most that all workers together may cost; further preemptible workers are drained"
+        None,
+        ge=0,
+        description="maximum dollars per hour of all workers together; further preemptible workers are drained",
     )
     scale_in_delay_s: float = Field(
         300.0, ge=0, description="autoscaling: how long fewer workers must be enough before the fleet shrinks"

@@ -273,8 +273,8 @@ class AlgorithmSpec(Section):
     equal_groups: Literal["drop", "keep"] | None = "drop"
     """Whether groups of equal rewards are left out of the loss, or count in its denominator."""
     resample: Annotated[int, Field(ge=0, le=64)] | None = 0
-    """Most groups of other prompts that replace a group of equal rewards, one after the other (DAPO's dynamic sampling,
-    arXiv 2503.14476)."""
+    """Maximum number of groups of other prompts that replace a group of equal rewards, one after the other (DAPO's
+    dynamic sampling, arXiv 2503.14476)."""
     loss: FunctionPath | None = None
     """`module:function` with a custom loss per token, in place of `ratio` and `clip`."""
     ratio: RatioLevel | None = "token"

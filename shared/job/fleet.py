@@ -23,7 +23,7 @@ class SamplingSpec(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling; 1 keeps every token."""
     max_tokens: int = Field(256, ge=1)
-    """Most tokens of a completion."""
+    """Maximum tokens of a completion."""
 
     @property
     def scored_temperature(self) -> float:
@@ -60,7 +60,7 @@ class RlElasticSpec(VersionsSpec, _FleetSpec):
     """How the job uses workers that come and go."""
 
     max_staleness: int = Field(0, ge=0, le=MAX_STALENESS)
-    """Most weight versions between generating a token and training on it; 0 is strictly on-policy."""
+    """Maximum number of weight versions between generating a token and training on it; 0 is strictly on-policy."""
     in_flight: InFlight = "recompute"
     """With `max_staleness` above 0: what running samples do when their worker gets new weights. They continue with a
     recomputed KV cache, continue with the cache they have, or finish under the old weights first."""

@@ -104,7 +104,7 @@ class EnvironmentSpec(Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     max_turns: int = Field(8, ge=1)
-    """Most turns of the model in one conversation."""
+    """Maximum number of model turns in one conversation."""
     timeout_s: float = Field(30.0, gt=0)
     """Seconds for one step of the environment."""
     workers: int = Field(1, ge=1)

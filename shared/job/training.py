@@ -53,7 +53,7 @@ class TrainerSpec(Section):
     """`auto` continues from the job's newest checkpoint, `never` fails if there is one. Or a path or URL of another
     job's run folder or checkpoint: the job starts with its weights, optimizer state and step."""
     micro_batch_tokens: int = Field(4096, ge=1)
-    """Most tokens of a micro-batch, whose samples are packed without padding; a longer sample is a micro-batch of its
+    """Maximum tokens per micro-batch; samples are packed without padding, and a longer sample is a micro-batch of its
     own."""
     activation_checkpointing: bool = False
     """Store only the input of each layer for the backward pass, and recompute the rest."""
