@@ -22,6 +22,8 @@ _COPIED_FROM = {
         "context_parallel",
         "tensor_parallel",
         "pipeline_parallel",
+        "expert_parallel",
+        "sequence_parallel",
     ),
     "elastic": ("seeding", "share"),
     "eval": ("samples", "pass_reward"),
@@ -82,9 +84,9 @@ def require_read(override: str) -> None:
 
 
 def _drop_unneeded_parallelism(trainer: object) -> None:
-    """Drop Megatron's data parallelism: its ranks hold whole copies, unlike those of FSDP2."""
-    if isinstance(trainer, dict) and trainer.get("backend") == "megatron":
-        trainer.pop("data_parallel", None)
+    """Reduce Megatron's data parallelism to what divides the experts: unlike FSDP2's, it divides nothing else."""
+    if isinstance(trainer, dict) and trainer.get("backend") == "megatron" and "data_parallel" in trainer:
+        trainer["data_parallel"] = trainer.get("expert_parallel", 1)
 
 
 def _name(name: str) -> str:

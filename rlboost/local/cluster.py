@@ -10,7 +10,6 @@ async with LocalCluster(LocalOptions(workers=3)) as cluster:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import time
@@ -233,6 +232,7 @@ class LocalCluster:
         except OSError:
             self._present_spot.discard(name)
             self._placements.pop(name, None)
+            self._ports.release(name)
             raise
         self._on_event(ClusterEvent("joined", name, time.time()))
         return name
@@ -241,11 +241,14 @@ class LocalCluster:
         """Start preemptible workers that are missing from the manager's target; the manager drains those beyond it."""
         with Client(self.url, self.token, patience_s=0.0, silence_s=_SILENCE_S) as client:
             while True:
-                # The manager restarts, or the disk is full: its next target counts.
-                with contextlib.suppress(ClientError, OSError):
+                try:
                     pools = (await asyncio.to_thread(client.fleet))["autoscaling"]["pools"]
                     for _ in range((pools[0]["target"] or 0) - len(self._present_spot)):
                         self.join_worker()
+                except (ClientError, OSError) as error:
+                    if isinstance(error, OSError) and not is_full(error):
+                        raise
+                    # The manager restarts, or the disk is full: the next target counts.
                 await asyncio.sleep(_FOLLOW_EVERY_S)
 
     async def until_ready(self, name: str) -> None:

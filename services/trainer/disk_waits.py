@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rlboost.services.trainer.job_streams import JobStreams
-from rlboost.shared.errors import DiskFull, Fatal, Timeout
+from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.waiting import Waits
 
 T = TypeVar("T")
 
 LIMIT_S = 3600.0
-"""How long a write waits for space."""
-RETRY_S = 10.0
+"""How long a write waits for space. One that has started then may take as long again."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 300.0
+"""Pauses before attempts, which double: each attempt fills the disk for a moment, which other services may share."""
 
 
 class DiskWaits:
     """Repeats the writes of one job until its disk has space."""
 
     def __init__(self, waits: Waits, streams: JobStreams) -> None:
-        """Prepare; `streams` are for events."""
+        """Show each wait in `waits`, and report it as an event in `streams`."""
         self._waits = waits
         self._streams = streams
 
@@ -37,13 +39,16 @@ class DiskWaits:
         except DiskFull as error:
             reason = str(error)
         await self._streams.emit_event("disk_full", what=what, reason=reason)
-        try:
-            async with self._waits.on(f"disk space for {what}", because=reason, limit_s=LIMIT_S):
-                while True:
-                    await asyncio.sleep(RETRY_S)
-                    try:
-                        return await write()
-                    except DiskFull:
-                        continue
-        except Timeout as error:
-            raise Fatal(f"{reason}; nothing was freed for {LIMIT_S:.0f} s") from error
+        pause_s, until = FIRST_PAUSE_S, time.monotonic() + LIMIT_S
+        async with self._waits.on(f"disk space for {what}", because=reason, limit_s=2 * LIMIT_S):
+            while time.monotonic() < until:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                try:
+                    return await write()
+                except DiskFull as error:
+                    reason = str(error)
+        raise Fatal(
+            f"{reason}; the disk was still full after {LIMIT_S:.0f} s: free space, then create the job again with "
+            "trainer.resume"
+        )

@@ -118,6 +118,7 @@ class Cache:
             # Renaming a link over another link to the same file does nothing.
             temporary.unlink(missing_ok=True)
         self.verified.add(blob.digest)
+        self._private.discard(blob.digest)
         return True
 
     def store(self, blob: ChunkRef, data: bytes | bytearray | memoryview) -> bool:

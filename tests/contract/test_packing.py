@@ -68,7 +68,7 @@ OTHERS: dict[str, Any] = {
         sliding_window=5,
         max_window_layers=1,
     ),
-    "capped scores": Gemma2Config(**_SIZES, head_dim=16, attn_logit_softcapping=0.5),
+    "capped scores": Gemma2Config(**_SIZES, head_dim=16, attn_logit_softcapping=50.0),
 }
 
 

@@ -57,6 +57,14 @@ def test_evaluation_has_as_many_trainer_processes_as_the_job() -> None:
     assert evaluation_of({**JOB, "trainer": layout})["trainer"] == layout
 
 
+def test_evaluation_divides_experts_as_the_job_and_has_no_other_replicas() -> None:
+    layout = {"backend": "megatron", "data_parallel": 16, "expert_parallel": 8, "tensor_parallel": 2}
+    layout |= {"sequence_parallel": True}
+    assert evaluation_of({**JOB, "trainer": layout})["trainer"] == {**layout, "data_parallel": 8}
+    dense = {"backend": "megatron", "data_parallel": 16, "pipeline_parallel": 2}
+    assert evaluation_of({**JOB, "trainer": dense})["trainer"] == {**dense, "data_parallel": 1}
+
+
 def test_a_job_files_model_is_evaluated_and_the_result_printed(rest: FakeRest) -> None:
     result = rlboost("job.yaml", "sampling.max_tokens=9", "--samples=20")
     assert result.exit_code == 0, result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.ranks import policy
+from rlboost.shared.errors import DiskFull
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 
@@ -76,6 +78,29 @@ def test_snapshot_can_be_written_again_until_it_is_dropped(
     ranks.drop_snapshot()
     assert list((tmp_path / "scratch").iterdir()) == []
     assert (tmp_path / "second" / "rank-1").read_text() == "1"
+
+
+@pytest.mark.parametrize("fails", ["the folder", "a rank"])
+def test_snapshot_on_a_full_disk_leaves_nothing_there(
+    ranks: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_rank(calls: FakeRankCalls, name: str, arguments: dict[str, Any]) -> None:
+        (Path(arguments["directory"]) / "rank-0").write_text("a part")
+        raise DiskFull(name)
+
+    with monkeypatch.context() as patch:
+        if fails == "a rank":
+            patch.setattr(FakeRankCalls, "call", full_rank)
+        else:
+            patch.setattr(tempfile, "mkdtemp", full)
+        with pytest.raises(DiskFull):
+            ranks.snapshot()
+    assert list((tmp_path / "scratch").iterdir()) == []
+    ranks.snapshot()(tmp_path / "checkpoint")
+    ranks.close()
 
 
 def test_unwritten_snapshot_is_dropped_by_the_next_one_or_by_close(ranks: Policy, tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ class SmallDisk(MemoryCheckpoints):
 async def test_checkpoint_waits_for_a_full_disk_while_steps_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_waits, "RETRY_S", 0.01)
+    monkeypatch.setattr(disk_waits, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(disk_waits, "FIRST_PAUSE_S", 0.01)
     rig = Rig(tmp_path, spec(steps=7))
     store = rig.checkpoints = SmallDisk(tmp_path, step=2, times=3)
     async with rig.trainer():
@@ -90,7 +91,8 @@ async def test_checkpoint_waits_for_a_full_disk_while_steps_continue(
 
 
 async def test_job_fails_when_the_disk_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_waits, "RETRY_S", 0.01)
+    monkeypatch.setattr(disk_waits, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(disk_waits, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(disk_waits, "LIMIT_S", 0.1)
     rig = Rig(tmp_path, spec(steps=7))
     store = rig.checkpoints = SmallDisk(tmp_path, step=2, times=1_000)
@@ -99,7 +101,7 @@ async def test_job_fails_when_the_disk_stays_full(tmp_path: Path, monkeypatch: p
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert "no space for the checkpoint; nothing was freed" in report.error
+    assert "no space for the checkpoint; the disk was still full after" in report.error
 
 
 async def test_steps_continue_during_a_checkpoint_and_the_next_one_waits(tmp_path: Path) -> None:

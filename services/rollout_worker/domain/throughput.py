@@ -83,6 +83,6 @@ class DecodeMeter:
         """
         if self._seconds <= MIN_MEASURED_S:
             return 0.0, 0.0
-        means = self._tokens / self._steps, self._seconds / self._steps
+        means = min(self._slots, self._tokens / self._steps), self._seconds / self._steps
         self._seconds = self._steps = self._tokens = 0.0
         return means

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rlboost.services.trainer.adapters.ranks import wire
 from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.shared.errors import Retryable, Timeout
+from rlboost.shared.errors import DiskFull, Retryable, Timeout
 
 CALL_LIMIT_S = 3600.0
 """Limit of one call; a rank that takes longer hangs."""
@@ -173,7 +173,8 @@ class RankCalls:
                         self._send(key.data, name, answer(body))
                         continue
                     results[key.data] = body
-                    if "error" in body:
+                    # On a full disk the others still finish: no collective fails.
+                    if body.get("error", DiskFull.__name__) != DiskFull.__name__:
                         limit = min(limit, time.monotonic() + _GRACE_S)
 
     def _send(self, rank: int, name: str, body: dict[str, Any]) -> None:

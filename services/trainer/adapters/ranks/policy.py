@@ -38,7 +38,8 @@ from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from rlboost.shared.columns import F32, unpack
-from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.disk_space import is_full
+from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.job.algorithm import Aggregation
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
@@ -303,8 +304,17 @@ class RanksPolicy(ABC):
 
         """
         self.drop_snapshot()
-        captured = self._captured = ScratchDir(self._folder)
-        self._ranks.call("save", {"directory": captured.name})
+        try:
+            captured = self._captured = ScratchDir(self._folder)
+        except OSError as error:
+            raise (DiskFull if is_full(error) else Fatal)(
+                f"{self._folder} cannot be written: {error}; free space there"
+            ) from error
+        try:
+            self._ranks.call("save", {"directory": captured.name})
+        except DiskFull:
+            self.drop_snapshot()  # others need the space that a part of it takes
+            raise
 
         def write(directory: Path) -> None:
             # A concurrent `close` waits for the links; they are made at once, unless the folder is on another disk.
