@@ -282,10 +282,3 @@ async def test_muon_job_learns_and_resumes_exactly(tmp_path: Path) -> None:
 def test_unsupported_optimizer_is_rejected(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=f"^optimizer.name: {text}"):
         parse({**small_job(steps=1), "optimizer": {"name": "muon"}, **changes})
-
-
-def test_muon_with_old_torch_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(tmp_path)
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ConfigError, match=r"muon needs torch 2\.9 or later"):
-        engine(tmp_path)
