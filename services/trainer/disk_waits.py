@@ -15,13 +15,14 @@ T = TypeVar("T")
 LIMIT_S = 3600.0
 """How long a write waits for space."""
 RETRY_S = 10.0
+"""Interval between two attempts."""
 
 
 class DiskWaits:
     """Repeats the writes of one job until its disk has space."""
 
     def __init__(self, waits: Waits, streams: JobStreams) -> None:
-        """Prepare; `streams` are for events."""
+        """Show each wait in `waits`, and report it as an event in `streams`."""
         self._waits = waits
         self._streams = streams
 
@@ -46,4 +47,7 @@ class DiskWaits:
                     except DiskFull:
                         continue
         except Timeout as error:
-            raise Fatal(f"{reason}; nothing was freed for {LIMIT_S:.0f} s") from error
+            raise Fatal(
+                f"{reason}; the disk was still full after {LIMIT_S:.0f} s: free space, then create the job again with "
+                "trainer.resume"
+            ) from error

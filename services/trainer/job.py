@@ -203,7 +203,7 @@ class JobRun:
             resampling = await DurableResampling.load(
                 self._bus, self._active.job_id, self._active.job_no, spec, n_rows, curriculum, fence
             )
-            restoring = scoring.create_task(versions.keep_intact(), name="restore-damaged-weights")
+            restoring = scoring.create_task(versions.restore_periodically(), name="restore-damaged-weights")
             job = self._context(spec, resources, scoring, curriculum, resampling)
             log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
             window = RolloutWindow(job, log, state.read_cursor)
