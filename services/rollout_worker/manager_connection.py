@@ -249,7 +249,9 @@ class ManagerConnection:
             messages = (*joined, heartbeat, *self._log())
             await bus.transact([*(Append(incarnation.reports, message) for message in messages), read])
             if not incarnation.joined:
-                log.info("worker_joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots)
+                log.info(
+                    "worker_joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots
+                )
                 incarnation.joined = self._has_joined = True
             self._reported = (heartbeat.state, session.serving)
 

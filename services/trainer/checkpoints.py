@@ -43,7 +43,7 @@ class Checkpoints:
         disk: DiskWaits,
         finished: str,
     ) -> None:
-        """Prepare.
+        """Read and write nothing yet: see `restore` and `start_save`.
 
         Args:
             spec: of the job.

@@ -35,7 +35,7 @@ class CheckpointStore(Protocol):
     """Checkpoints of one job; a checkpoint is stored whole or not at all. All calls block, one at a time."""
 
     def save(self, state: TrainState, write: Snapshot) -> None:
-        """Store a checkpoint, then delete all but the newest ones; if this raises, the earlier checkpoints are unchanged.
+        """Store a checkpoint, then delete all but the newest ones; if this raises, the earlier ones are unchanged.
 
         Args:
             state: the job's position.
