@@ -257,7 +257,7 @@ class ManagerConnection:
 
     def _oldest_wait(self) -> Wait | None:
         for wait in self._waits.current():
-            return Wait(subject=wait.for_, because=wait.because, since=wait.since, limit_s=wait.limit_s)
+            return Wait(subject=wait.subject, because=wait.because, since=wait.since, limit_s=wait.limit_s)
         return None
 
     @property
