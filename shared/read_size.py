@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from rlboost.shared.bus import Entry, RawEntry
 
 MAX_BYTES = 64 << 20
+"""Target size of one read."""
 _FIRST_BYTES = 1 << 20
 """Assumed size of the entries of the first read."""
 _DECAY = 0.75

@@ -26,14 +26,14 @@ class WaitStatus(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    for_: str
+    subject: str
     because: str
     since: float
     limit_s: float
 
     def public(self) -> dict[str, Any]:
         """Return the wait as the REST API shows it."""
-        return public_wait(self.for_, self.because, self.since, self.limit_s)
+        return public_wait(self.subject, self.because, self.since, self.limit_s)
 
 
 class Waits:
@@ -45,7 +45,7 @@ class Waits:
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def on(self, for_: str, *, because: str, limit_s: float) -> AsyncIterator[None]:
+    async def on(self, subject: str, *, because: str, limit_s: float) -> AsyncIterator[None]:
         """List a wait while the body runs, for at most `limit_s` seconds.
 
         Raises:
@@ -53,15 +53,15 @@ class Waits:
 
         """
         number = next(self._numbers)
-        self._active[number] = WaitStatus(for_=for_, because=because, since=time.time(), limit_s=limit_s)
+        self._active[number] = WaitStatus(subject=subject, because=because, since=time.time(), limit_s=limit_s)
         try:
             async with asyncio.timeout(limit_s) as timer:
                 yield
         except TimeoutError as error:
             if timer.expired():
                 _TIMEOUTS.inc()
-                log.warning("wait_timed_out", wait_for=for_, because=because, limit_s=limit_s)
-                raise Timeout(f"waited {limit_s:.0f} s for {for_} ({because})") from error
+                log.warning("wait_timed_out", subject=subject, because=because, limit_s=limit_s)
+                raise Timeout(f"waited {limit_s:.0f} s for {subject} ({because})") from error
             raise
         finally:
             del self._active[number]

@@ -89,7 +89,7 @@ class Demo:
     """A run of the demo."""
 
     def __init__(self, options: DemoOptions, console: Console) -> None:
-        """Prepare; starts nothing."""
+        """Start nothing yet: see `run`."""
         self._job, goal = countdown(options.steps, options.seed)
         steps: int = self._job["steps"]
         planned = plan(steps, options.workers, options.seed) if options.chaos else []

@@ -20,13 +20,15 @@ from rlboost.shared.bus import START, Bus, Entry, position
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.lifecycle import until_stop
 from rlboost.shared.messages import Admitted
+from rlboost.shared.read_size import ReadSize
 from rlboost.tracing.samples import SampleTraces, Span
 
 log = structlog.get_logger(__name__)
 
 _BLOCK_S = 0.5
 _RETRY_S = 1.0
-_COUNT = 512
+_MAX_ENTRIES = 2048
+"""Maximum number of entries that one read returns of all streams together."""
 
 
 async def follow(bus: Bus, send: Callable[[Sequence[Span]], int], stop: asyncio.Event) -> None:
@@ -67,6 +69,7 @@ class _Streams:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._size = ReadSize(_MAX_ENTRIES)
         self._cursors = {names.TOKEN_LOG: START, names.WEIGHTS_COMMITTED: START}
         self._jobs: dict[str, str] = {}
         """Stream of a job -> the job."""
@@ -86,7 +89,9 @@ class _Streams:
 
     async def read(self) -> list[Entry]:
         """Return the next entries; none if none came in time, or if the streams of another job are to be read first."""
-        found = await self._bus.read(self._cursors, count=_COUNT, block_s=_BLOCK_S)
+        count = max(1, self._size.count // len(self._cursors))
+        found = await self._bus.read(self._cursors, count=count, block_s=_BLOCK_S)
+        self._size.update(found)
         if unknown := _jobs_of(found).difference(self._jobs.values()):
             for job_id in unknown:
                 self._jobs |= dict.fromkeys((names.job_events(job_id), names.job_samples(job_id)), job_id)
@@ -96,7 +101,7 @@ class _Streams:
         for entry in found:
             by_stream.setdefault(entry.stream, []).append(entry)
         # A stream may have more entries than were read: those of other streams wait that are later than what was read.
-        more = [position(entries[-1].id) for entries in by_stream.values() if len(entries) >= _COUNT]
+        more = [position(entries[-1].id) for entries in by_stream.values() if len(entries) >= count]
         entries = sorted(found, key=lambda entry: position(entry.id))
         if more:
             entries = [entry for entry in entries if position(entry.id) <= min(more)]

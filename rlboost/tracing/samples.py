@@ -159,13 +159,13 @@ class SampleTraces:
     def _admit(self, message: Admitted, at: float) -> None:
         request = message.request
         self._committed_at.setdefault(request.job_id, {})
-        for packed in range(request.group, request.group + request.n):
-            if packed not in self._samples:
+        for sample_id in range(request.group, request.group + request.n):
+            if sample_id not in self._samples:
                 # The trainer prefers a worker for later turns only: the one that has the conversation in its cache.
                 is_turn = bool(request.preferred_worker)
-                sample = _Sample(request.job_id, SampleId.unpack(packed), is_served(packed) or is_turn, at)
-                self._samples[packed] = sample
-                self._by_name[str(sample.id)] = packed
+                sample = _Sample(request.job_id, SampleId.unpack(sample_id), is_served(sample_id) or is_turn, at)
+                self._samples[sample_id] = sample
+                self._by_name[str(sample.id)] = sample_id
         while len(self._samples) > MAX_SAMPLES:
             self._remove(next(iter(self._samples)))
 
@@ -173,8 +173,8 @@ class SampleTraces:
         if not message.worker:  # the samples of a quarantined job, which have no owner
             return
         columns = zip(ints(message.samples, U64), ints(message.attempts, U32), ints(message.offsets, U32), strict=True)
-        for packed, number, offset in columns:
-            sample = self._samples.get(packed)
+        for sample_id, number, offset in columns:
+            sample = self._samples.get(sample_id)
             if sample and (not sample.attempts or number > sample.attempts[-1].number):
                 sample.attempts.append(_Attempt(message.worker, number, offset, at, at, offset))
 
@@ -187,26 +187,26 @@ class SampleTraces:
             ints(frame.finish, U8),
             strict=True,
         )
-        for packed, number, offset, count, finish in rows:
-            if attempt := self._attempt(packed, number, frame.worker):
+        for sample_id, number, offset, count, finish in rows:
+            if attempt := self._attempt(sample_id, number, frame.worker):
                 attempt.ended_at, attempt.n_tokens = at, offset + count
                 attempt.end = _ENDS.get(finish, attempt.end)
 
     def _close(self, message: Closed, at: float) -> list[Span]:
-        closed = [packed for packed in ints(message.samples, U64) if packed in self._samples]
-        for packed in closed:
-            self._samples[packed].closed_at = at
+        closed = [sample_id for sample_id in ints(message.samples, U64) if sample_id in self._samples]
+        for sample_id in closed:
+            self._samples[sample_id].closed_at = at
         return self._completed(closed)
 
     def _score(self, fields: Mapping[str, Any], at: float) -> list[Span]:
-        packed = self._by_name.get(fields["sample"])
-        if packed is None:
+        sample_id = self._by_name.get(fields["sample"])
+        if sample_id is None:
             return []
-        sample = self._samples[packed]
+        sample = self._samples[sample_id]
         sample.scored_at, sample.reward = at, fields["reward"]
         if sample.reward is None:
             sample.score_error = fields.get("reason") or "no reward"
-        return self._completed([packed])
+        return self._completed([sample_id])
 
     def _commit(self, message: WeightsCommitted, at: float) -> list[Span]:
         versions = self._committed_at.get(message.job_id)
@@ -219,31 +219,31 @@ class SampleTraces:
 
     def _end_job(self, job_id: str, at: float) -> list[Span]:
         ended = self._of_job(job_id)
-        for sample in (self._samples[packed] for packed in ended):
+        for sample in (self._samples[sample_id] for sample_id in ended):
             sample.closed_at = at if sample.closed_at is None else sample.closed_at
-        spans = [self._span(self._samples[packed]) for packed in ended]
-        for packed in ended:
-            self._remove(packed)
+        spans = [self._span(self._samples[sample_id]) for sample_id in ended]
+        for sample_id in ended:
+            self._remove(sample_id)
         self._committed_at.pop(job_id, None)
         if not self._committed_at:
             self._unassigned.clear()
         return spans
 
     def _of_job(self, job_id: str) -> list[int]:
-        return [packed for packed, sample in self._samples.items() if sample.job_id == job_id]
+        return [sample_id for sample_id, sample in self._samples.items() if sample.job_id == job_id]
 
-    def _attempt(self, packed: int, number: int, worker: str) -> _Attempt | None:
+    def _attempt(self, sample_id: int, number: int, worker: str) -> _Attempt | None:
         """Return an attempt if it is the sample's current one."""
-        sample = self._samples.get(packed)
+        sample = self._samples.get(sample_id)
         current = sample.attempts[-1] if sample and sample.attempts else None
         return current if current and (current.number, current.worker) == (number, worker) else None
 
     def _completed(self, candidates: Iterable[int]) -> list[Span]:
-        found = [(packed, self._samples[packed]) for packed in candidates]
-        done = [(packed, sample) for packed, sample in found if self._is_complete(sample)]
+        found = [(sample_id, self._samples[sample_id]) for sample_id in candidates]
+        done = [(sample_id, sample) for sample_id, sample in found if self._is_complete(sample)]
         spans = [self._span(sample) for _, sample in done]
-        for packed, _ in done:
-            self._remove(packed)
+        for sample_id, _ in done:
+            self._remove(sample_id)
         return spans
 
     def _is_complete(self, sample: _Sample) -> bool:
@@ -256,8 +256,8 @@ class SampleTraces:
             return newest > sample.id.step + 1  # its group was dropped
         return sample.id.is_eval or sample.reward is None or newest > sample.id.step
 
-    def _remove(self, packed: int) -> None:
-        del self._by_name[str(self._samples.pop(packed).id)]
+    def _remove(self, sample_id: int) -> None:
+        del self._by_name[str(self._samples.pop(sample_id).id)]
 
     def _span(self, sample: _Sample) -> Span:
         children = tuple(self._child_spans(sample))

@@ -59,7 +59,7 @@ IDEMPOTENCY_KEY_CHARACTERS = 255
 Action = Literal["pause", "resume", "cancel"]
 _STATES: dict[Action, JobState] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}
 """The state that a command leads to."""
-_TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_beat_at", "since")
+_TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_heartbeat_at", "since")
 
 
 _STANDBY: Responses = {307: {"description": "a standby manager: the leader's address is in `Location`"}}

@@ -95,8 +95,8 @@ class Manager:
         self.outage = ""
         """Why this manager cannot work at present; empty while Redis answers."""
         self.turn_began_at: float | None = None
-        """When the turn under way began (Unix), None between turns. Only Redis can make one long in which
-        this manager leads."""
+        """When the current turn began (Unix seconds), None between turns. While this manager leads, only a slow Redis
+        makes a turn long."""
         self._cursors: dict[str, str] = {}
         self._read_size = ReadSize(BATCH)
         self._audit_texts: dict[str, str] = {}
@@ -344,7 +344,7 @@ class Manager:
 
 
 def _are_below(count: int, entries: Sequence[Entry] | Sequence[RawEntry]) -> bool:
-    """Return True if a read of at most `count` entries of each stream left none behind."""
+    """Return True if a read of at most `count` entries of each stream has read every stream to its end."""
     return len(entries) < count or max(Counter(entry.stream for entry in entries).values()) < count
 
 
@@ -352,7 +352,9 @@ def _apply_order(entry: Entry) -> int:
     # Requests before the log, heartbeats last: a heartbeat in state "suspended" follows the frames flushed before it.
     if entry.stream == names.WORKER_HEARTBEATS:
         return 3
-    return {names.TOKEN_LOG: 2}.get(entry.stream, 0 if entry.stream in SHARED_STREAMS else 1)
+    if entry.stream == names.TOKEN_LOG:
+        return 2
+    return 0 if entry.stream in SHARED_STREAMS else 1
 
 
 def _now() -> Now:

@@ -37,7 +37,7 @@ from rlboost.shared.messages import ENDED_JOB_RETENTION_S, Dismissed
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
 """The largest entry id; no stream reaches it."""
 COMMANDS_MAX_LEN = 4096
-"""Commands of one worker: far more than a live worker can fall behind."""
+"""Commands of one worker: far more than a live worker leaves unread."""
 DISMISSAL_TTL_S = 120.0
 """How long a worker that was declared lost can find its dismissal, when it reconnects."""
 _JOB_KEYS = (

@@ -197,7 +197,7 @@ class Worker:
         The lead time is not used: it is unreliable, and a sample resumes on another worker for one prefill.
         """
         if not self._stop.is_set():
-            log.warning("notice", reason=notice.reason, lead_s=notice.lead_s)
+            log.warning("preemption_notice_received", reason=notice.reason, lead_s=notice.lead_s)
             self._notice = notice
             self._stop.set()
 

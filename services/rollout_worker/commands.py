@@ -104,7 +104,7 @@ class CommandLoop:
                     if incarnation is not self._connection.incarnation:
                         break
                     incarnation.cursor = entry.id
-                    log.debug("command", command=entry.message.tag)
+                    log.debug("command_received", command=entry.message.tag)
                     await self._execute(_decide(incarnation.session, entry), group, entry)
 
     async def _execute(self, effects: Sequence[Effect], group: asyncio.TaskGroup, entry: Entry | None = None) -> None:

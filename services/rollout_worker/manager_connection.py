@@ -117,7 +117,7 @@ class ManagerConnection:
         lease_s: the worker counts as lost this long after its last heartbeat.
         waits: lists what is waited for.
         memory: returns the memory in use.
-        log_lines: of this process, which heartbeats take along.
+        log_lines: log lines of this process; heartbeats carry the newest.
 
     """
 
@@ -249,13 +249,15 @@ class ManagerConnection:
             messages = (*joined, heartbeat, *self._log())
             await bus.transact([*(Append(incarnation.reports, message) for message in messages), read])
             if not incarnation.joined:
-                log.info("joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots)
+                log.info(
+                    "worker_joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots
+                )
                 incarnation.joined = self._has_joined = True
             self._reported = (heartbeat.state, session.serving)
 
     def _oldest_wait(self) -> Wait | None:
         for wait in self._waits.current():
-            return Wait(subject=wait.for_, because=wait.because, since=wait.since, limit_s=wait.limit_s)
+            return Wait(subject=wait.subject, because=wait.because, since=wait.since, limit_s=wait.limit_s)
         return None
 
     @property
@@ -331,7 +333,7 @@ class ManagerConnection:
         )
         reports = self.incarnation.reports
         await self.incarnation.bus.transact([Append(reports, message) for message in (*self._log(), left)])
-        log.info("left", worker=worker, reason=reason)
+        log.info("worker_left", worker=worker, reason=reason)
 
     def _log(self) -> list[WorkerLog]:
         """Return the newest log lines for the log of the job; none before there is one."""

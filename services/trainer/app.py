@@ -2,7 +2,7 @@
 
 *Commands*. Consumes: `jobs.commands`. Produces: the next job for *jobs*; pauses and cancellations of the active job.
 Waits for: the next command, which the rollout manager appends. Ends when: the service stops. All trainers read all
-commands, and executes those that a manager has signed. A job itself is claimed from their common consumer group, by a
+commands and apply those that a manager has signed. A job itself is claimed from their common consumer group, by a
 trainer without a job; its command stays pending until the job has ended, so that another trainer can take over.
 
 *Jobs*. Consumes: claimed jobs. Produces: the job's last report, in one transaction with the acknowledgement of its
@@ -151,7 +151,7 @@ class Trainer:
                 if (command := self._command(entry)) is not None:
                     self._table.apply(entry.id, command)
                     if self._is_caught_up:  # not for commands from before the start
-                        log.info("command", action=command.action, job=command.job_id)
+                        log.info("command_applied", action=command.action, job=command.job_id)
             if self._current is not None:
                 self._apply(self._current)
             entries = await self._read(0.0)
@@ -194,9 +194,9 @@ class Trainer:
         claimed = await self._pending()
         jobs = {e.id: e.message.job_id for e, _ in claimed if isinstance(e.message, JobCommand)}
         jobs = {
-            entry: job_id
-            for entry, job_id in jobs.items()
-            if entry not in self._quarantined or self._table.is_cancelled(job_id)
+            entry_id: job_id
+            for entry_id, job_id in jobs.items()
+            if entry_id not in self._quarantined or self._table.is_cancelled(job_id)
         }
         if not jobs:
             return []
@@ -354,7 +354,7 @@ class Trainer:
         try:
             await job.lease.renew(value, [HashSet(names.JOB_TRAINERS, {job.job_id: self._name})])
         except Fenced as error:
-            log.warning("superseded", job=job.job_id, reason=str(error))
+            log.warning("job_superseded", job=job.job_id, reason=str(error))
             job.superseded.set()
             return False
         job.owns_lease.set()

@@ -5,7 +5,8 @@ steps, and a copy of the engine's state, captured on the device's thread.
 Produces: a checkpoint in the store; once it is durable, `rollouts.finished` is trimmed.
 Waits for: the previous checkpoint, if it is still being written when the next one is due or when the job ends
 (`wait_until_saved`), and disk space.
-Ends when: the job does. A write in progress is left to its thread: it is stored whole or not at all.
+Ends when: the job does. A write in progress is left to its daemon thread, which the end of the process does not
+wait for: a checkpoint is stored whole or not at all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.bus import START
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.threads import run_in_thread
 from rlboost.shared.waiting import Waits
 
 WRITE_LIMIT_S = 3600.0
@@ -41,7 +43,7 @@ class Checkpoints:
         disk: DiskWaits,
         finished: str,
     ) -> None:
-        """Prepare.
+        """Read and write nothing yet: see `restore` and `start_save`.
 
         Args:
             spec: of the job.
@@ -184,13 +186,13 @@ class Checkpoints:
             engine.drop_snapshot()
 
         try:
-            await self._disk(f"the {name}", lambda: asyncio.to_thread(save))
+            await self._disk(f"the {name}", lambda: run_in_thread("checkpoint-write", save))
         except Fatal as error:
             # People see it now; the job fails at its next `wait_until_saved`.
             await self._streams.emit_event("checkpoint_failed", step=state.step, reason=str(error))
             raise
         await self._streams.emit_event("checkpoint_saved", step=state.step)
-        if (fallback := await asyncio.to_thread(store.fallback)) is not None:
+        if (fallback := await run_in_thread("checkpoint-fallback", store.fallback)) is not None:
             # If the newest checkpoint turns out corrupt, the entries after the previous one are still in the stream.
             self.covered_step = fallback.step
             await self._streams.bus(lambda bus: bus.trim(self._finished, fallback.finished_cursor))

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rlboost.services.trainer.adapters.prometheus import observe_step
 from rlboost.services.trainer.checkpoints import Checkpoints
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.disk_waits import DiskWaits
@@ -27,6 +26,7 @@ from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
 from rlboost.services.trainer.job_streams import FinishedLog, JobStreams, RetryingBus
+from rlboost.services.trainer.metrics import observe_step
 from rlboost.services.trainer.ports.resources import JobResources, JobResourcesFactory
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.publishing import VersionPublisher
@@ -87,7 +87,7 @@ class JobRun:
         limit_s: float,
         trainer: str,
     ) -> None:
-        """Prepare.
+        """Run nothing yet: see `run`.
 
         Args:
             active: state shared with the trainer's loops.
@@ -174,9 +174,9 @@ class JobRun:
         await self._checkpoints.save_initial(state)
         await self._learning.restore(self._bus)
         if self._spec.kind == "sft":
-            await self._run_sft(self._spec, resources, versions, step)
+            await self._run_sft_job(self._spec, resources, versions, step)
         else:
-            await self._run_rl(self._spec, resources, versions, state)
+            await self._run_generating_job(self._spec, resources, versions, state)
         await self._checkpoints.wait_until_saved()
         if self._spec.kind == "eval":
             return
@@ -188,7 +188,7 @@ class JobRun:
             adapter = await self._write(lambda: folder.export_adapter(engine.export_shards("adapter"), text))
             await self._streams.emit_event("adapter_saved", path=str(adapter))
 
-    async def _run_rl(
+    async def _run_generating_job(
         self, spec: GeneratingJob, resources: JobResources, versions: VersionPublisher, state: TrainState
     ) -> None:
         step = state.step
@@ -196,17 +196,17 @@ class JobRun:
             self._requested_until = versions.head + spec.elastic.max_staleness
         await versions.ensure_published(step)
         async with asyncio.TaskGroup() as scoring:
+            fence, n_rows = self._active.lease.fence, len(resources.data.train)
             curriculum = await DurableCurriculum.load(
-                self._bus, self._waits, self._active.job_id, spec, resources, self._active.lease.fence
+                self._bus, self._waits, self._active.job_id, spec, resources, fence
             )
-            n_rows, fence = len(resources.data.train), self._active.lease.fence
             resampling = await DurableResampling.load(
                 self._bus, self._active.job_id, self._active.job_no, spec, n_rows, curriculum, fence
             )
-            restoring = scoring.create_task(versions.keep_intact(), name="restore-damaged-weights")
+            restoring = scoring.create_task(versions.restore_periodically(), name="restore-damaged-weights")
             job = self._context(spec, resources, scoring, curriculum, resampling)
-            log = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
-            window = RolloutWindow(job, log, state.read_cursor)
+            finished = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
+            window = RolloutWindow(job, finished, state.read_cursor)
             for number in range(step, plan.last_step(spec) + 1):
                 await self._pause_point(number)
                 await self._step(job, window, versions, number, save=self._due(step, number))
@@ -215,7 +215,7 @@ class JobRun:
                 await self._checkpoints.start_save(self._checkpoints.state(end, window.needed_from, window.read_until))
             restoring.cancel()
 
-    async def _run_sft(self, spec: SftJob, resources: JobResources, versions: VersionPublisher, first: int) -> None:
+    async def _run_sft_job(self, spec: SftJob, resources: JobResources, versions: VersionPublisher, first: int) -> None:
         """Train on completions from the data. No worker needs the weights, so only the last version is published."""
         for step in range(first, spec.steps):
             await self._pause_point(step)
@@ -227,9 +227,9 @@ class JobRun:
         if self._due(first, spec.steps):
             await self._checkpoints.start_save(self._checkpoints.state(spec.steps))
         self._enter("publishing", spec.steps)
-        was_there = versions.head >= spec.steps
+        was_committed = versions.head >= spec.steps
         await versions.ensure_published(spec.steps)
-        if was_there:
+        if was_committed:
             await versions.publish(spec.steps)  # load the committed bits, which may differ on another machine
 
     def _due(self, first: int, step: int) -> bool:
@@ -253,9 +253,9 @@ class JobRun:
         await intake.record_scores()
         if step < self._spec.steps:
             self._enter("publishing", step)
-            published = time.monotonic()
+            publish_began = time.monotonic()
             await versions.publish(step + 1)
-            tally.durations.publish_s = time.monotonic() - published
+            tally.durations.publish_s = time.monotonic() - publish_began
         times = tally.durations
         times.step_s = time.monotonic() - began
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.

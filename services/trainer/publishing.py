@@ -43,7 +43,7 @@ class VersionPublisher:
         streams: JobStreams,
         probe: Probe | None = None,
     ) -> None:
-        """Prepare; call `refresh_head` first."""
+        """Publish nothing yet. Call `refresh_head` before any other method."""
         self._engine = engine
         self._weights = weights
         self._device = device
@@ -53,7 +53,7 @@ class VersionPublisher:
         """The newest committed version."""
         self._exporting = asyncio.Lock()
         self._searched: tuple[int, frozenset[str]] = (-1, frozenset())
-        """(head, damaged chunks) of the last search for them in the engine's weights."""
+        """(head, damaged chunks) of the last search in the engine's weights, without those that it had."""
 
     async def refresh_head(self) -> None:
         """Ask the weight store for the newest version."""
@@ -82,8 +82,8 @@ class VersionPublisher:
         async with self._exporting:
             await self._publish_or_load(version, "adapter" if self._engine.adapter_json else "base")
 
-    async def keep_intact(self) -> None:
-        """Restore damaged chunks now and then, until cancelled."""
+    async def restore_periodically(self) -> None:
+        """Restore damaged chunks every `RESTORE_EVERY_S` seconds, until cancelled."""
         while True:
             await asyncio.sleep(RESTORE_EVERY_S)
             await self.restore_damaged()
@@ -96,14 +96,16 @@ class VersionPublisher:
         damaged = await self._weights.damaged()
         if not damaged or (self._searched[0] == self.head and damaged <= self._searched[1]):
             return  # the engine does not have them: they are of other jobs or of earlier versions
+        restored: set[str] = set()
         async with self._exporting:
             for what in self._published():
                 export = partial(self._engine.export_shards, what)
                 chunks = await self._device(lambda: self._weights.chunks_among(export(), damaged))  # noqa: B023 - awaited at once
                 if chunks:
                     await self._weights.restore(chunks)
+                    restored.update(ref.digest for ref, _ in chunks)
                     log.warning("weights_restored_in_store", version=self.head, chunks=len(chunks))
-            self._searched = self.head, damaged
+            self._searched = self.head, damaged - restored
 
     def _published(self) -> tuple[Exported, ...]:
         return ("base", "adapter") if self._engine.adapter_json else ("base",)

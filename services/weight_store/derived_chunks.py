@@ -1,10 +1,10 @@
-"""Chunks that are durable as a base chunk and a delta before they are written whole.
+"""Derived chunks: chunks that a committed version needs and that exist only as base and delta until they are written.
 
-A delta is applied and its result verified before the commit; the chunk is written after it, in the background or when a
-reader asks for it first. Base and delta are retained until then. A base is always written before a chunk is derived
-from it, so one delta leads to every derived chunk. Results stay in memory up to a limit; the others, and all after a
-restart, are derived a second time: the edges of the versions tell from what (`Deltas.restore`). If the disk is full,
-readers get the result without a file. A derived chunk that no version and no upload in progress needs is dropped.
+Lifecycle: `derive` applies the delta and verifies the digest before the commit; `write` stores the file afterwards, in
+the background or at the first read. Base and delta are retained until then. A derived base is written first, so a chunk
+is never more than one delta away from a file. Results stay in memory up to a limit; the others, and all after a
+restart, are derived again from the edges of the versions (`Deltas.restore`). If the disk is full, readers get the
+result without a file. A derived chunk that no version and no upload in progress needs is dropped.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 MAX_BYTES_IN_MEMORY = 256 << 20
+"""Results retained in memory until they are written; beyond it they are derived again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +45,7 @@ class DerivedChunks:
     """`ports.Chunks`, and chunks derived from them that are not yet written."""
 
     def __init__(self, chunks: Chunks, max_bytes_in_memory: int = MAX_BYTES_IN_MEMORY) -> None:
-        """Write to `chunks`; keep results of deltas up to a limit until they are written."""
+        """Write to `chunks`; retain results of deltas up to a limit until they are written."""
         self._chunks = chunks
         self._max_bytes_in_memory = max_bytes_in_memory
         self._derived: dict[str, _Derived] = {}
@@ -190,7 +191,7 @@ class DerivedChunks:
         """See `Chunks.source`. A derived chunk is written first."""
         if (unwritten := await self._write(digest)) is not None:
             data, _ = unwritten
-            return Proxied(len(data), lambda start, stop: _block(data[start:stop]))
+            return Proxied(len(data), lambda start, stop: _single_block(data[start:stop]))
         return await self._chunks.source(digest)
 
     async def n_bytes(self) -> int:
@@ -206,7 +207,7 @@ class DerivedChunks:
         await self._chunks.remove(unused_since)
 
 
-async def _block(data: bytes) -> AsyncIterator[bytes]:
+async def _single_block(data: bytes) -> AsyncIterator[bytes]:
     async def block() -> AsyncIterator[bytes]:
         yield data
 

@@ -1,4 +1,4 @@
-"""Assemble a manifest of the parts that the ranks of a trainer have staged."""
+"""Assembles a manifest of the parts that the ranks of a trainer have staged."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class BadChunk(Unprocessable):
 
 
 class StoreFull(Fatal):
-    """The disk is full, or the store's limit is reached; the failed write left nothing behind."""
+    """The disk is full, or the store's limit is reached; the failed write left no file."""
 
 
 class ChunksMissing(Conflict):

@@ -146,9 +146,9 @@ SAMPLES_OF_STEP = "samples of step"
 """What a trainer waits for that has too few samples; the number of the step follows."""
 
 
-def public_wait(for_: str, because: str, since: float, limit_s: float | None = None) -> dict[str, Any]:
+def public_wait(subject: str, because: str, since: float, limit_s: float | None = None) -> dict[str, Any]:
     """Return a wait as the REST API shows it."""
-    return {"for": for_, "because": because, "since": since, "limit_s": limit_s}
+    return {"for": subject, "because": because, "since": since, "limit_s": limit_s}
 
 
 class Wait(Message):

@@ -1,4 +1,4 @@
-"""Assemble the chunks of a version from held chunks, deltas and whole chunks, according to its plan."""
+"""Assembles the chunks of a version from held chunks, deltas and whole chunks, according to its plan."""
 
 from __future__ import annotations
 

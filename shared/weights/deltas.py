@@ -1,4 +1,4 @@
-"""Encode a rank's chunks as deltas to those that it published last, which are retained in host memory."""
+"""Encodes a rank's chunks as deltas to those that it published last, which are retained in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Map a PEFT LoRA adapter to the model tensors that it changes, by its configuration, names and shapes."""
+"""Maps a PEFT LoRA adapter to the model tensors that it changes, by its configuration, names and shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan how to obtain every chunk of a version with the fewest bytes, given the chunks in the cache. Pure.
+"""Plans how to obtain every chunk of a version with the fewest bytes, given the chunks in the cache. Pure.
 
 Chunks are the nodes and deltas the edges of a graph. One search from all held chunks (Dijkstra, 1959) finds the
 cheapest path of deltas to every reachable chunk; a chunk that costs less whole is fetched whole.

@@ -1,7 +1,7 @@
-"""Publish one rank's shards as chunks in the weight store; chunks that it already has are not sent.
+"""Publishes one rank's shards as chunks; chunks that the store already has are not sent.
 
 With `deltas` the last published version is retained in host memory, and of a changed chunk only the delta is sent: the
-store applies it and verifies the result. A chunk that the store cannot make is sent whole.
+store applies it and verifies the result. A chunk that the store cannot derive is sent whole.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Publisher:
         return self._waits.on(f"the weight store at {self._client.url}", because=what, limit_s=self._limit_s)
 
     async def _upload(self, blobs: list[_Blob], edges: Iterable[Edge] = ()) -> None:
-        """Upload the blobs that the store lacks; it makes the chunks that the edges lead to."""
+        """Upload the blobs that the store lacks; chunks that `edges` lead to are derived by the store."""
         by_digest = {ref.digest: (ref, data) for ref, data in blobs}
         refs = [ref for ref, _ in by_digest.values()]
         if not refs:

@@ -1,4 +1,4 @@
-"""Read a pulled version from the cache, tensor by tensor."""
+"""Reads a pulled version from the cache, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pull a version into the cache, whole and verified, and fetch only what is missing.
+"""Pulls a version into the cache, whole and verified, and fetches only what is missing.
 
 For each chunk a plan selects the cheapest option: it is held, deltas lead to it from a held chunk, or it is fetched
 whole. Chunks and deltas are both blobs, which a `Source` fetches; a chunk is rebuilt as soon as its deltas are in the

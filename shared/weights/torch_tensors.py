@@ -1,4 +1,4 @@
-"""Convert between published bytes and torch tensors."""
+"""Converts between published bytes and torch tensors."""
 
 from __future__ import annotations
 

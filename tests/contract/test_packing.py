@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from rlboost.services.trainer.adapters.torch import attention_choice
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.packing import PACKED, attention
@@ -137,7 +139,21 @@ def test_models_of_causal_attention_are_packed() -> None:
 
 
 def test_models_with_a_learned_mask_are_not_packed() -> None:
-    assert attention_of(DogeConfig(**_SIZES)) == "sdpa"
+    with capture_logs() as logs:
+        assert attention_of(DogeConfig(**_SIZES)) == "sdpa"
+    (entry,) = logs
+    assert (entry["event"], entry["log_level"], entry["model_type"]) == ("rows_not_packed", "warning", "doge")
+    assert entry["reason"]
+
+
+def test_warning_has_the_error_of_a_family_that_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Any) -> Any:
+        raise ValueError("no such size")
+
+    monkeypatch.setattr(attention_choice, "_random_model", fail)
+    with capture_logs() as logs:
+        assert attention_of(next(iter(CONFIGS.values()))) == "sdpa"
+    assert "no such size" in logs[0]["reason"]
 
 
 def test_models_whose_rotary_frequencies_depend_on_the_length_are_not_packed() -> None:

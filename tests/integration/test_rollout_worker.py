@@ -159,7 +159,7 @@ async def boss(shared_site: Site, resident: ServiceProcess) -> AsyncIterator[Wor
 async def worker(boss: WorkerManager) -> str:
     """The resident worker's incarnation, serving version 0 of `JOB`."""
     await boss.joined()
-    newest = (await boss.heard(WorkerJoined))[-1].worker
+    newest = (await boss.received(WorkerJoined))[-1].worker
     await boss.send(newest, UseVersion(job_id=JOB, version=0))
     await until_serves(boss, newest, JOB)
     return newest
@@ -169,7 +169,7 @@ async def until_serves(boss: WorkerManager, worker: str, job_id: str) -> None:
     """Wait until a worker serves version 0 of a job."""
 
     async def serves() -> bool:
-        beat = await boss.last_beat(worker)
+        beat = await boss.last_heartbeat(worker)
         return (beat.state, beat.job_id, beat.version) == ("ready", job_id, 0)
 
     await eventually(serves)
@@ -203,7 +203,7 @@ def ms(entry: Entry) -> int:
 
 
 async def test_a_worker_joins_pulls_becomes_ready_and_generates(boss: WorkerManager, worker: str) -> None:
-    beats = await boss.heard(WorkerHeartbeat, worker)
+    beats = await boss.received(WorkerHeartbeat, worker)
     assert [beat.update_s > beat.update_pause_s > 0 for beat in beats] == [beat.version >= 0 for beat in beats]
     states = list(dict.fromkeys(beat.state for beat in beats))
     assert states == ["joining", "pulling", "ready"]
@@ -228,13 +228,13 @@ async def test_sample_resumes_from_its_given_tokens(boss: WorkerManager, worker:
 
 async def test_revoked_sample_gets_no_more_tokens(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(20, 21, max_tokens=LONG))
-    await boss.until_made((20, 1), (21, 1), tokens=20)
+    await boss.until_generated((20, 1), (21, 1), tokens=20)
     await boss.send(worker, revoke((20, 1)))
     lengths = []
     for _ in range(5):
-        made = await boss.made()
+        made = await boss.generated()
         lengths.append(len(made[20, 1].tokens))
-        await boss.until_made((21, 1), tokens=len(made[21, 1].tokens) + 50)
+        await boss.until_generated((21, 1), tokens=len(made[21, 1].tokens) + 50)
     assert lengths[-1] == lengths[-2], "the other went on, this one did not"
     assert made[20, 1].finish == 0
     await boss.send(worker, revoke((21, 1)))
@@ -254,7 +254,7 @@ async def test_released_sample_migrates_without_lost_or_regenerated_tokens(boss:
     await boss.send(worker, assign(70, max_tokens=400))
     whole = (await boss.until_finished((70, 1)))[70, 1].tokens
     await boss.send(worker, assign(70, 71, attempt=2, max_tokens=400))
-    await boss.until_made((70, 2), tokens=10)
+    await boss.until_generated((70, 2), tokens=10)
     await boss.send(worker, release((70, 2), (71, 1)))
     part = (await boss.until_finished((70, 2)))[70, 2]
     assert part.finish == FINISH_RELEASED
@@ -267,7 +267,7 @@ async def test_released_sample_migrates_without_lost_or_regenerated_tokens(boss:
 
 async def test_sample_across_versions_has_logprobs_of_each_tokens_weights(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(80, max_tokens=2000))
-    await boss.until_made((80, 1), tokens=20)
+    await boss.until_generated((80, 1), tokens=20)
     await boss.send(worker, UseVersion(job_id=JOB, version=1), assign(81, version=1, max_tokens=20))
     row = (await boss.until_finished((81, 1), (80, 1)))[80, 1]
     n = row.versions.index(1)
@@ -282,7 +282,7 @@ async def test_sample_across_versions_has_logprobs_of_each_tokens_weights(boss: 
 
 async def test_another_jobs_model_replaces_the_engine_after_the_release(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(90, 91, max_tokens=LONG))
-    await boss.until_made((90, 1), (91, 1), tokens=20)
+    await boss.until_generated((90, 1), (91, 1), tokens=20)
     await boss.send(worker, UseVersion(job_id=DEEPER, version=0))
     made = await boss.until_finished((90, 1), (91, 1))
     assert [made[key].finish for key in ((90, 1), (91, 1))] == [FINISH_RELEASED] * 2
@@ -309,12 +309,12 @@ async def test_suspended_worker_has_every_token_in_the_log(
         await boss.send(worker, Suspend(step=1))
         beat = await boss.until(worker, "suspended")
         assert (beat.running, beat.pending) == (0, 0)
-        logged = sum(len(row.tokens) for row in (await boss.made()).values())
+        logged = sum(len(row.tokens) for row in (await boss.generated()).values())
         return await metric(resident, "rlboost_worker_tokens_total"), logged
 
     before = await suspend()
     await boss.send(worker, Resume(step=2), assign(*range(40, 52), max_tokens=LONG))
-    await boss.until_made(*((i, 1) for i in range(40, 48)), tokens=20)
+    await boss.until_generated(*((i, 1) for i in range(40, 48)), tokens=20)
     after = await suspend()
     assert after[0] - before[0] == after[1] - before[1] >= 8 * 20
     await boss.send(worker, Resume(step=2), assign(52, max_tokens=5))
@@ -339,11 +339,11 @@ async def test_health_and_metrics_report_the_worker_state(
 
 async def test_a_dismissed_worker_becomes_another_incarnation_without_a_pull(boss: WorkerManager, worker: str) -> None:
     await boss.send(worker, assign(60, max_tokens=LONG))
-    await boss.until_made((60, 1), tokens=10)
+    await boss.until_generated((60, 1), tokens=10)
     await boss.send(worker, Dismissed(reason="declared lost"))
 
     async def newest() -> str:
-        joined = [m.worker for m in await boss.heard(WorkerJoined)]
+        joined = [m.worker for m in await boss.received(WorkerJoined)]
         return joined[-1] if joined[-1] != worker else ""
 
     again = await eventually(newest)
@@ -352,7 +352,7 @@ async def test_a_dismissed_worker_becomes_another_incarnation_without_a_pull(bos
     frames = [e.message for e in await boss.log() if isinstance(e.message, TokenFrame)]
     assert frames[-1].worker == again
     assert made[60, 1].finish == 0
-    assert [beat.state for beat in await boss.heard(WorkerHeartbeat, again)][:1] == ["joining"]
+    assert [beat.state for beat in await boss.received(WorkerHeartbeat, again)][:1] == ["joining"]
 
 
 # --- with a worker that ends ------------------------------------------------------------------------------------------
@@ -362,11 +362,11 @@ async def test_sigterm_hands_off_everything_within_seconds(site: Site, manager: 
     process = site.hire()
     worker = await manager.ready_worker()
     await manager.send(worker, assign(*range(8), max_tokens=LONG))
-    await manager.until_made(*((i, 1) for i in range(8)), tokens=50)
+    await manager.until_generated(*((i, 1) for i in range(8)), tokens=50)
     code, took_s = await stop(process)
     assert code == 0
     assert took_s < 5.0
-    (notice,), (left,) = await manager.heard(PreemptionNotice), await manager.heard(WorkerLeft)
+    (notice,), (left,) = await manager.received(PreemptionNotice), await manager.received(WorkerLeft)
     assert (notice.reason, notice.lead_s, left.worker) == ("sigterm", 10.0, worker)
     words = await manager.entries(WORKER_HEARTBEATS)
     assert isinstance(words[-1].message, WorkerLeft)
@@ -374,7 +374,7 @@ async def test_sigterm_hands_off_everything_within_seconds(site: Site, manager: 
     assert ms(log[-1]) <= ms(words[-1])
     noticed_at = next(ms(entry) for entry in words if isinstance(entry.message, PreemptionNotice))
     assert ms(log[-1]) >= noticed_at, "what was made until the engine stopped was flushed after the notice"
-    await manager.made()
+    await manager.generated()
 
 
 async def test_a_spot_notice_hands_off_64_samples_with_every_token_made(
@@ -387,17 +387,17 @@ async def test_a_spot_notice_hands_off_64_samples_with_every_token_made(
         process = site.hire(SLOTS="64", NOTICES="auto", METADATA_URL=f"http://localhost:{cloud.port}")
         worker = await manager.ready_worker()
         await manager.send(worker, assign(*range(64), max_tokens=LONG))
-        await manager.until_made(*((i, 1) for i in range(64)), tokens=5)
+        await manager.until_generated(*((i, 1) for i in range(64)), tokens=5)
         cloud.preempt(lead_s=30.0)
         assert await asyncio.to_thread(process.wait) == 0
-    (notice,), (left,) = await manager.heard(PreemptionNotice), await manager.heard(WorkerLeft)
+    (notice,), (left,) = await manager.received(PreemptionNotice), await manager.received(WorkerLeft)
     assert (notice.reason, left.worker) == ("aws: terminate", worker)
     assert notice.lead_s == pytest.approx(29.0, abs=4.0)
     times = {type(entry.message): ms(entry) for entry in await manager.entries(WORKER_HEARTBEATS)}
     assert times[WorkerLeft] - times[PreemptionNotice] < 2000
     log = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
     (line,) = [line for line in log if line["event"] == "handed_off"]
-    made = sum(len(row.tokens) for row in (await manager.made()).values())
+    made = sum(len(row.tokens) for row in (await manager.generated()).values())
     assert (line["samples"], line["tokens_generated"]) == (64, made), "whoever goes on makes none of them again"
 
 
@@ -410,12 +410,12 @@ async def test_a_drained_worker_hands_off_and_exits_with_0(site: Site, manager: 
     process = site.hire()
     worker = await manager.ready_worker()
     await manager.send(worker, assign(1, max_tokens=LONG))
-    await manager.until_made((1, 1), tokens=10)
+    await manager.until_generated((1, 1), tokens=10)
     await manager.send(worker, Drain(reason="scaled down"))
     assert await asyncio.to_thread(process.wait) == 0
-    (left,) = await manager.heard(WorkerLeft)
+    (left,) = await manager.received(WorkerLeft)
     assert left.reason == "scaled down"
-    assert await manager.heard(PreemptionNotice) == []
+    assert await manager.received(PreemptionNotice) == []
 
 
 async def test_sigint_is_reported_as_the_reason(site: Site, manager: WorkerManager) -> None:
@@ -423,7 +423,7 @@ async def test_sigint_is_reported_as_the_reason(site: Site, manager: WorkerManag
     await manager.ready_worker()
     code, _ = await stop(process, signal.SIGINT)
     assert code == 0
-    (notice,), (left,) = await manager.heard(PreemptionNotice), await manager.heard(WorkerLeft)
+    (notice,), (left,) = await manager.received(PreemptionNotice), await manager.received(WorkerLeft)
     assert (notice.reason, left.reason) == ("sigint", "sigint")
 
 
@@ -433,9 +433,9 @@ async def test_sigterm_while_libraries_load_is_quick(site: Site, manager: Worker
     await manager.send(worker, UseVersion(job_id=JOB, version=0))
     await manager.until(worker, "pulling")
     code, took_s = await stop(process)
-    assert (code, len(await manager.heard(WorkerLeft))) == (0, 1)
+    assert (code, len(await manager.received(WorkerLeft))) == (0, 1)
     assert took_s < 5.0
-    assert all(beat.version == -1 for beat in await manager.heard(WorkerHeartbeat))
+    assert all(beat.version == -1 for beat in await manager.received(WorkerHeartbeat))
 
 
 async def test_sigterm_during_a_pull_that_hangs_is_quick(tmp_path: Path) -> None:
@@ -445,14 +445,14 @@ async def test_sigterm_during_a_pull_that_hangs_is_quick(tmp_path: Path) -> None
         worker = await manager.joined()
         await manager.send(worker, UseVersion(job_id=JOB, version=0))
         await manager.until(worker, "pulling")
-        beats = len(await manager.heard(WorkerHeartbeat))
+        beats = len(await manager.received(WorkerHeartbeat))
 
         async def more_beats() -> bool:
-            return len(await manager.heard(WorkerHeartbeat)) > beats + 3
+            return len(await manager.received(WorkerHeartbeat)) > beats + 3
 
         await eventually(more_beats)
         code, took_s = await stop(process)
-        assert (code, len(await manager.heard(WorkerLeft))) == (0, 1)
+        assert (code, len(await manager.received(WorkerLeft))) == (0, 1)
         assert took_s < 5.0
         await bus.close()
 
@@ -473,7 +473,7 @@ async def test_sigkill_loses_no_more_than_a_flush_interval(site: Site, manager: 
     process = site.hire(FLUSH_INTERVAL_S="0.2")
     worker = await manager.ready_worker()
     await manager.send(worker, assign(1, 2, max_tokens=LONG))
-    await manager.until_made((1, 1), (2, 1), tokens=50)
+    await manager.until_generated((1, 1), (2, 1), tokens=50)
 
     async def some_frames() -> bool:
         return len(await manager.log()) >= 3
@@ -486,15 +486,15 @@ async def test_sigkill_loses_no_more_than_a_flush_interval(site: Site, manager: 
     assert killed_at - ms(log[-1]) / 1000 < 0.2 + busy_s
     gaps = [ms(after) - ms(before) for before, after in itertools.pairwise(log)]
     assert max(gaps) < 1000 * (0.2 + busy_s)
-    assert await manager.heard(WorkerLeft) == []
-    await manager.made()
+    assert await manager.received(WorkerLeft) == []
+    await manager.generated()
 
 
 async def test_a_redis_that_restarts_finds_every_token_in_order(site: Site, manager: WorkerManager) -> None:
     process = site.hire()
     worker = await manager.ready_worker()
     await manager.send(worker, assign(1, 2, 3, max_tokens=1000))
-    await manager.until_made((1, 1), tokens=100)
+    await manager.until_generated((1, 1), tokens=100)
     site.redis.kill()
 
     async def made_without_a_broker() -> bool:
@@ -506,7 +506,7 @@ async def test_a_redis_that_restarts_finds_every_token_in_order(site: Site, mana
     again = WorkerManager(bus)
     made = await again.until_finished((1, 1), (2, 1), (3, 1))
     assert [len(made[i, 1].tokens) for i in (1, 2, 3)] == [1000, 1000, 1000]
-    assert len(await again.heard(WorkerJoined)) == 1
+    assert len(await again.received(WorkerJoined)) == 1
     await again.until(worker, "ready", 0)
     await bus.close()
 
@@ -516,12 +516,12 @@ async def test_weights_that_differ_from_the_published_are_never_served(site: Sit
     worker = await manager.joined()
     await manager.send(worker, UseVersion(job_id=MISLABELLED, version=0))
     assert await asyncio.to_thread(process.wait) == 1
-    assert {beat.state for beat in await manager.heard(WorkerHeartbeat)} <= {"joining", "pulling"}
-    assert {beat.version for beat in await manager.heard(WorkerHeartbeat)} == {-1}
+    assert {beat.state for beat in await manager.received(WorkerHeartbeat)} <= {"joining", "pulling"}
+    assert {beat.version for beat in await manager.received(WorkerHeartbeat)} == {-1}
     log = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
     assert len([line for line in log if line["event"] == "loaded_weights_differ"]) == 2
     assert "are not what was published" in process.log().splitlines()[-1]
-    (left,) = await manager.heard(WorkerLeft)
+    (left,) = await manager.received(WorkerLeft)
     assert "are not what was published" in left.reason
 
 
@@ -530,10 +530,10 @@ async def test_hung_engine_ends_the_worker_with_every_token_in_the_log(site: Sit
     worker = await manager.ready_worker()
     await manager.send(worker, assign(1, 2, max_tokens=LONG))
     assert await asyncio.to_thread(process.wait) == 1
-    (left,) = await manager.heard(WorkerLeft)
+    (left,) = await manager.received(WorkerLeft)
     assert "the inference engine hangs" in left.reason
     assert ints(left.running_at_failure, U64) == [1, 2]
-    made = await manager.made()
+    made = await manager.generated()
     assert sum(len(row.tokens) for row in made.values()) == HANGS_AFTER_TOKENS
     (start,) = [json.loads(line) for line in process.log().splitlines() if "first_token" in line]
     laps = [start[f"{lap}_s"] for lap in ("import", "join", "version", "pull", "load", "parity", "assignment", "step")]
@@ -560,7 +560,7 @@ async def test_missing_device_ends_an_idle_worker(site: Site, manager: WorkerMan
     assert await asyncio.to_thread(process.wait) == 2
     last = process.log().splitlines()[-1]
     assert "RLBOOST_WORKER_DEVICE: device 'cuda:99' cannot be used (available: cpu" in last
-    (left,) = await manager.heard(WorkerLeft, worker)
+    (left,) = await manager.received(WorkerLeft, worker)
     assert "cuda:99" in left.reason
 
 

@@ -51,13 +51,13 @@ class Machine:
     async def fill(self) -> None:
         worker = await self.manager.ready_worker()
         await self.manager.send(worker, assign(*range(64), max_tokens=4000))
-        await self.manager.until_made(*((i, 1) for i in range(64)), tokens=5)
+        await self.manager.until_generated(*((i, 1) for i in range(64)), tokens=5)
 
     async def assert_all_is_handed_off(self, reason: str) -> None:
-        (notice,), (left,) = await self.manager.heard(PreemptionNotice), await self.manager.heard(WorkerLeft)
+        (notice,), (left,) = await self.manager.received(PreemptionNotice), await self.manager.received(WorkerLeft)
         assert (notice.reason, left.reason) == (reason, reason)
         assert left.at - notice.at < 2.0
-        made = await self.manager.made()
+        made = await self.manager.generated()
         assert self.factory.engine is not None
         assert sum(len(row.tokens) for row in made.values()) == self.factory.engine.stats().tokens_generated_total
 
@@ -94,7 +94,7 @@ async def test_notice_after_metadata_faults_hands_off_everything(machine: Machin
     )
     acknowledged = [event_id for event_id, _ in fake.acknowledged]
     assert acknowledged == ([EVENT_ID] if cloud == "azure" else [])
-    (left,) = await machine.manager.heard(WorkerLeft)
+    (left,) = await machine.manager.received(WorkerLeft)
     assert all(at >= left.at for _, at in fake.acknowledged), "or it would be taken away in the middle of the hand-off"
 
 
@@ -105,8 +105,8 @@ async def test_a_metadata_service_that_hangs_does_not_hold_up_generation(machine
     try:
         running = asyncio.create_task(machine.run(Aws(metadata)))
         await machine.fill()
-        made = len((await machine.manager.made())[0, 1].tokens)
-        await machine.manager.until_made((0, 1), tokens=made + 50)
+        made = len((await machine.manager.generated())[0, 1].tokens)
+        await machine.manager.until_generated((0, 1), tokens=made + 50)
         assert len(fake.requests) == 1, "the first question is not answered yet"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -202,7 +202,7 @@ class Rig:
 
     async def waits_for(self, what: str) -> None:
         """Return once the trainer waits for this."""
-        await eventually(lambda: what in [wait.for_ for wait in self.waits.current()])
+        await eventually(lambda: what in [wait.subject for wait in self.waits.current()])
 
     async def reports(self) -> list[JobReport | StepReport]:
         entries = await self.bus.read({names.JOB_REPORTS: START}, count=10_000)

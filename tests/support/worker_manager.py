@@ -100,7 +100,7 @@ class JoinServer:
 
 
 @dataclass
-class Made:
+class Generated:
     """What the log holds of one attempt of one sample."""
 
     first_offset: int
@@ -114,9 +114,9 @@ class Made:
         return self.first_offset + len(self.tokens)
 
 
-def fold(log: Sequence[Entry]) -> dict[Key, Made]:
+def fold(log: Sequence[Entry]) -> dict[Key, Generated]:
     """Put the frames together; an overlap must repeat what is there, and a gap fails the test."""
-    made: dict[Key, Made] = {}
+    made: dict[Key, Generated] = {}
     for frame in (entry.message for entry in log):
         if not isinstance(frame, TokenFrame):
             continue
@@ -130,7 +130,7 @@ def fold(log: Sequence[Entry]) -> dict[Key, Made]:
             ints(frame.finish, U8),
             strict=True,
         ):
-            row = made.setdefault((sample, attempt), Made(offset))
+            row = made.setdefault((sample, attempt), Generated(offset))
             assert offset <= row.end, f"sample {sample}: a gap between {row.end} and {offset}"
             known = min(row.end - offset, count)
             new, at = tokens[start : start + count], offset - row.first_offset
@@ -186,10 +186,10 @@ class WorkerManager:
     async def log(self) -> list[Entry]:
         return await self.entries(TOKEN_LOG)
 
-    async def made(self) -> dict[Key, Made]:
+    async def generated(self) -> dict[Key, Generated]:
         return fold(await self.log())
 
-    async def heard(self, kind: type[M], worker: str = "") -> list[M]:
+    async def received(self, kind: type[M], worker: str = "") -> list[M]:
         messages = [entry.message for entry in await self.entries(WORKER_HEARTBEATS)]
         return [m for m in messages if isinstance(m, kind) and worker in {"", getattr(m, "worker", "")}]
 
@@ -210,28 +210,28 @@ class WorkerManager:
         """Wait for the nth incarnation that joins; return its id."""
 
         async def ids() -> list[str]:
-            found = list(dict.fromkeys(m.worker for m in await self.heard(WorkerJoined)))
+            found = list(dict.fromkeys(m.worker for m in await self.received(WorkerJoined)))
             return found if len(found) >= nth else []
 
         return (await eventually(ids, within_s=within_s))[nth - 1]
 
-    async def last_beat(self, worker: str) -> WorkerHeartbeat:
-        beats = await self.heard(WorkerHeartbeat, worker)
-        assert beats, f"no beat of {worker}"
-        return beats[-1]
+    async def last_heartbeat(self, worker: str) -> WorkerHeartbeat:
+        heartbeats = await self.received(WorkerHeartbeat, worker)
+        assert heartbeats, f"no heartbeat of {worker}"
+        return heartbeats[-1]
 
     async def until(
         self, worker: str, state: str, version: int | None = None, within_s: float = LIMIT_S
     ) -> WorkerHeartbeat:
-        """Wait until the newest beat is of this state and version."""
+        """Wait until the newest heartbeat is of this state and version."""
 
-        async def beat() -> WorkerHeartbeat:
-            last = await self.last_beat(worker)
+        async def heartbeat() -> WorkerHeartbeat:
+            last = await self.last_heartbeat(worker)
             assert last.state == state, f"{worker} is {last.state}"
             assert version is None or last.version == version, f"{worker} serves {last.version}"
             return last
 
-        return await eventually(beat, within_s=within_s)
+        return await eventually(heartbeat, within_s=within_s)
 
     async def ready_worker(self, version: int = 0, nth: int = 1) -> str:
         """Wait for the nth incarnation and make it serve this version."""
@@ -240,29 +240,29 @@ class WorkerManager:
         await self.until(worker, "ready", version)
         return worker
 
-    async def until_made(self, *keys: Key, tokens: int, within_s: float = LIMIT_S) -> dict[Key, Made]:
+    async def until_generated(self, *keys: Key, tokens: int, within_s: float = LIMIT_S) -> dict[Key, Generated]:
         """Wait until the log has so many tokens of each of these."""
 
-        async def made() -> dict[Key, Made]:
-            rows = await self.made()
+        async def generated() -> dict[Key, Generated]:
+            rows = await self.generated()
             for key in keys:
                 assert key in rows, f"nothing of {key}"
                 assert len(rows[key].tokens) >= tokens, f"{len(rows[key].tokens)} tokens of {key}"
             return rows
 
-        return await eventually(made, within_s=within_s)
+        return await eventually(generated, within_s=within_s)
 
-    async def until_finished(self, *keys: Key, within_s: float = LIMIT_S) -> dict[Key, Made]:
+    async def until_finished(self, *keys: Key, within_s: float = LIMIT_S) -> dict[Key, Generated]:
         """Wait until the log has the end of each of these."""
 
-        async def made() -> dict[Key, Made]:
-            rows = await self.made()
+        async def generated() -> dict[Key, Generated]:
+            rows = await self.generated()
             for key in keys:
                 assert key in rows, f"nothing of {key}"
                 assert rows[key].finish, f"{key} goes on after {rows[key].end} tokens"
             return rows
 
-        return await eventually(made, within_s=within_s)
+        return await eventually(generated, within_s=within_s)
 
 
 def assign(

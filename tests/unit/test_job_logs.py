@@ -92,14 +92,14 @@ async def test_worker_sends_its_lines_once_it_has_a_job() -> None:
     buffer = rig.connection._log_lines = LogBuffer()
     logged(buffer, "listening", port=8703)
     await rig.connection.send_heartbeat()
-    assert not await rig.manager.heard(WorkerLog)
+    assert not await rig.manager.received(WorkerLog)
     rig.connection.session.serving = (JOB, 0)
     await rig.connection.send_heartbeat()
-    (log,) = await rig.manager.heard(WorkerLog)
+    (log,) = await rig.manager.received(WorkerLog)
     assert (log.job_id, log.texts) == (JOB, ["info listening port=8703"])
     logged(buffer, "engine_failed")
     await rig.connection.leave("failed")
-    (_, last) = await rig.manager.heard(WorkerLog)
+    (_, last) = await rig.manager.received(WorkerLog)
     assert last.texts == ["info engine_failed"]
 
 

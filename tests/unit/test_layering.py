@@ -41,12 +41,11 @@ PURE_LIBRARIES = {"pydantic", "numpy"}
 IMPURE = {"asyncio", "time", "random", "os", "socket", "subprocess", "pathlib", "secrets", "threading"}
 
 
-def imports(path: Path, *, only_at_import: bool = False) -> set[str]:
+def imports(path: Path) -> set[str]:
     """Return the modules that a file imports, those of ours by the path of their file: `shared.ids`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
-    nodes = tree.body if only_at_import else list(ast.walk(tree))
-    for node in nodes:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -142,6 +141,25 @@ def test_adapters_see_ports_and_shared_only(service: str) -> None:
             if name.startswith(f"services.{service}"):
                 allowed = (f"services.{service}.ports", f"services.{service}.adapters", f"services.{service}.domain")
                 assert name.startswith(allowed), f"{path} imports {name}"
+
+
+ADAPTER_IMPORTS = {
+    "rollout_manager/join.py": {"services.rollout_manager.adapters.manifest_key"},
+    "rollout_manager/weights.py": {"services.rollout_manager.adapters.weight_store"},
+}
+"""Functions without state, each of which defers a slow import to its first call."""
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_only_composition_roots_import_adapters(service: str) -> None:
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "services" / service).rglob("*.py"):
+        inside = path.relative_to(ROOT / "services" / service)
+        if "adapters" not in inside.parts and str(inside) not in {"__main__.py", "build.py"}:
+            adapters = {name for name in imports(path) if name.startswith(f"services.{service}.adapters")}
+            if adapters:
+                found[f"{service}/{inside}"] = adapters
+    assert found == {path: names for path, names in ADAPTER_IMPORTS.items() if path.startswith(f"{service}/")}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -93,7 +93,7 @@ def test_worker_of_an_attempt_survives_in_a_restatement(ledger: Ledger) -> None:
     """Its last frame may follow the restatement of a sample that it has lost."""
     ledger.samples[GROUP].worker = ""
     fresh = Ledger()
-    fresh.restate(ledger.restated(ledger.samples[GROUP]), "9-0")
+    fresh.restate(ledger.restatement_of(ledger.samples[GROUP]), "9-0")
     fresh.extend(frame("w2", 1, 0, [666]), frame("w1", 1, 0, [5]))
     assert tokens_of(fresh) == [5]
 
@@ -191,12 +191,12 @@ def test_failures_start_anew_past_the_position_of_the_last(ledger: Ledger) -> No
 def test_failures_survive_in_a_restatement(ledger: Ledger) -> None:
     ledger.fail(failed())
     fresh = Ledger()
-    fresh.restate(ledger.restated(ledger.samples[GROUP]), "9-0")
+    fresh.restate(ledger.restatement_of(ledger.samples[GROUP]), "9-0")
     assert fresh.samples[GROUP].failed_on == ["w1"]
 
 
 def test_restatement_without_a_later_placement_keeps_older_entries(ledger: Ledger) -> None:
-    record = ledger.restated(ledger.samples[GROUP])
+    record = ledger.restatement_of(ledger.samples[GROUP])
     ledger.place(placed("w2", 2, 0))
     ledger.restate(record, "9-0")
     assert ledger.samples[GROUP].first_id == "1-0"
@@ -204,13 +204,13 @@ def test_restatement_without_a_later_placement_keeps_older_entries(ledger: Ledge
 
 def test_restatement_counts_the_log_from_its_own_entry(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5, 6]))
-    ledger.restate(ledger.restated(ledger.samples[GROUP]), "9-0")
-    assert (ledger.samples[GROUP].first_mark, ledger.tokens_in_log) == (2, 4)
+    ledger.restate(ledger.restatement_of(ledger.samples[GROUP]), "9-0")
+    assert (ledger.samples[GROUP].log_tokens_before, ledger.tokens_in_log) == (2, 4)
 
 
 def test_restated_sample_replaces_older_entries(ledger: Ledger) -> None:
     ledger.extend(frame("w1", 1, 0, [5, 6]))
-    record = ledger.restated(ledger.samples[GROUP])
+    record = ledger.restatement_of(ledger.samples[GROUP])
     ledger.restate(record, "9-0")
     assert ledger.samples[GROUP].first_id == "9-0"
     fresh = Ledger()
@@ -221,7 +221,7 @@ def test_restated_sample_replaces_older_entries(ledger: Ledger) -> None:
 
 
 def test_restatement_without_a_later_frame_keeps_older_entries(ledger: Ledger) -> None:
-    record = ledger.restated(ledger.samples[GROUP])
+    record = ledger.restatement_of(ledger.samples[GROUP])
     ledger.extend(frame("w1", 1, 0, [5]))
     ledger.restate(record, "9-0")
     assert ledger.samples[GROUP].first_id == "1-0"

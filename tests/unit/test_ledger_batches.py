@@ -178,7 +178,7 @@ def test_entries_keep_their_order_around_batches_of_frames() -> None:
 def test_oldest_samples_have_the_oldest_log_entries() -> None:
     ledger = ledger_with_samples()
     ledger.extend(frame_of([(SAMPLES[0], 1, 0, 2, 0, 0)]))
-    ledger.restate(ledger.restated(ledger.samples[SAMPLES[0]]), "9-0")
+    ledger.restate(ledger.restatement_of(ledger.samples[SAMPLES[0]]), "9-0")
     assert [s.id for s in ledger.oldest(9)] == [*SAMPLES[1:], SAMPLES[0]]
 
 
@@ -187,7 +187,7 @@ def test_admission_has_an_age_once_its_entry_is_known() -> None:
     request = GroupRequested(job_id="j", group=GROUPS[0], n=1, prompt=b"1234", sampling=Sampling(), version=0, seed=1)
     ledger.admit(request, "")
     assert ledger.oldest(1) == []
-    ledger.recorded(request, "3-0")
+    ledger.set_admission_entry(request, "3-0")
     assert [s.first_id for s in ledger.oldest(1)] == ["3-0"]
 
 

@@ -21,7 +21,7 @@ from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.scrape_targets import scrape_targets
-from rlboost.services.trainer.adapters.prometheus import SHOWN, observe_step
+from rlboost.services.trainer.metrics import SHOWN, observe_step
 from rlboost.shared import names
 from rlboost.shared.bus import HashSet
 from rlboost.shared.errors import Timeout

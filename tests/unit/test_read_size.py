@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 import pytest
@@ -17,7 +18,10 @@ from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.read_size import ReadSize
 from rlboost.shared.waiting import Waits
+from rlboost.tracing.follow import follow
+from rlboost.tracing.samples import Span
 from tests.support.builders import heartbeat, worker_joined
+from tests.support.eventually import eventually
 
 STREAM = names.rollouts_finished("j")
 MAX_BYTES = 64 << 10
@@ -110,3 +114,20 @@ async def test_manager_relays_large_reports_a_few_at_a_time(bus: Metered) -> Non
         await manager.turn()
     assert 0 < max(bus.read_bytes) <= MAX_BYTES + 2 * LARGE
     assert not any(await bus.read({names.worker_reports(worker): "0-0" for worker in workers}))
+
+
+async def test_tracing_reads_large_entries_a_few_at_a_time(bus: Metered) -> None:
+    streams = (names.TOKEN_LOG, names.WEIGHTS_COMMITTED)
+    for stream in streams:
+        for _ in range(N):
+            await bus.append(stream, heartbeat("w", job_id="j" * LARGE))
+    stop = asyncio.Event()
+    following = asyncio.create_task(follow(bus, _no_spans, stop))
+    await eventually(lambda: bus.read_bytes[-2:] == [0, 0] and sum(bus.read_bytes) >= 2 * N * LARGE)
+    stop.set()
+    await following
+    assert max(bus.read_bytes) <= MAX_BYTES + 2 * LARGE
+
+
+def _no_spans(_: Sequence[Span]) -> int:
+    raise AssertionError("heartbeats have no spans")

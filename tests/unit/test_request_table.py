@@ -157,3 +157,15 @@ def test_slot_without_a_token_in_a_step_is_unchanged() -> None:
     assert rows.generated_total == 1
     (emission,) = rows.drain()
     assert (emission.sample, emission.tokens, emission.finish) == (2, [5], FINISH_NONE)
+
+
+def test_release_after_a_failed_load_reports_a_version_that_a_frame_can_hold() -> None:
+    """The worker pulls the weights again meanwhile; a negative version would fail the whole frame."""
+    rows = RequestTable(SLOTS, 64, vocabulary=10)
+    rows.submit([request(1), request(2)])
+    rows.admit(budget_tokens=100)
+    rows.commit(np.array([3, 4]), np.zeros(2, np.float32))
+    rows.begin_version(-1)
+    rows.release([(1, 1)])
+    last = rows.drain()[-1]
+    assert (last.sample, last.finish, last.version) == (1, FINISH_RELEASED, 0)

@@ -31,10 +31,13 @@ class SlowCheckpoints(MemoryCheckpoints):
         self.go_on = threading.Event()
         self.writing = 0
         self.most = 0
+        self.delays_exit = False
+        """True once a write has run in a thread that the process joins when it ends."""
 
     def save(self, state: TrainState, write: Snapshot) -> None:
         self.writing += 1
         self.most = max(self.most, self.writing)
+        self.delays_exit |= not threading.current_thread().daemon
         assert self.go_on.wait(20.0)
         super().save(state, write)
         self.writing -= 1
@@ -118,6 +121,7 @@ async def test_steps_continue_during_a_checkpoint_and_the_next_one_waits(tmp_pat
         store.go_on.set()
         assert (await rig.ended()).state == "completed"
     assert store.most == 1
+    assert not store.delays_exit
     assert [fields["step"] for kind, fields in await rig.events() if kind == "checkpoint_saved"] == [2, 4, 6, 7]
 
 

@@ -351,7 +351,7 @@ async def test_groups_are_requested_while_other_environments_reset(tmp_path: Pat
         async def reset(self, row: dict[str, Any], seed: int) -> Message | None:  # type: ignore[override]
             nonlocal n_begun
             n_begun += 1
-            waited_for.update(wait.for_ for wait in rig.waits.current())
+            waited_for.update(wait.subject for wait in rig.waits.current())
             if n_begun == 65:
                 await eventually(lambda: rig.manager.requests)
             return super().reset(row, seed)

@@ -89,3 +89,6 @@ async def test_damaged_chunks_are_uploaded_again_from_the_engine(device: DeviceT
     weights.lost = {others, *lost}
     await versions.restore_damaged()
     assert weights.lost == {others}
+    weights.lost |= set(lost)
+    await versions.restore_damaged()
+    assert weights.lost == {others}, "a restored chunk may be damaged again"

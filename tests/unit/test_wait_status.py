@@ -181,7 +181,7 @@ async def test_heartbeat_has_the_oldest_wait() -> None:
         rig.waits.on("Redis", because="a flush", limit_s=5.0),
     ):
         await rig.connection.send_heartbeat()
-    without, waiting = await rig.manager.heard(WorkerHeartbeat)
+    without, waiting = await rig.manager.received(WorkerHeartbeat)
     assert without.waiting is None
     assert waiting.waiting is not None
     assert (waiting.waiting.subject, waiting.waiting.limit_s) == ("the weight store", 60.0)
@@ -195,14 +195,14 @@ async def test_worker_that_loads_weights_waits_for_its_engine() -> None:
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
 
     async def reported() -> Wait | None:
-        return (await rig.manager.last_beat(worker)).waiting
+        return (await rig.manager.last_heartbeat(worker)).waiting
 
     wait = await eventually(reported)
     assert wait is not None
     assert (wait.subject, wait.because) == ("the inference engine", f"it loads version 1 of job {JOB}")
     rig.engine.may_load.set()
     await rig.manager.until(worker, "ready", 1)
-    assert (await rig.manager.last_beat(worker)).waiting is None
+    assert (await rig.manager.last_heartbeat(worker)).waiting is None
     rig.stop.set()
     await running
 

@@ -64,11 +64,11 @@ async def rig() -> AsyncIterator[Rig]:
 async def test_join_sends_joined_then_a_heartbeat_with_a_lease(rig: Rig) -> None:
     worker = await rig.manager.joined()
     await rig.manager.until(worker, "joining")
-    (joined,) = await rig.manager.heard(WorkerJoined)
+    (joined,) = await rig.manager.received(WorkerJoined)
     assert (joined.role, joined.kind, joined.slots, joined.price_per_hour) == ("preemptible", "fake", 4, 0.5)
     assert (joined.trainer, joined.kv_tokens) == ("t", 0)
     assert await rig.lease_values([worker_lease(worker)]) != [None]
-    beat = await rig.manager.last_beat(worker)
+    beat = await rig.manager.last_heartbeat(worker)
     assert (beat.resident_bytes, beat.device_used_bytes, beat.device_total_bytes) == (1, 2, 3)
 
 
@@ -86,19 +86,19 @@ async def test_heartbeats_and_flushes_continue_during_a_pull(rig: Rig) -> None:
     rig.weights.may_pull.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
     await rig.manager.until(worker, "pulling", 0)
-    before = len((await rig.manager.until_made((1, 1), tokens=1))[1, 1].tokens)
-    beats = len(await rig.manager.heard(WorkerHeartbeat, worker))
-    await rig.manager.until_made((1, 1), tokens=before + 50)
+    before = len((await rig.manager.until_generated((1, 1), tokens=1))[1, 1].tokens)
+    beats = len(await rig.manager.received(WorkerHeartbeat, worker))
+    await rig.manager.until_generated((1, 1), tokens=before + 50)
     await eventually(lambda: _more_beats(rig, worker, beats + 3))
     rig.weights.may_pull.set()
     await rig.manager.until(worker, "ready", 1)
-    made = await rig.manager.until_made((1, 1), tokens=len((await rig.manager.made())[1, 1].tokens) + 50)
+    made = await rig.manager.until_generated((1, 1), tokens=len((await rig.manager.generated())[1, 1].tokens) + 50)
     assert made[1, 1].versions == sorted(made[1, 1].versions)
     assert set(made[1, 1].versions) == {0, 1}
 
 
 async def _more_beats(rig: Rig, worker: str, n: int) -> bool:
-    return len(await rig.manager.heard(WorkerHeartbeat, worker)) >= n
+    return len(await rig.manager.received(WorkerHeartbeat, worker)) >= n
 
 
 async def test_load_with_one_mismatch_is_repeated(rig: Rig) -> None:
@@ -113,9 +113,9 @@ async def test_load_with_two_mismatches_fails_and_is_never_served() -> None:
     worker = await rig.manager.joined()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=0), assign(1))
     assert "not what was published" in await _failure(running)
-    assert all(beat.version == -1 for beat in await rig.manager.heard(WorkerHeartbeat))
-    assert await rig.manager.made() == {}
-    (left,) = await rig.manager.heard(WorkerLeft)
+    assert all(beat.version == -1 for beat in await rig.manager.received(WorkerHeartbeat))
+    assert await rig.manager.generated() == {}
+    (left,) = await rig.manager.received(WorkerLeft)
     assert "not what was published" in left.reason
 
 
@@ -236,7 +236,7 @@ async def test_return_to_the_loaded_version_resumes_the_engine(rig: Rig) -> None
 async def test_cancelled_load_is_not_served_when_it_ends(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.engine.may_load.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
     await eventually(lambda: rig.engine.loads == 2)
@@ -244,18 +244,18 @@ async def test_cancelled_load_is_not_served_when_it_ends(rig: Rig) -> None:
     await rig.manager.until(worker, "pulling", -1)
     rig.engine.may_load.set()
     await rig.manager.until(worker, "ready", 2)
-    made = await rig.manager.until_made((1, 1), tokens=len((await rig.manager.made())[1, 1].tokens) + 50)
+    made = await rig.manager.until_generated((1, 1), tokens=len((await rig.manager.generated())[1, 1].tokens) + 50)
     assert set(made[1, 1].versions) == {0, 2}
 
 
 async def test_in_flight_finish_delays_the_load_until_samples_end(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=300), assign(2, max_tokens=400))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     command = UseVersion(job_id=JOB, version=1, in_flight="finish")
     await rig.manager.send(worker, command, assign(3, version=1, max_tokens=20))
     await rig.manager.until(worker, "pulling", 0)
-    await eventually(lambda: [wait.for_ for wait in rig.waits.current()] == ["the samples in flight"])
+    await eventually(lambda: [wait.subject for wait in rig.waits.current()] == ["the samples in flight"])
     made = await rig.manager.until_finished((1, 1), (2, 1), (3, 1))
     assert [set(made[sample, 1].versions) for sample in (1, 2, 3)] == [{0}, {0}, {1}]
     await rig.manager.until(worker, "ready", 1)
@@ -264,7 +264,7 @@ async def test_in_flight_finish_delays_the_load_until_samples_end(rig: Rig) -> N
 async def test_newer_version_replaces_one_that_waits_for_samples(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=300))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     for version in (1, 2):
         await rig.manager.send(worker, UseVersion(job_id=JOB, version=version, in_flight="finish"))
     await rig.manager.until(worker, "ready", 2)
@@ -278,10 +278,10 @@ async def test_in_flight_finish_waits_no_longer_than_its_limit() -> None:
     running = asyncio.create_task(rig.worker.run({}), name="worker")
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="finish"))
     await rig.manager.until(worker, "ready", 1)
-    made = await rig.manager.until_made((1, 1), tokens=len((await rig.manager.made())[1, 1].tokens) + 50)
+    made = await rig.manager.until_generated((1, 1), tokens=len((await rig.manager.generated())[1, 1].tokens) + 50)
     assert set(made[1, 1].versions) == {0, 1}
     rig.stop.set()
     await running
@@ -291,7 +291,7 @@ async def test_in_flight_finish_waits_no_longer_than_its_limit() -> None:
 async def test_in_flight_keep_preserves_the_kv_cache(rig: Rig, in_flight: InFlight, kept: bool) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.engine.kept_kv.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight=in_flight))
     await rig.manager.until(worker, "ready", 1)
@@ -301,7 +301,7 @@ async def test_in_flight_keep_preserves_the_kv_cache(rig: Rig, in_flight: InFlig
 async def test_suspension_during_a_load_frees_the_preserved_kv_cache(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.engine.may_load.clear()
     rig.engine.kept_kv.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="keep"))
@@ -361,11 +361,11 @@ async def test_another_model_replaces_the_engine(rig: Rig) -> None:
 async def test_suspended_state_implies_every_token_is_in_the_log(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
-    await rig.manager.until_made((1, 1), (2, 1), tokens=20)
+    await rig.manager.until_generated((1, 1), (2, 1), tokens=20)
     await rig.manager.send(worker, Suspend(step=1))
     beat = await rig.manager.until(worker, "suspended")
     assert (beat.running, beat.pending) == (0, 0)
-    made = await rig.manager.made()
+    made = await rig.manager.generated()
     assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
     await rig.manager.send(worker, assign(3), Resume(step=2), assign(4))
     made = await rig.manager.until_finished((4, 1))
@@ -375,14 +375,14 @@ async def test_suspended_state_implies_every_token_is_in_the_log(rig: Rig) -> No
 async def test_suspension_is_reported_only_after_the_flush(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=20)
+    await rig.manager.until_generated((1, 1), tokens=20)
     rig.log_refuses = True
     await rig.manager.send(worker, Suspend(step=1))
     await eventually(lambda: any("suspension" in wait.because for wait in rig.waits.current()))
-    assert (await rig.manager.last_beat(worker)).state == "ready"
+    assert (await rig.manager.last_heartbeat(worker)).state == "ready"
     rig.log_refuses = False
     await rig.manager.until(worker, "suspended")
-    made = await rig.manager.made()
+    made = await rig.manager.generated()
     assert len(made[1, 1].tokens) == rig.engine.stats().tokens_generated_total
 
 
@@ -399,11 +399,11 @@ async def test_load_while_suspended_does_not_resume_the_engine(rig: Rig) -> None
 async def test_revoked_sample_stops(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
-    await rig.manager.until_made((1, 1), (2, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), (2, 1), tokens=5)
     await rig.manager.send(worker, revoke((1, 1)))
     await eventually(lambda: _running(rig, 1))
-    length = len((await rig.manager.made())[1, 1].tokens)
-    made = await rig.manager.until_made((2, 1), tokens=length + 100)
+    length = len((await rig.manager.generated())[1, 1].tokens)
+    made = await rig.manager.until_generated((2, 1), tokens=length + 100)
     assert len(made[1, 1].tokens) < length + 100
     assert made[1, 1].finish == 0
 
@@ -411,7 +411,7 @@ async def test_revoked_sample_stops(rig: Rig) -> None:
 async def test_released_sample_resumes_as_another_attempt_without_loss(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=400))
-    await rig.manager.until_made((1, 1), (2, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), (2, 1), tokens=5)
     await rig.manager.send(worker, release((1, 1), (2, 7), (55, 1)))
     part = (await rig.manager.until_finished((1, 1)))[1, 1]
     assert part.finish == FINISH_RELEASED
@@ -438,7 +438,7 @@ async def test_release_of_a_sample_awaiting_weights_answers_at_its_offset(rig: R
 async def test_release_of_a_queued_sample_is_answered(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(*range(5), max_tokens=4000))
-    await rig.manager.until_made((3, 1), tokens=5)
+    await rig.manager.until_generated((3, 1), tokens=5)
     await rig.manager.send(worker, release((4, 1)))
     row = (await rig.manager.until_finished((4, 1)))[4, 1]
     assert (row.first_offset, row.tokens, row.finish) == (0, [], FINISH_RELEASED)
@@ -448,7 +448,7 @@ async def test_another_jobs_model_releases_the_held_samples_first(rig: Rig) -> N
     rig.weights.versions["other", 0] = FakeStagedWeights('{"other": 1}')
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
-    await rig.manager.until_made((1, 1), (2, 1), tokens=20)
+    await rig.manager.until_generated((1, 1), (2, 1), tokens=20)
     first = rig.engine
     rig.log_refuses = True
     await rig.manager.send(worker, UseVersion(job_id="other", version=0))
@@ -462,13 +462,13 @@ async def test_another_jobs_model_releases_the_held_samples_first(rig: Rig) -> N
 async def test_samples_of_two_versions_continue_under_a_third(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), assign(2, version=1, max_tokens=4000))
-    await rig.manager.until_made((2, 1), tokens=5)
+    await rig.manager.until_generated((2, 1), tokens=5)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
     await rig.manager.until(worker, "ready", 2)
-    lengths = {key: len(row.tokens) for key, row in (await rig.manager.made()).items()}
-    made = await rig.manager.until_made((1, 1), (2, 1), tokens=max(lengths.values()) + 50)
+    lengths = {key: len(row.tokens) for key, row in (await rig.manager.generated()).items()}
+    made = await rig.manager.until_generated((1, 1), (2, 1), tokens=max(lengths.values()) + 50)
     assert [sorted(set(made[key].versions)) for key in ((1, 1), (2, 1))] == [[0, 1, 2], [1, 2]]
     assert all(row.versions == sorted(row.versions) for row in made.values())
 
@@ -494,13 +494,13 @@ async def _failed(rig: Rig) -> SampleFailed | None:
 async def test_redis_outage_leaves_every_token_in_order(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=800))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.down = True
     await eventually(lambda: rig.connection.incarnation.outbox.unsent_bytes > 0)
     rig.down = False
     made = await rig.manager.until_finished((1, 1), (2, 1))
     assert [len(row.tokens) for row in made.values()] == [800, 800]
-    assert len(await rig.manager.heard(WorkerJoined)) == 1
+    assert len(await rig.manager.received(WorkerJoined)) == 1
 
 
 async def test_frame_with_a_lost_reply_is_resent_with_the_same_number(rig: Rig) -> None:
@@ -518,7 +518,7 @@ async def test_full_outbox_pauses_the_engine(rig: Rig, monkeypatch: pytest.Monke
     monkeypatch.setattr(frames, "UNSENT_BYTES", 1000)
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=500))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.log_refuses = True
     await eventually(lambda: rig.connection.incarnation.outbox.is_full)
     await eventually(lambda: rig.engine._suspended)
@@ -530,13 +530,13 @@ async def test_full_outbox_pauses_the_engine(rig: Rig, monkeypatch: pytest.Monke
 async def test_dismissed_worker_rejoins_and_is_ready_without_a_pull(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     await rig.manager.send(worker, Dismissed(reason="lost"))
     again = await rig.manager.ready_worker(nth=2)
     assert again != worker
     assert rig.weights.pulled == [(JOB, 0)]
-    assert (await rig.manager.last_beat(again)).running == 0
-    length = len((await rig.manager.made())[1, 1].tokens)
+    assert (await rig.manager.last_heartbeat(again)).running == 0
+    length = len((await rig.manager.generated())[1, 1].tokens)
     await rig.manager.send(again, assign(2))
     made = await rig.manager.until_finished((2, 1))
     assert len(made[1, 1].tokens) == length
@@ -545,14 +545,14 @@ async def test_dismissed_worker_rejoins_and_is_ready_without_a_pull(rig: Rig) ->
 async def test_pause_of_the_engine_is_in_no_measured_decode_step(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
-    await rig.manager.until_made((1, 1), tokens=50)
+    await rig.manager.until_generated((1, 1), tokens=50)
     await rig.generator.pause("suspended")
-    n_before = len(await rig.manager.heard(WorkerHeartbeat, worker))
+    n_before = len(await rig.manager.received(WorkerHeartbeat, worker))
     await asyncio.sleep(0.6)
     await rig.generator.resume("suspended")
 
     async def measured() -> list[float]:
-        beats = await rig.manager.heard(WorkerHeartbeat, worker)
+        beats = await rig.manager.received(WorkerHeartbeat, worker)
         return [beat.step_s for beat in beats[n_before:] if beat.step_s]
 
     await eventually(measured)
@@ -574,7 +574,7 @@ async def test_assignment_for_a_wrong_version_is_dead_lettered_and_rejoins(rig: 
     await rig.manager.send(worker, assign(1, version=7))
     again = await rig.manager.joined(2)
     assert again != worker
-    (left,) = await rig.manager.heard(WorkerLeft, worker)
+    (left,) = await rig.manager.received(WorkerLeft, worker)
     assert "version 7" in left.reason
     (entry,) = await rig.manager.entries(DEAD_LETTERS)
     assert "version 7" in str(entry.message)
@@ -605,34 +605,34 @@ async def test_worker_that_redis_rejects_for_long_joins_again(rig: Rig, monkeypa
     monkeypatch.setattr(worker_app, "_REJECTION_LIMIT_S", 0.1)
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.rejected = worker
     again = await rig.manager.ready_worker(nth=2)
     assert again != worker
     await rig.manager.send(again, assign(2))
     made = await rig.manager.until_finished((2, 1))
     assert not made[1, 1].finish
-    assert await rig.manager.heard(WorkerLeft) == []
+    assert await rig.manager.received(WorkerLeft) == []
 
 
 async def test_worker_that_redis_rejects_for_a_moment_continues(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.rejected = worker
     await eventually(lambda: rig.connection.incarnation.outbox.unsent_bytes)
     rig.rejected = ""
     await rig.manager.until_finished((1, 1))
-    assert len(await rig.manager.heard(WorkerJoined)) == 1
+    assert len(await rig.manager.received(WorkerJoined)) == 1
 
 
 async def test_worker_sends_no_heartbeats_while_none_are_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = await rig.manager.ready_worker()
     monkeypatch.setattr(manager_connection, "_MAX_UNREAD", 0)
-    beats = len(await rig.manager.heard(WorkerHeartbeat, worker))
+    beats = len(await rig.manager.received(WorkerHeartbeat, worker))
     await rig.manager.send(worker, assign(1, max_tokens=400))
     await rig.manager.until_finished((1, 1))
-    assert len(await rig.manager.heard(WorkerHeartbeat, worker)) <= beats + 1, "one may have been on its way"
+    assert len(await rig.manager.received(WorkerHeartbeat, worker)) <= beats + 1, "one may have been on its way"
     assert await rig.lease_values([worker_lease(worker)]) != [None]
     await rig.transact([Delete(worker_reports(worker))])  # a manager has relayed all
     await eventually(lambda: _more_beats(rig, worker, 1))
@@ -641,31 +641,31 @@ async def test_worker_sends_no_heartbeats_while_none_are_read(rig: Rig, monkeypa
 async def test_stop_sends_notice_flushes_and_leaves_in_this_order(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.stop.set()
     await eventually(lambda: _left(rig))
     words = [type(entry.message) for entry in await rig.manager.entries(WORKER_HEARTBEATS)]
     assert words[-1] is WorkerLeft
     assert PreemptionNotice in words
-    made = await rig.manager.made()
+    made = await rig.manager.generated()
     assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
 
 
 async def _left(rig: Rig) -> bool:
-    return bool(await rig.manager.heard(WorkerLeft))
+    return bool(await rig.manager.received(WorkerLeft))
 
 
 async def test_preemption_notice_is_forwarded_and_hands_off_at_once(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.worker.on_preemption_notice(Notice("aws: terminate", 120.0))
     rig.worker.on_preemption_notice(Notice("another", 1.0))
     await rig.worker.wait_handed_off()
-    (notice,), (left,) = await rig.manager.heard(PreemptionNotice), await rig.manager.heard(WorkerLeft)
+    (notice,), (left,) = await rig.manager.received(PreemptionNotice), await rig.manager.received(WorkerLeft)
     assert (notice.worker, notice.lead_s, notice.reason) == (worker, 120.0, "aws: terminate")
     assert (left.reason, rig.stop.is_set()) == ("aws: terminate", True)
-    made = await rig.manager.made()
+    made = await rig.manager.generated()
     assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
 
 
@@ -673,7 +673,7 @@ async def test_notice_without_lead_time_reports_the_grace(rig: Rig) -> None:
     await rig.manager.ready_worker()
     rig.worker.on_preemption_notice(Notice("gcp: preempted"))
     await rig.worker.wait_handed_off()
-    (notice,) = await rig.manager.heard(PreemptionNotice)
+    (notice,) = await rig.manager.received(PreemptionNotice)
     assert notice.lead_s == 5.0
 
 
@@ -683,11 +683,11 @@ async def test_shutdown_does_not_wait_for_a_stuck_engine(rig: Rig, monkeypatch: 
 
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     monkeypatch.setattr(rig.engine, "suspend", never)
     rig.worker.on_preemption_notice(Notice("aws: terminate", 2.0))
     await asyncio.wait_for(rig.worker.wait_handed_off(), 4.0)
-    made = await rig.manager.made()
+    made = await rig.manager.generated()
     assert len(made[1, 1].tokens) == rig.engine.stats().tokens_generated_total, "it made none of what it has forgotten"
 
 
@@ -714,18 +714,18 @@ async def test_rebalance_recommendation_drains_if_configured() -> None:
     await rig.manager.ready_worker()
     await rig.worker.on_rebalance_recommendation(RebalanceRecommendation("aws: rebalance"))
     await running
-    (left,) = await rig.manager.heard(WorkerLeft)
+    (left,) = await rig.manager.received(WorkerLeft)
     assert left.reason == "aws: rebalance"
-    assert await rig.manager.heard(PreemptionNotice) == []
+    assert await rig.manager.received(PreemptionNotice) == []
 
 
 async def test_drained_worker_leaves_without_notice(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000), Drain(reason="scaled down"))
     await eventually(lambda: _left(rig))
-    (left,) = await rig.manager.heard(WorkerLeft)
+    (left,) = await rig.manager.received(WorkerLeft)
     assert left.reason == "scaled down"
-    assert await rig.manager.heard(PreemptionNotice) == []
+    assert await rig.manager.received(PreemptionNotice) == []
     assert rig.stop.is_set()
 
 
@@ -761,7 +761,7 @@ async def test_dead_engine_fails_the_worker_with_a_report() -> None:
     await rig.manager.ready_worker()
     rig.engine.fail(RuntimeError("out of memory"))
     assert "out of memory" in await _failure(running)
-    (left,) = await rig.manager.heard(WorkerLeft)
+    (left,) = await rig.manager.received(WorkerLeft)
     assert "out of memory" in left.reason
     assert not left.running_at_failure
 
@@ -770,9 +770,9 @@ async def test_heartbeat_says_what_the_engine_accepts_once_there_is_one() -> Non
     rig = Rig(capacity=KvCapacity(slots=4, max_len=4096, tokens=9000))
     running = asyncio.create_task(rig.worker.run({}), name="worker")
     worker = await rig.manager.ready_worker()
-    beats = await rig.manager.heard(WorkerHeartbeat)
+    beats = await rig.manager.received(WorkerHeartbeat)
     assert {(beat.kv_tokens, beat.max_request_tokens) for beat in beats if beat.state == "joining"} == {(0, 0)}
-    beat = await rig.manager.last_beat(worker)
+    beat = await rig.manager.last_heartbeat(worker)
     assert (beat.state, beat.kv_tokens, beat.max_request_tokens) == ("ready", 9000, 0)
     assert not beat.returns_routed_experts
     rig.stop.set()
@@ -784,11 +784,11 @@ async def test_dead_engine_report_names_running_samples_not_queued_ones() -> Non
     running = asyncio.create_task(rig.worker.run({}), name="worker")
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, 3, max_tokens=4000))
-    await rig.manager.until_made((1, 1), (2, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), (2, 1), tokens=5)
     assert rig.engine.stats().pending == 1, "there are slots, but no capacity"
     rig.engine.fail(RuntimeError("out of memory"))
     assert "out of memory" in await _failure(running)
-    (left,) = await rig.manager.heard(WorkerLeft)
+    (left,) = await rig.manager.received(WorkerLeft)
     assert ints(left.running_at_failure, U64) == [1, 2]
 
 
@@ -798,13 +798,13 @@ async def test_hung_engine_fails_the_worker_with_tokens_flushed_and_report() -> 
     running = asyncio.create_task(rig.worker.run({"progress": watchdog.run}), name="worker")
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
-    await rig.manager.until_made((1, 1), (2, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), (2, 1), tokens=5)
     rig.engine.hangs = True
     assert "no token has come for" in await _failure(running)
-    (left,) = await rig.manager.heard(WorkerLeft)
+    (left,) = await rig.manager.received(WorkerLeft)
     assert "the inference engine hangs" in left.reason
     assert ints(left.running_at_failure, U64) == [1, 2]
-    made = await rig.manager.made()
+    made = await rig.manager.generated()
     assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
 
 
@@ -814,11 +814,11 @@ async def test_paused_engine_does_not_count_as_hung() -> None:
     running = asyncio.create_task(rig.worker.run({"progress": watchdog.run}), name="worker")
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=500))
-    await rig.manager.until_made((1, 1), tokens=5)
+    await rig.manager.until_generated((1, 1), tokens=5)
     rig.engine.may_load.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
     await rig.manager.until(worker, "pulling", -1)
-    beats = len(await rig.manager.heard(WorkerHeartbeat, worker))
+    beats = len(await rig.manager.received(WorkerHeartbeat, worker))
     await eventually(lambda: _more_beats(rig, worker, beats + 25))  # half a second: ten times the limit
     rig.engine.may_load.set()
     await rig.manager.until_finished((1, 1))

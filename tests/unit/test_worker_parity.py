@@ -34,7 +34,7 @@ def staged(off: float = 0.0) -> FakeStagedWeights:
 
 
 async def _more_than(rig: Rig, n_beats: int) -> list[WorkerHeartbeat]:
-    beats = await rig.manager.heard(WorkerHeartbeat)
+    beats = await rig.manager.received(WorkerHeartbeat)
     return beats if len(beats) > n_beats else []
 
 
@@ -76,9 +76,9 @@ async def test_parity_failure_serves_nothing_and_reports_both_numbers() -> None:
     with pytest.raises(ExceptionGroup) as failure:
         await running
     assert failure.group_contains(ParityCheckFailed, match="0.25 nats mean and 0.25 nats maximal", depth=2)
-    assert {beat.state for beat in await rig.manager.heard(WorkerHeartbeat)} == {"joining", "pulling"}
-    assert await rig.manager.made() == {}
-    (left,) = await rig.manager.heard(WorkerLeft)
+    assert {beat.state for beat in await rig.manager.received(WorkerHeartbeat)} == {"joining", "pulling"}
+    assert await rig.manager.generated() == {}
+    (left,) = await rig.manager.received(WorkerLeft)
     assert "RLBOOST_WORKER_PARITY_TOLERANCE" in left.reason
     assert left.running_at_failure == b"", "no sample is the cause"
     (event,) = [entry.message for entry in await rig.manager.entries(job_events(JOB))]
@@ -93,11 +93,11 @@ async def test_parity_failure_leaves_no_token_of_samples_in_flight() -> None:
     running = asyncio.create_task(rig.worker.run({}), name="worker")
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=3)
+    await rig.manager.until_generated((1, 1), tokens=3)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
     with pytest.raises(ExceptionGroup):
         await running
-    assert set((await rig.manager.made())[1, 1].versions) == {0}
+    assert set((await rig.manager.generated())[1, 1].versions) == {0}
 
 
 async def test_suspended_engine_is_checked_on_resume(rig: Rig) -> None:
@@ -153,7 +153,7 @@ async def test_suspension_between_load_and_parity_check_frees_the_device(
         await eventually(lambda: rig.connection.session.target == (JOB, 2))
     await rig.manager.send(worker, Suspend(step=1))
     await eventually(lambda: "suspended" in rig.generator._pause_reasons)
-    n_beats = len(await rig.manager.heard(WorkerHeartbeat))
+    n_beats = len(await rig.manager.received(WorkerHeartbeat))
     beats = await eventually(lambda: _more_than(rig, n_beats + 2))
     assert all(beat.state != "suspended" for beat in beats), "the weights are being read"
     may_read.set()
@@ -176,13 +176,13 @@ async def test_parity_failure_on_resume_generates_nothing() -> None:
     with pytest.raises(ExceptionGroup) as failure:
         await running
     assert failure.group_contains(ParityCheckFailed)
-    assert await rig.manager.made() == {}
+    assert await rig.manager.generated() == {}
 
 
 async def test_parity_check_is_skipped_while_samples_keep_their_cache(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
-    await rig.manager.until_made((1, 1), tokens=3)
+    await rig.manager.until_generated((1, 1), tokens=3)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="keep"))
     await rig.manager.until(worker, "ready", 1)
     assert rig.engine.scored == 1
@@ -201,7 +201,7 @@ async def test_parity_check_without_an_answer_fails(monkeypatch: pytest.MonkeyPa
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=0))
     await asyncio.wait({running}, timeout=10)
     assert running.exception() is not None
-    (left,) = await eventually(lambda: rig.manager.heard(WorkerLeft))
+    (left,) = await eventually(lambda: rig.manager.received(WorkerLeft))
     assert "parity check" in left.reason
 
 

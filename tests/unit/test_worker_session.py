@@ -366,6 +366,16 @@ def test_message_other_than_a_command_is_dead_lettered(ready: Session) -> None:
     assert isinstance(action, DeadLetterCommand)
 
 
+@pytest.mark.parametrize("command", [Revoke, Release])
+def test_columns_of_unequal_length_are_refused_and_change_nothing(
+    command: type[Revoke] | type[Release], ready: Session
+) -> None:
+    ready.on_command(assign((7, 1), (8, 1)))
+    with pytest.raises(ValueError, match="shorter"):
+        ready.on_command(command(samples=pack([7, 8], U64), attempts=pack([1], U32)))
+    assert ready.held == {7: 1, 8: 1}
+
+
 keys = st.tuples(st.integers(0, 4), st.integers(1, 4))
 commands: st.SearchStrategy[Message] = st.one_of(
     st.builds(use, st.integers(0, 2), st.sampled_from(["j", "k"])),

@@ -153,7 +153,7 @@ def _apply_admitted(world: World, request: GroupRequested, entry_id: str) -> Non
     first = world.ledger.samples.get(request.group)
     if first is not None and not first.first_id:
         # The record of an admission that this manager decided itself: now its log entry is known.
-        world.ledger.recorded(request, entry_id)
+        world.ledger.set_admission_entry(request, entry_id)
         return
     progress = world.progress[request.job_id]
     added = world.ledger.admit(request, entry_id)

@@ -30,7 +30,7 @@ def compact(world: World, read_to: str) -> str:
     ledger = world.ledger
     oldest = ledger.oldest(1)
     limit = max(MIN_LOG_TOKENS, MAX_LOG_RATIO * ledger.tokens_live)
-    if oldest and ledger.tokens_in_log - oldest[0].first_mark > limit:
+    if oldest and ledger.tokens_in_log - oldest[0].log_tokens_before > limit:
         _restate(world, ledger, older_than=ledger.tokens_in_log - limit // 2)
     return oldest[0].first_id if oldest else read_to
 
@@ -55,8 +55,8 @@ def forget_ended(world: World, wall: float) -> None:
 def _restate(world: World, ledger: Ledger, older_than: int) -> None:
     tokens = 0
     for sample in ledger.oldest(MAX_RESTATED):
-        if sample.first_mark >= older_than or tokens > MAX_RESTATED_TOKENS:
+        if sample.log_tokens_before >= older_than or tokens > MAX_RESTATED_TOKENS:
             break
         if sample.finish == FINISH_NONE:
             tokens += sample.n_tokens
-            world.outbox.record(ledger.restated(sample))
+            world.outbox.record(ledger.restatement_of(sample))

@@ -112,7 +112,7 @@ def _retry_failed(world: World, now: Now) -> None:
 def _dead_letter(world: World, sample: Sample, reason: str, now: Now) -> None:
     """Drop a sample that fails on every worker, and store it among the dead letters for inspection."""
     where = f"{reason} (on {', '.join(sample.failed_on)})"
-    world.outbox.add(DeadLetterSample(sample.first_id, world.ledger.restated(sample), where))
+    world.outbox.add(DeadLetterSample(sample.first_id, world.ledger.restatement_of(sample), where))
     name, job_id = str(SampleId.unpack(sample.id)), sample.request.job_id
     world.emit_event("sample_failed", now, job_id, sample=name, reason=reason, workers=list(sample.failed_on))
     world.drop(sample, FAILED, reason)

@@ -233,7 +233,7 @@ class Worker:
             "host": self.joined.host,
             "pid": self.joined.pid,
             "joined_at": self.joined.at,
-            "last_beat_at": self.last_heartbeat_at or self.joined.at,
+            "last_heartbeat_at": self.last_heartbeat_at or self.joined.at,
             "waiting": self.waiting.public() if self.waiting else None,
             "gone_reason": self.gone_reason or None,
         }

@@ -109,8 +109,8 @@ class Ledger:
             added.append(sample)
         return added
 
-    def recorded(self, request: GroupRequested, entry_id: str) -> None:
-        """Note the log entry of an admission that was decided before it was written."""
+    def set_admission_entry(self, request: GroupRequested, entry_id: str) -> None:
+        """Set the log entry of an admission, which was decided before it was written."""
         for i in range(request.n):
             sample = self.samples.get(request.group + i)
             if sample is not None and not sample.first_id:
@@ -283,7 +283,7 @@ class Ledger:
                 f"sample {message.sample} is restated with {n_tokens} tokens, {n_logprobs} log-probabilities and spans "
                 f"over {spanned}"
             )
-        mark = self.tokens_in_log
+        tokens_before = self.tokens_in_log
         self.tokens_in_log += n_tokens
         sample = self.samples.get(message.sample)
         if sample is None:
@@ -291,7 +291,7 @@ class Ledger:
                 message.sample,
                 message.request,
                 entry_id,
-                mark,
+                tokens_before,
                 message.attempt,
                 message.worker,
                 bytearray(message.tokens),
@@ -309,11 +309,11 @@ class Ledger:
         elif sample.attempt == message.attempt and len(sample.tokens) == len(message.tokens):
             # A frame or a placement between the decision to restate and the entry itself makes the entry
             # insufficient: the older entries stay needed until the sample is restated again.
-            sample.first_id, sample.first_mark = entry_id, mark
+            sample.first_id, sample.log_tokens_before = entry_id, tokens_before
             self._by_age.pop(sample.id, None)
             self._by_age[sample.id] = None
 
-    def restated(self, sample: Sample) -> Restated:
+    def restatement_of(self, sample: Sample) -> Restated:
         """Return the record that restates a sample."""
         return Restated(
             request=sample.request,

@@ -23,8 +23,8 @@ class Sample:
     request: GroupRequested
     first_id: str
     """Oldest log entry that a replay needs for it."""
-    first_mark: int
-    """How many tokens the log had carried when that entry was written."""
+    log_tokens_before: int
+    """Number of tokens in the log before that entry."""
     attempt: int = 0
     """The current attempt; 0 before the first placement."""
     worker: str = ""

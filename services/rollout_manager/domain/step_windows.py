@@ -87,7 +87,7 @@ def _view(world: World, job: Job, progress: JobProgress, window: Window, now: No
 
 
 def _too_slow(world: World, job: Job, progress: JobProgress, window: Window, now: Now) -> bool:
-    """Return True if so many preemptible workers left since the step began that the others are too slow."""
+    """Return True if the remaining preemptible workers are too slow because others left since the step began."""
     present = progress.fleet.preemptible
     window.max_fleet = max(window.max_fleet, present)
     if present >= window.max_fleet or not job.window_tuner.train_s:

@@ -173,7 +173,7 @@ class RequestTable:
             error, finish = self._validation_error(request), finish_at_start(request)
             if error or finish:
                 where = request.sample, request.attempt, len(request.tokens)
-                self._emissions.append(Emission(*where, [], [], self.version, finish, error))
+                self._emissions.append(Emission(*where, [], [], self._reported_version, finish, error))
                 continue
             self._start(request, ids)
             prefix = ids[:-1].tobytes()
@@ -302,7 +302,7 @@ class RequestTable:
         for request in self.pending:
             if request.key in released:
                 where = request.sample, request.attempt, len(request.tokens)
-                self._emissions.append(Emission(*where, [], [], max(self.version, 0), FINISH_RELEASED))
+                self._emissions.append(Emission(*where, [], [], self._reported_version, FINISH_RELEASED))
         for slot, request in enumerate(self.requests):
             if request.key in released and not self._slot_state["aborted"][slot]:
                 self._emit(slot, finish=FINISH_RELEASED)
@@ -333,6 +333,11 @@ class RequestTable:
         self._emit_all()
         self.version = version
 
+    @property
+    def _reported_version(self) -> int:
+        """The version of an emission. Without weights (-1) an emission has no tokens, and frames hold no negatives."""
+        return max(self.version, 0)
+
     # --- draining -----------------------------------------------------------------------------------------------------
 
     def drain(self) -> list[Emission]:
@@ -354,7 +359,7 @@ class RequestTable:
         tokens, logprobs = (array[slot, begin:end].tolist() for array in (self._tokens, self._logprobs))
         where = request.sample, request.attempt, begin - len(request.prompt)
         routed = self._routed_experts(slot) if finish in {FINISH_STOP, FINISH_LENGTH} else b""
-        self._emissions.append(Emission(*where, tokens, logprobs, self.version, finish, error, routed))
+        self._emissions.append(Emission(*where, tokens, logprobs, self._reported_version, finish, error, routed))
         state["drained"] = end
 
     def _remove(self, ended: npt.NDArray[np.bool_]) -> SlotMoves:

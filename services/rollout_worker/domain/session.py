@@ -169,12 +169,12 @@ class Session:
         return aborts
 
     def _revoke(self, command: Revoke) -> list[Effect]:
-        keys = zip(ints(command.samples, U64), ints(command.attempts, U32), strict=False)
+        keys = zip(ints(command.samples, U64), ints(command.attempts, U32), strict=True)
         held = self.held
         return self._abort_keys([(i, held[i]) for i, attempt in keys if i in held and held[i] <= attempt])
 
     def _release(self, command: Release) -> list[Effect]:
-        keys = dict(zip(ints(command.samples, U64), ints(command.attempts, U32), strict=False))
+        keys = dict(zip(ints(command.samples, U64), ints(command.attempts, U32), strict=True))
         return self._release_keys([key for key in keys.items() if self.held.get(key[0]) == key[1]])
 
     def _suspend(self) -> list[Effect]:

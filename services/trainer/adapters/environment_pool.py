@@ -26,7 +26,7 @@ class EnvironmentPool:
     """`Environments` over `environment.workers` processes."""
 
     def __init__(self, spec: EnvironmentSpec, waits: Waits, log: UserCodeLog | None = None) -> None:
-        """Prepare; `start` starts the processes. Their output goes to `log`."""
+        """Start no process yet: see `start`. Their output goes to `log`."""
         self._waits = waits
         self._log = log
         self._hosts = [_Host(spec, log) for _ in range(spec.workers)]

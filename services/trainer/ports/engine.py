@@ -29,8 +29,9 @@ Exported = Literal["model", "base", "adapter"]
 Without an adapter, `model` and `base` are the same and `adapter` is not available."""
 Loaded = Literal["base", "adapter"]
 Snapshot = Callable[[Path], None]
-"""Writes a captured state into an existing directory. Call it once, from any thread; later engine calls do not affect
-it. Raises `OSError` if the directory cannot be written."""
+"""Writes a captured state into an existing directory, from any thread; may be called again after an error, until
+`drop_snapshot` or the next `snapshot`. Later engine calls do not affect it. Raises `OSError` if the directory cannot be
+written."""
 
 
 class NotFinite(Fatal):
@@ -109,7 +110,7 @@ class PolicyEngine(Protocol):
     def snapshot(self) -> Snapshot:
         """Copy the trained weights, the optimizer state and the random state; return a function that writes the copy.
 
-        The function may be called again after an error. Only one copy exists at a time: drop the previous one first.
+        Only one copy exists at a time: `snapshot` replaces the previous one.
 
         Raises:
             DiskFull: there is no space for a copy on disk; the same call may be made again.

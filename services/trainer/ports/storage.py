@@ -35,13 +35,15 @@ class CheckpointStore(Protocol):
     """Checkpoints of one job; a checkpoint is stored whole or not at all. All calls block, one at a time."""
 
     def save(self, state: TrainState, write: Snapshot) -> None:
-        """Store a checkpoint and delete old ones; `write` writes the engine's files into the directory it is given.
+        """Store a checkpoint, then delete all but the newest ones; if this raises, the earlier ones are unchanged.
+
+        Args:
+            state: the job's position.
+            write: writes the engine's files into the directory it is given.
 
         Raises:
             DiskFull: there is no space; the same call may be made again.
             Fatal: it cannot be written for another reason.
-
-        Earlier checkpoints stay.
 
         """
 

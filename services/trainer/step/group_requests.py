@@ -28,7 +28,7 @@ class GroupRequests:
     def __init__(
         self, job: JobContext, step: int, planned: Sequence[PlannedGroup], conversations: Conversations | None
     ) -> None:
-        """Prepare; `send` sends.
+        """Request nothing yet: see `send`.
 
         Args:
             job: the step's job.

@@ -46,7 +46,7 @@ class Conversations:
     """Starts the conversations of a step's groups, and answers their turns."""
 
     def __init__(self, job: JobContext, step: int, planned: Sequence[PlannedGroup]) -> None:
-        """Prepare for `planned`, the groups of `step`."""
+        """Start no conversation yet; `planned` are the groups of `step`."""
         spec, data, environments = job.spec, job.resources.data, job.resources.environments
         assert spec.environment is not None
         assert environments is not None

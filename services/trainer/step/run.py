@@ -51,7 +51,7 @@ class StepRun:
     """One step, from its first sample to its last optimizer step."""
 
     def __init__(self, job: JobContext, intake: GroupIntake, source: Source) -> None:
-        """Prepare the step of `intake`; `source` reads its entries."""
+        """Run nothing yet: see `run`. `source` reads the entries of the step of `intake`."""
         self._job = job
         self._step = intake.step
         self._intake = intake
@@ -60,10 +60,10 @@ class StepRun:
         self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s, job.resources.engine.offload)
         self._idle_before_s: float | None = None
         """Idle time of the device until all initial groups were complete."""
-        self._updated = False
-        """Whether the weights differ from those at the start of the step."""
+        self._weights_changed = False
+        """True once the weights differ from those at the start of the step."""
         self._rows = TrainingRowBuilder(job, intake.tally, self._turn)
-        self._update: list[TrainingRow] = []
+        self._rows_since_update: list[TrainingRow] = []
         """Rows accumulated since the last optimizer step."""
 
     async def run(self) -> StepTally:
@@ -130,13 +130,14 @@ class StepRun:
         planner: UpdatePlanner[TrainingRow] = UpdatePlanner(
             n_groups, spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
         )
-        whole = None
-        if self._rows.needs_the_step:
-            whole = await self._rows.build([await self._intake.next_group() for _ in range(n_groups)])
+        rows_by_group = None
+        if self._rows.needs_all_groups:
+            rows_by_group = await self._rows.build([await self._intake.next_group() for _ in range(n_groups)])
         for number in range(n_groups):
-            rows = (
-                whole[number] if whole is not None else (await self._rows.build([await self._intake.next_group()]))[0]
-            )
+            if rows_by_group is not None:
+                rows = rows_by_group[number]
+            else:
+                (rows,) = await self._rows.build([await self._intake.next_group()])
             for work in planner.add(rows):
                 await self._run_work(work)
         self._turn.end()
@@ -144,17 +145,17 @@ class StepRun:
     async def _run_work(self, work: Accumulate[TrainingRow] | OptimizerStep) -> None:
         engine, loss = self._job.resources.engine, self._job.resources.loss
         if isinstance(work, OptimizerStep):
-            norm = await self._finite(lambda: engine.step(self._tally.learning_rate), self._update)
-            self._updated = self._updated or bool(self._update)
-            self._update = []
+            norm = await self._finite(lambda: engine.step(self._tally.learning_rate), self._rows_since_update)
+            self._weights_changed = self._weights_changed or bool(self._rows_since_update)
+            self._rows_since_update = []
             if norm:
                 self._tally.grad_norms.append(norm)
             return
         for batch in await self._rows.with_pair_weights(work.batches):
             # One call per micro-batch: the turn may end between two.
             numbers = await self._finite(partial(engine.accumulate, [batch], loss), batch)
-            self._update += batch
-            if self._updated and not all(row.proximal for row in batch):
+            self._rows_since_update += batch
+            if self._weights_changed and not all(row.proximal for row in batch):
                 del numbers[sums.MISMATCH]  # the row was scored by weights that this step has updated
             else:
                 numbers["mismatch_tokens"] = numbers["tokens"]

@@ -46,7 +46,7 @@ class TrainingRowBuilder:
         """(best, worst) of the groups whose rows are built and have no weights yet."""
 
     @property
-    def needs_the_step(self) -> bool:
+    def needs_all_groups(self) -> bool:
         """Return True if rows can be built only from all groups of the step."""
         return self._needs_proximal or self._algorithm.advantage in NEED_THE_STEP
 
@@ -54,7 +54,7 @@ class TrainingRowBuilder:
         """Return the rows of each group, an empty list for a group that was dropped or is left out.
 
         Args:
-            groups: some groups of the step; all of them if it `needs_the_step`.
+            groups: some groups of the step; all of them if it `needs_all_groups`.
 
         """
         resources, spec, max_tokens = self._job.resources, self._algorithm, self._job.spec.sampling.max_tokens

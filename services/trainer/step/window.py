@@ -23,10 +23,10 @@ log = structlog.get_logger(__name__)
 class RolloutWindow:
     """All requested steps."""
 
-    def __init__(self, job: JobContext, log: FinishedLog, read_until: str) -> None:
-        """Read `log` for a job; an earlier process has counted late samples up to the position `read_until`."""
+    def __init__(self, job: JobContext, finished: FinishedLog, read_until: str) -> None:
+        """Read `finished` for a job; an earlier process has counted late samples up to the position `read_until`."""
         self._job = job
-        self._log = log
+        self._finished = finished
         self._window = StepWindow(read_until)
         self._intakes: dict[int, GroupIntake] = {}
 
@@ -61,12 +61,12 @@ class RolloutWindow:
     @property
     def needed_from(self) -> str:
         """Position before the first entry that an open step needs."""
-        return self._window.needed_from(self._log.cursor)
+        return self._window.needed_from(self._finished.cursor)
 
     @property
     def read_until(self) -> str:
         """Position of the last entry that was read."""
-        return self._log.cursor
+        return self._finished.cursor
 
     async def read(self, what: str, because: str) -> None:
         """Read the next entry, of any step, waiting for `what`.
@@ -76,7 +76,7 @@ class RolloutWindow:
 
         """
         try:
-            await self._log.wait(what, because)
+            await self._finished.wait(what, because)
         except Timeout as error:
             raise Fatal(f"{error}: check that a worker is ready to generate: 'rlboost worker list'") from error
         self._take()
@@ -89,12 +89,12 @@ class RolloutWindow:
 
         """
         if len(self._intakes) > 1:
-            while self._window.holds((await self._log.peek()).message):
+            while self._window.holds((await self._finished.peek()).message):
                 self._take()
             self._answer_turns()
 
     def _take(self) -> None:
-        before, entry = self._log.cursor, self._log.take()
+        before, entry = self._finished.cursor, self._finished.take()
         try:
             decided = self._window.fold(before, entry)
         except Unprocessable as error:
@@ -103,7 +103,7 @@ class RolloutWindow:
         if decided is not None:
             step, outcome = decided
             self._intakes[step].take(outcome)
-        if self._log.drained:
+        if self._finished.drained:
             self._answer_turns()
 
     def _answer_turns(self) -> None:

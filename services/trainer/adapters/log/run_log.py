@@ -47,7 +47,7 @@ class RunLog:
     """The third-party loggers of one job."""
 
     def __init__(self, openers: Mapping[str, Opener], patience_s: float = PATIENCE_S) -> None:
-        """Prepare; `openers` are by the loggers' names, `patience_s` is the limit for one row."""
+        """Open no logger yet; `openers` are by the loggers' names, `patience_s` is the limit for one row."""
         self._openers = openers
         self._patience_s = patience_s
         self._threads: list[_LoggerThread] = []

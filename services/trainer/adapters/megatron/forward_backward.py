@@ -92,7 +92,7 @@ class PipelineForwardBackward:
         )
 
     def _n_dummies(self, n_batches: int) -> int:
-        """Return how many passes more another rank makes that has experts for this one's tokens."""
+        """Return how many dummy passes this rank adds: all of its expert-parallel group make the same number."""
         if self._model.config.expert_model_parallel_size == 1:
             return 0
         most = torch.tensor(n_batches, device=_device())
@@ -107,7 +107,7 @@ class PipelineForwardBackward:
         device = _device()
         ids, at, cu_seqlens = (torch.from_numpy(part).to(device) for part in (rows.ids, rows.predicts, rows.boundaries))
         lengths = tuple(np.diff(rows.boundaries).tolist())
-        parameters = PackedRows(
+        packed_seq_params = PackedRows(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
@@ -116,7 +116,7 @@ class PipelineForwardBackward:
             lengths=lengths,
         )
         self._routers.set_loss_factor(None if batch is _DUMMY else self._balancing.factor(batch) / len(rows.ids))
-        output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=parameters)
+        output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=packed_seq_params)
 
         def loss_of_logits(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
             logprobs = self._logprobs_of(logits[0], ids, at)

@@ -50,7 +50,7 @@ def shape_of(config: Any) -> ModelShape:
             f"{', '.join(FAMILIES)}): use trainer.backend: torch"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    unknown = {
+    unsupported = {
         "rope type": rope.get("rope_type", "default") != "default" and rope["rope_type"],
         "activation": config.hidden_act != "silu" and config.hidden_act,
         "sliding window": getattr(config, "use_sliding_window", False) and config.sliding_window,
@@ -59,7 +59,7 @@ def shape_of(config: Any) -> ModelShape:
         "dense layers among experts:": getattr(config, "mlp_only_layers", None),
         "decoder_sparse_step": getattr(config, "decoder_sparse_step", 1) != 1 and config.decoder_sparse_step,
     }
-    for what, value in unknown.items():
+    for what, value in unsupported.items():
         if value:
             raise ConfigError(f"trainer.backend: megatron does not support {what} {value}: use trainer.backend: torch")
     is_mixture = config.model_type == "qwen3_moe"

@@ -125,7 +125,8 @@ class RankEngine(ABC):
     def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> list[TensorSlice]:
         """Build the model and load it from safetensors files; return this rank's slices.
 
-        `shared` is a directory that the trainer has just made where checkpoints are written.
+        `shared`: a directory that the trainer created where it writes checkpoints; a rank that does not see it is on a
+        machine without the shared file system.
         """
         if not Path(shared).is_dir():
             raise ConfigError(

@@ -22,7 +22,7 @@ class LocalRanks:
     """`Launcher` on this machine."""
 
     def __init__(self, layout: Layout, device: str) -> None:
-        """Prepare; with device `cpu` the processes see no GPU."""
+        """Start no process yet; with device `cpu` the processes see no GPU."""
         self.layout = layout
         self._device = device
         self._processes: list[subprocess.Popen[bytes]] = []

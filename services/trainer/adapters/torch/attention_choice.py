@@ -1,7 +1,8 @@
-"""Which attention trains a model: that of packed rows where it computes what transformers' own does, else the latter.
+"""Chooses the attention implementation that trains a model.
 
-A family's configuration does not tell. Some pass attention more than queries, keys and values, such as sinks or learned
-masks, and some call it without the boundaries of rows. So a small random model of the family runs with each.
+It is that of packed rows if they give the same logits as transformers' eager attention, otherwise an implementation of
+transformers. The configuration does not show this: some families pass more to attention (sinks, learned masks) or omit
+row boundaries. So a small random model of the family runs with each candidate.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ log = structlog.get_logger(__name__)
 _LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """Rotary frequencies that depend on the longest row: of packed rows, on another one."""
-_OWN = ("sdpa", "eager")
+_FROM_TRANSFORMERS = ("sdpa", "eager")
 """transformers' implementations, the faster one first; families are defined by `eager`."""
-_ROWS = (13, 9)
-"""Tokens of the rows that are compared. They are longer than `_WINDOW`."""
+_ROW_LENGTHS = (13, 9)
+"""Tokens of each row that is compared. Rows are longer than `_WINDOW`."""
 _WINDOW = 4
 _HEADS = 4
 _SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 97, "vocab_size_per_layer_input": 97}
@@ -48,12 +49,16 @@ def attention_of(config: Any) -> str:
 
     """
     text = config.get_text_config()
+    may_pack = _may_pack(text)
+    rejected = (
+        {} if may_pack else {PACKED: "its layer types, rotary frequencies or code in transformers do not allow it"}
+    )
     # The scores of the small model are too low for a cap to show, and sdpa ignores caps.
-    own = ["eager"] if getattr(text, "attn_logit_softcapping", None) else [*_OWN]
-    choices = [PACKED, *own] if _may_pack(text) else own
-    found = _first_equal(config, choices) or own[0]
+    own = ["eager"] if getattr(text, "attn_logit_softcapping", None) else [*_FROM_TRANSFORMERS]
+    choices = [PACKED, *own] if may_pack else own
+    found = _first_matching(config, choices, rejected) or own[0]
     if found != PACKED:
-        log.warning("rows_not_packed", model_type=config.model_type, attention=found)
+        log.warning("rows_not_packed", model_type=config.model_type, attention=found, reason=rejected[PACKED])
     return found
 
 
@@ -114,24 +119,32 @@ def _small(config: Any) -> Any:
 
 
 @torch.inference_mode()
-def _first_equal(config: Any, choices: Sequence[str]) -> str | None:
-    """Return the first attention with the logits of `eager`, None if no model can be built or run with that."""
+def _first_matching(config: Any, choices: Sequence[str], rejected: dict[str, str]) -> str | None:
+    """Return the first choice with the logits of `eager`, None if there is none; add the others to `rejected`.
+
+    Args:
+        config: of a causal language model of transformers.
+        choices: implementations to compare.
+        rejected: implementation -> why it was not chosen.
+
+    """
     try:
         model = _random_model(_small(config))
-        rows = [torch.arange(n) * 7 % model.get_input_embeddings().num_embeddings for n in _ROWS]
+        rows = [torch.arange(n) * 7 % model.get_input_embeddings().num_embeddings for n in _ROW_LENGTHS]
         expected = _separate(model, rows)
     except Exception as error:  # noqa: BLE001 - of a family's own code, at sizes that it may not support
-        log.debug("attention_not_compared", model_type=config.model_type, error=repr(error))
+        rejected |= dict.fromkeys(choices, f"a small model of the family cannot be run: {error!r}")
         return None
     for name in choices:
         try:
             model.set_attn_implementation(name)
             found = _packed(model, rows) if name == PACKED else _separate(model, rows)
         except Exception as error:  # noqa: BLE001 - as above
-            log.debug("attention_not_usable", model_type=config.model_type, attention=name, error=repr(error))
+            rejected[name] = f"it fails: {error!r}"
             continue
         if torch.allclose(found, expected, rtol=0, atol=_TOLERANCE * float(expected.abs().max())):
             return name
+        rejected[name] = "its logits differ from those of eager attention"
     return None
 
 

@@ -60,7 +60,7 @@ class UserCodeProcess:
     """One process, restarted when it has ended."""
 
     def __init__(self, program: UserProgram, log: UserCodeLog | None = None) -> None:
-        """Prepare; `start` starts the process. Its output goes to `log`, or else to this process's standard error."""
+        """Start no process yet: see `start`. Its output goes to `log`, or else to this process's standard error."""
         self._program = program
         self._log = log
         self._process: Process | None = None
