@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,11 @@ def test_shown_curricula_decide_for_a_prompt() -> None:
 def test_shown_job_passes_the_check(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (reward, *_), (job, *_) = (blocks_in(ROOT / page, language) for language in ("python", "yaml"))
     rows = [{"prompt": f"t{n} t{n + 1}", "answer": f"t{n}"} for n in range(3, 40)]
-    (tmp_path / "sums").mkdir()
-    (tmp_path / "sums/reward.py").write_text(reward)
-    for name in ("train", "test"):
-        (tmp_path / f"sums/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(reward)
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = write_tokenizer(write_model(tmp_path / "model"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
     raw = yaml.safe_load(job) | {"model": str(model), "sampling": {"max_tokens": 16}}
     assert check_job(raw).problems == []
