@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -209,7 +209,8 @@ class LocalCluster:
             self._placements.pop(event.name, None)
             shutil.rmtree(cache_dir(self.state.path) / event.name, ignore_errors=True)
         for listener in self._listeners:
-            listener(event)
+            with suppress(OSError):  # it prints into a file on a full disk, or into a closed pipe
+                listener(event)
 
     # --- operations -----------------------------------------------------------------------------------------------
 

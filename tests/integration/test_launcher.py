@@ -199,8 +199,12 @@ async def test_failing_disk_ends_the_system_and_the_reason_is_kept(
 
 
 async def test_full_disk_is_reported_once_and_records_follow_when_there_is_space(tmp_path: Path) -> None:
+    def prints_there(_: ClusterEvent) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         async with running(disk.path) as watched:
+            watched.cluster.on_event(prints_there)
             disk.fill()
             for times in (1, 2):
                 watched.cluster.kill("manager")
