@@ -1,8 +1,10 @@
-"""Full disks, told apart from other errors of a file system."""
+"""Full disks, told apart from other errors of writing files."""
 
 from __future__ import annotations
 
 import errno
+
+from rlboost.shared.errors import DiskFull, Fatal
 
 _ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _IN_TEXT = tuple(f"os error {number}" for number in _ERRNOS)
@@ -14,3 +16,8 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _ERRNOS
     return any(text in str(error) for text in _IN_TEXT)
+
+
+def write_error(cause: BaseException, text: str) -> DiskFull | Fatal:
+    """Return the error for a write that failed: whether the caller may wait for space, or must give up."""
+    return (DiskFull if is_full(cause) else Fatal)(text)

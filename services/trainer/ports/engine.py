@@ -113,7 +113,7 @@ class PolicyEngine(Protocol):
         Only one copy exists at a time: `snapshot` replaces the previous one.
 
         Raises:
-            DiskFull: there is no space for a copy on disk; the same call may be made again.
+            DiskFull: there is no space for a copy on disk; the same call may be repeated.
             Fatal: not enough memory for the copy.
 
         """

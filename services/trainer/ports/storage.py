@@ -42,7 +42,7 @@ class CheckpointStore(Protocol):
             write: writes the engine's files into the directory it is given.
 
         Raises:
-            DiskFull: there is no space; the same call may be made again.
+            DiskFull: there is no space; the same call may be repeated.
             Fatal: it cannot be written for another reason.
 
         """
@@ -128,7 +128,7 @@ class WeightPublisher(Protocol):
 class RunFolder(Protocol):
     """The files of a job that people read. All calls block.
 
-    All but `dump_batch` and `close` raise `DiskFull` if there is no space, and can then be made again.
+    All but `dump_batch` and `close` raise `DiskFull` if there is no space; the same call may then be repeated.
     """
 
     def begin(self, spec_json: str, step: int) -> None:

@@ -39,8 +39,8 @@ from rlboost.services.trainer.adapters.checkpoints.files import (
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.bucket import Bucket, Listed, NoCredentials, Refused, configuration
-from rlboost.shared.disk_space import is_full
-from rlboost.shared.errors import DiskFull, Fatal, NotFound, StoreUnavailable, leaves
+from rlboost.shared.disk_space import write_error
+from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable, leaves
 from rlboost.shared.ids import new_token
 
 log = structlog.get_logger(__name__)
@@ -88,9 +88,10 @@ class CheckpointBucket:
                 write(directory)
                 asyncio.run(self._save(directory, state))
         except (OSError, StoreUnavailable, NotFound) as error:
-            raise (DiskFull if is_full(error) else Fatal)(
+            raise write_error(
+                error,
                 f"checkpoint {name} cannot be written to {self._bucket.url}: {error}; repair the object store or free "
-                f"space in {self._scratch}. Earlier checkpoints are complete"
+                f"space in {self._scratch}. Earlier checkpoints are complete",
             ) from error
 
     def newest(self) -> tuple[TrainState, Path] | None:

@@ -24,8 +24,7 @@ from rlboost.services.trainer.adapters.checkpoints.files import (
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.atomic_file import sync_path
-from rlboost.shared.disk_space import is_full
-from rlboost.shared.errors import DiskFull, Fatal
+from rlboost.shared.disk_space import write_error
 
 log = structlog.get_logger(__name__)
 
@@ -59,9 +58,10 @@ class CheckpointFolder:
                 self._remove(old)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise (DiskFull if is_full(error) else Fatal)(
+            raise write_error(
+                error,
                 f"checkpoint {final} cannot be written: {error.strerror or error}; free space or repair the folder. "
-                "Earlier checkpoints are complete"
+                "Earlier checkpoints are complete",
             ) from error
 
     def newest(self) -> tuple[TrainState, Path] | None:

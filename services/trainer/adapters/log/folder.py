@@ -22,7 +22,7 @@ from rlboost.services.trainer.adapters.log.run_log import Opener, RunLog
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.columns import floats, ints
-from rlboost.shared.disk_space import is_full
+from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.model.folder import copy_without_weights, declare_dtype
@@ -66,8 +66,11 @@ class JobFolder:
     def dump_batch(self, name: str, rows: Sequence[TrainingRow]) -> Path:
         """See `RunFolder.dump_batch`: JSON, a row a line."""
         path = self._folder / name
-        with self._disk_errors(full=Fatal):
-            replace_file(path, "".join(json.dumps(_readable(row)) + "\n" for row in rows))
+        try:
+            with self._disk_errors():
+                replace_file(path, "".join(json.dumps(_readable(row)) + "\n" for row in rows))
+        except DiskFull as error:
+            raise Fatal(str(error)) from error  # the job fails anyway
         return path
 
     def export(self, shards: Iterable[Shard]) -> Path:
@@ -108,14 +111,13 @@ class JobFolder:
             temporary.rename(final)
 
     @contextmanager
-    def _disk_errors(self, full: type[DiskFull | Fatal] = DiskFull) -> Iterator[None]:
-        """Translate errors of the file system; `full` is the error for a full disk."""
+    def _disk_errors(self) -> Iterator[None]:
+        """Translate errors of the file system."""
         try:
             yield
         except (OSError, SafetensorError) as error:
-            raise (full if is_full(error) else Fatal)(
-                f"the run's folder {self._folder} cannot be written: {error}; free space there"
-            ) from error
+            text = f"the run's folder {self._folder} cannot be written: {error}; free space there"
+            raise write_error(error, text) from error
 
 
 def _append(file: FileIO, line: bytes) -> None:

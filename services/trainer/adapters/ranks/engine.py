@@ -26,8 +26,8 @@ from rlboost.services.trainer.adapters.ranks.packed import Balancing, PackedBatc
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, ForwardBackward, Model, Trainable
-from rlboost.shared.disk_space import is_full
-from rlboost.shared.errors import ConfigError, Corrupt, DiskFull, Fatal
+from rlboost.shared.disk_space import write_error
+from rlboost.shared.errors import ConfigError, Corrupt, DiskFull
 from rlboost.shared.job.training import Offload, OptimizerSpec
 from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.waiting import Waits
@@ -331,7 +331,7 @@ def _disk_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise (DiskFull if is_full(error) else Fatal)(f"{file} cannot be written: {error}; free space there") from error
+        raise write_error(error, f"{file} cannot be written: {error}; free space there") from error
 
 
 def _require_gpu(local_rank: int) -> None:

@@ -38,7 +38,7 @@ from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from rlboost.shared.columns import F32, unpack
-from rlboost.shared.disk_space import is_full
+from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.job.algorithm import Aggregation
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
@@ -300,16 +300,14 @@ class RanksPolicy(ABC):
         The copy is these files. Digests and the flush to disk follow when the checkpoint is saved.
 
         Raises:
-            DiskFull: there is no space for them; the same call may be made again.
+            DiskFull: there is no space for them; the same call may be repeated.
 
         """
         self.drop_snapshot()
         try:
             captured = self._captured = ScratchDir(self._folder)
         except OSError as error:
-            raise (DiskFull if is_full(error) else Fatal)(
-                f"{self._folder} cannot be written: {error}; free space there"
-            ) from error
+            raise write_error(error, f"{self._folder} cannot be written: {error}; free space there") from error
         try:
             self._ranks.call("save", {"directory": captured.name})
         except DiskFull:
