@@ -74,7 +74,7 @@ class _Streams:
         self._jobs: dict[str, str] = {}
         """Stream of a job -> the job."""
         self._begun: set[str] = set()
-        """Those of the jobs of which `read` has returned a request."""
+        """Jobs whose first request `read` has returned."""
 
     def job_of(self, stream: str) -> str:
         """Return the job of a stream; empty for a stream of all jobs."""

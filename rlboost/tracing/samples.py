@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlboost.shared.columns import U8, U32, U64, ints
+from rlboost.shared.columns import U32, U64, ints
 from rlboost.shared.ids import SampleId, is_served
 from rlboost.shared.messages import (
     ENDED,
@@ -28,6 +28,7 @@ from rlboost.shared.messages import (
     TokenFrame,
     WeightsCommitted,
 )
+from rlboost.shared.token_rows import token_rows
 
 MAX_SAMPLES = 200_000
 """Samples that are followed at once; beyond it the oldest are dropped."""
@@ -179,15 +180,7 @@ class SampleTraces:
                 sample.attempts.append(_Attempt(message.worker, number, offset, at, at, offset))
 
     def _extend(self, frame: TokenFrame, at: float) -> None:
-        rows = zip(
-            ints(frame.samples, U64),
-            ints(frame.attempts, U32),
-            ints(frame.offsets, U32),
-            ints(frame.counts, U32),
-            ints(frame.finish, U8),
-            strict=True,
-        )
-        for sample_id, number, offset, count, finish in rows:
+        for sample_id, number, offset, count, finish in token_rows(frame):
             if attempt := self._attempt(sample_id, number, frame.worker):
                 attempt.ended_at, attempt.n_tokens = at, offset + count
                 attempt.end = _ENDS.get(finish, attempt.end)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlboost.shared.columns import I32, U8, U32, U64, ints, pack
+from rlboost.shared.columns import I32, U32, U64, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     FINISH_NONE,
@@ -35,6 +35,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from rlboost.shared.token_rows import token_rows
 from rlboost.simulation.environment import LEASE_S, generation_s
 from rlboost.simulation.job import JOB_ID, SimulatedJob
 from rlboost.simulation.machine import Machine
@@ -205,15 +206,7 @@ class Baseline:
 
     def _frame(self, frame: TokenFrame) -> None:
         worker = self.workers.get(frame.worker)
-        rows = zip(
-            ints(frame.samples, U64),
-            ints(frame.attempts, U32),
-            ints(frame.offsets, U32),
-            ints(frame.counts, U32),
-            ints(frame.finish, U8),
-            strict=True,
-        )
-        for sample_id, attempt, offset, count, finish in rows:
+        for sample_id, attempt, offset, count, finish in token_rows(frame):
             sample = self.samples.get(sample_id)
             if sample is None or worker is None or attempt != sample.attempt or sample.finish:
                 continue
