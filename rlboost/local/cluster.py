@@ -39,7 +39,7 @@ from rlboost.local.processes import (
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
 from rlboost.shared.disk_space import is_full
-from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
+from rlboost.shared.errors import ConfigError, DiskFull, Fatal, RLBoostError, leaves
 
 _GRACE_S = 12.0
 """A worker may take 10 s to hand off after a stop (invariant 7)."""
@@ -204,13 +204,16 @@ class LocalCluster:
 
     def _on_event(self, event: ClusterEvent) -> None:
         if event.kind == "left":  # the machine is gone, with its port and its disk
-            self._present_spot.discard(event.name)
-            self._ports.release(event.name)
-            self._placements.pop(event.name, None)
+            self._forget_worker(event.name)
             shutil.rmtree(cache_dir(self.state.path) / event.name, ignore_errors=True)
         for listener in self._listeners:
             with suppress(OSError):  # it prints into a file on a full disk, or into a closed pipe
                 listener(event)
+
+    def _forget_worker(self, name: str) -> None:
+        self._present_spot.discard(name)
+        self._ports.release(name)
+        self._placements.pop(name, None)
 
     # --- operations -----------------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class LocalCluster:
 
         Raises:
             Conflict: the system uses GPUs, and none is free.
-            OSError: the disk is full.
+            DiskFull: there is no space for its log.
 
         """
         group = self.options.layout.free_group(self._placements.values()) if self._placements else None
@@ -230,10 +233,10 @@ class LocalCluster:
             self._placements[name] = group
         try:
             self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
-        except OSError:
-            self._present_spot.discard(name)
-            self._placements.pop(name, None)
-            self._ports.release(name)
+        except OSError as error:
+            self._forget_worker(name)
+            if is_full(error):
+                raise DiskFull(f"{name} cannot be started: {error}; free space") from error
             raise
         self._on_event(ClusterEvent("joined", name, time.time()))
         return name
@@ -242,14 +245,12 @@ class LocalCluster:
         """Start preemptible workers that are missing from the manager's target; the manager drains those beyond it."""
         with Client(self.url, self.token, patience_s=0.0, silence_s=_SILENCE_S) as client:
             while True:
-                try:
+                with suppress(
+                    ClientError, DiskFull
+                ):  # the manager restarts, or waits for space: its next target counts
                     pools = (await asyncio.to_thread(client.fleet))["autoscaling"]["pools"]
                     for _ in range((pools[0]["target"] or 0) - len(self._present_spot)):
                         self.join_worker()
-                except (ClientError, OSError) as error:
-                    if isinstance(error, OSError) and not is_full(error):
-                        raise
-                    # The manager restarts, or the disk is full: the next target counts.
                 await asyncio.sleep(_FOLLOW_EVERY_S)
 
     async def until_ready(self, name: str) -> None:

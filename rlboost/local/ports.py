@@ -55,8 +55,8 @@ class Ports:
         return dict(self._ports)
 
     def release(self, name: str) -> None:
-        """Release the port of `name`."""
-        del self._ports[name]
+        """Release the port of `name`, if it has one."""
+        self._ports.pop(name, None)
         if sock := self._sockets.pop(name, None):
             sock.close()
 
