@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.test_megatron import kill_a_rank
 from tests.e2e.test_router_replay import mixture
-from tests.support.black_box import Observer, black_box
+from tests.support.black_box import black_box
+from tests.support.killed_rank import events_with_a_killed_rank
 from tests.support.megatron_cpu import python_path
-from tests.support.small_job import check, small_job
+from tests.support.small_job import small_job
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -26,14 +25,6 @@ def test_job_with_divided_experts_survives_a_killed_rank(tmp_path: Path, monkeyp
     spec["algorithm"]["equal_groups"] = "keep"  # a random model earns nothing
     spec["sampling"]["max_tokens"] = 64
     with black_box(tmp_path / "state", workers=1) as box:
-        job_id = box.submit(spec)
-        with closing(Observer(box.redis_url, job_id)) as observer:
-            checkpoint = box.state / "runs" / job_id / "checkpoints" / "step-000002"
-            box.until(checkpoint.is_dir, "there is a checkpoint")
-            kill_a_rank(box)
-            box.until_completed(job_id)
-        check(box, job_id, observer, spec)
-        events = box.events(job_id)
-    assert "resumed" in {event["kind"] for event in events}
+        events = events_with_a_killed_rank(box, spec)
     (saved,) = [event["fields"]["path"] for event in events if event["kind"] == "model_saved"]
     assert load_file(Path(saved) / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()

@@ -147,7 +147,7 @@ ADAPTER_IMPORTS = {
     "rollout_manager/join.py": {"services.rollout_manager.adapters.manifest_key"},
     "rollout_manager/weights.py": {"services.rollout_manager.adapters.weight_store"},
 }
-"""Functions without state, each of which defers a slow import to its first call."""
+"""Functions without state that defer a slow import to their first call."""
 
 
 @pytest.mark.parametrize("service", SERVICES)
