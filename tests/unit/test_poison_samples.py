@@ -227,30 +227,29 @@ def test_sample_refused_by_three_workers_is_dropped_and_dead_lettered() -> None:
     assert [event.fields["sample"] for event in events] == [str(SampleId.unpack(poison))]
 
 
+def workers_of_a_run(fleet: Fleet, without: SimWorker) -> set[str]:
+    """Run to the end, in which one worker must never hold a sample; return the workers that generated."""
+    for _ in range(900):
+        fleet.step()
+        assert not without.held, "it would be refused, which counts as a failure"
+        if fleet.over:
+            break
+    assert fleet.check() == []
+    return {worker for m in fleet.finished() if isinstance(m, SampleFinished) for worker, _, _ in m.spans}
+
+
 def test_long_sample_waits_for_a_worker_that_accepts_its_length() -> None:
     fleet = Fleet(2, groups=8)
     small, large = fleet.workers
     small.max_request_tokens = TOKENS
-    for _ in range(900):
-        fleet.step()
-        assert not small.held, "it would be refused, which counts as a failure"
-        if fleet.over:
-            break
-    assert large.id in {worker for m in fleet.finished() if isinstance(m, SampleFinished) for worker, _, _ in m.spans}
-    assert fleet.check() == []
+    assert large.id in workers_of_a_run(fleet, without=small)
 
 
 def test_samples_with_routed_experts_wait_for_a_worker_that_returns_them() -> None:
     fleet = Fleet(2, groups=8, routed_experts=(2, 2, 8))
     unable, able = fleet.workers
     unable.returns_routed_experts = False
-    for _ in range(900):
-        fleet.step()
-        assert not unable.held, "it would be refused, which counts as a failure"
-        if fleet.over:
-            break
-    assert {worker for m in fleet.finished() if isinstance(m, SampleFinished) for worker, _, _ in m.spans} == {able.id}
-    assert fleet.check() == []
+    assert workers_of_a_run(fleet, without=unable) == {able.id}
 
 
 def test_sample_that_no_engine_accepts_is_dropped_with_the_engines_reason() -> None:
