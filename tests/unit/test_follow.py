@@ -146,7 +146,7 @@ def test_follow_gives_up_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(follow, "OUTAGE_LIMIT_S", 0.01)
     system = FakeRest()
     system.on("GET /v1/jobs/j-1", ok(job("running")), REFUSED)
-    with pytest.raises(ClientError, match=r"has not answered for 0 s, the limit: .*refused"):
+    with pytest.raises(ClientError, match=r"has not answered for \d+ s, the limit: .*refused"):
         changes(Systems(system))
 
 
