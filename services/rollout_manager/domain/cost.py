@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from rlboost.services.rollout_manager.domain.worker_worth import step_without_spot
+
 if TYPE_CHECKING:
     from rlboost.services.rollout_manager.domain.audit import Audit
     from rlboost.services.rollout_manager.domain.fleet import Worker
@@ -36,6 +38,12 @@ class Cost(BaseModel):
     """By role and kind."""
     budget_reached: bool = False
     """True once the job's remaining budget only just pays for draining its workers. It stays so."""
+    reserved_only_step_s: float | None = None
+    """Estimate from the last step: its duration with the job's reserved workers alone."""
+    reserved_only_dollars: float | None = None
+    """What such a step would cost."""
+    estimated_at_step: int = -1
+    """Finished steps at the last estimate."""
 
     def charge(self, role: str, kind: str, price_per_hour: float, seconds: float) -> None:
         """Add the time of one worker."""
@@ -67,6 +75,9 @@ def charge_workers(world: World, now: Now) -> None:
             for worker in _workers_of(world, job):
                 cost.charge(worker.joined.role, worker.joined.kind, worker.joined.price_per_hour, elapsed_s)
         cost.charged_until = now.wall
+        if cost.estimated_at_step != job.step and (estimate := step_without_spot(world, job)):
+            cost.reserved_only_step_s, cost.reserved_only_dollars = estimate
+            cost.estimated_at_step = job.step
         _check_budget(world, job, now)
 
 
@@ -136,6 +147,26 @@ def cost_report(audit: Audit, steps: int, max_dollars: float | None) -> dict[str
         "dollars_regenerated_by_cause": {
             cause: per_token * tokens for cause, tokens in audit.tokens_regenerated.items() if per_token is not None
         },
+        "reserved_only": _reserved_only(audit.cost, steps),
+    }
+
+
+def _reserved_only(cost: Cost, steps: int) -> dict[str, Any] | None:
+    """Return what a step would take and cost without preemptible workers, None while that is unknown.
+
+    The break-even price is what an hour of a preemptible worker may cost for the job to cost as much as without any;
+    None before one has served it.
+    """
+    step_s, dollars_per_step = cost.reserved_only_step_s, cost.reserved_only_dollars
+    if step_s is None or not dollars_per_step:
+        return None
+    spot_s = sum(time.seconds for time in cost.workers.values() if time.role == "preemptible")
+    reserved_dollars = sum(time.dollars for time in cost.workers.values() if time.role == "reserved")
+    saved = max(0.0, dollars_per_step * steps - reserved_dollars)
+    return {
+        "step_s": step_s,
+        "dollars_per_step": dollars_per_step,
+        "break_even_price_per_hour": _ratio(saved * _HOUR_S, spot_s),
     }
 
 
