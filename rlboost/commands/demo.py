@@ -44,8 +44,10 @@ def demo(
     from rlboost.local.spec_file import require_engine  # noqa: PLC0415 - likewise
     from rlboost.local.system_layout import initial_workers  # noqa: PLC0415 - likewise
     from rlboost.report.checks import checks  # noqa: PLC0415 - likewise
+    from rlboost.report.page import write  # noqa: PLC0415 - likewise
+    from rlboost.report.run_report import report_of  # noqa: PLC0415 - likewise
 
-    require_packages(*SERVICE_PACKAGES, "matplotlib")
+    require_packages(*SERVICE_PACKAGES)
     require_engine(engine.value)
     console = Console()
     first_workers = initial_workers(workers, autoscale)
@@ -54,9 +56,7 @@ def demo(
         typer.echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
     console.print(summary(record))
-    from rlboost.report.page import write  # noqa: PLC0415 - needs matplotlib, which nothing before does
-
-    page = write(record, out or state / "report")
+    page = write(report_of(record), out or state / "report")
     typer.echo(f"\nreport: {page.absolute()}\nrecord: {record_file(state).absolute()}")
     if not all(check.held for check in checks(record)):
         typer.echo(f"rlboost: a guarantee was violated; the logs are in {state / 'logs'}", err=True)

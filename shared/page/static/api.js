@@ -1,6 +1,10 @@
-// The REST API. The token is kept for this browser tab only.
+// The REST API. The token is kept for this browser tab only. A report of a job (rlboost/report/page.py) is this page with
+// the API's answers in it: {at, job, text, answers: {path: answer}, events, samples, throughput, tables}, `at` in seconds.
 
 const KEY = "rlboost-token";
+
+export const report = JSON.parse(document.getElementById("report")?.textContent ?? "null");
+export const present = () => (report ? report.at * 1000 : Date.now());
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -18,15 +22,27 @@ export function takeTokenOfLink() {
   }
 }
 
-export const hasToken = () => sessionStorage.getItem(KEY) !== null;
+export const hasToken = () => report !== null || sessionStorage.getItem(KEY) !== null;
 export const setToken = (token) => sessionStorage.setItem(KEY, token);
 export const forgetToken = () => sessionStorage.removeItem(KEY);
 
-export const get = async (path, signal) => (await request("GET", path, { signal })).json();
+// Return an answer as JSON; in a report null where it has none.
+export async function get(path, signal) {
+  if (report) return report.answers[path.split("?")[0]] ?? null;
+  return (await request("GET", path, { signal })).json();
+}
+
+// Return the samples of a step, counted from 1.
+export async function samplesOf(jobId, step) {
+  if (report) return report.samples[step] ?? [];
+  return get(`jobs/${jobId}/samples?step=${step - 1}`);
+}
+
 export const post = async (path, body) => (await request("POST", path, { body })).json();
 
 // Yield a job's events {id, kind, at, source, fields} until it has ended.
 export async function* events(jobId, lastId, signal) {
+  if (report) return yield* report.events;
   const headers = lastId ? { "Last-Event-ID": lastId } : {};
   const response = await request("GET", `jobs/${jobId}/events`, { headers, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -7,9 +7,14 @@ export const PARTS = [
   ["time/publish_s", "publishing weights", "green"],
 ];
 export const STATE_COLORS = {
-  joining: "grey", pulling: "orange", ready: "green", suspended: "sky", draining: "pink",
+  joining: "grey", pulling: "orange", ready: "green", suspended: "sky", draining: "pink", silent: "red",
 };
-const GONE = { worker_lost: "lost", worker_left: "left" };
+export const CURVES = {
+  reward: ["reward/mean", "perplexity", "dpo/accuracy", "loss"],
+  evaluation: ["eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/loss"],
+  length: ["completions/mean_length", "eval/mean_length"],
+  throughput: ["perf/tokens_per_s"],
+};
 
 export const workerName = (id) => id.replace(/-[^-]*$/, "") || id;
 
@@ -26,11 +31,16 @@ export function number(value) {
   return value.toPrecision(3);
 }
 
-// The points [step from 1, value] of the first of these metrics that the job reports.
+// The points [step, value] of the first of these metrics that the job reports. Training steps count from 1; an evaluation
+// counts as of the steps before it.
 export function curve(rows, names) {
   const name = names.find((one) => rows.some((row) => one in row)) ?? names[0];
-  return { name, points: rows.filter((row) => name in row).map((row) => [row.step + 1, row[name]]) };
+  const first = name.startsWith("eval/") ? 0 : 1;
+  return { name, points: rows.filter((row) => name in row).map((row) => [row.step + first, row[name]]) };
 }
+
+// The rows of steps whose time is known; the row after the last step has only an evaluation.
+export const timedSteps = (rows, job) => rows.filter((row) => row["time/step_s"] && row.step < (job.steps || Infinity));
 
 // One sentence on what a job waits for: what, why, since when, until when.
 export function waitingText(job, now) {
@@ -41,18 +51,44 @@ export function waitingText(job, now) {
   return `Waiting for ${wait.for}: ${wait.because} (for ${since}${limit}).`;
 }
 
-// One sentence on where the time of a step went.
-export function stepText(row) {
-  if (!row || !row["time/step_s"]) return "";
-  const parts = PARTS.map(([key, label]) => [label, row[key] ?? 0]).sort((a, b) => b[1] - a[1]);
-  const shares = parts.filter(([, s]) => s / row["time/step_s"] >= 0.01)
-    .map(([label, s]) => `${label} ${Math.round((100 * s) / row["time/step_s"])} %`);
-  return `Step ${row.step + 1} took ${duration(row["time/step_s"])}: ${shares.join(", ")}.`;
+// Why a step took as long as it did: its parts, how it differs from the ten steps before it, and what happened meanwhile.
+export function stepText(rows, step, incidents) {
+  const row = rows.find((one) => one.step === step - 1), total = row?.["time/step_s"];
+  if (!total) return "";
+  const partsOf = (one) => [...PARTS.map(([key, label]) => [label, one[key] ?? 0]), ["other", otherTime(one)]];
+  const shares = partsOf(row).sort((a, b) => b[1] - a[1]).filter(([, s]) => s / total >= 0.01)
+    .map(([label, s]) => `${label} ${Math.round((100 * s) / total)} %`);
+  let text = `Step ${step} took ${duration(total)}: ${shares.join(", ")}.`;
+  const before = rows.filter((one) => one.step < row.step && one["time/step_s"]).slice(-10);
+  if (before.length >= 3) {
+    const usual = median(before.map((one) => one["time/step_s"])), delta = total - usual;
+    if (Math.abs(delta) > 0.2 * usual) {
+      const changes = partsOf(row).map(([label, s], i) => [label, s - median(before.map((one) => partsOf(one)[i][1]))]);
+      const [label, most] = changes.reduce((a, b) => (Math.sign(delta) * b[1] > Math.sign(delta) * a[1] ? b : a));
+      const word = delta > 0 ? "longer" : "less";
+      text += ` That is ${duration(Math.abs(delta))} ${word} than the median of the ${before.length} steps before, ` +
+        `mostly ${label} (${duration(Math.abs(most))} ${word}).`;
+    }
+    const lengths = before.map((one) => one["completions/mean_length"]), length = row["completions/mean_length"];
+    if (length && lengths.every((one) => one)) {
+      const ratio = length / median(lengths);
+      if (Math.abs(ratio - 1) > 0.2) text += ` Completions were ${Math.round(100 * Math.abs(ratio - 1))} % ${ratio > 1 ? "longer" : "shorter"} than then.`;
+    }
+  }
+  if ("eval/mean_length" in row || "eval/reward_mean" in row) text += " It includes an evaluation.";
+  return incidents.length ? `${text} During it ${incidents.join("; ")}.` : text;
+}
+
+export const otherTime = (row) => Math.max(0, row["time/step_s"] - PARTS.reduce((sum, [key]) => sum + (row[key] ?? 0), 0));
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b), middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
 // What preemptions cost, from the audit.
 export function preemptionText(audit) {
-  const sum = (counts) => Object.values(counts).reduce((total, n) => total + n, 0);
+  if (!audit) return "";
   const n = sum(audit.preemptions), lost = sum(audit.tokens_regenerated);
   const kinds = Object.entries(audit.preemptions).map(([kind, count]) => `${count} ${kind.replaceAll("_", " ")}`).join(", ");
   const share = audit.tokens_generated ? ((100 * lost) / audit.tokens_generated).toFixed(2) : "0";
@@ -63,14 +99,68 @@ export function preemptionText(audit) {
     `${number(sum(audit.dropped))} dropped.`;
 }
 
+const sum = (counts) => Object.values(counts).reduce((total, n) => total + n, 0);
+
+const CAUSES = {
+  late: "regenerated: arrived after the sample had migrated",
+  sample_over: "discarded: arrived after the sample was complete",
+  gap: "regenerated: arrived after lost tokens",
+  dropped: "generated for a sample that was dropped",
+};
+
+// Every counter of the audit as [name, value].
+export function auditRows(audit) {
+  return [
+    ["samples requested", audit.requested], ["samples delivered", audit.delivered],
+    ...Object.entries(audit.dropped).map(([reason, n]) => [`samples dropped: ${reason}`, n]),
+    ["samples in flight", audit.in_flight],
+    ["tokens generated", audit.tokens_generated], ["tokens delivered", audit.tokens_delivered],
+    ...Object.entries(audit.tokens_regenerated).map(([cause, n]) => [`tokens ${CAUSES[cause] ?? cause}`, n]),
+    ["tokens kept by migrated samples", audit.tokens_saved], ["migrations", audit.migrations],
+    ["frames sent twice, cut", audit.duplicates],
+    ["preemptions with notice", audit.preemptions.with_notice ?? 0],
+    ["preemptions without notice", audit.preemptions.without_notice ?? 0],
+  ].map(([name, n]) => [name, number(n)]);
+}
+
 // What a job cost, from GET /cost, as 'rlboost status' says it; empty without prices.
 export function costText(cost) {
-  if (!cost.dollars) return "";
+  if (!cost?.dollars) return "";
   const kinds = cost.workers.map(({ role, kind, hours, dollars: d }) => `${role} ${kind} ${dollars(d)} for ${hours.toFixed(2)} h`);
   const limit = cost.max_dollars ? ` of at most ${dollars(cost.max_dollars)}` : "";
   return `${dollars(cost.dollars)}${limit}: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
     `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples. Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ` +
     `${dollars(cost.dollars_regenerated)} were regenerated.`;
+}
+
+// What would make the job cheaper, one sentence each.
+export function cheaperTexts(job, rows, fleet, cost) {
+  const texts = [], worth = fleet?.worth_of_one_more, only = cost?.reserved_only;
+  if (worth?.job_id === job.id) {
+    const value = worth.dollars_per_hour ? `, worth ${dollars(worth.dollars_per_hour)} per hour at what tokens cost now` : "";
+    const verdict = worth.dollars_per_hour > worth.price_per_hour ? "cheaper" : "more expensive";
+    const price = worth.price_per_hour ? `. It costs ${dollars(worth.price_per_hour)} per hour: tokens would become ${verdict}` : "";
+    texts.push(worth.tokens_per_hour < 1 ? "One more spot worker would not shorten the steps." :
+      `One more spot worker would generate ${number(Math.round(worth.tokens_per_hour))} more tokens per hour${value}${price}.`);
+    const idle = fleet.present - Math.ceil(fleet.target_workers ?? Infinity);
+    if (idle > 0) texts.push(`${idle} of the ${fleet.present} spot workers do not shorten the steps: without them the job costs less.`);
+  }
+  if (only && cost.dollars_per_step) {
+    const saved = 1 - cost.dollars_per_step / only.dollars_per_step;
+    const price = only.break_even_price_per_hour;
+    texts.push(`With the reserved workers alone, a step would take about ${duration(only.step_s)} and cost ` +
+      `${dollars(only.dollars_per_step)}: spot workers make the job ${Math.abs(Math.round(100 * saved))} % ` +
+      `${saved >= 0 ? "cheaper" : "more expensive"}.${price === null ? "" : ` They pay below ${dollars(price)} per hour and worker.`}`);
+  }
+  for (const [cause, spent] of Object.entries(cost?.dollars_regenerated_by_cause ?? {})) {
+    if (spent) texts.push(`Tokens ${CAUSES[cause] ?? cause}: ${dollars(spent)}.`);
+  }
+  const equal = rows.findLast((row) => "frac_reward_zero_std" in row)?.frac_reward_zero_std ?? 0;
+  if (equal >= 0.3) {
+    texts.push(`In the last step ${Math.round(100 * equal)} % of the groups had equal rewards, from which GRPO learns nothing: ` +
+      "prompts that the model sometimes solves (data.curriculum) use more of what is generated.");
+  }
+  return texts;
 }
 
 export function dollars(value) {
@@ -79,6 +169,7 @@ export function dollars(value) {
 }
 
 export function fleetText(fleet) {
+  if (!fleet) return "";
   const wanted = fleet.target_workers;
   const worth = wanted === null ? "" :
     wanted > fleet.present ? `; up to ${wanted} would shorten the steps` : `; more than ${wanted} would not shorten the steps`;
@@ -93,40 +184,6 @@ function scalingText({ workers, limited_by: limit, dollars_per_hour: price, max_
   const kinds = pools.map((pool) => `${pool.target ?? "-"} of at most ${pool.max_workers} ${pool.kind}`);
   const errors = pools.filter((pool) => pool.error).map((pool) => ` Provider: ${pool.error}`);
   return `${cost} Autoscaling (${workers}): ${kinds.join(", ")}${limit ? `; limited by ${limit}` : ""}.${errors.join("")}`;
-}
-
-// The workers' lives: name -> {role, spans: [{state, from, to}], marks: [{at, text, end}]}, and the moves between them.
-// A worker whose first event is not that it joined was there when the events begin. An open span has `to` null.
-export function lives(events) {
-  const workers = new Map(), moves = [];
-  let source = null;
-  const change = (id, role, state, at) => {
-    const name = workerName(id);
-    const life = workers.get(name) ?? { role, spans: [], marks: [] };
-    const last = life.spans.at(-1);
-    if (last && last.to === null) last.to = at;
-    if (state) life.spans.push({ state, from: at, to: null });
-    life.role = role ?? life.role;
-    workers.set(name, life);
-    return life;
-  };
-  for (const { kind, at: seconds, fields } of events) {
-    const at = seconds * 1000;
-    if (kind === "worker_joined") change(fields.worker, fields.role, "joining", at);
-    else if (kind === "worker_state") {
-      const life = workers.get(workerName(fields.worker));
-      if (!life) change(fields.worker, fields.role, fields.before, events[0].at * 1000);
-      change(fields.worker, fields.role, fields.state, at);
-    } else if (kind === "worker_notice") {
-      change(fields.worker, null, "draining", at).marks.push({ at, text: `preemption notice: ${fields.reason}` });
-    } else if (kind in GONE) {
-      change(fields.worker, null, null, at).marks.push({ at, text: `${GONE[kind]}: ${fields.reason}`, end: GONE[kind] });
-    } else if (kind === "samples_unassigned") source = { at, worker: workerName(fields.worker) };
-    else if (kind === "samples_migrated" && source && at - source.at < 5000) {
-      moves.push({ from: source.worker, start: source.at, to: workerName(fields.worker), at, samples: fields.samples, tokens: fields.tokens });
-    }
-  }
-  return { workers, moves };
 }
 
 // A completion as parts {text, span}: span indexes `sample.spans`, null where its worker is not known.
